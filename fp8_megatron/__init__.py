@@ -1,0 +1,3 @@
+"""fp8_megatron: LLM pre-training with FP8 end to end on megatron-core."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""FP8 collectives: one function and one handle each."""

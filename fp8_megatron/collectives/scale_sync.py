@@ -1,0 +1,13 @@
+"""Scales shared by a group: ranks that hold parts of one tensor agree on its amax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def max_over_group_(amax: Tensor, group: torch.distributed.ProcessGroup) -> None:
+    """Raise `amax` (FP32, any shape) to its maximum over `group`, in place. A NaN on any rank may or may not spread:
+    what is quantised from that rank's part is NaN either way."""
+    if group.size() > 1:
+        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)

@@ -1,0 +1,170 @@
+"""The device a rank runs on, and what megatron-core needs to run on a CPU.
+
+megatron-core names CUDA in places that a CPU run passes (``schedules.py`` allocates with ``device="cuda"``). Nothing
+is patched at import: `runtime` is entered by the trainer, maps those places to the CPU for its duration and puts
+everything back. On CUDA it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+from megatron.core.tensor_parallel import random as mcore_random
+from torch.overrides import TorchFunctionMode
+
+#: Compute capability of the first GPUs with FP8 tensor cores (Ada); Hopper is (9, 0).
+_FIRST_FP8_CAPABILITY = (8, 9)
+
+
+class UnsupportedDeviceError(ValueError):
+    """This device cannot run the requested precision."""
+
+
+def local_rank() -> int:
+    """This process's rank on its node, as torchrun sets it (0 outside torchrun)."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def select_device() -> torch.device:
+    """The GPU of this local rank where CUDA is available, else the CPU.
+
+    Raises:
+        UnsupportedDeviceError: fewer GPUs than local ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank, count = local_rank(), torch.cuda.device_count()
+    if rank >= count:
+        raise UnsupportedDeviceError(
+            f"LOCAL_RANK({rank}) has no GPU: this node has {count}; start torchrun with --nproc-per-node {count}"
+        )
+    return torch.device("cuda", rank)
+
+
+def check_fp8_support(device: torch.device, capability: tuple[int, int] | None = None) -> None:
+    """Refuse FP8 on a GPU whose tensor cores do not have it; a CPU runs the reference kernels.
+
+    Args:
+        capability: the GPU's compute capability; read from the device when None.
+
+    Raises:
+        UnsupportedDeviceError: with what does run there.
+    """
+    if device.type != "cuda":
+        return
+    capability = capability or torch.cuda.get_device_capability(device)
+    if capability < _FIRST_FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device) if torch.cuda.is_available() else "this GPU"
+        runs = "--precision bf16" if capability >= (8, 0) else "nothing here: BF16 needs compute capability 8.0"
+        raise UnsupportedDeviceError(
+            f"--precision fp8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell); {name} has "
+            f"{capability[0]}.{capability[1]}. What runs on it: {runs}"
+        )
+
+
+def distributed_backend(device: torch.device) -> str:
+    """Backend of ``torch.distributed`` for a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory this process has held: allocator peak on a GPU, resident set on a CPU; GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class _CudaOnCpu(TorchFunctionMode):
+    """Sends ``device="cuda"`` and ``.cuda()`` to the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and str(device).startswith("cuda"):
+                kwargs = {**kwargs, "device": "cpu"}
+            return func(*args, **kwargs)
+        return func(*args)
+
+
+class CpuRngTracker:
+    """megatron-core's CUDA RNG tracker, on the CPU's generator: named states, forked for a region."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+
+    def is_initialized(self) -> bool:
+        """Whether any state has been added."""
+        return bool(self.states_)
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self.states_ = {}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """The named generator states."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Replace the named generator states."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a state seeded with `seed`."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.states_[name] = torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw from the named state inside the block."""
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+@contextlib.contextmanager
+def runtime(device: torch.device) -> Iterator[None]:
+    """Everything megatron-core needs to run on `device`; undone at the end of the block."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        yield
+        return
+    current_device = torch.cuda.current_device
+    tracker = mcore_random._CUDA_RNG_STATE_TRACKER
+    initialized = mcore_random._CUDA_RNG_STATE_TRACKER_INITIALIZED
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    mcore_random._CUDA_RNG_STATE_TRACKER = CpuRngTracker()
+    mcore_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    try:
+        with _CudaOnCpu():
+            yield
+    finally:
+        torch.cuda.current_device = current_device
+        mcore_random._CUDA_RNG_STATE_TRACKER = tracker
+        mcore_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = initialized
+
+
+def seed_everything(seed: int, device: torch.device, *, tensor_parallel_rank: int, pipeline_rank: int) -> None:
+    """Seed dropout: the default generator alike over a tensor-parallel group, the tracker's state apart.
+
+    Initial weights do not come from here (see `models.initialization`), so these seeds never change them.
+    """
+    seed = seed + 100 * pipeline_rank
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        mcore_random.model_parallel_cuda_manual_seed(seed, tp_rank=tensor_parallel_rank, ep_rank=0, etp_rank=0)
+    else:
+        tracker = mcore_random.get_cuda_rng_tracker()
+        tracker.reset()
+        tracker.add("model-parallel-rng", seed + 2718 + tensor_parallel_rank)

@@ -1,0 +1,99 @@
+"""Which rank does what: process groups of the tensor-, pipeline- and data-parallel layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from ..config import ParallelConfig
+from ..device import distributed_backend
+
+Group = torch.distributed.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place and its groups.
+
+    Attributes:
+        groups: megatron-core's collection (tp, pp, dp_cp, mp, embd, …).
+        replica: tensor × data parallel ranks of this pipeline stage: all ranks that run the same layers.
+    """
+
+    rank: int
+    world_size: int
+    groups: ProcessGroupCollection
+    replica: Group
+    virtual_pipeline_size: int | None
+
+    @property
+    def tp(self) -> Group:
+        """Ranks that share each layer."""
+        return self.groups.tp
+
+    @property
+    def pp(self) -> Group:
+        """Ranks that hold the stages of one replica."""
+        return self.groups.pp
+
+    @property
+    def dp(self) -> Group:
+        """Ranks that hold the same parameters."""
+        return self.groups.dp_cp
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first pipeline stage."""
+        return self.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage."""
+        return self.pp.rank() == self.pp.size() - 1
+
+    @property
+    def reads_loss(self) -> bool:
+        """Whether this rank's loss is the one to report: last stage, first tensor-parallel rank."""
+        return self.is_last_stage and self.tp.rank() == 0
+
+
+@contextmanager
+def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device) -> Iterator[Topology]:
+    """Join the process group that torchrun describes (or a world of one) and lay the ranks out.
+
+    Groups are destroyed at the end of the block, also after an error, so that no rank waits for one that is gone.
+    """
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    torch.distributed.init_process_group(
+        distributed_backend(device), timeout=timeout, device_id=device if device.type == "cuda" else None
+    )
+    try:
+        virtual = parallel.virtual_pipeline_model_parallel_size(num_layers)
+        parallel_state.initialize_model_parallel(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            virtual,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
+        )
+        yield Topology(
+            rank=torch.distributed.get_rank(),
+            world_size=torch.distributed.get_world_size(),
+            groups=ProcessGroupCollection.use_mpu_process_groups(),
+            replica=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+            virtual_pipeline_size=virtual,
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()

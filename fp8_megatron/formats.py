@@ -1,0 +1,97 @@
+"""Number formats: the dtypes this project stores and computes in, and their limits.
+
+The sign convention everywhere is that a **scale dequantises**: ``x ≈ payload · scale``
+(FP8-LM, arXiv 2310.18313, writes the reciprocal; ``torch._scaled_mm`` takes this one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+
+FP8_DTYPES = (E4M3, E5M2)
+
+#: Largest finite magnitude of each storage dtype.
+MAX_FINITE: dict[torch.dtype, float] = {
+    E4M3: 448.0,
+    E5M2: 57344.0,
+    torch.float16: 65504.0,
+    torch.bfloat16: torch.finfo(torch.bfloat16).max,
+    torch.float32: torch.finfo(torch.float32).max,
+}
+
+#: Elements that share one FP32 scale in a block-scaled gradient (and on the wire).
+GRAD_BLOCK = 128
+#: Elements that share one FP32 scale in block-scaled optimizer state.
+STATE_BLOCK = 256
+
+#: Hopper's FP8 tensor cores take operand sizes in multiples of this.
+FP8_GEMM_MULTIPLE = 16
+
+
+class StorageDtype(str, Enum):
+    """A storage dtype as a user names it on the command line (Megatron's names, plus fp8)."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype of the payload; ``fp8`` is E4M3."""
+        return _TORCH_DTYPES[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element, scales not counted."""
+        return self.torch_dtype.itemsize
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the payload is stored beside FP32 scales (fp16 and fp8 are; fp32 and bf16 have the range)."""
+        return self in (StorageDtype.FP16, StorageDtype.FP8)
+
+
+_TORCH_DTYPES = {
+    StorageDtype.FP32: torch.float32,
+    StorageDtype.BF16: torch.bfloat16,
+    StorageDtype.FP16: torch.float16,
+    StorageDtype.FP8: E4M3,
+}
+
+
+@dataclass(frozen=True)
+class StorageFormats:
+    """What one linear weight and everything the optimizer keeps for it is stored in.
+
+    ``master_weight is None`` means that the weight itself is the master (levels O1 and O2).
+    """
+
+    weight: StorageDtype
+    main_grad: StorageDtype
+    master_weight: StorageDtype | None
+    exp_avg: StorageDtype
+    exp_avg_sq: StorageDtype
+
+    @property
+    def bytes_per_param(self) -> int:
+        """Bytes per parameter on one unsharded rank with one micro-batch, scales not counted."""
+        kinds = (self.weight, self.main_grad, self.master_weight, self.exp_avg, self.exp_avg_sq)
+        return sum(kind.itemsize for kind in kinds if kind is not None)
+
+
+_F = StorageDtype
+#: The levels (README, "Levels"): bf16 holds 18 bytes a parameter, O1 11, O2 6, O3 7.
+LEVELS: dict[str, StorageFormats] = {
+    "bf16": StorageFormats(_F.BF16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
+    "te": StorageFormats(_F.BF16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
+    "O1": StorageFormats(_F.FP16, _F.FP8, None, _F.FP32, _F.FP32),
+    "O2": StorageFormats(_F.FP16, _F.FP8, None, _F.FP8, _F.FP16),
+    "O3": StorageFormats(_F.FP8, _F.FP8, _F.FP16, _F.FP8, _F.FP16),
+}

@@ -1,0 +1,164 @@
+"""Block-scaled storage in Triton: `reference.quantize_blockwise_`, `dequantize_blockwise` and `squared_norm`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import MAX_FINITE
+from .quantize_triton import encode, magnitude_bits, reciprocal, scale_from_amax_bits
+
+_TILE = 4096
+_NUM_WARPS = 8
+# Programs of the first stage of the norm; the second adds their sums in a fixed order.
+_MAX_PARTIALS = 1024
+
+
+@triton.jit
+def _quantize_blocks(
+    x, payload, scales, num_blocks, FP_MAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
+):
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)[:, None]
+    offsets = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = None
+    if EVEN:
+        value = tl.load(x + first * BLOCK + offsets)
+    else:
+        mask = first + rows < num_blocks
+        value = tl.load(x + first * BLOCK + offsets, mask=mask, other=0.0)
+    scale = scale_from_amax_bits(tl.max(magnitude_bits(value), axis=1, keep_dims=True), FP_MAX, True)
+    tl.store(scales + first + rows, scale, mask=mask)
+    tl.store(
+        payload + first * BLOCK + offsets, encode(value, reciprocal(scale), FP_MAX, payload.dtype.element_ty), mask=mask
+    )
+
+
+@triton.jit
+def _dequantize_blocks(payload, scales, out, num_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)[:, None]
+    offsets = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = None
+    if not EVEN:
+        mask = first + rows < num_blocks
+    value = tl.load(payload + first * BLOCK + offsets, mask=mask).to(tl.float32)
+    tl.store(out + first * BLOCK + offsets, value * tl.load(scales + first + rows, mask=mask), mask=mask)
+
+
+@triton.jit
+def _partial_squares(
+    payload, scales, partials, n, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
+):
+    TILE: tl.constexpr = ROWS * BLOCK
+    rows = tl.arange(0, ROWS)[:, None]
+    offsets = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(tl.program_id(0).to(tl.int64) * TILE, n, tl.num_programs(0) * TILE):
+        if EVEN:
+            value = tl.load(payload + start + offsets).to(tl.float32)
+        else:
+            value = tl.load(payload + start + offsets, mask=start + offsets < n, other=0.0).to(tl.float32)
+        if SCALED:
+            if EVEN:
+                scale = tl.load(scales + start // BLOCK + rows)
+            else:
+                scale = tl.load(scales + start // BLOCK + rows, mask=start + rows * BLOCK < n, other=0.0)
+            value *= scale
+        total += value * value
+    tl.store(partials + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def _sum_partials(partials, num_partials, out, MAX_PARTIALS: tl.constexpr):
+    offsets = tl.arange(0, MAX_PARTIALS)
+    tl.store(out, tl.sum(tl.load(partials + offsets, mask=offsets < num_partials, other=0.0), axis=0))
+
+
+def block_size(payload: Tensor, scales: Tensor) -> int:
+    """Elements that share a scale.
+
+    Raises:
+        ValueError: not a power of two from 16 to 4096, or not a whole number of blocks.
+    """
+    block = payload.numel() // scales.numel()
+    if block * scales.numel() != payload.numel() or block & (block - 1) or not 16 <= block <= _TILE:
+        raise ValueError(
+            f"{payload.numel()} elements with {scales.numel()} scales: the block must be a power of two in 16…{_TILE}"
+        )
+    return block
+
+
+def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
+    """`reference.quantize_blockwise_`, one launch.
+
+    Raises:
+        ValueError: see `block_size`.
+    """
+    block = block_size(payload, scales)
+    rows, num_blocks = _TILE // block, scales.numel()
+    assert payload.is_contiguous() and scales.is_contiguous()
+    _quantize_blocks[(triton.cdiv(num_blocks, rows),)](
+        x.contiguous(),
+        payload,
+        scales,
+        num_blocks,
+        MAX_FINITE[payload.dtype],
+        rows,
+        block,
+        num_blocks % rows == 0,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
+    """`reference.dequantize_blockwise`, one launch.
+
+    Raises:
+        ValueError: see `block_size`.
+    """
+    block = block_size(payload, scales)
+    rows, num_blocks = _TILE // block, scales.numel()
+    out = torch.empty(payload.numel(), dtype=torch.float32, device=payload.device)
+    _dequantize_blocks[(triton.cdiv(num_blocks, rows),)](
+        payload.contiguous(),
+        scales.contiguous(),
+        out,
+        num_blocks,
+        rows,
+        block,
+        num_blocks % rows == 0,
+        num_warps=_NUM_WARPS,
+    )
+    return out
+
+
+def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
+    """`reference.squared_norm` in two launches; the same bits in every run.
+
+    Raises:
+        ValueError: see `block_size`.
+    """
+    block = _TILE if scales is None else block_size(payload, scales)
+    n = payload.numel()
+    num_partials = min(triton.cdiv(n, _TILE), _MAX_PARTIALS)
+    partials = torch.empty(num_partials, dtype=torch.float32, device=payload.device)
+    payload = payload.contiguous()
+    _partial_squares[(num_partials,)](
+        payload,
+        payload if scales is None else scales.contiguous(),
+        partials,
+        n,
+        scales is not None,
+        _TILE // block,
+        block,
+        n % _TILE == 0,
+        num_warps=_NUM_WARPS,
+    )
+    if num_partials == 1:
+        return partials
+    out = torch.empty(1, dtype=torch.float32, device=payload.device)
+    _sum_partials[(1,)](partials, num_partials, out, _MAX_PARTIALS)
+    return out

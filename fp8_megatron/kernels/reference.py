@@ -1,0 +1,237 @@
+"""The specification: every operation in plain PyTorch, on any device. Variants are tested against these.
+
+Rounding is to nearest even everywhere. A cast is always preceded by a clamp to the format's finite range, because
+overflowing casts differ between devices (a CPU saturates, CUDA gives NaN). A NaN stays NaN through every cast.
+
+Two kinds of scale:
+
+- **tensorwise**: one FP32 scale for the tensor, ``amax / fp_max``, optionally rounded up to a power of two;
+- **blockwise**: one FP32 power-of-two scale for each run of `block` elements of the flattened tensor. A power of two
+  makes encoding an unchanged value again exact. A block that is all zero has scale 1; a block whose amax is not finite
+  has scale NaN, so that everything decoded from it is NaN and cannot pass for a number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import FP8_DTYPES, MAX_FINITE
+
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+def amax(x: Tensor) -> Tensor:
+    """Largest magnitude of `x` (any shape) as FP32 of shape [1]; NaN where `x` holds a NaN."""
+    low, high = torch.aminmax(x.detach().reshape(-1))
+    return torch.maximum(-low, high).float().reshape(1)
+
+
+def round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    """Smallest power of two ≥ `scale` (FP32, positive), at least 2⁻¹²⁶; inf and NaN stay as they are."""
+    bits = (scale.clamp_min(_SMALLEST_NORMAL).view(torch.int32) + 0x007FFFFF) & 0x7F800000
+    return torch.where(torch.isfinite(scale), bits.view(torch.float32), scale)
+
+
+def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
+    """Dequantising scale ``amax / fp_max`` in FP32, elementwise.
+
+    An amax of 0 gives 1. An amax that is not finite gives NaN: what is quantised with it is NaN too, so the step's
+    non-finite check finds it.
+    """
+    scale = (amax / MAX_FINITE[dtype]).clamp_min(_SMALLEST_NORMAL)
+    if power_of_two:
+        scale = round_up_to_power_of_two(scale)
+    scale = torch.where(amax == 0, torch.ones_like(scale), scale)
+    return torch.where(torch.isfinite(amax), scale, torch.full_like(scale, torch.nan))
+
+
+def encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``cast(clamp(x / scale))`` to `dtype`; `scale` (FP32) broadcasts against `x`. Saturates, keeps NaN."""
+    limit = MAX_FINITE[dtype]
+    return (x.float() * scale.reciprocal()).clamp_(-limit, limit).to(dtype)
+
+
+def decode(payload: Tensor, scale: Tensor | None = None) -> Tensor:
+    """``payload · scale`` in FP32; `scale` (FP32) broadcasts."""
+    if payload.dtype in FP8_DTYPES and payload.device.type == "cpu":
+        value = _decode_fp8_by_table(payload)
+    else:
+        value = payload.float()
+    return value if scale is None else value * scale
+
+
+def _decode_fp8_by_table(payload: Tensor) -> Tensor:
+    # A CPU's own float8 → float32 cast is scalar; a 256-entry table is three times as fast and as exact.
+    codes = torch.arange(256, dtype=torch.uint8).view(payload.dtype).float()
+    index = payload.contiguous().view(torch.uint8).view(-1).int()
+    return codes.index_select(0, index).view(payload.shape)
+
+
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rowwise: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise `x` [M, K] with a scale taken from its own amax, in either layout or both.
+
+    Returns:
+        payload [M, K] (empty unless `rowwise`), its transpose [K, M] (empty unless `transposed`), scale FP32 [1].
+    """
+    scale = scale_from_amax(amax(x), dtype, power_of_two=power_of_two)
+    payload, payload_t = quantize_with_scale(x, scale, dtype, rowwise=rowwise, transposed=transposed)
+    return payload, payload_t, scale
+
+
+def quantize_with_scale(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, rowwise: bool, transposed: bool, amax_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise `x` [M, K] with a given FP32 scale [1], in either layout or both; values beyond it saturate.
+
+    Args:
+        amax_out: FP32 [1]; raised to the amax of `x` when given (delayed scaling records it in the same pass).
+
+    Returns:
+        payload [M, K] (empty unless `rowwise`), its transpose [K, M] (empty unless `transposed`).
+    """
+    if amax_out is not None:
+        torch.maximum(amax_out, amax(x), out=amax_out)
+    payload = encode(x, scale, dtype)
+    empty = payload.new_empty(0)
+    return payload if rowwise else empty, payload.t().contiguous() if transposed else empty
+
+
+def transpose(payload: Tensor) -> Tensor:
+    """[M, K] FP8 bytes → contiguous [K, M]."""
+    return payload.t().contiguous()
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """(a · scale_a) @ (b · scale_b)ᵀ + bias, accumulated in FP32.
+
+    Args:
+        a: FP8 [M, K], K-major. b: FP8 [N, K], K-major. scale_a, scale_b: FP32 [1].
+        bias: [N] or None, added before rounding to `out_dtype`.
+        use_fast_accum: Hopper's shorter accumulator; the reference always accumulates in FP32.
+
+    Returns:
+        [M, N] in `out_dtype`.
+    """
+    out = (decode(a) @ decode(b).t()) * (scale_a * scale_b)
+    if bias is not None:
+        out += bias.float()
+    return out.to(out_dtype)
+
+
+def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
+    """Quantise flat `x` [n] into `payload` [n] (FP8 or FP16) and its FP32 power-of-two `scales` [n / block], in place.
+
+    The block is ``payload.numel() / scales.numel()``.
+    """
+    blocks = x.reshape(scales.numel(), -1).float()
+    scale = scale_from_amax(blocks.abs().amax(dim=1), payload.dtype, power_of_two=True)
+    scales.copy_(scale)
+    payload.copy_(encode(blocks, scale[:, None], payload.dtype).view(-1))
+
+
+def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
+    """Flat payload [n] with FP32 `scales` [n / block] → FP32 [n]."""
+    return decode(payload.view(scales.numel(), -1), scales[:, None]).view(-1)
+
+
+def load_state(payload: Tensor, scales: Tensor | None) -> Tensor:
+    """Optimizer state [n] in any storage dtype → FP32 [n]; `scales` is None for unscaled dtypes."""
+    return payload.float() if scales is None else dequantize_blockwise(payload, scales)
+
+
+def store_state_(value: Tensor, payload: Tensor, scales: Tensor | None) -> None:
+    """FP32 [n] → optimizer state [n] in its storage dtype, in place."""
+    if scales is None:
+        payload.copy_(value)
+    else:
+        quantize_blockwise_(value, payload, scales)
+
+
+def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
+    """Σ x² of flat `payload` [n] (with its block scales, if any), FP32 [1]; NaN or inf where any element is."""
+    value = load_state(payload, scales)
+    return torch.dot(value, value).reshape(1)
+
+
+def adamw_step_(
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_scales: Tensor | None,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scales: Tensor | None,
+    master: Tensor,
+    master_scales: Tensor | None,
+    weight: Tensor | None,
+    chunk_amax: Tensor | None,
+    grad_factor: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """One Adam(W) step over flat storage, computed in FP32, every operand in its own storage dtype, in place.
+
+    AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2; `decoupled`) or Adam with the L2 term in the gradient,
+    which enters both moments. The update uses the moments before they are rounded to storage.
+
+    Args:
+        grad, exp_avg, exp_avg_sq, master: flat [n], each with FP32 block scales or None.
+        weight: flat [n] 16- or 32-bit copy that receives the new value, or None (FP8 weights are derived afterwards
+            from `chunk_amax`; with no separate master, `master` is the weight).
+        chunk_amax: FP32 [n / chunk] receives the largest magnitude of each chunk of the new master, or None.
+        grad_factor: FP32 [1], multiplies the gradient (clipping, averaging). Where it is not finite, nothing is
+            written: the step is skipped on the device, with no host synchronisation.
+        step: FP32 [1], the number of this step counted from 1 over steps that were not skipped.
+    """
+    if not bool(torch.isfinite(grad_factor)):
+        return
+    g = load_state(grad, grad_scales) * grad_factor
+    p = load_state(master, master_scales)
+    if decoupled:
+        p = p * (1.0 - lr * weight_decay)
+    else:
+        g = g + weight_decay * p
+    m = beta1 * load_state(exp_avg, exp_avg_scales) + (1.0 - beta1) * g
+    v = beta2 * load_state(exp_avg_sq, exp_avg_sq_scales) + (1.0 - beta2) * g * g
+    bias_correction1 = 1.0 - torch.pow(torch.full_like(step, beta1), step)
+    bias_correction2 = 1.0 - torch.pow(torch.full_like(step, beta2), step)
+    p = p - (lr / bias_correction1) * m / ((v / bias_correction2).sqrt() + eps)
+    store_state_(m, exp_avg, exp_avg_scales)
+    store_state_(v, exp_avg_sq, exp_avg_sq_scales)
+    store_state_(p, master, master_scales)
+    if weight is not None:
+        weight.copy_(p)
+    if chunk_amax is not None:
+        stored = load_state(master, master_scales)
+        torch.amax(stored.abs().view(chunk_amax.numel(), -1), dim=1, out=chunk_amax)
+
+
+def derive_fp8_weights_(
+    master: Tensor, master_scales: Tensor | None, payload: Tensor, weight_scales: Tensor, chunk_tensor: Tensor
+) -> None:
+    """FP8 weights from their master: ``payload = cast(master / scale of its tensor)``, in place.
+
+    Args:
+        master: flat [n] with block scales or None. payload: flat E4M3 [n].
+        weight_scales: FP32 [num_tensors], one a tensor. chunk_tensor: int32 [n / chunk], the tensor of each chunk.
+    """
+    scale = weight_scales[chunk_tensor.long()][:, None]
+    value = load_state(master, master_scales).view(chunk_tensor.numel(), -1)
+    payload.copy_(encode(value, scale, payload.dtype).view(-1))

@@ -1,0 +1,42 @@
+"""The FP8 GEMM on CUDA: cuBLASLt through ``torch._scaled_mm``, and the limits of Hopper's FP8 tensor cores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
+
+
+def check_scaled_mm(a: Tensor, b: Tensor) -> None:
+    """Hold a GEMM a [M, K] · b [N, K]ᵀ to what Hopper runs, on every device (a CPU would accept more).
+
+    Raises:
+        ValueError: operands not FP8, both E5M2, not K-major, or a size that is not a multiple of 16.
+    """
+    if a.dtype not in FP8_DTYPES or b.dtype not in FP8_DTYPES or (a.dtype == E5M2 and b.dtype == E5M2):
+        raise ValueError(f"FP8 GEMM takes E4M3×E4M3, E4M3×E5M2 or E5M2×E4M3, not {a.dtype} × {b.dtype}")
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise ValueError(f"FP8 GEMM takes contiguous (K-major) operands, not strides {a.stride()} × {b.stride()}")
+    m, k = a.shape
+    n, k_of_b = b.shape
+    if k != k_of_b:
+        raise ValueError(f"FP8 GEMM operands differ in K: a is [{m}, {k}], b is [{n}, {k_of_b}]")
+    for name, size in (("M", m), ("N", n), ("K", k)):
+        if size % FP8_GEMM_MULTIPLE:
+            raise ValueError(f"FP8 GEMM size {name}={size} is not a multiple of {FP8_GEMM_MULTIPLE} (M={m} N={n} K={k})")
+
+
+def scaled_mm_cublaslt(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """`reference.scaled_mm` on cuBLASLt: tensorwise scales, FP32 (or, fast, shortened) accumulation."""
+    return torch._scaled_mm(
+        a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+    )

@@ -1,0 +1,1 @@
+"""Linear layers, embedding, norm and attention with FP8 operands."""

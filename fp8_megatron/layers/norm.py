@@ -1,0 +1,35 @@
+"""LayerNorm and RMSNorm in 16 bits, usable under sequence parallelism (megatron-core's torch norm refuses it)."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class Norm(torch.nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says; statistics in FP32.
+
+    Under sequence parallelism each rank normalises its part of the sequence; the parameters are tagged
+    ``sequence_parallel`` so that their gradients are summed over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        self.eps = eps
+        self.shape = (hidden_size,)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        else:
+            self.register_parameter("bias", None)
+        self.is_rms = config.normalization == "RMSNorm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] → [..., hidden] in the dtype of `x`."""
+        if self.is_rms:
+            return torch.nn.functional.rms_norm(x, self.shape, self.weight, self.eps)
+        return torch.nn.functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)

@@ -1,0 +1,1 @@
+"""GPT and its layer specs."""

@@ -1,0 +1,172 @@
+"""Builds the GPT that a configuration describes: megatron-core's GPTModel with this project's layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from ..config import Config, PrecisionConfig
+from ..distributed.topology import Topology
+from ..quantization.amax_history import AmaxHistory
+from ..quantization.recipe import Recipe
+from .layer_spec import block_submodules
+
+
+@dataclass(frozen=True)
+class ModelChunk:
+    """One (virtual) pipeline stage on this rank."""
+
+    module: GPTModel
+    recipe: Recipe
+
+
+def transformer_config(config: Config, device: torch.device, virtual_pipeline_size: int | None) -> TransformerConfig:
+    """megatron-core's view of the configuration."""
+    model, parallel, training = config.model, config.parallel, config.training
+    on_gpu = device.type == "cuda"
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.padded_ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.head_dim,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        attention_dropout=model.attention_dropout,
+        hidden_dropout=model.hidden_dropout,
+        init_method_std=model.init_method_std,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size,
+        sequence_parallel=parallel.sequence_parallel,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        autocast_dtype=torch.bfloat16,
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        # Fused by torch.compile inside megatron-core, which a CPU without a C++ toolchain cannot do.
+        bias_activation_fusion=on_gpu and (model.swiglu or not model.disable_bias_linear),
+        bias_dropout_fusion=on_gpu,
+        cross_entropy_loss_fusion=on_gpu,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        # With batched sends PP=2 and two virtual stages exchange gradients in the wrong order: silently wrong.
+        batch_p2p_comm=virtual_pipeline_size is None,
+        overlap_p2p_comm=False,
+        deterministic_mode=training.deterministic_mode,
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers,
+    )
+
+
+def build_recipe(precision: PrecisionConfig) -> Recipe:
+    """The scaling recipe of one model chunk; delayed scaling has a history of its own per chunk."""
+    history = None
+    if precision.fp8_recipe == "delayed":
+        history = AmaxHistory(
+            precision.fp8_amax_history_len,
+            precision.fp8_amax_compute_algo,
+            power_of_two=precision.fp8_power_of_two_scales,
+        )
+    return Recipe(precision.fp8_recipe, precision.fp8_power_of_two_scales, history)
+
+
+def build_model(config: Config, vocab_size: int, topology: Topology, device: torch.device) -> list[ModelChunk]:
+    """This rank's model chunks, uninitialised (see `initialization`).
+
+    Args:
+        vocab_size: padded to a multiple of the tensor-parallel size.
+    """
+    virtual = topology.virtual_pipeline_size
+    mcore_config = transformer_config(config, device, virtual)
+    stages: list[int | None] = [None] if virtual is None else list(range(virtual))
+    return [_build_chunk(config, mcore_config, vocab_size, topology, device, stage) for stage in stages]
+
+
+def _build_chunk(
+    config: Config,
+    mcore_config: TransformerConfig,
+    vocab_size: int,
+    topology: Topology,
+    device: torch.device,
+    vp_stage: int | None,
+) -> ModelChunk:
+    model, virtual = config.model, topology.virtual_pipeline_size
+    recipe = build_recipe(config.precision)
+    pp_rank = topology.pp.rank()
+    count = get_num_layers_to_build(mcore_config, vp_stage, pp_rank)
+    offset = get_transformer_layer_offset(mcore_config, vp_stage, pp_rank)
+    recipes = [recipe if _is_fp8_layer(config, offset + index) else None for index in range(count)]
+    module = GPTModel(
+        mcore_config,
+        block_submodules(recipes, model.attention_backend),
+        vocab_size=vocab_size,
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=is_vp_first_stage(vp_stage, virtual) and topology.is_first_stage,
+        post_process=is_vp_last_stage(vp_stage, virtual) and topology.is_last_stage,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        pg_collection=topology.groups,
+        vp_stage=vp_stage,
+    )
+    _tag_vocab_parallel(module)
+    if module.pre_process and module.embedding.add_position_embedding:
+        # The one parameter that megatron-core leaves in FP32 on the CPU.
+        module.embedding.position_embeddings.to(device=device, dtype=torch.bfloat16)
+    if recipe.history is not None:
+        recipe.history.allocate(device)
+    return ModelChunk(module, recipe)
+
+
+def _is_fp8_layer(config: Config, layer: int) -> bool:
+    precision = config.precision
+    if precision.precision != "fp8":
+        return False
+    if not precision.first_last_layers_bf16:
+        return True
+    last = config.model.num_layers - precision.num_layers_at_end_in_bf16
+    return precision.num_layers_at_start_in_bf16 <= layer < last
+
+
+def _tag_vocab_parallel(module: GPTModel) -> None:
+    """Mark embedding and head weights as split over the vocabulary: without its own initialisation, megatron-core
+    leaves the sharding attributes unset (on linear weights too)."""
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        set_defaults_if_not_set_tensor_model_parallel_attributes,
+    )
+
+    for child in module.modules():
+        if isinstance(child, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            weight = child.weight
+            if weight is None:
+                continue
+            weight.tensor_model_parallel = True
+            weight.partition_dim = 1 if isinstance(child, RowParallelLinear) else 0
+            weight.partition_stride = getattr(weight, "partition_stride", 1)
+    for layer in module.decoder.layers:
+        if module.config.gated_linear_unit:
+            layer.mlp.linear_fc1.weight.partition_stride = 2
+            if layer.mlp.linear_fc1.bias is not None:
+                layer.mlp.linear_fc1.bias.partition_stride = 2
+    for param in module.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(param)

@@ -1,0 +1,58 @@
+"""Which module computes what in a transformer layer."""
+
+from __future__ import annotations
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from ..layers.attention import AttentionBackend, CoreAttention
+from ..layers.norm import Norm
+from ..layers.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
+from ..quantization.recipe import Recipe
+
+
+def layer_spec(recipe: Recipe | None, attention_backend: AttentionBackend) -> ModuleSpec:
+    """One transformer layer; linear layers in FP8 under `recipe`, or megatron-core's own in BF16 when it is None."""
+    if recipe is None:
+        column, row = ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
+    else:
+        params = {"recipe": recipe}
+        column = ModuleSpec(module=FP8ColumnParallelLinear, params=params)
+        row = ModuleSpec(module=FP8RowParallelLinear, params=params)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column,
+                    core_attention=ModuleSpec(module=CoreAttention, params={"backend": attention_backend}),
+                    linear_proj=row,
+                    q_layernorm=IdentityOp,
+                    k_layernorm=IdentityOp,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_submodules(
+    layer_recipes: list[Recipe | None], attention_backend: AttentionBackend
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk, each with its own recipe, and the final norm."""
+    return TransformerBlockSubmodules(
+        layer_specs=[layer_spec(recipe, attention_backend) for recipe in layer_recipes], layer_norm=Norm
+    )

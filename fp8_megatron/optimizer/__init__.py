@@ -1,0 +1,1 @@
+"""AdamW over FP8 and scaled FP16 state, gradient clipping, and the sharded optimizer."""

@@ -1,0 +1,37 @@
+"""The global gradient norm, over FP8 and 16-bit gradients alike, without a host synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..distributed.grad_buffer import GradBuffer
+from ..kernels import ops
+
+
+def global_grad_norm(
+    buffers: Iterable[GradBuffer], model_parallel_group: torch.distributed.ProcessGroup, device: torch.device
+) -> Tensor:
+    """L2 norm of all gradients of the model, FP32 [1] on the device; each parameter counts once.
+
+    Called by every rank after gradients were averaged over replicas. One all-reduce (SUM) over the tensor- and
+    pipeline-parallel ranks of a replica. NaN or inf where any gradient is.
+    """
+    total = torch.zeros(1, device=device)
+    for buffer in buffers:
+        if buffer.space.counts_in_norm:
+            total += ops.squared_norm(buffer.payload, buffer.scales)
+    if model_parallel_group.size() > 1:
+        torch.distributed.all_reduce(total, group=model_parallel_group)
+    return total.sqrt()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients are multiplied by, FP32 [1]: min(1, max_norm / norm), 1 if max_norm is 0, NaN for a bad norm.
+
+    The NaN makes the optimizer step write nothing (`reference.adamw_step_`).
+    """
+    factor = torch.ones_like(norm) if max_norm <= 0 else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(torch.isfinite(norm), factor, torch.full_like(norm, torch.nan))

@@ -1,0 +1,1 @@
+"""Scales, amax histories, recipes and the scaled tensors they describe."""

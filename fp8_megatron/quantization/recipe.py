@@ -1,0 +1,110 @@
+"""How each operand of a linear layer's three GEMMs is quantised: roles, formats and scaling.
+
+fprop: y = x·Wᵀ; dgrad: grad_input = g·W; wgrad: grad_weight = gᵀ·x, with x and W in E4M3 and g in E5M2
+(arXiv 2209.05433; FP8-LM, arXiv 2310.18313, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..formats import E4M3, E5M2
+from ..kernels import ops
+from .amax_history import AmaxHistory
+from .scale import scale_from_amax
+
+INPUT_DTYPE = E4M3
+WEIGHT_DTYPE = E4M3
+GRAD_OUTPUT_DTYPE = E5M2
+
+#: Raises an amax FP32 [1] to its maximum over the ranks that will share the scale, in place.
+AmaxSync = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class QuantizedOperand:
+    """A 2-D operand in FP8: payload [M, K] and/or its transpose [K, M] (empty when not asked for), scale FP32 [1]."""
+
+    payload: Tensor
+    payload_t: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Quantises one role of one layer; with a history its scale is delayed, else current."""
+
+    dtype: torch.dtype
+    power_of_two: bool
+    history: AmaxHistory | None = None
+    slot: int = 0
+
+    def __call__(
+        self, x: Tensor, *, rowwise: bool = True, transposed: bool = False, sync: AmaxSync | None = None
+    ) -> QuantizedOperand:
+        """Quantise `x` [M, K] in one read, in the layouts asked for.
+
+        Args:
+            sync: shares the amax over a tensor-parallel group whose ranks hold parts of one tensor. Delayed scales
+                are shared already, because the history is reduced over that group.
+        """
+        history = self.history
+        if history is not None and history.is_warm:
+            assert history.amax is not None and history.scale is not None
+            scale = history.scale[self.slot : self.slot + 1]
+            amax_out = history.amax[self.slot : self.slot + 1]
+            payload, payload_t = ops.quantize_with_scale(
+                x, scale, self.dtype, rowwise=rowwise, transposed=transposed, amax_out=amax_out
+            )
+            # The history's scale moves on at the end of the step, perhaps before a late backward reads this one.
+            return QuantizedOperand(payload, payload_t, scale.clone())
+        if sync is None and history is None:
+            return QuantizedOperand(
+                *ops.quantize_current(
+                    x, self.dtype, power_of_two=self.power_of_two, rowwise=rowwise, transposed=transposed
+                )
+            )
+        amax = ops.amax(x)
+        if sync is not None:
+            sync(amax)
+        if history is not None and history.amax is not None:
+            slot = history.amax[self.slot : self.slot + 1]
+            torch.maximum(slot, amax, out=slot)
+        scale = scale_from_amax(amax, self.dtype, power_of_two=self.power_of_two)
+        payload, payload_t = ops.quantize_with_scale(x, scale, self.dtype, rowwise=rowwise, transposed=transposed)
+        return QuantizedOperand(payload, payload_t, scale)
+
+
+@dataclass(frozen=True)
+class LinearQuantizers:
+    """The quantisers of one linear layer, by GEMM role."""
+
+    input: Quantizer
+    grad_output: Quantizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Scaling of activations and output gradients, shared by all layers of a model chunk.
+
+    `history` is None under tensorwise current scaling.
+    """
+
+    name: Literal["tensorwise", "delayed"]
+    power_of_two: bool
+    history: AmaxHistory | None = None
+
+    def linear_quantizers(self) -> LinearQuantizers:
+        """Quantisers of a new layer; under delayed scaling they take two slots of the history."""
+
+        def quantizer(dtype: torch.dtype) -> Quantizer:
+            if self.history is None:
+                return Quantizer(dtype, self.power_of_two)
+            return Quantizer(dtype, self.power_of_two, self.history, self.history.add_slot(dtype))
+
+        return LinearQuantizers(quantizer(INPUT_DTYPE), quantizer(GRAD_OUTPUT_DTYPE))

@@ -1,0 +1,129 @@
+"""ScaledTensor: a weight that is stored as a low-precision payload and FP32 scales, and nothing else.
+
+A real ``torch.Tensor`` wrapper subclass: it can be an ``nn.Parameter`` with ``requires_grad=True``, passes through
+megatron-core's attribute tagging and ``state_dict``, and advertises BF16, so that ``.bfloat16()``, ``Float16Module``
+and other casts leave the payload alone. There is no hidden high-precision copy. Arithmetic on it raises: a layer asks
+for the FP8 operand of its GEMM (`gemm_operand`), everything else says `dequantize` and sees what it pays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import FP8_DTYPES
+from ..kernels import ops, reference
+from .recipe import WEIGHT_DTYPE
+
+_aten = torch.ops.aten
+
+
+class ScaledTensor(torch.Tensor):
+    """x ≈ payload · scale.
+
+    Args:
+        payload: E4M3 or FP16, of the tensor's shape, contiguous.
+        scale: FP32, [1] for the whole tensor (E4M3), or [numel / block] for runs of the flattened tensor (FP16).
+        dtype: the dtype it advertises.
+    """
+
+    _payload: Tensor
+    _scale: Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, payload: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False
+    ) -> ScaledTensor:
+        assert payload.is_contiguous() and scale.dtype == torch.float32, (payload.stride(), scale.dtype)
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, payload.shape, dtype=dtype, device=payload.device, requires_grad=requires_grad
+        )
+        self._payload = payload
+        self._scale = scale
+        return self
+
+    @classmethod
+    def quantize(cls, value: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> ScaledTensor:
+        """E4M3 with one scale from the amax of `value` (any float dtype, 2-D)."""
+        payload, _, scale = ops.quantize_current(value.detach(), WEIGHT_DTYPE)
+        return cls(payload, scale, dtype=dtype)
+
+    @property
+    def payload(self) -> Tensor:
+        """The stored bits."""
+        return self._payload
+
+    @property
+    def scale(self) -> Tensor:
+        """The stored FP32 scales."""
+        return self._scale
+
+    def set_storage(self, payload: Tensor, scale: Tensor) -> None:
+        """Re-point the tensor at other storage of the same shape (a view into a flat buffer)."""
+        assert payload.shape == self.shape and payload.is_contiguous(), (payload.shape, self.shape)
+        self._payload = payload
+        self._scale = scale
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """payload · scale as a plain tensor: a new copy in high precision."""
+        if self._scale.numel() == 1:
+            return reference.decode(self._payload, self._scale).to(dtype)
+        return ops.dequantize_blockwise(self._payload.view(-1), self._scale).view(self.shape).to(dtype)
+
+    def gemm_operand(self) -> tuple[Tensor, Tensor]:
+        """(payload E4M3 [N, K], scale FP32 [1]) for an FP8 GEMM.
+
+        FP8 weights are it; FP16 weights (levels O1, O2) are quantised to it here, at each use, and not kept.
+        """
+        if self._payload.dtype in FP8_DTYPES:
+            return self._payload, self._scale
+        payload, _, scale = ops.quantize_current(self.dequantize(), WEIGHT_DTYPE)
+        return payload, scale
+
+    def _assign(self, value: Tensor) -> None:
+        """Take on new values, quantised in the tensor's own storage format, in place."""
+        if isinstance(value, ScaledTensor) and value._payload.dtype == self._payload.dtype:
+            self._payload.copy_(value._payload)
+            self._scale.copy_(value._scale)
+            return
+        plain = value.dequantize() if isinstance(value, ScaledTensor) else value
+        if self._scale.numel() > 1:
+            ops.quantize_blockwise_(plain.reshape(-1).to(self._payload.device), self._payload.view(-1), self._scale)
+            return
+        payload, _, scale = ops.quantize_current(plain.to(self._payload.device), self._payload.dtype)
+        self._payload.copy_(payload)
+        self._scale.copy_(scale)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"ScaledTensor(shape={tuple(self.shape)}, payload={self._payload.dtype}, scales={self._scale.numel()}, "
+            f"advertises={self.dtype}, device={self.device})"
+        )
+
+    def _like(self, payload: Tensor, scale: Tensor) -> ScaledTensor:
+        return ScaledTensor(payload, scale, dtype=self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self = args[0]
+        if func in (_aten.detach.default, _aten.alias.default):
+            return self._like(self._payload, self._scale)
+        if func is _aten.clone.default:
+            return self._like(self._payload.clone(), self._scale.clone())
+        if func is _aten.empty_like.default:
+            return self._like(torch.empty_like(self._payload), torch.empty_like(self._scale))
+        if func is _aten._to_copy.default:
+            device = (kwargs or {}).get("device") or self._payload.device
+            return self._like(self._payload.to(device, copy=True), self._scale.to(device, copy=True))
+        if func is _aten.copy_.default:
+            destination, source = args[:2]
+            if isinstance(destination, ScaledTensor):
+                destination._assign(source)
+                return destination
+            return destination.copy_(source.dequantize())
+        raise NotImplementedError(
+            f"{func} is not defined on a ScaledTensor of shape {tuple(self.shape)}: call .dequantize() for values or "
+            ".gemm_operand() for a GEMM, so that the high-precision copy is visible where it is made"
+        )
