@@ -11,73 +11,76 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from ..formats import MAX_FINITE
-from .blockwise_triton import block_size
-from .quantize_triton import encode, magnitude_bits, reciprocal, scale_from_amax_bits
+from .blockwise_triton import FP_MAX_BITS, block_amax_bits, block_scale, block_size
+from .quantize_triton import encode, magnitude_bits, reciprocal
 
 # Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8.
 _TILE = 2048
 _ELEMENTS_PER_WARP = 256
 
-# How an operand's scales lie over a tile [ROWS, SPLIT, BLOCK]: none, one for each [BLOCK], one for each [SPLIT, BLOCK].
+# How an operand's scales lie over a tile [SPLIT, ROWS, BLOCK] (the large blocks are its rows, each of SPLIT small
+# ones; in this order one warp holds a whole large block): none, one a small block, one a large block.
 _UNSCALED, _NARROW, _WIDE = 0, 1, 2
 
 
 @triton.jit
-def _load(payload, scales, start, offsets, n, SCALES: tl.constexpr, EVEN: tl.constexpr):
-    """FP32 values of the tile of an operand that begins at element `start`; zeros beyond `n`."""
-    SPLIT: tl.constexpr = offsets.shape[1]
-    BLOCK: tl.constexpr = offsets.shape[2]
+def _load(payload, scales, start, offsets, n, coefficient, SCALES: tl.constexpr, EVEN: tl.constexpr):
+    """`coefficient` times the FP32 values of an operand's tile that begins at element `start`; zeros beyond `n`."""
     if EVEN:
         value = tl.load(payload + start + offsets).to(tl.float32)
     else:
         value = tl.load(payload + start + offsets, mask=start + offsets < n, other=0.0).to(tl.float32)
     if SCALES != 0:
-        EXTENT: tl.constexpr = BLOCK if SCALES == 1 else SPLIT * BLOCK
-        index = _scale_index(offsets.shape[0], SPLIT, SCALES)
+        EXTENT: tl.constexpr = offsets.shape[2] if SCALES == 1 else offsets.shape[0] * offsets.shape[2]
+        index = _scale_index(offsets.shape[0], offsets.shape[1], SCALES)
         if EVEN:
-            value *= tl.load(scales + start // EXTENT + index)
+            scale = tl.load(scales + start // EXTENT + index)
         else:
-            value *= tl.load(scales + start // EXTENT + index, mask=start + index * EXTENT < n, other=1.0)
-    return value
+            scale = tl.load(scales + start // EXTENT + index, mask=start + index * EXTENT < n, other=1.0)
+        # Scales are powers of two, so the order of the two products does not matter, and this one is done once a block.
+        return value * (scale * coefficient)
+    return value * coefficient
 
 
 @triton.jit
-def _scale_index(ROWS: tl.constexpr, SPLIT: tl.constexpr, SCALES: tl.constexpr):
+def _scale_index(SPLIT: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr):
     """Indices of a tile's scales, shaped to broadcast against it."""
-    rows = tl.arange(0, ROWS)[:, None, None]
+    rows = tl.arange(0, ROWS)[None, :, None]
     if SCALES == 1:
-        rows = rows * SPLIT + tl.arange(0, SPLIT)[None, :, None]
+        rows = rows * SPLIT + tl.arange(0, SPLIT)[:, None, None]
     return rows
 
 
 @triton.jit
-def _store(value, payload, scales, start, offsets, n, FP_MAX: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr):
-    """Store FP32 values in the operand's own dtype, and return what was stored, in FP32."""
-    SPLIT: tl.constexpr = offsets.shape[1]
-    BLOCK: tl.constexpr = offsets.shape[2]
+def _store(
+    value, payload, scales, start, offsets, n, FP_MAX_BITS: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr
+):
+    """Store FP32 values in the operand's own dtype; return stored magnitudes (bits) that include the tile's largest."""
     mask = None
     if not EVEN:
         mask = start + offsets < n
     if SCALES == 0:
         stored = value.to(payload.dtype.element_ty)
         tl.store(payload + start + offsets, stored, mask=mask)
-        return stored.to(tl.float32)
+        return magnitude_bits(stored)
     else:
-        bits = tl.max(magnitude_bits(value), axis=2, keep_dims=True)
+        bits = block_amax_bits(value, 2)
         if SCALES == 2:
-            bits = tl.max(bits, axis=1, keep_dims=True)
-        scale = scale_from_amax_bits(bits, FP_MAX, True)
-        EXTENT: tl.constexpr = BLOCK if SCALES == 1 else SPLIT * BLOCK
-        index = _scale_index(offsets.shape[0], SPLIT, SCALES)
+            bits = tl.max(bits, axis=0, keep_dims=True)
+        scale, inverse = block_scale(bits, FP_MAX_BITS)
+        EXTENT: tl.constexpr = offsets.shape[2] if SCALES == 1 else offsets.shape[0] * offsets.shape[2]
+        index = _scale_index(offsets.shape[0], offsets.shape[1], SCALES)
         if EVEN:
             tl.store(scales + start // EXTENT + index, scale)
         else:
             tl.store(scales + start // EXTENT + index, scale, mask=start + index * EXTENT < n)
-        stored = encode(value, reciprocal(scale), FP_MAX, payload.dtype.element_ty)
-        tl.store(payload + start + offsets, stored, mask=mask)
-        return stored.to(tl.float32) * scale
+        tl.store(payload + start + offsets, (value * inverse).to(payload.dtype.element_ty), mask=mask)
+        # Rounding is monotonic: the largest stored magnitude is the rounded largest magnitude.
+        largest = (bits.to(tl.float32, bitcast=True) * inverse).to(payload.dtype.element_ty)
+        return magnitude_bits(largest.to(tl.float32) * scale)
 
 
 @triton.jit
@@ -112,9 +115,9 @@ def _adamw_step(
     EXP_AVG_SCALES: tl.constexpr,
     EXP_AVG_SQ_SCALES: tl.constexpr,
     MASTER_SCALES: tl.constexpr,
-    EXP_AVG_MAX: tl.constexpr,
-    EXP_AVG_SQ_MAX: tl.constexpr,
-    MASTER_MAX: tl.constexpr,
+    EXP_AVG_MAX_BITS: tl.constexpr,
+    EXP_AVG_SQ_MAX_BITS: tl.constexpr,
+    MASTER_MAX_BITS: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -127,36 +130,33 @@ def _adamw_step(
         step_size = lr / -_expm1(num_step * log_beta1)
         inverse_correction2 = 1.0 / -_expm1(num_step * log_beta2)
         offsets = (
-            tl.arange(0, ROWS)[:, None, None] * (SPLIT * BLOCK)
-            + tl.arange(0, SPLIT)[None, :, None] * BLOCK
+            tl.arange(0, SPLIT)[:, None, None] * BLOCK
+            + tl.arange(0, ROWS)[None, :, None] * (SPLIT * BLOCK)
             + tl.arange(0, BLOCK)[None, None, :]
         )
-        amax_bits = tl.zeros([ROWS, SPLIT, BLOCK], tl.int32)
+        amax_bits = 0
         for tile in tl.static_range(TILES):
             start = (tl.program_id(0).to(tl.int64) * TILES + tile) * (ROWS * SPLIT * BLOCK)
-            g = _load(grad, grad_scales, start, offsets, n, GRAD_SCALES, EVEN) * factor
-            p = _load(master, master_scales, start, offsets, n, MASTER_SCALES, EVEN)
-            m = _load(exp_avg, exp_avg_scales, start, offsets, n, EXP_AVG_SCALES, EVEN)
-            v = _load(exp_avg_sq, exp_avg_sq_scales, start, offsets, n, EXP_AVG_SQ_SCALES, EVEN)
-            if DECOUPLED:
-                p *= decay
-            else:
+            g = _load(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, EVEN)
+            p = _load(master, master_scales, start, offsets, n, decay, MASTER_SCALES, EVEN)
+            if not DECOUPLED:
                 g += weight_decay * p
-            m = beta1 * m + one_minus_beta1 * g
-            v = beta2 * v + one_minus_beta2 * g * g
-            p -= step_size * m / (tl.sqrt(v * inverse_correction2) + eps)
-            _store(m, exp_avg, exp_avg_scales, start, offsets, n, EXP_AVG_MAX, EXP_AVG_SCALES, EVEN)
-            _store(v, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, EXP_AVG_SQ_MAX, EXP_AVG_SQ_SCALES, EVEN)
-            stored = _store(p, master, master_scales, start, offsets, n, MASTER_MAX, MASTER_SCALES, EVEN)
+            m = _load(exp_avg, exp_avg_scales, start, offsets, n, beta1, EXP_AVG_SCALES, EVEN) + one_minus_beta1 * g
+            v = _load(exp_avg_sq, exp_avg_sq_scales, start, offsets, n, beta2, EXP_AVG_SQ_SCALES, EVEN)
+            v += one_minus_beta2 * g * g
+            p -= libdevice.fast_dividef(step_size * m, tl.sqrt(v * inverse_correction2) + eps)
+            _store(m, exp_avg, exp_avg_scales, start, offsets, n, EXP_AVG_MAX_BITS, EXP_AVG_SCALES, EVEN)
+            _store(v, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, EXP_AVG_SQ_MAX_BITS, EXP_AVG_SQ_SCALES, EVEN)
+            stored = _store(p, master, master_scales, start, offsets, n, MASTER_MAX_BITS, MASTER_SCALES, EVEN)
             if HAS_WEIGHT:
                 if EVEN:
                     tl.store(weight + start + offsets, p.to(weight.dtype.element_ty))
                 else:
                     tl.store(weight + start + offsets, p.to(weight.dtype.element_ty), mask=start + offsets < n)
             if HAS_CHUNK_AMAX:
-                amax_bits = tl.maximum(amax_bits, magnitude_bits(stored))
+                amax_bits = tl.maximum(amax_bits, tl.max(stored))
         if HAS_CHUNK_AMAX:
-            tl.store(chunk_amax + tl.program_id(0), tl.max(amax_bits).to(tl.float32, bitcast=True))
+            tl.store(chunk_amax + tl.program_id(0), amax_bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -188,10 +188,10 @@ def _derive_fp8_weights(
     BLOCK: tl.constexpr,
 ):
     inverse = reciprocal(tl.load(weight_scales + tl.load(chunk_tensor + tl.program_id(0))))
-    offsets = tl.arange(0, ROWS)[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    offsets = tl.arange(0, ROWS)[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     for tile in tl.static_range(TILES):
         start = (tl.program_id(0).to(tl.int64) * TILES + tile) * (ROWS * BLOCK)
-        value = _load(master, master_scales, start, offsets, n, MASTER_SCALES, True)
+        value = _load(master, master_scales, start, offsets, n, 1.0, MASTER_SCALES, True)
         tl.store(payload + start + offsets, encode(value, inverse, FP_MAX, payload.dtype.element_ty))
 
 
@@ -246,7 +246,12 @@ def adamw_step_(
         ValueError: more than two sizes of scale block, or chunks that are not whole blocks.
     """
     n = master.numel()
-    operands = ((grad, grad_scales), (exp_avg, exp_avg_scales), (exp_avg_sq, exp_avg_sq_scales), (master, master_scales))
+    operands = (
+        (grad, grad_scales),
+        (exp_avg, exp_avg_scales),
+        (exp_avg_sq, exp_avg_sq_scales),
+        (master, master_scales),
+    )
     blocks = [0 if scales is None else block_size(payload, scales) for payload, scales in operands]
     chunk = _chunk(n, chunk_amax)
     tiles, rows, split, block = _tiling(chunk, [size for size in blocks if size])
@@ -275,14 +280,14 @@ def adamw_step_(
         _log(beta2),
         eps,
         weight_decay,
-        1.0 - lr * weight_decay,
+        1.0 - lr * weight_decay if decoupled else 1.0,
         decoupled,
         weight is not None,
         chunk_amax is not None,
         *kinds,
-        MAX_FINITE[exp_avg.dtype],
-        MAX_FINITE[exp_avg_sq.dtype],
-        MAX_FINITE[master.dtype],
+        FP_MAX_BITS.get(exp_avg.dtype, 0),
+        FP_MAX_BITS.get(exp_avg_sq.dtype, 0),
+        FP_MAX_BITS.get(master.dtype, 0),
         tiles,
         rows,
         split,

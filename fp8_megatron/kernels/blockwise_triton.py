@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import MAX_FINITE
-from .quantize_triton import encode, magnitude_bits, reciprocal, scale_from_amax_bits
+from ..formats import E4M3, E5M2, MAX_FINITE
+from .quantize_triton import magnitude_bits
 
 _TILE = 4096
 _NUM_WARPS = 8
 # Programs of the first stage of the norm; the second adds their sums in a fixed order.
 _MAX_PARTIALS = 1024
 
+#: Largest finite magnitude of each block-scaled payload as FP32 bits.
+FP_MAX_BITS = {
+    dtype: struct.unpack("i", struct.pack("f", MAX_FINITE[dtype]))[0] for dtype in (E4M3, E5M2, torch.float16)
+}
+
+_INF_BITS = tl.constexpr(0x7F800000)
+_ONE_BITS = tl.constexpr(0x3F800000)
+
+
+@triton.jit
+def block_amax_bits(value, axis: tl.constexpr):
+    """The amax along `axis` as FP32 bits, NaN above inf."""
+    return tl.max(magnitude_bits(value), axis=axis, keep_dims=True)
+
+
+@triton.jit
+def block_scale(bits, FP_MAX_BITS: tl.constexpr):
+    """`reference.scale_from_amax` rounded up to a power of two, of an amax given as bits; and its reciprocal.
+
+    ``amax / fp_max`` is above 2ᵏ just where the mantissa of amax is above that of fp_max. (That holds for the rounded
+    quotient too: with fp_max = 1.75·2ᵉ, or FP16's 1.999·2ᵉ, the next amax after fp_max·2ᵏ gives a quotient that is more
+    than half a unit above 2ᵏ.) So scale and reciprocal are integer arithmetic on exponents. What is encoded with them
+    cannot exceed fp_max, and needs no clamp.
+    """
+    up = (bits + (0x7FFFFF - (FP_MAX_BITS & 0x7FFFFF))) & 0x7F800000
+    scale = tl.maximum(up - ((FP_MAX_BITS & 0x7F800000) - _ONE_BITS), 0x00800000)
+    scale = tl.where(bits == 0, _ONE_BITS, scale)
+    finite = bits < _INF_BITS
+    inverse = tl.where(finite, 2 * _ONE_BITS - scale, 0x7FC00000)
+    return tl.where(finite, scale, 0x7FC00000).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
 
 @triton.jit
 def _quantize_blocks(
-    x, payload, scales, num_blocks, FP_MAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
+    x,
+    payload,
+    scales,
+    num_blocks,
+    FP_MAX_BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows = tl.arange(0, ROWS)[:, None]
@@ -29,11 +69,10 @@ def _quantize_blocks(
     else:
         mask = first + rows < num_blocks
         value = tl.load(x + first * BLOCK + offsets, mask=mask, other=0.0)
-    scale = scale_from_amax_bits(tl.max(magnitude_bits(value), axis=1, keep_dims=True), FP_MAX, True)
+    scale, inverse = block_scale(block_amax_bits(value, 1), FP_MAX_BITS)
     tl.store(scales + first + rows, scale, mask=mask)
-    tl.store(
-        payload + first * BLOCK + offsets, encode(value, reciprocal(scale), FP_MAX, payload.dtype.element_ty), mask=mask
-    )
+    encoded = (value.to(tl.float32) * inverse).to(payload.dtype.element_ty)
+    tl.store(payload + first * BLOCK + offsets, encoded, mask=mask)
 
 
 @triton.jit
@@ -105,7 +144,7 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
         payload,
         scales,
         num_blocks,
-        MAX_FINITE[payload.dtype],
+        FP_MAX_BITS[payload.dtype],
         rows,
         block,
         num_blocks % rows == 0,

@@ -66,6 +66,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         apply_rope_fusion=False,
         # With batched sends PP=2 and two virtual stages exchange gradients in the wrong order: silently wrong.
         batch_p2p_comm=virtual_pipeline_size is None,
+        batch_p2p_sync=False,
         overlap_p2p_comm=False,
         deterministic_mode=training.deterministic_mode,
         recompute_granularity=training.recompute_granularity,

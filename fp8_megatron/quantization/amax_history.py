@@ -72,6 +72,11 @@ class AmaxHistory:
         self.amax.zero_()
         self.is_warm = True
 
+    def discard_current_step(self) -> None:
+        """Forget the amaxes seen since the last update (a validation pass)."""
+        if self.amax is not None:
+            self.amax.zero_()
+
     def state_dict(self) -> dict[str, Tensor]:
         """History and scales, for a checkpoint; empty without slots or before the first step."""
         if not self.is_warm or self.history is None or self.scale is None:

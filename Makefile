@@ -1,0 +1,55 @@
+# make help lists the targets. Settings: PYTHON (interpreter of the environment), TORCH (what to install where torch is
+# missing), VENV_ARGS (e.g. --system-site-packages), PY (run the tools with another interpreter, which sets up nothing).
+SHELL := bash
+.DEFAULT_GOAL := help
+
+TORCH ?= torch==2.13.0
+PY ?= .venv/bin/python
+
+ifeq ($(PY),.venv/bin/python)
+SETUP := .venv/.installed
+endif
+
+PYTEST := $(PY) -m pytest
+BIN := $(filter-out ./,$(dir $(PY)))
+SCRIPTS := .ci/run $(wildcard scripts/*.sh)
+
+.PHONY: help quickstart test test-slow test-gpu test-multigpu lint format clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##|^\.venv/\.installed:.*##' $(MAKEFILE_LIST) | sed 's/\.venv\/\.installed/.venv\/.installed/' | \
+	  awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
+
+.venv/.installed: pyproject.toml scripts/setup_venv.sh  ## The environment (made by the targets that need it)
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' VENV_ARGS='$(VENV_ARGS)' bash scripts/setup_venv.sh
+	@touch $@
+
+quickstart: $(SETUP)  ## Train a tiny GPT in FP8 on two CPU ranks, from raw text to a loss curve
+	bash scripts/quickstart.sh
+
+test: $(SETUP)  ## The CPU tests
+	$(PYTEST) -n 2 --dist loadfile
+
+test-slow: $(SETUP)  ## The CPU tests that take minutes
+	$(PYTEST) -m "slow and not gpu and not multigpu" --timeout 900 || [ $$? -eq 5 ]  # 5: there are none
+
+test-gpu: $(SETUP)  ## The tests of one GPU (PY=python3 takes your own environment)
+	$(PYTEST) -m "gpu and not multigpu"
+
+test-multigpu: $(SETUP)  ## The tests of several GPUs
+	$(PYTEST) -m multigpu --timeout 900
+
+lint: $(SETUP)  ## ruff, mypy, import layers, shellcheck
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(BIN)lint-imports
+	$(BIN)shellcheck $(SCRIPTS)
+
+format: $(SETUP)  ## Format the Python sources, fix what ruff can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## Remove caches and builds; runs/ and .venv/ stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Saving, resuming and resharding."""

@@ -1,0 +1,368 @@
+"""What cannot work: every check of a configuration that needs no device, made before one is touched.
+
+megatron-core has no arguments module, so what Megatron-LM's validated is validated here. Each problem is one line with
+the values in it and a fix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Iterator
+
+from .config import Config, PrecisionConfig
+from .formats import FP8_GEMM_MULTIPLE, StorageDtype
+
+_POSITIVE = frozenset(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
+    "max_position_embeddings rotary_base norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by "
+    "tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+    "distributed_timeout_minutes fp8_amax_history_len lr lr_decay_iters lr_wsd_decay_iters adam_eps "
+    "micro_batch_size global_batch_size train_iters exit_interval exit_duration_in_mins max_skipped_steps "
+    "recompute_num_layers save_interval keep_last log_interval".split()
+)
+_NOT_NEGATIVE = frozenset(
+    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 min_lr lr_warmup_iters lr_warmup_init weight_decay "
+    "clip_grad num_workers eval_interval eval_iters seed".split()
+)
+_BELOW_ONE = frozenset("attention_dropout hidden_dropout adam_beta1 adam_beta2".split())
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be read or cannot work; one problem per line."""
+
+
+def check_config(config: Config, world_size: int) -> None:
+    """Raise one `ConfigError` that lists every problem of `config` on `world_size` ranks, one per line.
+
+    Whether the device at hand can compute in the chosen precision is not checked here. Problems of the layout and the
+    sizes are only looked for when every number is in its own range.
+    """
+    problems = list(_check_ranges(config))
+    if not problems:
+        problems += _check_layout(config, world_size)
+        problems += _check_heads(config)
+        problems += _check_gemm_sizes(config)
+        problems += _check_recompute(config)
+    problems += _check_precision(config)
+    problems += _check_schedule(config)
+    problems += _check_data(config)
+    problems += _check_checkpoint(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_ranges(config: Config) -> Iterator[str]:
+    """Every number on its own: finite and inside its range."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for field in dataclasses.fields(values):
+            name, value = field.name, getattr(values, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not math.isfinite(value):
+                yield f"{name}({value}) is not a finite number; choose one"
+            elif name in _POSITIVE and value <= 0:
+                least = "1 or more" if isinstance(value, int) else "a number above 0"
+                yield f"{name}({value}) must be positive; choose {least}"
+            elif name in _NOT_NEGATIVE and value < 0:
+                yield f"{name}({value}) must not be negative; choose 0 or more"
+            elif name in _BELOW_ONE and not 0 <= value < 1:
+                yield f"{name}({value}) must be in [0, 1); choose a fraction below 1"
+    if not 0 < config.model.rotary_percent <= 1:
+        yield f"rotary_percent({config.model.rotary_percent}) must be in (0, 1]; choose 1 to rotate whole heads"
+
+
+def _check_layout(config: Config, world_size: int) -> Iterator[str]:
+    """Ranks, pipeline stages and the batch."""
+    parallel, training, num_layers = config.parallel, config.training, config.model.num_layers
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.sequence_parallel and tp == 1:
+        yield (
+            "sequence_parallel shards inside a tensor-parallel group, but tensor_model_parallel_size(1) has one rank; "
+            "raise it or pass --no-sequence-parallel"
+        )
+    if parallel.sequence_parallel and config.model.seq_length % tp:
+        yield (
+            f"sequence_parallel: seq_length({config.model.seq_length}) % tensor_model_parallel_size({tp}) = "
+            f"{config.model.seq_length % tp}; choose a seq_length that is a multiple of {tp}"
+        )
+    if num_layers % pp:
+        yield (
+            f"num_layers({num_layers}) % pipeline_model_parallel_size({pp}) = {num_layers % pp}; "
+            f"choose a number of stages that divides the layers"
+        )
+    if world_size % (tp * pp):
+        yield (
+            f"tensor_model_parallel_size({tp}) × pipeline_model_parallel_size({pp}) = {tp * pp} does not divide "
+            f"WORLD_SIZE({world_size}); choose sizes whose product does"
+        )
+        return
+    data_parallel_size = config.data_parallel_size(world_size)
+    global_batch_size = config.global_batch_size(world_size)
+    samples = training.micro_batch_size * data_parallel_size
+    if global_batch_size % samples:
+        yield (
+            f"global_batch_size({global_batch_size}) is not a multiple of micro_batch_size({training.micro_batch_size})"
+            f" × data-parallel size({data_parallel_size}) = {samples}; "
+            f"choose {_multiple_near(global_batch_size, samples)}, or a smaller micro_batch_size"
+        )
+        return
+    yield from _check_virtual_stages(config, config.num_micro_batches(world_size))
+
+
+def _check_virtual_stages(config: Config, num_micro_batches: int) -> Iterator[str]:
+    per_virtual_stage = config.parallel.num_layers_per_virtual_pipeline_stage
+    num_layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    if per_virtual_stage is None or num_layers % pp:
+        return
+    name = f"num_layers_per_virtual_pipeline_stage({per_virtual_stage})"
+    per_stage = num_layers // pp
+    if pp == 1:
+        yield f"{name} needs pipeline stages, but pipeline_model_parallel_size(1) has one; raise it or drop the former"
+        return
+    if per_stage % per_virtual_stage or per_stage == per_virtual_stage:
+        yield (
+            f"{name} does not cut num_layers({num_layers}) / pipeline_model_parallel_size({pp}) = {per_stage} layers "
+            f"of a stage into two or more equal parts; choose a smaller divisor of {per_stage}"
+        )
+    if num_micro_batches % pp:
+        yield (
+            f"the interleaved schedule ({name}) takes micro-batches in groups of pipeline_model_parallel_size({pp}), "
+            f"but there are {num_micro_batches} per step; choose a global_batch_size that gives a multiple of {pp}"
+        )
+
+
+def _check_heads(config: Config) -> Iterator[str]:
+    """Attention heads, their groups and their positions."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            f"hidden_size({model.hidden_size}) % num_attention_heads({heads}) = {model.hidden_size % heads}; "
+            f"choose hidden_size = {_multiple_near(model.hidden_size, heads)}, or set kv_channels"
+        )
+    if heads % tp:
+        yield (
+            f"num_attention_heads({heads}) % tensor_model_parallel_size({tp}) = {heads % tp}; "
+            f"choose a tensor_model_parallel_size that divides the heads"
+        )
+    if model.group_query_attention:
+        groups = model.num_query_groups
+        if heads % groups:
+            yield (
+                f"num_attention_heads({heads}) % num_query_groups({groups}) = {heads % groups}; "
+                f"choose groups that divide the heads"
+            )
+        if groups % tp:
+            yield (
+                f"num_query_groups({groups}) % tensor_model_parallel_size({tp}) = {groups % tp}; "
+                f"choose a multiple of {tp}, or a smaller tensor_model_parallel_size"
+            )
+    elif model.num_query_groups != 1:
+        yield f"num_query_groups({model.num_query_groups}) has no effect alone; add --group-query-attention"
+    rotated = int(model.head_dim * model.rotary_percent)
+    if model.position_embedding_type == "rope" and (rotated % 2 or rotated == 0):
+        yield (
+            f"rope rotates pairs, but head width({model.head_dim}) × rotary_percent({model.rotary_percent}) = {rotated}"
+            f" is not a positive even number; choose another kv_channels or num_attention_heads"
+        )
+    if model.max_position_embeddings is not None and model.max_position_embeddings < model.seq_length:
+        yield (
+            f"max_position_embeddings({model.max_position_embeddings}) < seq_length({model.seq_length}); "
+            f"choose at least {model.seq_length}, or leave it out"
+        )
+
+
+def _check_gemm_sizes(config: Config) -> Iterator[str]:
+    """Both dimensions of every rank's linear weights, and tokens, in multiples that FP8 tensor cores take."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    if config.precision.precision == "bf16":
+        return
+    heads, groups, head_dim, ffn = (
+        model.num_attention_heads,
+        model.query_groups,
+        model.head_dim,
+        model.padded_ffn_hidden_size,
+    )
+    sizes = [
+        (f"hidden_size({model.hidden_size})", model.hidden_size, 1),
+        (f"heads({heads}) × head width({head_dim}) = {heads * head_dim}", heads * head_dim, tp),
+        (
+            f"(heads({heads}) + 2 × groups({groups})) × head width({head_dim}) = {(heads + 2 * groups) * head_dim}",
+            (heads + 2 * groups) * head_dim,
+            tp,
+        ),
+        (f"ffn_hidden_size({ffn})", ffn, tp),
+    ]
+    for equation, size, ranks in sizes:
+        multiple = FP8_GEMM_MULTIPLE * ranks
+        if size % multiple:
+            over = (
+                f"{FP8_GEMM_MULTIPLE} × tensor_model_parallel_size({tp}) = {multiple}" if ranks > 1 else f"{multiple}"
+            )
+            yield (
+                f"FP8 GEMM: {equation} is not a multiple of {over}; "
+                f"choose one ({_multiple_near(size, multiple)}), or --precision bf16"
+            )
+    tokens = model.seq_length * config.training.micro_batch_size
+    if tokens % FP8_GEMM_MULTIPLE:
+        yield (
+            f"FP8 GEMM: seq_length({model.seq_length}) × micro_batch_size({config.training.micro_batch_size}) = "
+            f"{tokens} tokens is not a multiple of {FP8_GEMM_MULTIPLE}; choose another seq_length or micro_batch_size"
+        )
+
+
+def _check_recompute(config: Config) -> Iterator[str]:
+    training = config.training
+    method, count = training.recompute_method, training.recompute_num_layers
+    if training.recompute_granularity == "full":
+        missing = [
+            name for name, value in (("recompute_method", method), ("recompute_num_layers", count)) if value is None
+        ]
+        if missing:
+            yield f"recompute_granularity(full) needs {' and '.join(missing)}; for every layer: uniform and 1"
+        stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+        if count is not None and count > stage:
+            yield f"recompute_num_layers({count}) > {stage} layers of a pipeline stage; choose at most {stage}"
+    elif method is not None or count is not None:
+        yield (
+            f"recompute_method({method}) and recompute_num_layers({count}) belong to recompute_granularity(full), "
+            f"not ({training.recompute_granularity}); drop them or choose full"
+        )
+
+
+def _check_precision(config: Config) -> Iterator[str]:
+    precision, num_layers = config.precision, config.model.num_layers
+    if precision.precision == "te" and importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            "precision(te) needs Transformer Engine, which is not installed; "
+            "pip install --no-build-isolation transformer_engine[pytorch], or choose --precision fp8"
+        )
+    if precision.precision == "fp8":
+        yield from _check_master(precision)
+    else:
+        for name in ("params_dtype", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(precision, name)
+            if dtype is not None:
+                yield f"{name}({dtype.value}) has no effect under precision({precision.precision}); drop it or use fp8"
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16:
+        if start + end > num_layers:
+            yield (
+                f"num_layers_at_start_in_bf16({start}) + num_layers_at_end_in_bf16({end}) = {start + end} > "
+                f"num_layers({num_layers}); choose fewer"
+            )
+    elif (start, end) != (1, 1):
+        yield (
+            f"num_layers_at_start_in_bf16({start}) and num_layers_at_end_in_bf16({end}) have no effect alone; "
+            f"add --first-last-layers-bf16"
+        )
+
+
+def _check_master(precision: PrecisionConfig) -> Iterator[str]:
+    """A master must hold more than the weight; the FP8 master beside an FP8 weight is the paper's failing ablation."""
+    weight, master = precision.formats.weight, precision.formats.master_weight
+    if master is None:
+        return
+    both_fp8 = weight is master is StorageDtype.FP8
+    if master.itemsize <= weight.itemsize and not both_fp8:
+        yield (
+            f"a master in {master.value} (main_params_dtype or opt_level {precision.opt_level}) holds no more than the "
+            f"weight in params_dtype({weight.value}); choose a wider main_params_dtype, or opt_level O2, whose weight "
+            f"is its own master"
+        )
+
+
+def _check_schedule(config: Config) -> Iterator[str]:
+    optimizer, training = config.optimizer, config.training
+    decay_iters = optimizer.lr_decay_iters if optimizer.lr_decay_iters is not None else training.train_iters
+    decay_name = "lr_decay_iters" if optimizer.lr_decay_iters is not None else "train_iters"
+    if optimizer.lr_warmup_iters >= decay_iters:
+        yield (
+            f"lr_warmup_iters({optimizer.lr_warmup_iters}) ≥ {decay_name}({decay_iters}); "
+            f"the warm-up must end before the decay does"
+        )
+    for name in ("min_lr", "lr_warmup_init"):
+        if getattr(optimizer, name) > optimizer.lr:
+            yield f"{name}({getattr(optimizer, name)}) > lr({optimizer.lr}); choose at most {optimizer.lr}"
+    wsd_iters = optimizer.lr_wsd_decay_iters
+    if optimizer.lr_decay_style != "WSD":
+        if wsd_iters is not None:
+            yield (
+                f"lr_wsd_decay_iters({wsd_iters}) has no effect under lr_decay_style({optimizer.lr_decay_style}); "
+                f"drop it or choose WSD"
+            )
+    elif wsd_iters is None:
+        yield "lr_decay_style(WSD) needs lr_wsd_decay_iters, the steps of its final decay; about a tenth of train_iters"
+    elif wsd_iters > decay_iters - optimizer.lr_warmup_iters:
+        yield (
+            f"lr_wsd_decay_iters({wsd_iters}) > {decay_name}({decay_iters}) - "
+            f"lr_warmup_iters({optimizer.lr_warmup_iters}); choose fewer"
+        )
+
+
+def _check_data(config: Config) -> Iterator[str]:
+    data, model = config.data, config.model
+    sources = [
+        name for name, given in (("data_path", data.data_path), ("train_data_path", data.train_data_path)) if given
+    ]
+    sources += ["mock_data"] if data.mock_data else []
+    if len(sources) != 1:
+        yield (
+            f"exactly one of data_path, train_data_path and mock_data says where tokens come from, but "
+            f"{' and '.join(sources) or 'none'} is given; give one"
+        )
+    if not data.train_data_path and (data.valid_data_path or data.test_data_path):
+        yield (
+            f"valid_data_path({' '.join(data.valid_data_path)}) and test_data_path({' '.join(data.test_data_path)}) "
+            f"go with train_data_path; give it instead of data_path, which split cuts"
+        )
+    yield from _check_evaluation_data(config)
+    if data.tokenizer_type == "NullTokenizer" or data.mock_data:
+        if model.vocab_size is None:
+            reason = "mock_data" if data.mock_data else "tokenizer_type(NullTokenizer)"
+            yield f"{reason} needs vocab_size; give --vocab-size, e.g. 50304"
+    elif data.tokenizer_model is None:
+        yield f"tokenizer_type({data.tokenizer_type}) needs tokenizer_model; give --tokenizer-model"
+
+
+def _check_evaluation_data(config: Config) -> Iterator[str]:
+    data, eval_interval = config.data, config.training.eval_interval
+    if data.train_data_path:
+        if data.split != "969,30,1":
+            yield f"split({data.split}) cuts data_path, but train_data_path is given; drop split"
+        if eval_interval > 0 and not data.valid_data_path:
+            yield (
+                f"eval_interval({eval_interval}) with train_data_path needs valid_data_path; "
+                f"give it or --eval-interval 0"
+            )
+        return
+    try:
+        weights = [float(weight) for weight in data.split.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != 3 or not all(weight >= 0 for weight in weights) or weights[0] == 0:
+        yield f"split({data.split}) is not three weights train,validation,test; write for example 969,30,1"
+    elif data.data_path and eval_interval > 0 and weights[1] == 0:
+        yield (
+            f"split({data.split}) leaves nothing to validate on every eval_interval({eval_interval}) steps; "
+            f"raise its second weight, or --eval-interval 0"
+        )
+
+
+def _check_checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        for name in ("save_interval", "keep_last"):
+            if getattr(checkpoint, name) is not None:
+                yield f"{name}({getattr(checkpoint, name)}) needs a folder to save into; give --save"
+    if checkpoint.finetune and checkpoint.load is None:
+        yield "finetune takes weights from load, which is not given; give --load"
+
+
+def _multiple_near(size: int, multiple: int) -> str:
+    """The multiples on either side of `size`: "192 or 256"."""
+    below = size // multiple * multiple
+    return f"{below} or {below + multiple}" if below else f"{multiple}"

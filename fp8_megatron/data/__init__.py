@@ -1,0 +1,1 @@
+"""Text to token files (`documents`, `tokenizer`), to samples (`indexed`, `datasets`), to batches (`loader`)."""

@@ -1,0 +1,269 @@
+"""Training, validation and test datasets: megatron-core's GPTDataset over token files, or random tokens."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from torch.utils.data import Dataset
+
+from ..config import DataConfig
+from .indexed import IndexedSummary, check_indexed_dataset
+from .tokenizer import Tokenizer
+
+_SPLITS = ("train", "valid", "test")
+_HOW_TO_DO_WITHOUT = {"valid": ", or turn validation off with --eval-interval 0"}
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The datasets of a run; None where no samples were asked for. Samples hold `loader.SAMPLE_KEYS`."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Token files and how often each is drawn from; no weights: in proportion to their tokens."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+    @classmethod
+    def parse(cls, flag: str, words: Sequence[str]) -> Blend:
+        """``prefix prefix …`` or ``weight prefix weight prefix …``; `flag` is named in errors."""
+        given = " ".join(words)
+        numbers = [_number(word) for word in words]
+        if all(number is None for number in numbers):
+            return cls(tuple(words), None)
+        weights = tuple(number for number in numbers[::2] if number is not None)
+        prefixes = tuple(words[1::2])
+        if not len(weights) == len(prefixes) == len(words) / 2 or any(number is not None for number in numbers[1::2]):
+            raise ValueError(
+                f"{flag} {given}: weights and prefixes do not alternate; give 'weight prefix weight prefix …' or "
+                f"prefixes alone"
+            )
+        if any(weight <= 0 for weight in weights):
+            raise ValueError(f"{flag} {given}: weights have to be above 0; leave out a dataset that is not to be used")
+        return cls(prefixes, weights)
+
+
+class MockDataset(Dataset):
+    """Uniformly random tokens; a sample depends on (`seed`, its index) alone. Keys and dtypes as GPTDataset's."""
+
+    def __init__(self, num_samples: int, *, seq_length: int, vocab_size: int, seed: int):
+        self._num_samples = num_samples
+        self._seq_length = seq_length
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._loss_mask = torch.ones(seq_length)
+        self._position_ids = torch.arange(seq_length)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        tokens = np.random.default_rng((self._seed, int(index))).integers(self._vocab_size, size=self._seq_length + 1)
+        text = torch.from_numpy(tokens)
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": self._loss_mask,
+            "position_ids": self._position_ids,
+        }
+
+
+def build_datasets(
+    data: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    num_train_samples: int,
+    num_valid_samples: int,
+    num_test_samples: int,
+    tokenizer: Tokenizer,
+    vocab_size: int | None = None,
+) -> Datasets:
+    """The datasets that --data-path, --train-data-path …, or --mock-data name, checked before anything is built.
+
+    Called by all ranks together, or without torch.distributed. Rank 0 writes the index caches, the others wait and read
+    them, so the cache folder has to be shared by all hosts.
+
+    Args:
+        data: what to read.
+        seq_length: tokens in a sample.
+        seed: of the order.
+        num_train_samples, num_valid_samples, num_test_samples: how many samples each has to hold (it goes over its text
+            as often as that takes); 0 for none.
+        tokenizer: gives the end-of-document id.
+        vocab_size: token ids have to be below this. Default: the tokenizer's.
+
+    Raises:
+        ValueError: bad paths, blends, files or --split, or too little text for one sample.
+    """
+    sizes = (num_train_samples, num_valid_samples, num_test_samples)
+    if data.mock_data:
+        mock = [
+            MockDataset(size, seq_length=seq_length, vocab_size=vocab_size or tokenizer.vocab_size, seed=seed + offset)
+            if size
+            else None
+            for offset, size in enumerate(sizes)
+        ]
+        return Datasets(*mock)
+    if not any(sizes):
+        return Datasets(None, None, None)
+    blends = _blends(data, sizes)
+    prefixes = sorted({prefix for blend in blends if blend for prefix in blend.prefixes})
+    files = {prefix: check_indexed_dataset(prefix, vocab_size or tokenizer.vocab_size) for prefix in prefixes}
+    blends = tuple(blend and _weighted(blend, files) for blend in blends)
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        path_to_cache=str(_cache_folder(prefixes, data.data_cache_path)),
+        tokenizer=tokenizer,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=False,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask=False,
+        **_sources(data, blends),
+    )
+    if config.split_matrix is not None:
+        # A split without samples is left out by hand: the builder counts its epochs, for ever if it has no documents.
+        config.split_matrix = [part if size else None for part, size in zip(config.split_matrix, sizes, strict=True)]
+    _check_enough_text(data, config, blends, files)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, config)
+    with _process_group():
+        return Datasets(*builder.build())
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _blends(data: DataConfig, sizes: Sequence[int]) -> tuple[Blend | None, ...]:
+    """The blend of each split; None for a split without samples."""
+    own = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
+    if data.data_path:
+        if any(own.values()):
+            raise ValueError("--data-path (cut by --split) and --train-data-path … exclude each other: give one")
+        _check_split(data.split)
+        blend = Blend.parse("--data-path", data.data_path)
+        return tuple(blend if size else None for size in sizes)
+    if not any(own.values()):
+        raise ValueError("no data: give --data-path, or --train-data-path and --valid-data-path, or --mock-data")
+    for split, size in zip(_SPLITS, sizes, strict=True):
+        if size and not own[split]:
+            instead = _HOW_TO_DO_WITHOUT.get(split, "")
+            raise ValueError(
+                f"{size} {split} samples are wanted, but no --{split}-data-path is given: give it{instead}"
+            )
+    return tuple(
+        Blend.parse(f"--{split}-data-path", own[split]) if size else None
+        for split, size in zip(_SPLITS, sizes, strict=True)
+    )
+
+
+def _check_split(split: str) -> None:
+    parts = [_number(part) for part in split.split(",")]
+    if len(parts) > 3 or any(part is None or part < 0 for part in parts) or not any(parts):
+        raise ValueError(f"--split {split}: give up to three weights (train,valid,test), not all 0, e.g. 969,30,1")
+
+
+def _weighted(blend: Blend, files: dict[str, IndexedSummary]) -> Blend:
+    """The blend with weights filled in by tokens: without them the builder would stop after one epoch."""
+    if len(blend.prefixes) == 1:
+        return Blend(blend.prefixes, None)
+    if blend.weights is not None:
+        return blend
+    return Blend(blend.prefixes, tuple(float(files[prefix].num_tokens) for prefix in blend.prefixes))
+
+
+def _sources(data: DataConfig, blends: Sequence[Blend | None]) -> dict[str, object]:
+    """GPTDatasetConfig's arguments for where to read."""
+    mcore_blends = [blend and (list(blend.prefixes), blend.weights and list(blend.weights)) for blend in blends]
+    if data.data_path:
+        return {"blend": next(blend for blend in mcore_blends if blend), "split": data.split}
+    return {"blend_per_split": mcore_blends}
+
+
+def _check_enough_text(
+    data: DataConfig, config: GPTDatasetConfig, blends: Sequence[Blend | None], files: dict[str, IndexedSummary]
+) -> None:
+    """ValueError if a split that is needed holds no whole sample in one of its files."""
+    needed = config.sequence_length + 1
+    for number, (split, blend) in enumerate(zip(_SPLITS, blends, strict=True)):
+        if blend is None:
+            continue
+        part = config.split_matrix[number] if config.split_matrix is not None else (0.0, 1.0)
+        for prefix in blend.prefixes:
+            lengths = files[prefix].sequence_lengths
+            start, end = (round(bound * len(lengths)) for bound in part or (0.0, 0.0))
+            num_tokens = int(lengths[start:end].sum(dtype=np.int64))
+            if num_tokens < needed:
+                where = f"with --split {data.split}, the {split} part of {prefix}" if data.data_path else prefix
+                raise ValueError(
+                    f"{where} has {num_tokens} tokens in {end - start} of {len(lengths)} documents, but one {split} "
+                    f"sample takes seq_length + 1 = {needed}: give more documents, a larger share in --split, or a "
+                    f"--{split}-data-path of its own{_HOW_TO_DO_WITHOUT.get(split, '')}"
+                )
+
+
+def _cache_folder(prefixes: Sequence[str], root: str | None) -> Path:
+    """The folder of index caches, named by paths, sizes and times of the token files.
+
+    Megatron-core's caches are keyed on the path alone: after another preprocessing to the same path they would point
+    into text that is no longer there. Rank 0 removes the folder of an earlier state of the same files.
+    """
+    paths = [Path(prefix + extension).resolve() for prefix in prefixes for extension in (".bin", ".idx")]
+    states = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    family = f"index-{_digest([str(path) for path in paths])}-"
+    parent = Path(root) if root else paths[0].parent / "cache"
+    folder = parent / f"{family}{_digest(states)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, "Permission denied")
+    except OSError as error:
+        raise ValueError(
+            f"cannot write dataset index caches to {parent} ({error.strerror}): "
+            f"give --data-cache-path a folder that can be written"
+        ) from error
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        for stale in parent.glob(f"{family}*"):
+            if stale != folder:
+                shutil.rmtree(stale, ignore_errors=True)
+    return folder
+
+
+def _digest(values: Sequence[object]) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """A process group of one where there is none: BlendedDataset asks for its rank."""
+    if torch.distributed.is_initialized():
+        yield
+        return
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

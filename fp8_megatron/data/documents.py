@@ -1,0 +1,213 @@
+"""Documents in text files: JSON lines or plain text, compressed or not, read in batches of raw bytes.
+
+Reading and parsing are apart: one process decompresses (`read_batches`), many parse (`parse_batch`).
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Literal
+
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+COMPRESSED_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
+
+_UTF8_BOM = b"\xef\xbb\xbf"
+_BLANK_LINE = re.compile(rb"\n(?:[ \t\r]*\n)+")
+
+TextLayout = Literal["json_lines", "whole_file", "paragraphs"]
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Whole lines of one file, not yet parsed."""
+
+    path: str
+    layout: TextLayout
+    #: Line number of the first line of `content`, from 1.
+    first_line: int
+    content: bytes
+    #: Bytes on disk (compressed) consumed so far, over all files.
+    bytes_consumed: int
+
+
+@dataclass
+class ParsedBatch:
+    """Documents of one batch: for each JSON key its texts, and for each document its ``file:line``."""
+
+    texts: dict[str, list[str]]
+    places: list[str] = field(default_factory=list)
+    #: What was wrong with each skipped document.
+    errors: list[str] = field(default_factory=list)
+
+
+def check_inputs(paths: Sequence[str]) -> int:
+    """Bytes on disk of all inputs; ValueError for one that is missing, empty, a folder or of an unknown kind."""
+    total = 0
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            raise ValueError(f"input {name} is a folder: give files, e.g. {name}/*.jsonl")
+        if not path.is_file():
+            raise ValueError(f"input {name} does not exist")
+        if path.stat().st_size == 0:
+            raise ValueError(f"input {name} is empty (0 bytes): remove it from --input")
+        _text_suffix(name)
+        total += path.stat().st_size
+    return total
+
+
+def read_batches(
+    paths: Sequence[str], *, split_on_blank_lines: bool = False, batch_bytes: int = 1 << 19
+) -> Iterator[RawBatch]:
+    """The lines of all files in order, about `batch_bytes` of text at a time (never a part of a document).
+
+    A plain-text file is one document, or one a paragraph with `split_on_blank_lines`.
+
+    Raises:
+        ValueError: a file that cannot be decompressed.
+    """
+    finished_bytes = 0
+    for name in paths:
+        is_json = _text_suffix(name) in JSON_SUFFIXES
+        layout: TextLayout = "json_lines" if is_json else "paragraphs" if split_on_blank_lines else "whole_file"
+        line = 1
+        with open(name, "rb") as raw, _decompressed(name, raw) as stream:
+            while content := _next_lines(stream, layout, batch_bytes):
+                first_line, line = line, line + content.count(b"\n")
+                if first_line == 1:
+                    content = content.removeprefix(_UTF8_BOM)
+                yield RawBatch(name, layout, first_line, content, finished_bytes + raw.tell())
+        finished_bytes += Path(name).stat().st_size
+
+
+def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool = False) -> ParsedBatch:
+    """The texts of a batch. Plain text has one text a document, under the first key.
+
+    Raises:
+        ValueError: a malformed document, named by ``file:line`` (with `skip_errors` it is left out and listed instead).
+    """
+    keys = json_keys if batch.layout == "json_lines" else json_keys[:1]
+    parsed = ParsedBatch(texts={key: [] for key in keys})
+    for line, content in _documents(batch):
+        try:
+            if batch.layout == "json_lines":
+                texts = _json_texts(content, keys)
+            else:
+                texts = [content.decode("utf-8")]
+            for text in texts:
+                text.encode("utf-8")  # JSON can hold lone surrogates, which no tokenizer takes
+        except ValueError as error:
+            message = f"{batch.path}:{line}: {_reason(error)}"
+            if not skip_errors:
+                raise ValueError(f"{message}. Correct it, or leave such documents out with --skip-errors") from error
+            parsed.errors.append(message)
+            continue
+        parsed.places.append(f"{batch.path}:{line}")
+        for key, text in zip(keys, texts, strict=True):
+            parsed.texts[key].append(text)
+    return parsed
+
+
+def _documents(batch: RawBatch) -> Iterator[tuple[int, bytes]]:
+    """(line number, bytes) of each document in a batch; blank lines are no documents."""
+    if batch.layout == "whole_file":
+        yield batch.first_line, batch.content
+        return
+    if batch.layout == "json_lines":
+        for offset, content in enumerate(batch.content.split(b"\n")):
+            if content.strip():
+                yield batch.first_line + offset, content
+        return
+    line, position = batch.first_line, 0
+    for gap in [*_BLANK_LINE.finditer(batch.content), None]:
+        end = gap.start() if gap else len(batch.content)
+        paragraph = batch.content[position:end]
+        if paragraph.strip():
+            yield line + paragraph[: len(paragraph) - len(paragraph.lstrip())].count(b"\n"), paragraph.strip(b"\r\n")
+        if gap:
+            line += batch.content.count(b"\n", position, gap.end())
+            position = gap.end()
+
+
+def _json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
+    document = json.loads(line)
+    if not isinstance(document, dict):
+        raise ValueError(f"expected a JSON object on every line, found {type(document).__name__}")
+    texts = []
+    for key in keys:
+        if key not in document:
+            raise ValueError(f'no key "{key}" (it has {", ".join(map(repr, document)) or "none"}; see --json-keys)')
+        if not isinstance(document[key], str):
+            raise ValueError(f'"{key}" is {type(document[key]).__name__}, expected a string')
+        texts.append(document[key])
+    return texts
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON ({error.msg} at column {error.colno})"
+    if isinstance(error, UnicodeDecodeError | UnicodeEncodeError):
+        return f"not UTF-8 ({error.reason})"
+    return str(error)
+
+
+def _next_lines(stream: IO[bytes], layout: TextLayout, batch_bytes: int) -> bytes:
+    if layout == "whole_file":
+        return stream.read()
+    parts = [stream.read(batch_bytes)]
+    if not parts[0].endswith(b"\n"):
+        parts.append(stream.readline())
+    if layout == "paragraphs":
+        while (line := stream.readline()).strip():
+            parts.append(line)
+        parts.append(line)
+    return b"".join(parts)
+
+
+def _text_suffix(name: str) -> str:
+    """The suffix before a compression suffix: ``.jsonl`` of ``corpus.jsonl.xz``."""
+    path = Path(name)
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
+    if suffix not in JSON_SUFFIXES + TEXT_SUFFIXES:
+        raise ValueError(
+            f"input {name} is of an unknown kind ({suffix or 'no suffix'}): give {', '.join(JSON_SUFFIXES)} for JSON "
+            f"lines or {', '.join(TEXT_SUFFIXES)} for plain text, with or without {', '.join(COMPRESSED_SUFFIXES)}"
+        )
+    return suffix
+
+
+@contextmanager
+def _decompressed(name: str, raw: BinaryIO) -> Iterator[IO[bytes]]:
+    """The text of an open file; what its decompressor raises becomes a ValueError."""
+    suffix = Path(name).suffix
+    stream: Any = raw  # the decompressors have no type in common
+    damage: tuple[type[Exception], ...] = ()
+    if suffix == ".gz":
+        stream, damage = gzip.open(raw), (EOFError, gzip.BadGzipFile, zlib.error)  # noqa: SIM115
+    elif suffix == ".xz":
+        stream, damage = lzma.open(raw), (EOFError, lzma.LZMAError)  # noqa: SIM115
+    elif suffix == ".bz2":
+        stream, damage = bz2.open(raw), (EOFError, OSError)  # noqa: SIM115
+    elif suffix == ".zst":
+        try:
+            zstandard = import_module("zstandard")
+        except ImportError as error:
+            raise ValueError(f"input {name} is Zstandard: pip install zstandard") from error
+        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        stream, damage = io.BufferedReader(reader), (zstandard.ZstdError,)
+    try:
+        yield stream
+    except damage as error:
+        raise ValueError(f"input {name} cannot be decompressed ({error}): it is truncated or not {suffix}") from error

@@ -1,0 +1,182 @@
+"""Checks of a token dataset (Megatron's .bin/.idx pair) before training, each naming file, what is wrong and the fix.
+
+The .idx file is: 9 bytes magic, uint64 version, uint8 dtype code, uint64 sequences n, uint64 document boundaries d;
+then int32[n] lengths in tokens, int64[n] byte offsets into .bin, int64[d] boundaries in sequences (the first 0, the
+last n), and in multimodal datasets int8[n] modes. The .bin file is the tokens, nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+#: .bin files up to this are searched whole for token ids outside the vocabulary; of larger ones, slices.
+FULL_SCAN_BYTES = 64 << 20
+_NUM_SLICES = 32
+_SLICE_TOKENS = 1 << 18
+_CHUNK = 1 << 20
+_REPEAT = "run tools/preprocess_data.py again"
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedSummary:
+    """What a token dataset holds."""
+
+    prefix: str
+    dtype: np.dtype
+    num_documents: int
+    num_tokens: int
+    #: Tokens of each sequence, int32, mapped from the file.
+    sequence_lengths: np.ndarray
+
+
+def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> IndexedSummary:
+    """Check that ``prefix.bin`` and ``prefix.idx`` belong together and fit the vocabulary.
+
+    Costs one pass over .idx, and one over .bin up to 64 MB (32 slices of 256k tokens beyond).
+
+    Args:
+        prefix: path without extension.
+        vocab_size: token ids have to be below this; None leaves token ids unchecked.
+
+    Raises:
+        ValueError: the first thing found wrong.
+    """
+    bin_path, idx_path = _existing_files(prefix)
+    dtype, num_sequences, num_boundaries = _read_header(idx_path)
+    lengths = np.memmap(idx_path, np.int32, "r", _HEADER.size, (num_sequences,))
+    offsets = np.memmap(idx_path, np.int64, "r", _HEADER.size + lengths.nbytes, (num_sequences,))
+    boundaries = np.memmap(idx_path, np.int64, "r", _HEADER.size + lengths.nbytes + offsets.nbytes, (num_boundaries,))
+    num_tokens = _check_sequences(idx_path, lengths, offsets, dtype)
+    _check_boundaries(idx_path, boundaries, num_sequences)
+    expected = num_tokens * dtype.itemsize
+    actual = bin_path.stat().st_size
+    if actual != expected:
+        raise ValueError(
+            f"{bin_path} has {actual} bytes, but {idx_path.name} describes {num_tokens} tokens of {dtype.name} = "
+            f"{expected} bytes: the two are from different runs, or {bin_path.name} was cut short; copy both again, "
+            f"or {_REPEAT}"
+        )
+    if vocab_size is not None:
+        _check_token_ids(bin_path, dtype, vocab_size)
+    return IndexedSummary(prefix, dtype, num_boundaries - 1, num_tokens, lengths)
+
+
+def _existing_files(prefix: str) -> tuple[Path, Path]:
+    for extension in (".bin", ".idx"):
+        if prefix.endswith(extension):
+            raise ValueError(
+                f"data path {prefix} ends with {extension}, but the prefix of the .bin/.idx pair is wanted: "
+                f"drop the extension: {prefix.removesuffix(extension)}"
+            )
+    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    missing = [path.name for path in (bin_path, idx_path) if not path.is_file()]
+    if missing:
+        near = sorted(str(path.with_suffix("")) for path in bin_path.parent.glob(f"{bin_path.stem}*.idx"))
+        near = [path for path in near if path != prefix]
+        if near:
+            fix = f"did you mean {' or '.join(near[:3])}?"
+        elif Path(prefix).is_file():
+            fix = "turn text into tokens with tools/preprocess_data.py, and give its output prefix"
+        else:
+            fix = "check the path, or make the pair with tools/preprocess_data.py"
+        raise ValueError(f"no dataset at {prefix}: {' and '.join(missing)} not found in {bin_path.parent}; {fix}")
+    for path in (bin_path, idx_path):
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty (0 bytes): preprocessing was interrupted or found no text; {_REPEAT}")
+    return bin_path, idx_path
+
+
+def _read_header(idx_path: Path) -> tuple[np.dtype, int, int]:
+    """(dtype of tokens, number of sequences, number of document boundaries), with the file's size checked."""
+    size = idx_path.stat().st_size
+    with open(idx_path, "rb") as stream:
+        head = stream.read(_HEADER.size)
+    if not head.startswith(_MAGIC):
+        raise ValueError(
+            f"{idx_path} is not a Megatron index: it starts with {head[:9]!r}, expected {_MAGIC!r}; "
+            f"{_REPEAT} (files of fairseq or of other tools are not read)"
+        )
+    if size < _HEADER.size:
+        raise ValueError(f"{idx_path} is truncated: {size} bytes, its header alone is {_HEADER.size}; {_REPEAT}")
+    _, version, code, num_sequences, num_boundaries = _HEADER.unpack(head)
+    if version != 1:
+        raise ValueError(f"{idx_path} has format version {version}, expected 1; {_REPEAT}")
+    try:
+        dtype = np.dtype(DType.dtype_from_code(code))
+    except ValueError:
+        dtype = None
+    if dtype is None or dtype.kind not in "iu":
+        found = f"code {code}" if dtype is None else dtype.name
+        raise ValueError(f"{idx_path} declares tokens of {found}, expected an integer type; {_REPEAT}")
+    expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
+    if size not in (expected, expected + num_sequences):
+        state = "truncated" if size < expected else "too long"
+        raise ValueError(
+            f"{idx_path} is {state}: {size} bytes, but its header ({num_sequences} sequences, {num_boundaries} "
+            f"document boundaries) makes {expected}; copy it again, or {_REPEAT}"
+        )
+    if num_sequences == 0 or num_boundaries < 2:
+        raise ValueError(
+            f"{idx_path} describes no documents ({num_sequences} sequences, {num_boundaries} document boundaries): "
+            f"the preprocessed text was empty; {_REPEAT} on text"
+        )
+    return dtype, num_sequences, num_boundaries
+
+
+def _check_sequences(idx_path: Path, lengths: np.ndarray, offsets: np.ndarray, dtype: np.dtype) -> int:
+    """The number of tokens, after checking that the byte offsets are the running sum of the lengths."""
+    num_tokens = 0
+    for start in range(0, len(lengths), _CHUNK):
+        length = np.asarray(lengths[start : start + _CHUNK], dtype=np.int64)
+        if (length < 0).any():
+            index = int(np.argmax(length < 0))
+            raise ValueError(
+                f"{idx_path} is damaged: sequence {start + index} has {length[index]} tokens; "
+                f"copy it again, or {_REPEAT}"
+            )
+        ends = num_tokens + np.cumsum(length)
+        expected = np.concatenate(([num_tokens], ends[:-1])) * dtype.itemsize
+        wrong = np.asarray(offsets[start : start + _CHUNK]) != expected
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            raise ValueError(
+                f"{idx_path} is damaged: sequence {start + index} is said to start at byte {offsets[start + index]}, "
+                f"but the lengths before it make {expected[index]}; copy it again, or {_REPEAT}"
+            )
+        num_tokens = int(ends[-1])
+    if num_tokens == 0:
+        raise ValueError(f"{idx_path} describes {len(lengths)} sequences but no tokens; {_REPEAT} on text")
+    return num_tokens
+
+
+def _check_boundaries(idx_path: Path, boundaries: np.ndarray, num_sequences: int) -> None:
+    if boundaries[0] != 0 or boundaries[-1] != num_sequences or (np.diff(boundaries) < 0).any():
+        raise ValueError(
+            f"{idx_path} is damaged: its document boundaries go from {boundaries[0]} to {boundaries[-1]}, expected "
+            f"0 to {num_sequences} (sequences) without a step back; copy it again, or {_REPEAT}"
+        )
+
+
+def _check_token_ids(bin_path: Path, dtype: np.dtype, vocab_size: int) -> None:
+    tokens = np.memmap(bin_path, dtype, "r")
+    if tokens.nbytes <= FULL_SCAN_BYTES:
+        starts, width = np.arange(0, len(tokens), _CHUNK), _CHUNK
+    else:
+        starts, width = np.linspace(0, len(tokens) - _SLICE_TOKENS, _NUM_SLICES, dtype=np.int64), _SLICE_TOKENS
+    for start in starts:
+        part = tokens[start : start + width]
+        lowest, highest = int(part.min()), int(part.max())
+        if highest >= vocab_size:
+            raise ValueError(
+                f"token id {highest} in {bin_path} but the model's vocabulary is {vocab_size}: "
+                f"preprocess with the same tokenizer, or set --vocab-size"
+            )
+        if lowest < 0:
+            raise ValueError(f"token id {lowest} in {bin_path} is negative: the file is damaged; {_REPEAT}")

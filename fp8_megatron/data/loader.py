@@ -1,0 +1,115 @@
+"""Batches: which samples a data-parallel rank reads, in which order, from where after a resume."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+#: What a sample (each [seq]) and a batch (each [micro_batch, seq]) hold; loss_mask is float32, the others int64.
+SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """Indices of one rank's micro-batches, in Megatron's order.
+
+    Global micro-step k covers the next ``micro_batch_size · data_parallel_size`` samples, of which rank r takes the
+    r-th run of `micro_batch_size`. So a step's set of samples depends on the global batch alone, not on how it is split
+    into ranks and micro-batches, and `consumed_samples` says exactly where to go on.
+
+    Args:
+        num_samples: length of the dataset.
+        micro_batch_size: samples of one rank in one micro-step.
+        data_parallel_rank, data_parallel_size: of this rank.
+        consumed_samples: samples that all ranks together have already seen.
+        cycle: start again at the end (validation) instead of stopping before an incomplete micro-step.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        consumed_samples: int = 0,
+        cycle: bool = False,
+    ):
+        assert 0 <= data_parallel_rank < data_parallel_size, (data_parallel_rank, data_parallel_size)
+        self._num_samples = num_samples
+        self._micro_batch_size = micro_batch_size
+        self._stride = micro_batch_size * data_parallel_size
+        self._offset = micro_batch_size * data_parallel_rank
+        self._consumed_samples = consumed_samples
+        self._cycle = cycle
+        if num_samples == 0:
+            raise ValueError("the dataset holds no samples: give more data")
+        if not cycle and consumed_samples + self._stride > num_samples:
+            raise ValueError(
+                f"consumed_samples({consumed_samples}) + micro_batch_size({micro_batch_size}) × "
+                f"data_parallel_size({data_parallel_size}) exceed the {num_samples} samples of the dataset: nothing is "
+                f"left to train on; raise --train-iters, or start without the data position (--finetune)"
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self._consumed_samples
+        while self._cycle or start + self._stride <= self._num_samples:
+            first = start + self._offset
+            yield [index % self._num_samples for index in range(first, first + self._micro_batch_size)]
+            start += self._stride
+
+
+def build_loader(
+    dataset: Dataset,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_workers: int = 0,
+    consumed_samples: int = 0,
+    cycle: bool = False,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """One rank's micro-batches on the CPU (pinned where there is a GPU), in the order of `MicroBatchSampler`.
+
+    Arguments as there, and:
+        dataset: samples with `SAMPLE_KEYS`, already shuffled (GPTDataset is).
+        num_workers: loader processes; 0 loads in this one. The batches are the same.
+
+    Raises:
+        ValueError: nothing is left after `consumed_samples`.
+    """
+    sampler = MicroBatchSampler(
+        len(dataset),  # type: ignore[arg-type]  # map-style datasets have a length, their base class does not
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        consumed_samples=consumed_samples,
+        cycle=cycle,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_stack,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_outlive_signals if num_workers else None,
+        # The loader draws a seed for its workers: not from the global generator, whose state belongs to training.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def _stack(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in SAMPLE_KEYS}
+
+
+def _outlive_signals(_worker: int) -> None:
+    """Let a loader process live through the SIGINT or first SIGTERM that schedulers send to every process of a job.
+
+    The trainer needs its batches until it has saved. Its own clean-up afterwards closes the queues, and sends SIGTERM
+    to a process that still does not end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

@@ -1,0 +1,1 @@
+"""What tests share: seeded inputs, worlds of ranks, numeric comparison."""

@@ -1,0 +1,172 @@
+"""Runs a function on several ranks: processes that stay alive between calls, because importing torch takes seconds.
+
+A fork server imports the package once and forks the workers, so that a pool starts, and starts again, in a moment. A
+call that fails or hangs kills the workers it found; the next call gets new ones.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+_PRELOAD = ["fp8_megatron.testing.tiny_gpt", "fp8_megatron.testing.ranks"]
+#: How long the other ranks may take to say what they saw after the first one failed.
+_GRACE_SECONDS = 2.0
+
+Result = TypeVar("Result")
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not answer; the message holds its rank and its traceback."""
+
+
+class RankPool:
+    """Worker processes for up to `max_ranks` ranks, started when a call first needs them.
+
+    Use as a context manager, or `close` it.
+    """
+
+    def __init__(self, max_ranks: int) -> None:
+        self.max_ranks = max_ranks
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def run(
+        self, function: Callable[..., Result], *args: Any, num_ranks: int, timeout_seconds: float = 120.0
+    ) -> list[Result]:
+        """Call ``function(*args)`` on each rank of a new world; its results in rank order.
+
+        The ranks find RANK, LOCAL_RANK, WORLD_SIZE and the rendezvous in their environment, as under torchrun; the
+        function joins and leaves the process group itself (`distributed.topology.initialized`, or `on_default_group`).
+
+        Args:
+            function: of a module's top level; `args` and the results must pickle (tensors on the CPU do).
+
+        Raises:
+            RankError: the first rank to raise, with its traceback; or the ranks that had not answered in time.
+        """
+        assert 1 <= num_ranks <= self.max_ranks, f"num_ranks({num_ranks}) of a pool of {self.max_ranks}"
+        self._start(num_ranks)
+        # Hosted here, on a port the system chose, the store cannot collide with another program's.
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_seconds)
+        )
+        workers = self._workers[:num_ranks]
+        for rank, (_, connection) in enumerate(workers):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins the store above and does not host one
+            }
+            connection.send_bytes(pickle.dumps((environment, function, args)))
+        try:
+            return _collect([connection for _, connection in workers], timeout_seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers.clear()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, num_ranks: int) -> None:
+        if any(not process.is_alive() for process, _ in self._workers):
+            self.close()
+        while len(self._workers) < num_ranks:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def on_default_group(function: Callable[..., Result], *args: Any, backend: str = "gloo") -> Result:
+    """Call ``function(group, *args)`` inside a default process group; for `RankPool.run`."""
+    torch.distributed.init_process_group(backend)
+    try:
+        assert torch.distributed.group.WORLD is not None
+        return function(torch.distributed.group.WORLD, *args)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _serve(connection: Connection) -> None:
+    """Answer calls until the pool goes away. An answer is (succeeded, result or traceback)."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            # Unpickling imports the function's module, which may raise too.
+            environment, function, args = pickle.loads(request)
+            os.environ.update(environment)
+            torch.manual_seed(0)
+            answer = pickle.dumps((True, function(*args)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+def _collect(connections: list[Connection], timeout_seconds: float) -> list[Any]:
+    """Every rank's result, in rank order; raises for the first that fails."""
+    deadline = time.monotonic() + timeout_seconds
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while len(results) + len(failures) < len(connections):
+        pending = [connection for rank, connection in enumerate(connections) if rank not in results | failures]
+        ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = connections.index(connection)
+            try:
+                succeeded, result = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                succeeded, result = False, "the process died"
+            (results if succeeded else failures)[rank] = result
+        if failures:
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    if failures:
+        raise RankError(_describe(failures, len(connections)))
+    if len(results) < len(connections):
+        silent = sorted(set(range(len(connections))) - set(results))
+        raise RankError(f"ranks {silent} of {len(connections)} did not answer within {timeout_seconds} s")
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _describe(failures: dict[int, str], num_ranks: int) -> str:
+    """The first failure in full, and the last line of those it caused."""
+    (rank, text), *others = failures.items()
+    lines = [f"rank {rank} of {num_ranks}: {text.rstrip()}"]
+    lines += [f"then rank {other}: {text.rstrip().splitlines()[-1]}" for other, text in others]
+    return "\n".join(lines)

@@ -1,0 +1,38 @@
+"""From micro-batches to losses: what megatron-core's schedules call for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+
+
+def take_step(loader: Iterator[Batch], num_micro_batches: int, device: torch.device) -> list[Batch]:
+    """The micro-batches of one step on the device; every model chunk of the rank iterates over the same list."""
+    return [
+        {key: tensor.to(device, non_blocking=True) for key, tensor in next(loader).items()}
+        for _ in range(num_micro_batches)
+    ]
+
+
+def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    """One micro-batch through one model chunk: its output and the loss function for it."""
+    batch = next(batches)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(masked_mean_loss, batch["loss_mask"])
+
+
+def masked_mean_loss(loss_mask: Tensor, loss_per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over unmasked tokens, nats: the loss to differentiate and the one to report.
+
+    Args:
+        loss_mask, loss_per_token: [b, s].
+    """
+    mask = loss_mask.view(-1).float()
+    loss = (loss_per_token.float().view(-1) * mask).sum() / mask.sum().clamp(min=1.0)
+    return loss, {"loss": loss.detach().clone()}

@@ -1,0 +1,140 @@
+"""What weights and optimizer state hold on one rank, measured, beside what BF16 mixed precision would hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from rich.console import Console
+from rich.table import Table
+
+from ..formats import LEVELS, StorageDtype, StorageFormats
+
+
+@dataclass(frozen=True)
+class StorageBytes:
+    """Bytes that one group of parameters holds on this rank: of the tensors themselves, not of an estimate."""
+
+    num_params: int
+    """Parameters of this rank, before the optimizer's sharding over data-parallel ranks."""
+    weights: int
+    """Weights at rest; copies that a forward makes and drops are not in here."""
+    gradients: int
+    """Gradient buffers that last for the step."""
+    master_weights: int
+    """0 where the weight is its own master."""
+    exp_avg: int
+    exp_avg_sq: int
+    scales: int
+    """Scales of all of the above."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of every kind together."""
+        return sum(getattr(self, kind) for kind in _KINDS)
+
+    def __add__(self, other: StorageBytes) -> StorageBytes:
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return StorageBytes(**sums)
+
+
+@dataclass(frozen=True)
+class MemoryByKind:
+    """The two groups of parameters: linear weights in the level's formats, and all the rest in BF16 mixed precision."""
+
+    linear: StorageBytes
+    rest: StorageBytes
+    """Embedding, LM head, norms and biases."""
+
+
+_KINDS: dict[str, str] = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "master_weights": "master weights",
+    "exp_avg": "first moment",
+    "exp_avg_sq": "second moment",
+    "scales": "scales",
+}
+
+
+def memory_table(
+    measured: MemoryByKind, formats: StorageFormats, *, level: str = "this run", num_optimizer_shards: int = 1
+) -> str:
+    """Bytes per parameter and GB by kind: this run as measured, BF16 mixed precision, and the factor between.
+
+    Args:
+        formats: what linear weights and their state are stored in.
+        level: name of the run's level in the heading.
+        num_optimizer_shards: data-parallel ranks that share master weights and moments; BF16 is counted with the same
+            sharding, or the saving would be the sharding's.
+
+    Returns:
+        Text without colours, about 100 columns wide whatever the terminal.
+    """
+    total = measured.linear + measured.rest
+    baseline = bf16_bytes(total.num_params, num_optimizer_shards=num_optimizer_shards)
+    table = Table(title=f"Memory of weights and optimizer on one rank: {level} beside BF16 mixed precision")
+    table.add_column("bytes per parameter", no_wrap=True)
+    table.add_column("stored as", no_wrap=True)
+    for heading in ("linear\nweights", "16-bit\nrest", "all", "BF16\nmixed", "all\nGB", "BF16\nGB", "saving"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    dtypes = _dtype_names(formats)
+    for kind, name in (*_KINDS.items(), ("total", "total")):
+        if kind == "total":
+            table.add_section()
+        table.add_row(
+            name,
+            dtypes.get(kind, ""),
+            *(_per_param(group, kind) for group in (measured.linear, measured.rest, total, baseline)),
+            _gigabytes(getattr(total, kind)),
+            _gigabytes(getattr(baseline, kind)),
+            _saving(getattr(baseline, kind), getattr(total, kind)),
+        )
+    linear, rest = measured.linear.num_params, measured.rest.num_params
+    notes = f"{linear:,} parameters in linear weights, {rest:,} in the 16-bit rest; GB = 10^9 bytes"
+    if num_optimizer_shards > 1:
+        notes += f"; master weights and moments, BF16's too, over {num_optimizer_shards} ranks"
+    console = Console(width=110, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), notes])
+
+
+def bf16_bytes(num_params: int, *, num_optimizer_shards: int = 1) -> StorageBytes:
+    """What BF16 mixed precision holds for as many parameters: 2 + 4 + (4 + 4 + 4) / shards bytes each."""
+    formats = LEVELS["bf16"]
+    assert formats.master_weight is not None
+    return StorageBytes(
+        num_params=num_params,
+        weights=num_params * formats.weight.itemsize,
+        gradients=num_params * formats.main_grad.itemsize,
+        master_weights=num_params * formats.master_weight.itemsize // num_optimizer_shards,
+        exp_avg=num_params * formats.exp_avg.itemsize // num_optimizer_shards,
+        exp_avg_sq=num_params * formats.exp_avg_sq.itemsize // num_optimizer_shards,
+        scales=0,
+    )
+
+
+def _dtype_names(formats: StorageFormats) -> dict[str, str]:
+    def name(dtype: StorageDtype | None) -> str:
+        return "= weight" if dtype is None else dtype.value.upper()
+
+    return {
+        "weights": name(formats.weight),
+        "gradients": name(formats.main_grad),
+        "master_weights": name(formats.master_weight),
+        "exp_avg": name(formats.exp_avg),
+        "exp_avg_sq": name(formats.exp_avg_sq),
+        "scales": "FP32",
+    }
+
+
+def _per_param(group: StorageBytes, kind: str) -> str:
+    return f"{getattr(group, kind) / group.num_params:.3f}" if group.num_params else "-"
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3f}"
+
+
+def _saving(baseline: int, measured: int) -> str:
+    return f"{baseline / measured:.2f}x" if baseline and measured else "-"

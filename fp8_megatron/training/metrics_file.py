@@ -1,0 +1,83 @@
+"""metrics.jsonl: one JSON object a line, one history a file, readable after any crash."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """One line of valid JSON: NaN and infinities become null beside ``"non_finite": true``."""
+    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+    if any(finite[key] is None and value is not None for key, value in record.items()):
+        finite["non_finite"] = True
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All records of a metrics file in order; a line that a crash cut short is left out."""
+    return [record for _, record in _read_lines(path)]
+
+
+class MetricsFile:
+    """Appends records to a metrics file, after making it the history of this run up to ``resume_iteration``."""
+
+    def __init__(self, path: Path, *, resume_iteration: int) -> None:
+        """Keep what `path` has up to `resume_iteration`; a run from scratch sets an older file aside under a number."""
+        self.path = path
+        self.kept: list[dict[str, Any]] = []
+        if path.exists():
+            if resume_iteration > 0:
+                self._truncate(resume_iteration)
+            elif path.stat().st_size > 0:
+                self._set_aside()
+        self._stream = path.open("a", encoding="utf-8")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line and flush it, so that a reader (or a crash) finds whole lines."""
+        self._stream.write(json_line(record))
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file; appending is over."""
+        self._stream.close()
+
+    def _truncate(self, resume_iteration: int) -> None:
+        lines = list(_read_lines(self.path))
+        kept = [(line, record) for line, record in lines if record["iteration"] <= resume_iteration]
+        self.kept = [record for _, record in kept]
+        temporary = self.path.with_suffix(".jsonl.tmp")
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.writelines(line for line, _ in kept)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, self.path)
+        if len(kept) < len(lines):
+            logger.info("%s: dropped %d lines after iteration %d", self.path, len(lines) - len(kept), resume_iteration)
+
+    def _set_aside(self) -> None:
+        number = 1
+        while (older := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
+            number += 1
+        self.path.rename(older)
+        logger.warning("%s is of an earlier run and this one starts from scratch: moved to %s", self.path, older.name)
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+                yield line if line.endswith("\n") else line + "\n", record

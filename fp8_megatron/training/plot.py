@@ -1,0 +1,237 @@
+"""Loss curves from metrics.jsonl: one run over iterations and tokens, or several runs with their gap to a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+from .metrics_file import read_records
+
+#: Okabe and Ito's colours, told apart by colour-blind readers too; grey is the reference.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_REFERENCE_COLOR = "#999999"
+_EVAL_COLOR = "#D55E00"
+#: A loss that falls by more than this factor gets a logarithmic axis.
+_LOG_AXIS_RATIO = 5.0
+
+
+@dataclass(frozen=True)
+class LossCurves:
+    """One run's losses; a step whose loss was not finite has NaN."""
+
+    iterations: np.ndarray
+    losses: np.ndarray
+    tokens: np.ndarray
+    """Consumed after each iteration."""
+    eval_iterations: np.ndarray
+    eval_losses: np.ndarray
+
+    @property
+    def smoothed(self) -> np.ndarray:
+        """Centred moving mean over about 1/40 of the run, twice: no lag behind the raw curve, no box around a spike."""
+        reach = len(self.losses) // 80
+        # The same reach to both sides, so that the mean of a falling curve is not pulled off at its ends.
+        return _moving_mean(_moving_mean(self.losses, reach, symmetric=True), reach, symmetric=True)
+
+
+def read_losses(metrics_jsonl: Path) -> LossCurves:
+    """Training and validation losses of a metrics file.
+
+    Raises:
+        ValueError: the file holds no finite training loss.
+    """
+    records = read_records(metrics_jsonl)
+    train = [record for record in records if record["kind"] == "train"]
+    valid = [record for record in records if record["kind"] == "eval" and record["split"] == "valid"]
+    losses = _column(train, "loss")
+    if not np.isfinite(losses).any():
+        raise ValueError(f"{metrics_jsonl} has no finite training loss to plot ({len(train)} training steps in it)")
+    return LossCurves(
+        iterations=_column(train, "iteration"),
+        losses=losses,
+        tokens=_column(train, "consumed_tokens"),
+        eval_iterations=_column(valid, "iteration"),
+        eval_losses=_column(valid, "loss"),
+    )
+
+
+def plot_losses(metrics_jsonl: Path, output_png: Path, *, title: str) -> None:
+    """Draw one run: raw and smoothed training loss and validation points, over iterations and tokens."""
+    curves = read_losses(metrics_jsonl)
+    figure = _figure(height=5.0)
+    axes = figure.add_subplot()
+    axes.plot(curves.iterations, curves.losses, color=_COLORS[0], alpha=0.3, linewidth=0.7, label="train, every step")
+    axes.plot(curves.iterations, curves.smoothed, color=_COLORS[0], linewidth=1.8, label="train, smoothed")
+    if np.isfinite(curves.eval_losses).any():
+        style: dict[str, Any] = {"color": _EVAL_COLOR, "marker": "o", "markersize": 4.5, "linewidth": 0.9}
+        axes.plot(curves.eval_iterations, curves.eval_losses, label="validation", zorder=3, **style)
+    _loss_axis(axes, [curves])
+    _mark_non_finite(axes, curves)
+    axes.set_xlabel("iteration")
+    _token_axis(axes, curves)
+    axes.legend(frameon=False, loc="upper right")
+    figure.suptitle(title)
+    _save(figure, output_png)
+
+
+def compare_losses(
+    runs: Mapping[str, Path],
+    output_png: Path,
+    *,
+    reference: str | None = None,
+    title: str = "Training loss",
+) -> None:
+    """Overlay the smoothed training losses of several runs, with each run's gap to the reference below.
+
+    Args:
+        runs: metrics file by the name in the legend.
+        reference: the run that gaps are measured to; the first one by default.
+
+    Raises:
+        ValueError: fewer than two runs, an unknown reference, or a run that shares no finite step with it.
+    """
+    if len(runs) < 2:
+        raise ValueError(f"a comparison needs two runs or more, got {list(runs)}; plot_losses draws one")
+    reference = next(iter(runs)) if reference is None else reference
+    if reference not in runs:
+        raise ValueError(f"reference {reference!r} is none of the runs {list(runs)}")
+    curves = {name: read_losses(path) for name, path in runs.items()}
+    others = [name for name in runs if name != reference]
+    colors = {reference: _REFERENCE_COLOR, **{name: _COLORS[i % len(_COLORS)] for i, name in enumerate(others)}}
+
+    figure = _figure(height=7.0)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for name in (reference, *others):
+        _draw_run(top, curves[name], name, colors[name], linewidth=3.0 if name == reference else 1.3)
+    if any(np.isfinite(run.eval_losses).any() for run in curves.values()):
+        top.plot([], [], color="gray", marker="o", markerfacecolor="white", linestyle="none", label="validation")
+    bottom.axhline(0.0, color=_REFERENCE_COLOR, linewidth=1.2)
+    gaps = []
+    for name in others:
+        iterations, gap = _loss_gap(curves[name], curves[reference], name, reference)
+        gaps.append(_moving_mean(gap, gap.size // 40, symmetric=False))
+        end = np.nanmean(gap[-max(1, gap.size // 10) :])
+        label = f"{name}: {end:+.4f} over the last tenth"
+        bottom.plot(iterations, gaps[-1], color=colors[name], linewidth=1.4, label=label)
+    _loss_axis(top, list(curves.values()))
+    _token_axis(top, curves[reference])
+    _frame_gaps(bottom, gaps)
+    bottom.set_xlabel("iteration")
+    bottom.set_ylabel(f"gap to {reference}\n(nats per token)")
+    top.legend(frameon=False, loc="upper right")
+    bottom.legend(frameon=False, loc="upper right", fontsize="small", ncols=2)
+    figure.suptitle(title)
+    figure.align_ylabels()
+    _save(figure, output_png)
+
+
+def _draw_run(axes: Axes, curves: LossCurves, name: str, color: str, *, linewidth: float) -> None:
+    axes.plot(curves.iterations, curves.smoothed, color=color, linewidth=linewidth, label=name)
+    if np.isfinite(curves.eval_losses).any():
+        style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 4.0, "linestyle": "none"}
+        axes.plot(curves.eval_iterations, curves.eval_losses, markerfacecolor="white", **style)
+
+
+def _loss_gap(run: LossCurves, reference: LossCurves, name: str, reference_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Difference at the iterations that both have: on equal batches it is far less noisy than either loss."""
+    common, in_run, in_reference = np.intersect1d(run.iterations, reference.iterations, return_indices=True)
+    gap = run.losses[in_run] - reference.losses[in_reference]
+    if not np.isfinite(gap).any():
+        raise ValueError(f"runs {name!r} and {reference_name!r} share no iteration with finite losses: no gap to draw")
+    return common, gap
+
+
+def _frame_gaps(axes: Axes, gaps: list[np.ndarray]) -> None:
+    """Choose limits by all but the first tenth: early in training any two runs are far apart."""
+    late = np.concatenate([gap[len(gap) // 10 :] for gap in gaps])
+    late = late[np.isfinite(late)]
+    if late.size:
+        low, high = min(0.0, float(late.min())), max(0.0, float(late.max()))
+        margin = 0.15 * (high - low) or 0.01
+        axes.set_ylim(low - margin, high + 3 * margin)
+
+
+def _column(records: list[dict[str, Any]], key: str) -> np.ndarray:
+    return np.array([np.nan if record[key] is None else record[key] for record in records], dtype=np.float64)
+
+
+def _moving_mean(values: np.ndarray, reach: int, *, symmetric: bool) -> np.ndarray:
+    """Mean of the finite values within `reach` on either side; NaN where there are none.
+
+    Args:
+        symmetric: near an end, shorten the window on both sides instead of on one.
+    """
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    position = np.arange(len(values))
+    before, after = np.minimum(position, reach), np.minimum(len(values) - 1 - position, reach)
+    if symmetric:
+        before = after = np.minimum(before, after)
+    start, stop = position - before, position + after + 1
+    count = counts[stop] - counts[start]
+    return np.where(count > 0, sums[stop] - sums[start], np.nan) / np.maximum(count, 1)
+
+
+def _figure(*, height: float) -> Figure:
+    # Not through pyplot: no global state, no window system, safe beside any backend that the user set.
+    figure = Figure(figsize=(9.0, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _loss_axis(axes: Axes, curves: list[LossCurves]) -> None:
+    """Label, grid and limits: the range of smoothed curves and validations, so that one spike does not flatten all."""
+    shown = np.concatenate([np.concatenate([run.smoothed, run.eval_losses]) for run in curves])
+    shown = shown[np.isfinite(shown)]
+    low, high = float(shown.min()), float(shown.max())
+    if low > 0 and high / low > _LOG_AXIS_RATIO:
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.1, high * 1.1)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        margin = 0.06 * (high - low) or 0.1
+        axes.set_ylim(low - margin, high + margin)
+    axes.set_ylabel("loss (nats per token)")
+    axes.margins(x=0.01)
+    for each in axes.figure.axes:
+        each.grid(alpha=0.25, linewidth=0.6)
+        each.spines[["right"]].set_visible(False)
+
+
+def _token_axis(axes: Axes, curves: LossCurves) -> None:
+    """A second x axis in tokens; every step has as many of them."""
+    tokens_per_iteration = curves.tokens[-1] / curves.iterations[-1]
+    unit, name = next((u, n) for u, n in ((1e9, "billion "), (1e6, "million "), (1.0, "")) if curves.tokens[-1] >= u)
+    factor = tokens_per_iteration / unit
+    second = axes.secondary_xaxis("top", functions=(lambda x: x * factor, lambda x: x / factor))
+    second.set_xlabel(f"{name}tokens")
+
+
+def _mark_non_finite(axes: Axes, curves: LossCurves) -> None:
+    bad = curves.iterations[~np.isfinite(curves.losses)]
+    if bad.size:
+        style: dict[str, Any] = {
+            "color": "#CC0000",
+            "marker": "x",
+            "linestyle": "none",
+            "markersize": 5,
+            "clip_on": False,
+        }
+        label = f"not finite ({bad.size} step{'s' if bad.size > 1 else ''})"
+        axes.plot(bad, np.full(bad.size, axes.get_ylim()[0]), label=label, **style)
+
+
+def _save(figure: Figure, output_png: Path) -> None:
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output_png)

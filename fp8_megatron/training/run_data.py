@@ -1,0 +1,102 @@
+"""A run's data: tokenizer, vocabulary, datasets and loaders, under one parallel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..config import Config
+from ..config_checks import ConfigError
+from ..data.datasets import Datasets, build_datasets
+from ..data.loader import build_loader
+from ..data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from ..distributed.topology import Topology
+from .batches import Batch
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Datasets of a run and how this rank reads them."""
+
+    config: Config
+    topology: Topology
+    datasets: Datasets
+    vocab_size: int
+
+    def train_loader(self, consumed_samples: int) -> Iterator[Batch]:
+        """Training micro-batches from where `consumed_samples` left off."""
+        return self._loader("train", consumed_samples)
+
+    def eval_loader(self, split: str) -> Iterator[Batch] | None:
+        """Micro-batches of a held-out split from its start (every validation sees the same), or None without one."""
+        return None if getattr(self.datasets, split) is None else self._loader(split, 0)
+
+    def _loader(self, split: str, consumed_samples: int) -> Iterator[Batch]:
+        return build_loader(
+            getattr(self.datasets, split),
+            micro_batch_size=self.config.training.micro_batch_size,
+            data_parallel_rank=self.topology.dp.rank(),
+            data_parallel_size=self.topology.dp.size(),
+            num_workers=self.config.data.num_workers if split == "train" else 0,
+            consumed_samples=consumed_samples,
+        )
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer that the configuration names; random tokens need none but --vocab-size.
+
+    Raises:
+        ConfigError: no such model, or its vocabulary is larger than --vocab-size.
+    """
+    try:
+        if config.data.mock_data and config.data.tokenizer_model is None:
+            return build_tokenizer("NullTokenizer", None, config.model.vocab_size)
+        tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model, config.model.vocab_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    given = config.model.vocab_size
+    if given is not None and tokenizer.vocab_size > given:
+        raise ConfigError(
+            f"the tokenizer's vocabulary ({tokenizer.vocab_size}) is larger than the model's, vocab_size({given}); "
+            "leave --vocab-size out or raise it"
+        )
+    return tokenizer
+
+
+def padded_vocab(config: Config, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding."""
+    return padded_vocab_size(
+        config.model.vocab_size or tokenizer.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
+
+
+def open_run_data(config: Config, topology: Topology) -> RunData:
+    """Check and open everything that is read; called by all ranks together.
+
+    Raises:
+        ConfigError: any problem with tokenizer or data.
+    """
+    tokenizer = load_tokenizer(config)
+    training = config.training
+    batch = config.global_batch_size(topology.world_size)
+    evaluates = training.eval_interval > 0 and training.eval_iters > 0
+    has_test = bool(config.data.test_data_path) or (
+        bool(config.data.data_path) and float(config.data.split.split(",")[-1]) > 0
+    )
+    num_eval_samples = training.eval_iters * batch if evaluates else 0
+    try:
+        datasets = build_datasets(
+            config.data,
+            seq_length=config.model.seq_length,
+            seed=training.seed,
+            num_train_samples=training.train_iters * batch,
+            num_valid_samples=num_eval_samples,
+            num_test_samples=num_eval_samples if has_test else 0,
+            tokenizer=tokenizer,
+            vocab_size=config.model.vocab_size,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return RunData(config, topology, datasets, padded_vocab(config, tokenizer))

@@ -1,0 +1,127 @@
+"""Builds what a run trains: model chunks, data parallelism, optimizer and schedule, with weights in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from ..config import Config, OptimizerConfig
+from ..distributed.data_parallel import FP8DataParallel
+from ..distributed.finalize import finalize_model_grads
+from ..distributed.partition import StorageClass
+from ..distributed.topology import Topology
+from ..models.gpt import build_model
+from ..models.initialization import initial_values, named_parameters_of_model
+from ..optimizer.adamw import FP8AdamW
+from ..quantization.amax_history import AmaxHistory
+from .memory_report import MemoryByKind, StorageBytes
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a rank trains."""
+
+    config: Config
+    topology: Topology
+    device: torch.device
+    model: list[FP8DataParallel]
+    histories: list[AmaxHistory | None]
+    optimizer: FP8AdamW
+    scheduler: OptimizerParamScheduler
+    num_micro_batches: int
+    vocab_size: int
+
+
+def build_training_state(config: Config, vocab_size: int, topology: Topology, device: torch.device) -> TrainingState:
+    """Build and initialise everything on this rank.
+
+    Args:
+        vocab_size: padded vocabulary.
+    """
+    chunks = build_model(config, vocab_size, topology, device)
+    named = [named_parameters_of_model(chunk.module) for chunk in chunks]
+    num_micro_batches = config.num_micro_batches(topology.world_size)
+    model = [
+        FP8DataParallel(
+            chunk.module.config,
+            chunk.module,
+            named_params=params,
+            precision=config.precision,
+            topology=topology,
+            num_micro_batches=num_micro_batches,
+        )
+        for chunk, params in zip(chunks, named, strict=True)
+    ]
+    chunks[0].module.config.finalize_model_grads_func = partial(_finalize, topology=topology)
+    optimizer = FP8AdamW(model, config.optimizer, config.precision, topology, device)
+    values = (
+        initial_values(
+            params,
+            config.model,
+            seed=config.training.seed,
+            tensor_parallel_rank=topology.tp.rank(),
+            tensor_parallel_size=topology.tp.size(),
+        )
+        for params in named
+    )
+    optimizer.load_weights(chain.from_iterable(values))
+    return TrainingState(
+        config=config,
+        topology=topology,
+        device=device,
+        model=model,
+        histories=[chunk.recipe.history for chunk in chunks],
+        optimizer=optimizer,
+        scheduler=_build_scheduler(optimizer, config.optimizer, config.training.train_iters),
+        num_micro_batches=num_micro_batches,
+        vocab_size=vocab_size,
+    )
+
+
+def _finalize(model: list[FP8DataParallel], num_tokens: object, *, topology: Topology, **unused: object) -> None:
+    # megatron-core also passes a token count (per-token losses, not used here), its groups and force_all_reduce.
+    finalize_model_grads(model, topology)
+
+
+def _build_scheduler(optimizer: FP8AdamW, config: OptimizerConfig, train_iters: int) -> OptimizerParamScheduler:
+    """megatron-core's schedule, counted in optimizer steps."""
+    return OptimizerParamScheduler(
+        optimizer,  # type: ignore[arg-type]  # it reads and sets `param_groups` only
+        init_lr=config.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_iters,
+        lr_decay_steps=config.lr_decay_iters or train_iters,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=train_iters,
+        wd_incr_style="constant",
+        wsd_decay_steps=config.lr_wsd_decay_iters,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )
+
+
+def measured_storage(state: TrainingState) -> MemoryByKind:
+    """Bytes of the tensors that hold this rank's weights, gradients and optimizer state."""
+    linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)
+    for buffer, space in zip(state.optimizer.buffers, state.optimizer.states, strict=True):
+        counts = space.byte_counts()
+        held = StorageBytes(
+            num_params=buffer.space.num_params,
+            weights=counts["weight"],
+            gradients=buffer.payload.nbytes,
+            master_weights=counts["master_weight"],
+            exp_avg=counts["exp_avg"],
+            exp_avg_sq=counts["exp_avg_sq"],
+            scales=counts["scales"] + (0 if buffer.scales is None else buffer.scales.nbytes),
+        )
+        if buffer.space.storage is StorageClass.LINEAR:
+            linear += held
+        else:
+            rest += held
+    return MemoryByKind(linear, rest)

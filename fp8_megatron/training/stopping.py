@@ -1,0 +1,99 @@
+"""Why a run stops before its last iteration: a signal, or too many skipped steps in a row."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Self
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many consecutive steps had a non-finite loss or gradient."""
+
+
+class SignalHandler:
+    """Turns SIGTERM and the first SIGINT into a flag that the loop reads between steps, so that it can save and stop.
+
+    A context manager for the main thread; leaving it restores the previous handlers. A second SIGINT raises
+    KeyboardInterrupt. (torchrun passes one signal on to every worker and kills what still runs 30 s later.)
+    """
+
+    def __init__(self, all_ranks_any: Callable[[bool], bool]) -> None:
+        """Args: all_ranks_any: collective over all ranks (MAX of the flag) that every rank calls from `received`."""
+        self._all_ranks_any = all_ranks_any
+        self._signal: signal.Signals | None = None
+        self._interrupted = False
+        self._agreed = False
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, previous in self._previous.items():
+            # None: the previous handler was not installed from Python and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    def received(self) -> bool:
+        """Whether any rank got a signal. Collective: every rank calls it at the same point of every step."""
+        if not self._agreed and self._all_ranks_any(self._signal is not None):
+            self._agreed = True
+            if self._signal is not None:
+                logger.warning("%s received: stopping after this step", self._signal.name)
+        return self._agreed
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # No logging in here: the signal may have interrupted a write to the very same stream.
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        self._signal = signal.Signals(number)
+
+
+class NonFiniteGuard:
+    """Counts skipped steps and ends a run that skips too many in a row."""
+
+    def __init__(self, max_skipped_steps: int, *, num_skipped: int = 0) -> None:
+        """Args: max_skipped_steps: consecutive skips that end the run; num_skipped: skips before a resume."""
+        if max_skipped_steps < 1:
+            raise ValueError(f"max_skipped_steps({max_skipped_steps}) must be at least 1")
+        self.max_skipped_steps = max_skipped_steps
+        self.num_skipped = num_skipped
+        self.num_consecutive = 0
+
+    def update(self, skipped: bool, *, iteration: int) -> None:
+        """Count one step.
+
+        Args:
+            skipped: whether the optimizer left this step out for a non-finite loss or gradient; equal on all ranks.
+
+        Raises:
+            TrainingDiverged: this is the ``max_skipped_steps``-th skipped step in a row.
+        """
+        if not skipped:
+            self.num_consecutive = 0
+            return
+        self.num_skipped += 1
+        self.num_consecutive += 1
+        if self.num_consecutive >= self.max_skipped_steps:
+            raise TrainingDiverged(self._diagnosis(iteration))
+
+    def _diagnosis(self, iteration: int) -> str:
+        first = iteration - self.num_consecutive + 1
+        return (
+            f"loss or gradient was not finite at each of the last {self.num_consecutive} steps (iterations {first} to "
+            f"{iteration}; {self.num_skipped} skipped steps in all, limit --max-skipped-steps "
+            f"{self.max_skipped_steps}). Look at loss, grad_norm and grad_saturation_fraction before iteration {first} "
+            "in metrics.jsonl. If the loss was rising, resume from a checkpoint before it with a lower --lr, a longer "
+            "--lr-warmup-iters or a lower --clip-grad. If it broke at once, run the same with --precision bf16: if "
+            "that diverges too, it is the data or the schedule; if it does not, try --first-last-layers-bf16, "
+            "--opt-level O1 or --fp8-recipe tensorwise."
+        )

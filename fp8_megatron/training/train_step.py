@@ -1,0 +1,76 @@
+"""One optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from .batches import Batch, forward_step, take_step
+from .setup import TrainingState
+
+
+def train_step(state: TrainingState, loader: Iterator[Batch], *, wants_stop: bool) -> Tensor:
+    """Forward and backward over the micro-batches, reduce, clip, update, move the scales on.
+
+    Args:
+        wants_stop: whether this rank was told to stop; the ranks agree in the collective that carries the loss.
+
+    Returns:
+        FP32 [3] on the device, alike on all ranks: mean loss of the global batch, number of ranks that want to stop,
+        gradient norm before clipping. Reading it waits for the step; nothing in here does.
+    """
+    for chunk in state.model:
+        chunk.zero_grad_buffer()
+    losses = _run_schedule(state, loader, forward_only=False)
+    grad_norm = state.optimizer.step()
+    state.scheduler.step(1)
+    for history in state.histories:
+        if history is not None:
+            history.update(state.topology.replica)
+    return torch.cat([_sum_over_ranks(losses, state, wants_stop=wants_stop), grad_norm])
+
+
+@torch.no_grad()
+def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) -> float:
+    """Mean loss over `num_batches` global batches, nats per token, alike on all ranks."""
+    for chunk in state.model:
+        chunk.eval()
+    total = torch.zeros(1, device=state.device)
+    for _ in range(num_batches):
+        losses = _run_schedule(state, loader, forward_only=True)
+        total += _sum_over_ranks(losses, state, wants_stop=False)[:1]
+    for chunk in state.model:
+        chunk.train()
+    for history in state.histories:
+        if history is not None:
+            history.discard_current_step()
+    return total.item() / num_batches
+
+
+def _run_schedule(state: TrainingState, loader: Iterator[Batch], *, forward_only: bool) -> list[dict[str, Tensor]]:
+    batches = take_step(loader, state.num_micro_batches, state.device)
+    iterators = [iter(batches) for _ in state.model]
+    config = state.config
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(state.model),
+        num_microbatches=state.num_micro_batches,
+        seq_length=config.model.seq_length,
+        micro_batch_size=config.training.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def _sum_over_ranks(losses: list[dict[str, Tensor]], state: TrainingState, *, wants_stop: bool) -> Tensor:
+    """FP32 [2] on every rank: mean of the micro-batches' losses over replicas, and how many ranks want to stop."""
+    topology = state.topology
+    values = torch.tensor([0.0, float(wants_stop)], device=state.device)
+    if topology.reads_loss:
+        values[0] += torch.stack([loss["loss"] for loss in losses]).mean() / topology.dp.size()
+    if topology.world_size > 1:
+        torch.distributed.all_reduce(values)
+    return values

@@ -1,0 +1,243 @@
+"""The training run: set up, step, validate, save, stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from .. import device as devices
+from ..checkpoint.checkpoint import Progress, Resumable, load_checkpoint, save_checkpoint
+from ..config import Config
+from ..config_checks import check_config
+from ..config_io import format_config, save_config
+from ..distributed.topology import Topology, initialized
+from .flops import model_flops_per_token, peak_flops
+from .memory_report import memory_table
+from .metrics import EvalMetrics, MetricsLogger, StepMetrics
+from .metrics_file import METRICS_FILE
+from .plot import plot_losses
+from .run_data import RunData, open_run_data
+from .setup import TrainingState, build_training_state, measured_storage
+from .step_results import PendingStep, StepResult
+from .stopping import NonFiniteGuard, SignalHandler
+from .train_step import evaluate, train_step
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains the model that a configuration describes; every rank makes one and calls `fit`.
+
+    Raises:
+        ConfigError: the configuration cannot work; nothing was touched.
+    """
+
+    def __init__(self, config: Config) -> None:
+        check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
+        self.config = config
+        self.output_dir = _output_dir(config)
+
+    def fit(self) -> None:
+        """Train to `train_iters`, or until a signal, a time limit or divergence ends it; saves on the way out."""
+        device = devices.select_device()
+        if self.config.precision.precision == "fp8":
+            devices.check_fp8_support(device)
+        if self.config.training.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        with ExitStack() as stack:
+            signals = stack.enter_context(SignalHandler(all_ranks_any=lambda received_here: received_here))
+            stack.enter_context(devices.runtime(device))
+            topology = stack.enter_context(
+                initialized(self.config.parallel, self.config.model.num_layers, device)
+            )
+            run = _Run(self.config, self.output_dir, topology, device, signals)
+            stack.callback(run.close)
+            run.train()
+
+
+class _Run:
+    """One rank's state of a run."""
+
+    def __init__(
+        self, config: Config, output_dir: Path, topology: Topology, device: torch.device, signals: SignalHandler
+    ) -> None:
+        self.config = config
+        self.output_dir = output_dir
+        self.topology = topology
+        self.signals = signals
+        self.is_writer = topology.rank == 0
+        devices.seed_everything(
+            config.training.seed,
+            device,
+            tensor_parallel_rank=topology.tp.rank(),
+            pipeline_rank=topology.pp.rank(),
+        )
+        if self.is_writer:
+            logger.info("configuration (* differs from the default)\n%s", format_config(config))
+        self.data: RunData = open_run_data(config, topology)
+        self.state: TrainingState = build_training_state(config, self.data.vocab_size, topology, device)
+        self.resumable = Resumable(self.state.optimizer, self.state.histories, topology, device)
+        self.progress = self._resume()
+        self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
+        self.batch_size = config.global_batch_size(topology.world_size)
+        self.flops_per_token = model_flops_per_token(
+            config.model, causal=False, padded_vocab_size=self.data.vocab_size
+        )
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self.peak_flops = peak_flops(name, config.precision.precision)
+        self.started = self.last_read = time.monotonic()
+        self.stop_requested = False
+        self.metrics = MetricsLogger(
+            config.logging,
+            output_dir,
+            is_writer=self.is_writer,
+            total_iterations=config.training.train_iters,
+            resume_iteration=self.progress.iteration,
+            peak_flops=self.peak_flops,
+            run_config=asdict(config),
+        )
+        if self.is_writer:
+            save_config(config, output_dir / "config.yaml")
+            level = config.precision.level
+            logger.info("%s", memory_table(measured_storage(self.state), config.precision.formats, level=level))
+
+    def train(self) -> None:
+        """The loop."""
+        training, checkpoint = self.config.training, self.config.checkpoint
+        loader = self.data.train_loader(self.progress.consumed_samples) if self._remaining() else iter(())
+        first = self.progress.iteration + 1
+        pending: PendingStep | None = None
+        saved_at = self.progress.iteration
+        self.last_read = time.monotonic()
+        for iteration in range(first, training.train_iters + 1):
+            learning_rate = float(self.state.optimizer.param_groups[0]["lr"])
+            values = train_step(self.state, loader, wants_stop=self._wants_stop())
+            if pending is not None:
+                self._record(pending.result())
+            pending = PendingStep(iteration, learning_rate, values)
+            evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
+            saves = checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
+            stops = self.stop_requested or iteration - first + 1 == training.exit_interval
+            if evaluates or saves or stops or iteration == training.train_iters:
+                self._record(pending.result())
+                pending = None
+            if evaluates:
+                self._evaluate("valid")
+            if saves:
+                self._save()
+                saved_at = iteration
+            if stops:
+                break
+        if checkpoint.save is not None and self.progress.iteration > saved_at:
+            self._save()
+        if self.progress.iteration == training.train_iters:
+            self._evaluate("test")
+        self._finish()
+
+    def close(self) -> None:
+        """Close every log."""
+        self.metrics.close()
+
+    def _remaining(self) -> int:
+        return self.config.training.train_iters - self.progress.iteration
+
+    def _wants_stop(self) -> bool:
+        limit = self.config.training.exit_duration_in_mins
+        out_of_time = limit is not None and time.monotonic() - self.started > 60.0 * limit
+        return self.signals.received() or out_of_time
+
+    def _record(self, result: StepResult) -> None:
+        now = time.monotonic()
+        seconds, self.last_read = now - self.last_read, now
+        self.stop_requested |= result.stop_requested
+        self.guard.update(result.skipped, iteration=result.iteration)
+        self.progress = Progress(
+            iteration=result.iteration,
+            consumed_samples=result.iteration * self.batch_size,
+            skipped_steps=self.guard.num_skipped,
+        )
+        tokens = self.batch_size * self.config.model.seq_length
+        rate = tokens / seconds / self.topology.world_size
+        flops = rate * self.flops_per_token
+        self.metrics.log_step(
+            StepMetrics(
+                iteration=result.iteration,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=result.learning_rate,
+                tokens_per_second_per_gpu=rate,
+                tflops_per_gpu=flops / 1e12,
+                mfu=None if self.peak_flops is None else flops / self.peak_flops,
+                peak_memory_gib=devices.peak_memory_gib(self.state.device),
+                step_seconds=seconds,
+                skipped_steps=self.guard.num_skipped,
+                consumed_samples=self.progress.consumed_samples,
+                consumed_tokens=self.progress.consumed_samples * self.config.model.seq_length,
+            )
+        )
+
+    def _evaluate(self, split: str) -> None:
+        loader = self.data.eval_loader(split)
+        if loader is None:
+            return
+        loss = evaluate(self.state, loader, self.config.training.eval_iters)
+        self.metrics.log_eval(EvalMetrics.from_loss(self.progress.iteration, split, loss))  # type: ignore[arg-type]
+        self.last_read = time.monotonic()
+
+    def _resume(self) -> Progress:
+        checkpoint = self.config.checkpoint
+        if checkpoint.load is None:
+            return Progress()
+        progress = load_checkpoint(Path(checkpoint.load), self.resumable, weights_only=checkpoint.finetune)
+        if progress is None:
+            if self.is_writer:
+                logger.warning("no checkpoint under %s: starting from scratch", checkpoint.load)
+            return Progress()
+        self.state.scheduler.step(progress.iteration)
+        if self.is_writer:
+            logger.info("resumed from %s at iteration %d", checkpoint.load, progress.iteration)
+        return progress
+
+    def _save(self) -> None:
+        checkpoint = self.config.checkpoint
+        if checkpoint.save is None:
+            return
+        started = time.monotonic()
+        folder = save_checkpoint(
+            Path(checkpoint.save),
+            self.resumable,
+            self.progress,
+            config=self.config,
+            vocab_size=self.data.vocab_size,
+            keep_last=checkpoint.keep_last,
+        )
+        if self.is_writer:
+            logger.info("saved %s in %.1f s", folder, time.monotonic() - started)
+        self.last_read = time.monotonic()
+
+    def _finish(self) -> None:
+        if not self.is_writer:
+            return
+        summary = self.metrics.summary()
+        self.metrics.close()
+        try:
+            plot_losses(
+                self.output_dir / METRICS_FILE, self.output_dir / "loss.png", title=f"{self.config.precision.level}"
+            )
+        except ValueError as error:
+            logger.warning("no loss curve: %s", error)
+        logger.info("%s", summary)
+
+
+def _output_dir(config: Config) -> Path:
+    if config.logging.output_dir is not None:
+        return Path(config.logging.output_dir)
+    if config.checkpoint.save is not None:
+        return Path(config.checkpoint.save)
+    return Path("runs") / time.strftime("%Y%m%d-%H%M%S")

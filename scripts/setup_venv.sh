@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Make .venv and install the project into it. Called by make; reads PYTHON, TORCH and VENV_ARGS as the Makefile says.
+# torch comes from wherever pip is set up to look: for a CPU build of the same version set
+# PIP_INDEX_URL=https://download.pytorch.org/whl/cpu with PIP_EXTRA_INDEX_URL=https://pypi.org/simple.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '[%3d s] %s\n' "$SECONDS" "$*"; }
+
+# A command may exist and still not run (a version manager's shim), or lack venv: ask it.
+usable() {
+  "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1
+}
+
+find_python() {
+  local candidates=(python3.12 python3.11 python3)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  local candidate
+  for candidate in "${candidates[@]}"; do
+    if usable "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "no working Python 3.11 or 3.12 with venv among: ${candidates[*]}; install one or name it: make PYTHON=/path/to/python3.12" >&2
+  return 1
+}
+
+if ! [ -x .venv/bin/python ]; then
+  python=$(find_python)
+  say "making .venv with $("$python" --version) ($python)"
+  # shellcheck disable=SC2086  # VENV_ARGS is a list of words
+  "$python" -m venv ${VENV_ARGS:-} .venv
+fi
+
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+if .venv/bin/python -c 'import torch' 2>/dev/null; then
+  say "torch is there: $(.venv/bin/python -c 'import torch; print(torch.__version__)')"
+else
+  say "installing ${TORCH:=torch==2.13.0} (the longest part)"
+  "${pip[@]}" "$TORCH"
+fi
+say "installing fp8_megatron and its dependencies"
+"${pip[@]}" --editable '.[dev]'
+say "ready: .venv ($(.venv/bin/python --version), torch $(.venv/bin/python -c 'import torch; print(torch.__version__)'))"

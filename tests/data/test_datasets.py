@@ -1,0 +1,219 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8_megatron.config import DataConfig
+from fp8_megatron.data.datasets import Blend, Datasets, MockDataset, build_datasets
+from fp8_megatron.data.tokenizer import NullTokenizer
+
+SEQ = 8
+VOCAB = 5000
+TOKENIZER = NullTokenizer(VOCAB)
+
+
+def build(train: int = 0, valid: int = 0, test: int = 0, *, seq_length: int = SEQ, seed: int = 3, **data) -> Datasets:
+    return build_datasets(
+        DataConfig(**data),
+        seq_length=seq_length,
+        seed=seed,
+        num_train_samples=train,
+        num_valid_samples=valid,
+        num_test_samples=test,
+        tokenizer=TOKENIZER,
+    )
+
+
+def counting(num_documents: int, length: int, start: int = 0) -> list[list[int]]:
+    """Documents that count on from one to the next, so that a token says where it is from."""
+    tokens = np.arange(start, start + num_documents * length).reshape(num_documents, length)
+    return tokens.tolist()
+
+
+def all_tokens(dataset, num_samples: int | None = None) -> np.ndarray:
+    length = len(dataset) if num_samples is None else num_samples
+    return np.stack([dataset[index]["tokens"].numpy() for index in range(length)])
+
+
+def test_samples_are_runs_of_the_text_with_labels_one_ahead(write_tokens):
+    prefix = write_tokens("corpus", counting(1, 1000))
+    dataset = build(100, data_path=(prefix,), split="1").train
+    assert len(dataset) >= 100
+    for index in range(100):
+        sample = dataset[index]
+        tokens, labels = sample["tokens"], sample["labels"]
+        assert tokens.tolist() == list(range(int(tokens[0]), int(tokens[0]) + SEQ))
+        assert torch.equal(labels, tokens + 1)
+        assert sample["position_ids"].tolist() == list(range(SEQ)) and sample["loss_mask"].tolist() == [1.0] * SEQ
+    assert len(np.unique(all_tokens(dataset, 100))) == 100 * SEQ, "one epoch: every token once"
+    assert not np.array_equal(all_tokens(dataset), all_tokens(build(100, seed=4, data_path=(prefix,), split="1").train))
+
+
+def test_end_of_document_settings_reach_the_samples(write_tokens):
+    prefix = write_tokens("corpus", [[1, 2, TOKENIZER.eod]] * 40)
+    options = {"data_path": (prefix,), "split": "1"}
+    plain = build(4, **options).train[0]
+    assert plain["position_ids"].tolist() == list(range(SEQ)) and plain["loss_mask"].min() == 1
+    masked = build(4, eod_mask_loss=True, reset_position_ids=True, **options).train[0]
+    assert ((masked["tokens"] == TOKENIZER.eod) == (masked["loss_mask"] == 0)).all()
+    assert masked["position_ids"].max() == 2
+
+
+def test_splits_are_disjoint_documents(write_tokens):
+    prefix = write_tokens("corpus", counting(100, 20))
+    datasets = build(50, 20, 10, data_path=(prefix,), split="80,15,5")
+    bounds = [(0, 1600), (1600, 1900), (1900, 2000)]
+    for dataset, (low, high) in zip((datasets.train, datasets.valid, datasets.test), bounds, strict=True):
+        tokens = all_tokens(dataset)
+        assert low <= tokens.min() and tokens.max() < high
+
+
+def test_a_split_without_samples_is_not_built_even_if_it_would_be_empty(write_tokens):
+    prefix = write_tokens("corpus", counting(10, 50))
+    datasets = build(5, data_path=(prefix,), split="969,30,1")  # 30/1000 and 1/1000 of 10 documents: none
+    assert datasets.valid is None and datasets.test is None and len(datasets.train) >= 5
+    assert build(data_path=("absent",)) == Datasets(None, None, None)
+
+
+def test_too_little_text_for_a_split_is_an_error_with_its_numbers(write_tokens):
+    prefix = write_tokens("corpus", counting(10, 50))
+    message = (
+        r"with --split 969,30,1, the valid part of .*corpus has 0 tokens in 0 of 10 documents, but one valid sample "
+        r"takes seq_length \+ 1 = 9: .*--valid-data-path of its own, or turn validation off with --eval-interval 0"
+    )
+    with pytest.raises(ValueError, match=message):
+        build(5, 5, data_path=(prefix,), split="969,30,1")
+    with pytest.raises(ValueError, match=r"corpus has 500 tokens in 10 of 10 documents, but one train sample .* = 501"):
+        build(5, seq_length=500, train_data_path=(prefix,))
+    assert len(build(5, seq_length=499, train_data_path=(prefix,)).train) >= 5
+
+
+def test_blends_follow_their_weights_and_files_of_their_own_splits(write_tokens):
+    low = write_tokens("low", counting(20, 50))
+    high = write_tokens("high", counting(20, 50, start=1000))
+    blended = build(200, data_path=("30", low, "0.7e2", high), split="1").train
+    share = (all_tokens(blended, 200)[:, 0] >= 1000).mean()
+    assert abs(share - 0.7) <= 1 / 200  # the builder keeps within one sample of the weights
+    own = build(50, 10, 10, train_data_path=(low,), valid_data_path=(high,), test_data_path=("1", low, "3", high))
+    assert all_tokens(own.train).max() < 1000 <= all_tokens(own.valid).min()
+    assert (all_tokens(own.test)[:, 0] >= 1000).mean() == pytest.approx(0.75, abs=1 / 10)
+
+
+def test_files_without_weights_are_drawn_by_size_for_as_many_epochs_as_it_takes(write_tokens):
+    small = write_tokens("small", counting(10, 20))
+    large = write_tokens("large", counting(10, 60, start=1000))
+    dataset = build(500, data_path=(small, large), split="1").train
+    assert len(dataset) >= 500
+    assert (all_tokens(dataset, 500)[:, 0] >= 1000).mean() == pytest.approx(0.75, abs=1 / 500)
+
+
+@pytest.mark.parametrize("with_blend", [False, True])
+def test_new_tokens_under_an_old_path_are_read(write_tokens, tmp_path, with_blend):
+    other = write_tokens("other", counting(40, 50))
+
+    def samples(documents: list[list[int]] | None = None) -> np.ndarray:
+        prefix = write_tokens("corpus", documents) if documents else str(tmp_path / "corpus")
+        path = ("1", prefix, "1", other) if with_blend else (prefix,)
+        return all_tokens(build(40, data_path=path, split="1").train, 40)
+
+    first = samples(counting(40, 50))
+    (folder,) = (tmp_path / "cache").iterdir()
+    written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(written) >= 4
+    np.testing.assert_array_equal(samples(), first)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written, "the cache was used, not rewritten"
+    second = samples(counting(5, 400, start=2000))
+    fresh = second if not with_blend else second[(second >= 2000).all(axis=1)]
+    assert len(fresh) >= 20 and fresh.min() >= 2000
+    (new_folder,) = (tmp_path / "cache").iterdir()
+    assert new_folder != folder, "the cache of the tokens that are gone is gone too"
+
+
+def test_cache_folder_can_be_chosen_and_must_be_writable(write_tokens, tmp_path):
+    prefix = write_tokens("corpus", counting(10, 50))
+    build(5, data_path=(prefix,), split="1", data_cache_path=str(tmp_path / "elsewhere"))
+    assert list((tmp_path / "elsewhere").glob("index-*/*-shuffle_index.npy")) and not (tmp_path / "cache").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write dataset index caches to .*give --data-cache-path a folder"):
+        build(5, data_path=(prefix,), split="1", data_cache_path=str(tmp_path / "file" / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("0.3", "a", "b"), "--data-path 0.3 a b: weights and prefixes do not alternate"),
+        (("0.3", "a", "b", "0.7"), "do not alternate"),
+        (("0.3", "0.7"), "do not alternate"),
+        (("0", "a", "1", "b"), "weights have to be above 0"),
+    ],
+)
+def test_bad_blends(words, message):
+    with pytest.raises(ValueError, match=message):
+        Blend.parse("--data-path", words)
+
+
+def test_bad_settings(write_tokens):
+    prefix = write_tokens("corpus", counting(10, 50))
+    for options, message in [
+        ({}, "no data: give --data-path"),
+        ({"data_path": (prefix,), "valid_data_path": (prefix,)}, "exclude each other"),
+        ({"data_path": (prefix,), "split": "1,2,3,4"}, "--split 1,2,3,4: give up to three weights"),
+        ({"data_path": (prefix,), "split": "-1,2"}, "--split -1,2: give"),
+        ({"data_path": (prefix,), "split": "0,0,0"}, "not all 0"),
+        ({"valid_data_path": (prefix,)}, "5 train samples are wanted, but no --train-data-path is given"),
+        ({"data_path": (prefix + ".bin",)}, "drop the extension"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build(5, **options)
+
+
+def test_vocabulary_of_the_model_is_checked(write_tokens):
+    prefix = write_tokens("corpus", counting(2, 3000))
+    with pytest.raises(ValueError, match=r"token id 5999 in .* but the model's vocabulary is 5000"):
+        build(5, data_path=(prefix,), split="1")
+
+
+def test_mock_samples_depend_on_seed_and_index_alone(write_tokens):
+    first, again = (build(10, 6, mock_data=True) for _ in range(2))
+    assert len(first.train) == 10 and len(first.valid) == 6 and first.test is None
+    np.testing.assert_array_equal(all_tokens(first.train), all_tokens(again.train)[np.arange(10)])
+    tokens = all_tokens(MockDataset(200, seq_length=100, vocab_size=7, seed=0))
+    assert set(np.unique(tokens)) == set(range(7))
+    assert len(np.unique(tokens, axis=0)) == 200
+    assert not np.array_equal(all_tokens(first.train, 6), all_tokens(first.valid)), "validation is not training again"
+    sample = first.train[0]
+    assert torch.equal(sample["labels"][:-1], sample["tokens"][1:])
+    real = build(5, data_path=(write_tokens("corpus", counting(10, 50)),), split="1").train[0]
+    assert {key: (value.dtype, value.shape) for key, value in sample.items()} == {
+        key: (value.dtype, value.shape) for key, value in real.items()
+    }
+    with pytest.raises(IndexError):
+        first.train[10]
+
+
+def build_on_rank(rank: int, world_size: int, folder: str, prefixes: tuple[str, str]) -> None:
+    store = torch.distributed.FileStore(f"{folder}/store", world_size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    datasets = build(60, 10, data_path=("1", prefixes[0], "2", prefixes[1]), split="80,20")
+    single = build(60, 10, train_data_path=(prefixes[0],), valid_data_path=(prefixes[1],))
+    assert torch.distributed.is_initialized() and not torch.cuda.is_initialized()
+    parts = [all_tokens(dataset, 10) for pair in (datasets, single) for dataset in (pair.train, pair.valid)]
+    np.save(f"{folder}/rank{rank}.npy", np.stack(parts))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_build_what_one_process_builds(write_tokens, tmp_path):
+    prefixes = (write_tokens("low", counting(20, 50)), write_tokens("high", counting(20, 50, start=1000)))
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    arguments = (2, str(folder), prefixes)
+    torch.multiprocessing.start_processes(build_on_rank, arguments, nprocs=2, start_method="fork")
+    first, second = (np.load(folder / f"rank{rank}.npy") for rank in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert len(list(Path(tmp_path / "cache").iterdir())) == 1
+    alone = build(60, 10, data_path=("1", prefixes[0], "2", prefixes[1]), split="80,20")
+    assert not torch.distributed.is_initialized(), f"no process group is left behind in process {os.getpid()}"
+    np.testing.assert_array_equal(first[0], all_tokens(alone.train, 10))

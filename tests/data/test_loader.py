@@ -1,0 +1,103 @@
+import os
+import signal
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from fp8_megatron.data.loader import SAMPLE_KEYS, build_loader
+
+
+class Numbered(Dataset):
+    """Sample i is filled with i."""
+
+    def __init__(self, num_samples: int):
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: torch.full((4,), index) for key in SAMPLE_KEYS} | {"dataset_id": index}
+
+
+class ProcessId(Numbered):
+    """Sample i is filled with the id of the process that read it."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: torch.full((4,), os.getpid()) for key in SAMPLE_KEYS}
+
+
+def indices(num_samples: int = 64, *, micro: int, rank: int = 0, size: int = 1, **options: int) -> list[list[int]]:
+    """Sample numbers of each micro-batch of a rank (32 micro-batches at most)."""
+    loader = build_loader(
+        Numbered(num_samples), micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=size, **options
+    )
+    return [batch["tokens"][:, 0].tolist() for batch in islice(loader, 32)]
+
+
+def test_batches_hold_the_sample_keys_stacked():
+    batch = next(build_loader(Numbered(8), micro_batch_size=3, data_parallel_rank=0, data_parallel_size=1))
+    assert tuple(batch) == SAMPLE_KEYS
+    assert {tensor.shape for tensor in batch.values()} == {(3, 4)}
+
+
+def test_order_is_megatrons():
+    assert indices(13, micro=2, rank=1, size=3) == [[2, 3], [8, 9]]  # samples 12 makes no whole micro-step
+
+
+@pytest.mark.parametrize(("size", "micro"), [(2, 2), (4, 1), (2, 1)])
+def test_a_step_has_the_same_samples_on_any_number_of_ranks(size, micro):
+    global_batch = 8
+    for step in range(64 // global_batch):
+        seen = []
+        for rank in range(size):
+            per_step = global_batch // (micro * size)
+            batches = indices(micro=micro, rank=rank, size=size)[step * per_step : (step + 1) * per_step]
+            seen += [index for batch in batches for index in batch]
+        assert sorted(seen) == list(range(step * global_batch, (step + 1) * global_batch))
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_resume_goes_on_where_it_stopped(cycle):
+    whole = indices(20, micro=2, rank=1, size=2, cycle=cycle)
+    for micro_steps in range(4):
+        resumed = indices(20, micro=2, rank=1, size=2, cycle=cycle, consumed_samples=4 * micro_steps)
+        length = min(len(whole) - micro_steps, len(resumed))
+        assert length > 0 and resumed[:length] == whole[micro_steps:][:length]
+
+
+def test_resume_under_another_layout_leaves_out_and_repeats_nothing():
+    first = indices(micro=4, rank=0, size=1)[:4]
+    rest = [batch for rank in range(4) for batch in indices(micro=1, rank=rank, size=4, consumed_samples=16)]
+    assert sorted(index for batch in first + rest for index in batch) == list(range(64))
+
+
+def test_validation_starts_again_at_the_end():
+    assert indices(3, micro=2, cycle=True)[:4] == [[0, 1], [2, 0], [1, 2], [0, 1]]
+
+
+def test_nothing_left_is_an_error_with_its_numbers():
+    with pytest.raises(ValueError, match=r"consumed_samples\(62\) \+ micro_batch_size\(2\) × data_parallel_size\(2\)"):
+        indices(micro=2, size=2, consumed_samples=62)
+    with pytest.raises(ValueError, match="holds no samples"):
+        indices(0, micro=1, cycle=True)
+
+
+def test_worker_processes_change_neither_batches_nor_the_global_generator():
+    state = torch.get_rng_state()
+    assert indices(micro=2, rank=1, size=2, num_workers=2) == indices(micro=2, rank=1, size=2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_loader_process_outlives_the_signals_of_a_job_that_is_being_stopped():
+    loader = build_loader(
+        ProcessId(1000), micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, num_workers=1
+    )
+    worker = int(next(loader)["tokens"][0, 0])
+    assert worker != os.getpid()
+    os.kill(worker, signal.SIGINT)
+    os.kill(worker, signal.SIGTERM)
+    pids = {int(batch["tokens"][0, 0]) for batch in islice(loader, 200)}
+    assert pids == {worker}

@@ -1,0 +1,141 @@
+import io
+import json
+import pickle
+
+import pytest
+import sentencepiece
+
+from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, build_tokenizer, padded_vocab_size
+
+AWKWARD = [
+    "",
+    " ",
+    "   two  runs   ",
+    "\n\n\tx\t\t\n  y\r\n",
+    "naïve 漢字 😀 \x00 \x7f",
+    "</s><unk><0x41>",
+    "a" * 500 + " " + "0123456789" * 20,
+    "  \u2028\u00a0 nbsp",
+]
+
+
+def train_with_defaults(**options: object) -> bytes:
+    """A SentencePiece model with its usual normalisation and dummy prefix."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 20),
+        model_writer=model,
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        **options,
+    )
+    return model.getvalue()
+
+
+def test_sentencepiece_gives_text_back_exactly(tokenizer_model, python_source):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_model)
+    for text in [python_source, *AWKWARD]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= token < tokenizer.vocab_size and token != tokenizer.eod for token in ids)
+    assert len(tokenizer.encode(python_source)) < 0.6 * len(python_source)
+
+
+def test_words_encoded_one_by_one_are_what_sentencepiece_gives(tokenizer_model, python_source):
+    tokenizer = SentencePieceTokenizer(tokenizer_model)
+    assert tokenizer._words is not None, "the model of tools/train_tokenizer.py takes the fast path"
+    processor = sentencepiece.SentencePieceProcessor(model_file=tokenizer_model)
+    texts = [python_source, *AWKWARD, "a\u2581\u2581 \u2581b \u2581", python_source[::-1]]
+    assert tokenizer.encode_batch(texts) == processor.encode(texts)
+    assert tokenizer.encode_batch(texts) == processor.encode(texts), "a second time, from the cache"
+
+
+@pytest.mark.parametrize("options", [{}, {"split_by_whitespace": False, "normalization_rule_name": "identity"}])
+def test_other_sentencepiece_models_are_encoded_whole(tmp_path, options):
+    path = tmp_path / "other.model"
+    path.write_bytes(train_with_defaults(**options))
+    tokenizer = SentencePieceTokenizer(str(path))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    texts = ["the quick  brown fox", " the lazy\ndog the lazy dog "]
+    assert tokenizer._words is None
+    assert tokenizer.encode_batch(texts) == processor.encode(texts)
+
+
+def test_tokenizer_survives_a_move_to_a_loader_process(tokenizer_model):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_model)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode("def f(x):\n    return x") == tokenizer.encode("def f(x):\n    return x")
+
+
+def test_bad_models_are_named_with_a_fix(tmp_path):
+    with pytest.raises(ValueError, match=r"absent\.model does not exist: give the \.model file"):
+        build_tokenizer("SentencePieceTokenizer", str(tmp_path / "absent.model"))
+    with pytest.raises(ValueError, match="is a folder"):
+        build_tokenizer("SentencePieceTokenizer", str(tmp_path))
+    junk = tmp_path / "junk.model"
+    junk.write_bytes(b"not a model at all")
+    with pytest.raises(ValueError, match=r"junk\.model \(18 bytes\) is not a SentencePiece model"):
+        build_tokenizer("SentencePieceTokenizer", str(junk))
+    without_eos = tmp_path / "without_eos.model"
+    without_eos.write_bytes(train_with_defaults(eos_id=-1))
+    with pytest.raises(ValueError, match=r"no end-of-sequence token \(eos_id = -1\).*--eos_id=1"):
+        build_tokenizer("SentencePieceTokenizer", str(without_eos))
+
+
+def test_bad_settings_are_named_with_a_fix(tokenizer_model):
+    with pytest.raises(ValueError, match="SentencePieceTokenizer needs --tokenizer-model"):
+        build_tokenizer("SentencePieceTokenizer", None)
+    with pytest.raises(ValueError, match="--tokenizer-type GPT2 is unknown: choose SentencePieceTokenizer"):
+        build_tokenizer("GPT2", tokenizer_model)
+    with pytest.raises(ValueError, match=r"--vocab-size 599 is smaller than the vocabulary of .*\(600\)"):
+        build_tokenizer("SentencePieceTokenizer", tokenizer_model, 599)
+    assert build_tokenizer("SentencePieceTokenizer", tokenizer_model, 700).vocab_size == 600
+
+
+def test_null_tokenizer_takes_ids_and_ends_documents_with_the_last():
+    tokenizer = build_tokenizer("NullTokenizer", None, 1000)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (1000, 999)
+    assert tokenizer.decode(tokenizer.encode("5 0 998")) == "5 0 998"
+    with pytest.raises(ValueError, match="token id 1000 is outside --vocab-size 1000"):
+        tokenizer.encode("1 1000")
+    with pytest.raises(ValueError, match="reads token ids separated by spaces, found 'some text'"):
+        tokenizer.encode("some text")
+    with pytest.raises(ValueError, match="set --vocab-size"):
+        build_tokenizer("NullTokenizer", None)
+    with pytest.raises(ValueError, match="at least 2"):
+        NullTokenizer(1)
+
+
+def test_hugging_face_without_transformers_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ValueError, match="pip install transformers"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    with pytest.raises(ValueError, match="absent does not exist"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "absent"))
+
+
+def test_hugging_face_folder(tmp_path, python_source):
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator([python_source], vocab_size=400, special_tokens=["<eod>"], show_progress=False)
+    model.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eod>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0)
+    assert tokenizer.decode(tokenizer.encode(python_source)) == python_source
+    assert tokenizer.encode_batch([]) == []
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "make_divisible_by", "tp", "padded"),
+    [(50257, 128, 1, 50304), (50257, 128, 8, 51200), (4096, 128, 2, 4096), (1, 1, 3, 3)],
+)
+def test_padded_vocab_size(vocab_size, make_divisible_by, tp, padded):
+    assert padded_vocab_size(vocab_size, make_divisible_by, tp) == padded

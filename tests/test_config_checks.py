@@ -1,0 +1,258 @@
+"""Each configuration that cannot work is refused with one line: what, the values, the fix."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from fp8_megatron.config import Config
+from fp8_megatron.config_checks import ConfigError, check_config
+from fp8_megatron.config_io import parse_config
+
+MOCK = ["--mock-data", "--vocab-size", "512"]
+
+
+def parse(flags: str, *, data: str | None = None) -> Config:
+    return parse_config([*(MOCK if data is None else data.split()), *flags.split()])
+
+
+def problems(config: Config, world_size: int) -> list[str]:
+    try:
+        check_config(config, world_size)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (1, ""),
+        (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
+        (4, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16"),
+        (2, "--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 2"),
+        (1, "--bf16 --hidden-size 100 --num-attention-heads 10 --seq-length 7 --micro-batch-size 1"),
+        (1, "--main-params-dtype fp32"),
+        (1, "--main-params-dtype fp8"),
+        (1, "--exp-avg-sq-dtype fp8"),
+        (1, "--opt-level O2"),
+        (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-iters 900"),
+        (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 24"),
+        (1, "--recompute-granularity selective"),
+        (1, "--position-embedding-type rope --rotary-percent 0.5"),
+        (1, "--hidden-size 384 --num-attention-heads 10 --kv-channels 32"),
+        (1, "--eval-interval 0 --save here --save-interval 5 --keep-last 1 --load here --finetune"),
+        (1, "--first-last-layers-bf16 --num-layers-at-start-in-bf16 20 --num-layers-at-end-in-bf16 4"),
+    ],
+)
+def test_what_works_passes(world_size: int, flags: str) -> None:
+    assert problems(parse(flags), world_size) == []
+
+
+TP2 = "--tensor-model-parallel-size 2 "
+PP2 = "--pipeline-model-parallel-size 2 "
+GQA = "--group-query-attention "
+WSD = "--lr-decay-style WSD "
+FULL = "--recompute-granularity full "
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags", "message"),
+    [
+        # ranges
+        (1, "--num-layers 0", "num_layers(0) must be positive; choose 1 or more"),
+        (1, "--ffn-hidden-size -16", "ffn_hidden_size(-16) must be positive"),
+        (1, "--vocab-size 0", "vocab_size(0) must be positive"),
+        (1, "--lr 0", "lr(0.0) must be positive; choose a number above 0"),
+        (1, "--lr nan", "lr(nan) is not a finite number"),
+        (1, "--adam-beta2 1", "adam_beta2(1.0) must be in [0, 1)"),
+        (1, "--rotary-percent 1.5", "rotary_percent(1.5) must be in (0, 1]"),
+        (1, "--eval-iters -1", "eval_iters(-1) must not be negative"),
+        (1, "--save here --keep-last 0", "keep_last(0) must be positive"),
+        # layout
+        (
+            48,
+            "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4",
+            "tensor_model_parallel_size(8) × pipeline_model_parallel_size(4) = 32 does not divide WORLD_SIZE(48); "
+            "choose sizes whose product does",
+        ),
+        (
+            1,
+            "--sequence-parallel",
+            "tensor_model_parallel_size(1) has one rank; raise it or pass --no-sequence-parallel",
+        ),
+        (
+            2,
+            TP2 + "--sequence-parallel --seq-length 1023 --micro-batch-size 16",
+            "seq_length(1023) % tensor_model_parallel_size(2) = 1; choose a seq_length that is a multiple of 2",
+        ),
+        (2, PP2 + "--num-layers 5", "num_layers(5) % pipeline_model_parallel_size(2) = 1"),
+        (
+            4,
+            "--micro-batch-size 4 --global-batch-size 24",
+            "global_batch_size(24) is not a multiple of micro_batch_size(4) × data-parallel size(4) = 16; "
+            "choose 16 or 32, or a smaller micro_batch_size",
+        ),
+        (4, "--global-batch-size 8", "global_batch_size(8) is not a multiple of micro_batch_size(4)"),
+        (1, "--num-layers-per-virtual-pipeline-stage 2", "pipeline_model_parallel_size(1) has one"),
+        (
+            2,
+            PP2 + "--num-layers-per-virtual-pipeline-stage 5 --global-batch-size 8",
+            "stage(5) does not cut num_layers(24) / pipeline_model_parallel_size(2) = 12 layers of a stage",
+        ),
+        (2, PP2 + "--num-layers-per-virtual-pipeline-stage 12 --global-batch-size 8", "choose a smaller divisor of 12"),
+        (
+            2,
+            PP2 + "--num-layers-per-virtual-pipeline-stage 3 --global-batch-size 12",
+            "in groups of pipeline_model_parallel_size(2), but there are 3 per step",
+        ),
+        # heads
+        (
+            1,
+            "--num-attention-heads 24 --bf16",
+            "hidden_size(1024) % num_attention_heads(24) = 16; choose hidden_size = 1008",
+        ),
+        (3, "--bf16 --tensor-model-parallel-size 3", "num_attention_heads(16) % tensor_model_parallel_size(3) = 1"),
+        (1, GQA + "--num-query-groups 3", "num_attention_heads(16) % num_query_groups(3) = 1"),
+        (2, GQA + TP2 + "--num-query-groups 1", "num_query_groups(1) % tensor_model_parallel_size(2) = 1"),
+        (1, "--num-query-groups 4", "num_query_groups(4) has no effect alone; add --group-query-attention"),
+        (
+            1,
+            "--position-embedding-type rope --kv-channels 33 --bf16",
+            "head width(33) × rotary_percent(1.0) = 33 is not a positive even number",
+        ),
+        (1, "--max-position-embeddings 512", "max_position_embeddings(512) < seq_length(1024); choose at least 1024"),
+        # sizes of FP8 GEMMs
+        (
+            1,
+            "--hidden-size 1000 --kv-channels 64",
+            "hidden_size(1000) is not a multiple of 16; choose one (992 or 1008)",
+        ),
+        (
+            2,
+            TP2 + "--ffn-hidden-size 4112",
+            "size(4112) is not a multiple of 16 × tensor_model_parallel_size(2) = 32; choose one (4096 or 4128)",
+        ),
+        (
+            1,
+            GQA + "--num-attention-heads 16 --kv-channels 5 --num-query-groups 1",
+            "(heads(16) + 2 × groups(1)) × head width(5) = 90 is not a multiple of 16",
+        ),
+        (
+            1,
+            GQA + "--num-attention-heads 2 --kv-channels 4 --num-query-groups 1",
+            "heads(2) × head width(4) = 8 is not a multiple of 16; choose one (16)",
+        ),
+        (1, "--seq-length 10 --micro-batch-size 4", "seq_length(10) × micro_batch_size(4) = 40 tokens"),
+        # recomputation
+        (1, FULL + "--recompute-method uniform", "recompute_granularity(full) needs recompute_num_layers;"),
+        (1, FULL, "recompute_granularity(full) needs recompute_method and recompute_num_layers;"),
+        (
+            2,
+            PP2 + FULL + "--recompute-method block --recompute-num-layers 13",
+            "recompute_num_layers(13) > 12 layers of a pipeline stage",
+        ),
+        (1, "--recompute-granularity selective --recompute-num-layers 2", "recompute_num_layers(2) belong to"),
+        # precision
+        (1, "--bf16 --params-dtype fp8", "params_dtype(fp8) has no effect under precision(bf16)"),
+        (1, "--bf16 --exp-avg-sq-dtype fp16", "exp_avg_sq_dtype(fp16) has no effect under precision(bf16)"),
+        (
+            1,
+            "--params-dtype fp16",
+            "a master in fp16 (main_params_dtype or opt_level O3) holds no more than the weight",
+        ),
+        (1, "--params-dtype fp32 --main-params-dtype bf16", "weight in params_dtype(fp32)"),
+        (
+            1,
+            "--first-last-layers-bf16 --num-layers-at-start-in-bf16 20 --num-layers-at-end-in-bf16 5",
+            "num_layers_at_start_in_bf16(20) + num_layers_at_end_in_bf16(5) = 25 > num_layers(24)",
+        ),
+        (1, "--num-layers-at-end-in-bf16 2", "num_layers_at_end_in_bf16(2) have no effect alone"),
+        # schedule
+        (1, "--lr-warmup-iters 1000", "lr_warmup_iters(1000) ≥ train_iters(1000)"),
+        (1, "--lr-warmup-iters 50 --lr-decay-iters 50", "lr_warmup_iters(50) ≥ lr_decay_iters(50)"),
+        (1, "--lr 1e-4 --min-lr 2e-4", "min_lr(0.0002) > lr(0.0001); choose at most 0.0001"),
+        (1, "--lr 1e-4 --lr-warmup-init 1", "lr_warmup_init(1.0) > lr(0.0001)"),
+        (1, WSD, "lr_decay_style(WSD) needs lr_wsd_decay_iters"),
+        (1, WSD + "--lr-wsd-decay-iters 1001", "lr_wsd_decay_iters(1001) > train_iters(1000)"),
+        (1, "--lr-wsd-decay-iters 10", "lr_wsd_decay_iters(10) has no effect under lr_decay_style(cosine)"),
+        # checkpoints
+        (1, "--save-interval 5", "save_interval(5) needs a folder to save into; give --save"),
+        (1, "--keep-last 2", "keep_last(2) needs a folder to save into; give --save"),
+        (1, "--finetune", "finetune takes weights from load, which is not given; give --load"),
+        # the tokens' split
+        (1, "--split 1,2", "split(1,2) is not three weights"),
+        (1, "--split a,b,c", "split(a,b,c) is not three weights"),
+    ],
+)
+def test_what_cannot_work_is_one_line_with_its_values(world_size: int, flags: str, message: str) -> None:
+    (problem,) = problems(parse(flags), world_size)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            "--tokenizer-model t",
+            "exactly one of data_path, train_data_path and mock_data says where tokens come from, ",
+        ),
+        ("--data-path a --mock-data --vocab-size 9", "but data_path and mock_data is given; give one"),
+        ("--data-path a", "tokenizer_type(SentencePieceTokenizer) needs tokenizer_model; give --tokenizer-model"),
+        ("--data-path a --tokenizer-type HuggingFaceTokenizer", "tokenizer_type(HuggingFaceTokenizer) needs"),
+        ("--data-path a --tokenizer-type NullTokenizer", "tokenizer_type(NullTokenizer) needs vocab_size"),
+        ("--mock-data", "mock_data needs vocab_size"),
+        ("--tokenizer-model t --train-data-path a", "eval_interval(100) with train_data_path needs valid_data_path"),
+        ("--tokenizer-model t --train-data-path a --valid-data-path b --split 9,1,0", "split(9,1,0) cuts data_path"),
+        ("--tokenizer-model t --data-path a --valid-data-path b", "valid_data_path(b) and test_data_path() go with"),
+        (
+            "--tokenizer-model t --data-path a --split 1,0,0",
+            "split(1,0,0) leaves nothing to validate on every eval_interval(100)",
+        ),
+    ],
+)
+def test_data_that_cannot_work(data: str, message: str) -> None:
+    (problem,) = problems(parse("", data=data), 1)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "--tokenizer-model t --data-path 0.3 a 0.7 b",
+        "--tokenizer-model t --train-data-path a --valid-data-path b",
+        "--tokenizer-model t --train-data-path a --eval-interval 0",
+        "--tokenizer-type NullTokenizer --vocab-size 9 --data-path a",
+        "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 0",
+    ],
+)
+def test_data_that_works(data: str) -> None:
+    assert problems(parse("", data=data), 1) == []
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_te_needs_transformer_engine(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    found = problems(parse("--precision te"), 1)
+    if installed:
+        assert found == []
+        assert (
+            "params_dtype(fp8) has no effect under precision(te)"
+            in problems(parse("--precision te --params-dtype fp8"), 1)[0]
+        )
+    else:
+        (problem,) = found
+        assert "pip install --no-build-isolation transformer_engine[pytorch]" in problem
+
+
+def test_all_problems_come_at_once() -> None:
+    config = parse("--sequence-parallel --num-query-groups 4 --save-interval 5 --lr-decay-style WSD --split 1")
+    assert len(problems(config, 1)) == 5
+
+
+def test_sizes_are_those_of_one_rank() -> None:
+    """96 = 2 · 48 = 4 · 24 columns: 48 is a multiple of 16, 24 is not."""
+    flags = "--ffn-hidden-size 96 --tensor-model-parallel-size "
+    assert problems(parse(flags + "2"), 2) == []
+    assert len(problems(parse(flags + "4"), 4)) == 1

@@ -1,0 +1,91 @@
+"""Signals become a flag that all ranks agree on, and runs of skipped steps an error that says what to try."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from fp8_megatron.training.stopping import NonFiniteGuard, SignalHandler, TrainingDiverged
+
+
+def this_rank_only(flag: bool) -> bool:
+    return flag
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_sets_the_flag(number: signal.Signals) -> None:
+    with SignalHandler(this_rank_only) as handler:
+        assert not handler.received()
+        os.kill(os.getpid(), number)
+        assert handler.received()
+
+
+def test_a_signal_of_another_rank_counts_and_agreement_is_asked_for_once() -> None:
+    flags = []
+
+    def another_rank_has_it(flag: bool) -> bool:
+        flags.append(flag)
+        return True
+
+    with SignalHandler(another_rank_has_it) as handler:
+        assert handler.received()
+        assert handler.received()
+    assert flags == [False]
+
+
+def test_every_rank_takes_part_although_it_has_no_signal() -> None:
+    flags = []
+
+    def nobody(flag: bool) -> bool:
+        flags.append(flag)
+        return False
+
+    with SignalHandler(nobody) as handler:
+        assert not handler.received()
+        assert not handler.received()
+    assert flags == [False, False]
+
+
+def test_second_interrupt_raises_even_after_a_sigterm_between() -> None:
+    with SignalHandler(this_rank_only) as handler:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handler.received()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_repeated_sigterm_does_not_raise() -> None:
+    with SignalHandler(this_rank_only) as handler:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handler.received()
+
+
+def test_previous_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with SignalHandler(this_rank_only):
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_guard_raises_at_the_limit_of_consecutive_skips() -> None:
+    guard = NonFiniteGuard(3)
+    for iteration in (11, 12):
+        guard.update(True, iteration=iteration)
+    with pytest.raises(TrainingDiverged, match=r"last 3 steps \(iterations 11 to 13; 3 skipped steps in all.*--lr"):
+        guard.update(True, iteration=13)
+
+
+def test_a_good_step_restarts_the_consecutive_count_but_not_the_total() -> None:
+    guard = NonFiniteGuard(2, num_skipped=5)
+    for iteration, skipped in enumerate([True, False, True, False], start=1):
+        guard.update(skipped, iteration=iteration)
+    assert (guard.num_skipped, guard.num_consecutive) == (7, 0)
+
+
+def test_guard_refuses_a_limit_that_no_run_survives() -> None:
+    with pytest.raises(ValueError, match=r"max_skipped_steps\(0\)"):
+        NonFiniteGuard(0)

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""A corpus that is on every machine: the sources and texts of the running Python's standard library, as JSON lines.
+
+    python tools/build_quickstart_corpus.py --output corpus.jsonl --max-mb 8
+
+For trying out a training run, not for a model worth keeping. The order is a seeded shuffle, and the same Python gives
+the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_SUFFIXES = (".py", ".txt", ".rst")
+#: Folders of test data, generated tables, build settings and installed packages.
+_SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "config", "ensurepip", "encodings"}
+)
+_MIN_BYTES = 200
+_MAX_BYTES = 400_000
+#: Tables of numbers and escapes have fewer letters among their visible characters than prose and code (0.7 and more).
+_MIN_LETTER_SHARE = 0.55
+
+
+def library_documents(root: Path) -> Iterator[tuple[str, str]]:
+    """(path below `root`, text) of every file worth reading, sorted by path, each text once."""
+    paths = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
+        paths += [
+            Path(folder, name) for name in files if name.endswith(_SUFFIXES) and not name.startswith("_sysconfigdata")
+        ]
+    seen = set()
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+        try:
+            raw = path.read_bytes()
+            text = raw.decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        digest = hashlib.sha256(raw).digest()
+        if digest in seen or not _MIN_BYTES <= len(raw) <= _MAX_BYTES or not _is_language(text):
+            continue
+        seen.add(digest)
+        yield path.relative_to(root).as_posix(), text
+
+
+def _is_language(text: str) -> bool:
+    visible = "".join(text.split())
+    return "\x00" not in text and sum(map(str.isalpha, visible)) >= _MIN_LETTER_SHARE * len(visible)
+
+
+def build(root: Path, output: Path, max_bytes: int, seed: int) -> tuple[int, int]:
+    """Write the corpus; (documents, bytes of text), the latter at most `max_bytes`."""
+    documents = list(library_documents(root))
+    random.Random(seed).shuffle(documents)
+    lines = []
+    num_bytes = 0
+    for source, text in documents:
+        size = len(text.encode())
+        if num_bytes + size > max_bytes:
+            continue
+        num_bytes += size
+        lines.append(json.dumps({"text": text, "source": source}, ensure_ascii=False))
+    if not lines:
+        raise ValueError(
+            f"no text of at most {max_bytes} bytes found in {root}: raise --max-mb, or install Python with its sources"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f"{output.name}.{os.getpid()}.partial")
+    try:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(lines), num_bytes
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 after an error message."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write (replaced if it exists)")
+    parser.add_argument("--max-mb", type=float, default=8.0, help="megabytes of text at most (8)")
+    parser.add_argument("--seed", type=int, default=1234, help="of the shuffle")
+    arguments = parser.parse_args(words)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    try:
+        num_documents, num_bytes = build(root, arguments.output, int(arguments.max_mb * 1e6), arguments.seed)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{arguments.output}: {num_documents} documents, {num_bytes / 1e6:.2f} MB of text from {root}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
