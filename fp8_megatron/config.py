@@ -218,8 +218,8 @@ class DataConfig:
     """As --data-path, for validation alone."""
     test_data_path: tuple[str, ...] = ()
     """As --data-path, for the test at the end."""
-    split: str = "969,30,1"
-    """Weights of train, validation and test parts of --data-path."""
+    split: str = "969,31,0"
+    """Weights of train, validation and test parts of --data-path. A test part is evaluated at the end of training."""
     mock_data: bool = False
     """Train on random tokens (benchmarks)."""
     tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = (

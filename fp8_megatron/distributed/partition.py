@@ -1,8 +1,8 @@
 """Flat spaces: how a model chunk's parameters are laid out for gradients and optimizer state.
 
 Parameters that are stored alike form one flat space each, so that the gradient norm, the optimizer step and the
-reduction are a few kernels however many layers there are. Every parameter starts on a chunk boundary, which is a
-multiple of all scale blocks: no block crosses two parameters, and a space can be cut evenly at chunks.
+reduction are a few kernels however many layers there are. Every parameter starts on a boundary that is a multiple of
+all scale blocks (linear weights: of a chunk): no block crosses two parameters, and a space can be cut evenly at blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ..formats import GRAD_BLOCK, STATE_BLOCK
 from ..quantization.scaled_tensor import ScaledTensor
 
-#: Elements of a chunk; parameters are padded to it.
+#: Elements of a chunk, the unit in which the amaxes of FP8 weights are taken.
 CHUNK = 4096
 assert CHUNK % GRAD_BLOCK == 0 and CHUNK % STATE_BLOCK == 0
 
@@ -31,14 +31,20 @@ class StorageClass(Enum):
     VECTOR = "vector"
     """Norms and biases: 16 bits, with FP32 state, and no weight decay."""
 
+    @property
+    def alignment(self) -> int:
+        """Elements that every parameter of the class is padded to a multiple of."""
+        return {StorageClass.LINEAR: CHUNK, StorageClass.MATRIX: STATE_BLOCK, StorageClass.VECTOR: 64}[self]
+
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a space: elements [offset, offset + numel); padding follows up to the next chunk."""
+    """One parameter's place in a space: elements [offset, offset + numel); padding follows up to the alignment."""
 
     name: str
     param: torch.nn.Parameter
     offset: int
+    alignment: int
 
     @property
     def numel(self) -> int:
@@ -48,7 +54,7 @@ class Slot:
     @property
     def padded(self) -> int:
         """Elements up to the next slot."""
-        return -(-self.numel // CHUNK) * CHUNK
+        return -(-self.numel // self.alignment) * self.alignment
 
     def slice(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter's elements of a flat tensor, in its shape (a view)."""
@@ -104,7 +110,7 @@ def partition(named_params: Iterable[tuple[str, torch.nn.Parameter]], tensor_par
     ends: dict[tuple[StorageClass, bool], int] = {}
     for name, param in named_params:
         key = (storage_class(param), counts_in_norm(param, tensor_parallel_rank))
-        slot = Slot(name, param, ends.get(key, 0))
+        slot = Slot(name, param, ends.get(key, 0), key[0].alignment)
         grouped.setdefault(key, []).append(slot)
         ends[key] = slot.offset + slot.padded
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -15,7 +16,7 @@ from ..config import Config, PrecisionConfig
 from ..distributed.topology import Topology
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe
-from .layer_spec import block_submodules
+from .layer_spec import block_submodules, te_block_submodules
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,20 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
+        **_te_settings(config.precision),
     )
+
+
+def _te_settings(precision: PrecisionConfig) -> dict[str, Any]:
+    """megatron-core's FP8 settings, which only Transformer Engine's layers read."""
+    if precision.precision != "te":
+        return {}
+    return {
+        "fp8": "hybrid",
+        "fp8_recipe": precision.fp8_recipe,
+        "fp8_amax_history_len": precision.fp8_amax_history_len,
+        "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+    }
 
 
 def build_recipe(precision: PrecisionConfig) -> Recipe:
@@ -112,10 +126,14 @@ def _build_chunk(
     pp_rank = topology.pp.rank()
     count = get_num_layers_to_build(mcore_config, vp_stage, pp_rank)
     offset = get_transformer_layer_offset(mcore_config, vp_stage, pp_rank)
-    recipes = [recipe if _is_fp8_layer(config, offset + index) else None for index in range(count)]
+    if config.precision.precision == "te":
+        submodules = te_block_submodules(count)
+    else:
+        recipes = [recipe if _is_fp8_layer(config, offset + index) else None for index in range(count)]
+        submodules = block_submodules(recipes, model.attention_backend)
     module = GPTModel(
         mcore_config,
-        block_submodules(recipes, model.attention_backend),
+        submodules,
         vocab_size=vocab_size,
         max_sequence_length=model.max_position_embeddings or model.seq_length,
         pre_process=is_vp_first_stage(vp_stage, virtual) and topology.is_first_stage,
@@ -131,7 +149,7 @@ def _build_chunk(
     if module.pre_process and module.embedding.add_position_embedding:
         # The one parameter that megatron-core leaves in FP32 on the CPU.
         module.embedding.position_embeddings.to(device=device, dtype=torch.bfloat16)
-    if recipe.history is not None:
+    if recipe.history is not None and config.precision.precision == "fp8":
         recipe.history.allocate(device)
     return ModelChunk(module, recipe)
 

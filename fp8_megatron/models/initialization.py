@@ -51,7 +51,7 @@ def initial_values(
     """
     for name, param in named_params.items():
         if param.ndim == 1:
-            is_norm_weight = name.endswith("norm.weight")
+            is_norm_weight = name.endswith(("norm.weight", "layer_norm_weight"))
             yield name, torch.full(param.shape, 1.0 if is_norm_weight else 0.0, device=param.device)
             continue
         std = model.init_method_std

@@ -49,6 +49,17 @@ def layer_spec(recipe: Recipe | None, attention_backend: AttentionBackend) -> Mo
     )
 
 
+def te_block_submodules(num_layers: int) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers (norm fused into the linear layer, its FP8 recipes, its attention)."""
+    # Imported here: importing Transformer Engine loads CUDA libraries that other precisions do not need.
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return TransformerBlockSubmodules(
+        layer_specs=[get_gpt_layer_with_transformer_engine_spec() for _ in range(num_layers)], layer_norm=TENorm
+    )
+
+
 def block_submodules(
     layer_recipes: list[Recipe | None], attention_backend: AttentionBackend
 ) -> TransformerBlockSubmodules:

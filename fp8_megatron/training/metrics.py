@@ -189,7 +189,7 @@ def step_line(
         f"grad norm {metrics.grad_norm:.3f}",
         f"lr {metrics.learning_rate:.1e}",
         f"{metrics.tokens_per_second_per_gpu:>7,.0f} tok/s/GPU",
-        f"{metrics.tflops_per_gpu:.1f} TFLOP/s/GPU ({FLOPS_CONVENTION[False]})",
+        f"{_tflops_text(metrics.tflops_per_gpu)} TFLOP/s/GPU ({FLOPS_CONVENTION[False]})",
         _mfu_text(metrics.mfu, peak_flops),
         f"{metrics.peak_memory_gib:.1f} GiB peak",
         None if metrics.grad_saturation_fraction is None else f"saturated {metrics.grad_saturation_fraction:.4%}",
@@ -247,7 +247,7 @@ class _RunHistory:
             steps += f" ({self.num_session_steps} in this session, resumed at {resume_iteration})"
         tflops = median(self._tflops)
         mfu = _mfu_text(None if peak_flops is None else tflops * 1e12 / peak_flops, peak_flops)
-        rates = [f"{median(self._tokens_per_second):,.0f} tok/s/GPU", f"{tflops:.1f} TFLOP/s/GPU (full attention)", mfu]
+        rates = [f"{median(self._tokens_per_second):,.0f} tok/s/GPU", f"{_tflops_text(tflops)} TFLOP/s/GPU (full attention)", mfu]
         losses = list(self._final_losses)
         rows = [
             ("steps", steps),
@@ -293,6 +293,10 @@ def _step_scalars(metrics: StepMetrics) -> dict[str, float]:
 
 def _eval_text(metrics: EvalMetrics) -> str:
     return f"{metrics.loss:.4f} (perplexity {metrics.perplexity:.2f}, iteration {metrics.iteration})"
+
+
+def _tflops_text(tflops: float) -> str:
+    return f"{tflops:.1f}" if tflops >= 1.0 else f"{tflops:.3f}"
 
 
 def _mfu_text(mfu: float | None, peak_flops: float | None) -> str | None:

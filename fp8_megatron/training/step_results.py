@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+class Mark:
+    """A point in a device's work: on a GPU the moment its stream gets there, on a CPU now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = time.monotonic()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the device has reached this point (not for what was queued after it)."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Device time between two marks; both have been reached."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._time - earlier._time
 
 
 @dataclass(frozen=True)
@@ -18,32 +41,32 @@ class StepResult:
     loss: float
     grad_norm: float
     stop_requested: bool
+    step_seconds: float
 
     @property
     def skipped(self) -> bool:
         """Whether the optimizer left the step out (its factor was not finite)."""
-        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+        return not math.isfinite(self.grad_norm)
 
 
 class PendingStep:
     """The results of a queued step, on their way to the host."""
 
-    def __init__(self, iteration: int, learning_rate: float, values: Tensor) -> None:
-        """Args: values: what `train_step` returned."""
+    def __init__(self, iteration: int, learning_rate: float, values: Tensor, started: Mark) -> None:
+        """Args: values: what `train_step` returned; started: the mark before the step."""
         self._iteration = iteration
         self._learning_rate = learning_rate
-        self._event: torch.cuda.Event | None = None
+        self._started = started
         if values.device.type == "cuda":
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
         else:
             self._host = values
+        self.ended = Mark(values.device)
 
     def result(self) -> StepResult:
         """Wait for this step (not for later ones) and read it."""
-        if self._event is not None:
-            self._event.synchronize()
+        self.ended.wait()
         loss, stops, grad_norm = self._host.tolist()
-        return StepResult(self._iteration, self._learning_rate, loss, grad_norm, stops > 0)
+        seconds = self.ended.seconds_since(self._started)
+        return StepResult(self._iteration, self._learning_rate, loss, grad_norm, stops > 0, seconds)

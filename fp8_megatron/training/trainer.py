@@ -24,7 +24,7 @@ from .metrics_file import METRICS_FILE
 from .plot import plot_losses
 from .run_data import RunData, open_run_data
 from .setup import TrainingState, build_training_state, measured_storage
-from .step_results import PendingStep, StepResult
+from .step_results import Mark, PendingStep, StepResult
 from .stopping import NonFiniteGuard, SignalHandler
 from .train_step import evaluate, train_step
 
@@ -91,7 +91,7 @@ class _Run:
         )
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.peak_flops = peak_flops(name, config.precision.precision)
-        self.started = self.last_read = time.monotonic()
+        self.started = time.monotonic()
         self.stop_requested = False
         self.metrics = MetricsLogger(
             config.logging,
@@ -114,13 +114,15 @@ class _Run:
         first = self.progress.iteration + 1
         pending: PendingStep | None = None
         saved_at = self.progress.iteration
-        self.last_read = time.monotonic()
+        mark = Mark(self.state.device)
         for iteration in range(first, training.train_iters + 1):
             learning_rate = float(self.state.optimizer.param_groups[0]["lr"])
             values = train_step(self.state, loader, wants_stop=self._wants_stop())
+            queued = PendingStep(iteration, learning_rate, values, mark)
+            mark = queued.ended
             if pending is not None:
                 self._record(pending.result())
-            pending = PendingStep(iteration, learning_rate, values)
+            pending = queued
             evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
             saves = checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
             stops = self.stop_requested or iteration - first + 1 == training.exit_interval
@@ -132,6 +134,8 @@ class _Run:
             if saves:
                 self._save()
                 saved_at = iteration
+            if evaluates or saves:
+                mark = Mark(self.state.device)
             if stops:
                 break
         if checkpoint.save is not None and self.progress.iteration > saved_at:
@@ -153,8 +157,6 @@ class _Run:
         return self.signals.received() or out_of_time
 
     def _record(self, result: StepResult) -> None:
-        now = time.monotonic()
-        seconds, self.last_read = now - self.last_read, now
         self.stop_requested |= result.stop_requested
         self.guard.update(result.skipped, iteration=result.iteration)
         self.progress = Progress(
@@ -163,7 +165,7 @@ class _Run:
             skipped_steps=self.guard.num_skipped,
         )
         tokens = self.batch_size * self.config.model.seq_length
-        rate = tokens / seconds / self.topology.world_size
+        rate = tokens / result.step_seconds / self.topology.world_size
         flops = rate * self.flops_per_token
         self.metrics.log_step(
             StepMetrics(
@@ -175,7 +177,7 @@ class _Run:
                 tflops_per_gpu=flops / 1e12,
                 mfu=None if self.peak_flops is None else flops / self.peak_flops,
                 peak_memory_gib=devices.peak_memory_gib(self.state.device),
-                step_seconds=seconds,
+                step_seconds=result.step_seconds,
                 skipped_steps=self.guard.num_skipped,
                 consumed_samples=self.progress.consumed_samples,
                 consumed_tokens=self.progress.consumed_samples * self.config.model.seq_length,
@@ -188,7 +190,6 @@ class _Run:
             return
         loss = evaluate(self.state, loader, self.config.training.eval_iters)
         self.metrics.log_eval(EvalMetrics.from_loss(self.progress.iteration, split, loss))  # type: ignore[arg-type]
-        self.last_read = time.monotonic()
 
     def _resume(self) -> Progress:
         checkpoint = self.config.checkpoint
@@ -219,7 +220,6 @@ class _Run:
         )
         if self.is_writer:
             logger.info("saved %s in %.1f s", folder, time.monotonic() - started)
-        self.last_read = time.monotonic()
 
     def _finish(self) -> None:
         if not self.is_writer:

@@ -1,0 +1,165 @@
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from fp8_megatron.data.indexed import check_indexed_dataset
+from fp8_megatron.data.tokenizer import build_tokenizer
+from tools import preprocess_data
+
+ROOT = Path(preprocess_data.__file__).resolve().parents[1]
+
+
+def run(*inputs: Path, output: Path, model: str, flags: tuple[str, ...] = ("--append-eod",), workers: int = 1) -> int:
+    names = [str(path) for path in inputs]
+    words = ["--input", *names, "--output-prefix", str(output), "--tokenizer-model", model, "--workers", str(workers)]
+    return preprocess_data.main([*words, *flags])
+
+
+def read(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(str(prefix))
+    assert dataset.document_indices.tolist() == list(range(len(dataset) + 1)), "one sequence a document"
+    return [dataset[index].tolist() for index in range(len(dataset))]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def output(tmp_path) -> Path:
+    """An output prefix in a folder that does not exist yet."""
+    return tmp_path / "out" / "corpus"
+
+
+def test_tokens_are_those_of_the_tokenizer_with_end_of_document(corpus, documents, tokenizer_model, output, capsys):
+    assert run(corpus, output=output, model=tokenizer_model) == 0
+    tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_model)
+    expected = [[*tokenizer.encode(text), tokenizer.eod] for text in documents]
+    assert read(output.parent / "corpus_text_document") == expected
+    summary = check_indexed_dataset(f"{output}_text_document", tokenizer.vocab_size)
+    assert summary.dtype == np.uint16
+    assert f"{len(documents):,} documents, {sum(map(len, expected)):,} tokens of uint16" in capsys.readouterr().out
+    assert files(output.parent) == ["corpus_text_document.bin", "corpus_text_document.idx"]
+
+
+def test_any_number_of_workers_and_compression_give_the_same_bytes(corpus, tokenizer_model, tmp_path):
+    compressed = tmp_path / "corpus.jsonl.xz"
+    compressed.write_bytes(lzma.compress(corpus.read_bytes(), preset=0))
+    assert run(corpus, corpus, output=tmp_path / "one", model=tokenizer_model, workers=1) == 0
+    assert run(corpus, compressed, output=tmp_path / "two", model=tokenizer_model, workers=2) == 0
+    for extension in (".bin", ".idx"):
+        one, two = (tmp_path / f"{name}_text_document{extension}" for name in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_keys_plain_text_and_empty_documents(tokenizer_model, output, tmp_path, capsys):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"a": "x = 1", "b": "def"}\n{"a": "", "b": "return"}\n')
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n\nimport sys\n")
+    flags = ("--json-keys", "a", "b", "--split-on-blank-lines")
+    assert run(pairs, text, output=output, model=tokenizer_model, flags=flags) == 0
+    decode = build_tokenizer("SentencePieceTokenizer", tokenizer_model).decode
+    assert [decode(ids) for ids in read(Path(f"{output}_a_document"))] == ["x = 1", "import os", "import sys\n".strip()]
+    assert [decode(ids) for ids in read(Path(f"{output}_b_document"))] == ["def", "return"]
+    assert "left out 1 empty documents" in capsys.readouterr().out
+
+
+def test_vocabularies_beyond_16_bits_are_written_as_int32(tmp_path):
+    path = tmp_path / "ids.jsonl"
+    path.write_text('{"text": "70000 1 2"}\n')
+    words = ["--input", str(path), "--output-prefix", str(tmp_path / "ids"), "--workers", "1", "--append-eod"]
+    assert preprocess_data.main([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "80000"]) == 0
+    assert read(tmp_path / "ids_text_document") == [[70000, 1, 2, 79999]]
+    assert check_indexed_dataset(str(tmp_path / "ids_text_document")).dtype == np.int32
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_malformed_line_stops_the_run_with_nothing_written(
+    corpus, tokenizer_model, output, tmp_path, capsys, workers
+):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"txt": "not"}\n')
+    assert run(corpus, bad, output=output, model=tokenizer_model, workers=workers) == 1
+    assert "bad.jsonl:2: no key \"text\" (it has 'txt'" in capsys.readouterr().err
+    assert files(output.parent) == []
+
+
+def test_malformed_lines_can_be_left_out(corpus, documents, tokenizer_model, output, tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"txt": "not"}\n{"text": 3}\n{"text": "good"}')
+    assert run(corpus, bad, output=output, model=tokenizer_model, flags=("--skip-errors",)) == 0
+    assert len(read(Path(f"{output}_text_document"))) == len(documents) + 2
+    report = capsys.readouterr().out
+    assert "left out 2 malformed documents" in report and "bad.jsonl:2: " in report and "bad.jsonl:3: " in report
+
+
+def test_input_without_text_is_an_error(tokenizer_model, output, tmp_path, capsys):
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text('\n\n{"text": ""}\n')
+    assert run(blank, output=output, model=tokenizer_model) == 1
+    assert 'no text under "text" in the input (0 malformed and 1 empty documents)' in capsys.readouterr().err
+    (tmp_path / "none.jsonl").touch()
+    assert run(tmp_path / "none.jsonl", output=output, model=tokenizer_model) == 1
+    assert "none.jsonl is empty" in capsys.readouterr().err
+    assert run(blank, output=output, model=str(tmp_path / "absent.model")) == 1
+    assert "absent.model does not exist" in capsys.readouterr().err
+    assert files(output.parent) == []
+
+
+def test_an_existing_output_is_replaced_only_on_request(corpus, tokenizer_model, output, tmp_path, capsys):
+    assert run(corpus, output=output, model=tokenizer_model) == 0
+    before = Path(f"{output}_text_document.bin").read_bytes()
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "other"}\n')
+    assert run(other, output=output, model=tokenizer_model) == 1
+    assert "corpus_text_document.bin exists: give another --output-prefix, or --overwrite" in capsys.readouterr().err
+    assert Path(f"{output}_text_document.bin").read_bytes() == before
+    assert run(other, output=output, model=tokenizer_model, flags=("--overwrite",)) == 0
+    assert len(read(Path(f"{output}_text_document"))) == 1
+
+
+def test_a_failed_overwrite_keeps_the_old_output(corpus, tokenizer_model, output, tmp_path):
+    assert run(corpus, output=output, model=tokenizer_model) == 0
+    before = {name: (output.parent / name).read_bytes() for name in files(output.parent)}
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{]\n')
+    assert run(bad, output=output, model=tokenizer_model, flags=("--overwrite",)) == 1
+    assert {name: (output.parent / name).read_bytes() for name in files(output.parent)} == before
+
+
+def test_a_killed_worker_is_an_error_not_a_hang(corpus, tokenizer_model, output, capsys, monkeypatch):
+    monkeypatch.setattr(preprocess_data, "encode", exit_at_once)
+    assert run(corpus, output=output, model=tokenizer_model, workers=2) == 1
+    assert "a worker process died, probably out of memory: give fewer --workers than 2" in capsys.readouterr().err
+    assert files(output.parent) == []
+
+
+def exit_at_once(*_: object) -> None:
+    os._exit(9)
+
+
+def test_sigterm_in_the_middle_leaves_nothing(tokenizer_model, output, tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text((json.dumps({"text": "word " * 20_000}) + "\n") * 400)
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(path), "--workers", "2"]
+    command += ["--output-prefix", str(output), "--tokenizer-model", tokenizer_model]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (output.parent.exists() and files(output.parent)):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    assert files(output.parent)[0].endswith(".partial")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    process.communicate()
+    assert files(output.parent) == []

@@ -1,0 +1,48 @@
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.data.tokenizer import build_tokenizer
+from tools import train_tokenizer
+
+
+def run(corpus: Path, output: Path, *flags: str) -> int:
+    return train_tokenizer.main(["--input", str(corpus), "--output", str(output), *flags])
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_trained_model_gives_its_corpus_back_exactly(corpus, documents, tmp_path, model_type):
+    output = tmp_path / "new" / "tokenizer.model"
+    flags = ("--vocab-size", "600", "--model-type", model_type, "--max-bytes", "300000")
+    assert run(corpus, output, *flags) == 0
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(output))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (600, 1)
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(documents)] == documents
+    again = tmp_path / "again.model"
+    assert run(corpus, again, *flags) == 0
+    assert again.read_bytes() == output.read_bytes(), "same input and flags, same model"
+
+
+def test_sample_is_capped_even_and_in_order(corpus, documents):
+    segments = train_tokenizer.sample_text([str(corpus)], ["text"], 10**9, 1)
+    assert "".join(segments) == "".join(documents), "nothing is lost without a cap"
+    some = train_tokenizer.sample_text([str(corpus)], ["text"], 400_000, 1)
+    assert 300_000 < sum(len(segment.encode()) for segment in some) <= 400_000
+    positions = [segments.index(segment) for segment in some]
+    assert positions[0] < 0.2 * len(segments) and max(positions) > 0.6 * len(segments)
+    assert some != train_tokenizer.sample_text([str(corpus)], ["text"], 400_000, 2)
+
+
+def test_errors_leave_nothing_behind(corpus, tmp_path, capsys):
+    output = tmp_path / "tokenizer.model"
+    small = tmp_path / "small.txt"
+    small.write_text("a little text\n")
+    assert run(small, output, "--vocab-size", "4096") == 1
+    assert "cannot make --vocab-size 4096 of this text" in capsys.readouterr().err
+    assert run(corpus, output, "--json-keys", "absent") == 1
+    assert 'no key "absent"' in capsys.readouterr().err
+    assert not output.exists()
+    output.write_bytes(b"precious")
+    assert run(corpus, output) == 1
+    assert "exists: give another name, or --overwrite" in capsys.readouterr().err
+    assert output.read_bytes() == b"precious"
