@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv and install the project into it. Called by make; reads PYTHON, TORCH and VENV_ARGS as the Makefile says.
-# torch comes from wherever pip is set up to look: for a CPU build of the same version set
-# PIP_INDEX_URL=https://download.pytorch.org/whl/cpu with PIP_EXTRA_INDEX_URL=https://pypi.org/simple.
+# torch comes from wherever pip is set up to look: to take a CPU build, point PIP_INDEX_URL or PIP_FIND_LINKS at one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,7 +12,7 @@ usable() {
 }
 
 find_python() {
-  local candidates=(python3.12 python3.11 python3)
+  local candidates=(python3 python3.12 python3.11)
   [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
   local candidate
   for candidate in "${candidates[@]}"; do

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import signal
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -61,6 +64,36 @@ class MicroBatchSampler(Sampler[list[int]]):
             start += self._stride
 
 
+class BatchLoader(Iterator[dict[str, torch.Tensor]]):
+    """Batches of a DataLoader, and an end to its processes: when closed, collected, or when this process exits.
+
+    Left to themselves at exit, processes that ignore SIGTERM (`_ignore_signals`) would be waited for without end.
+    """
+
+    def __init__(self, loader: DataLoader):
+        before = set(multiprocessing.active_children())
+        self._batches: Iterator[dict[str, torch.Tensor]] | None = iter(loader)
+        self._processes = set(multiprocessing.active_children()) - before
+        if self._processes:
+            atexit.register(_close, weakref.ref(self))
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self._batches is None:
+            raise StopIteration
+        return next(self._batches)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the loader processes; no batches come after."""
+        self._batches = None  # its finaliser asks them to end, and waits for a while
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        self._processes = set()
+
+
 def build_loader(
     dataset: Dataset,
     *,
@@ -70,7 +103,7 @@ def build_loader(
     num_workers: int = 0,
     consumed_samples: int = 0,
     cycle: bool = False,
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> BatchLoader:
     """One rank's micro-batches on the CPU (pinned where there is a GPU), in the order of `MicroBatchSampler`.
 
     Arguments as there, and:
@@ -94,22 +127,26 @@ def build_loader(
         num_workers=num_workers,
         collate_fn=_stack,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_outlive_signals if num_workers else None,
+        worker_init_fn=_ignore_signals if num_workers else None,
         # The loader draws a seed for its workers: not from the global generator, whose state belongs to training.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    return BatchLoader(loader)
 
 
 def _stack(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([sample[key] for sample in samples]) for key in SAMPLE_KEYS}
 
 
-def _outlive_signals(_worker: int) -> None:
-    """Let a loader process live through the SIGINT or first SIGTERM that schedulers send to every process of a job.
+def _ignore_signals(_worker: int) -> None:
+    """Let a loader process live through what schedulers and terminals send to every process of a job.
 
-    The trainer needs its batches until it has saved. Its own clean-up afterwards closes the queues, and sends SIGTERM
-    to a process that still does not end.
+    The trainer needs its batches until it has finished the step and saved; then it ends the process itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _close(loader: weakref.ref[BatchLoader]) -> None:
+    if (alive := loader()) is not None:
+        alive.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -41,23 +41,6 @@ class Tokenizer(ABC):
         """The text of token ids."""
 
 
-class _WordCache(dict[str, list[int]]):
-    """Words already encoded; the first few hundred thousand are nearly all of any text."""
-
-    max_words = 400_000
-    max_word_length = 64
-
-    def __init__(self, encode: Callable[[str], list[int]]):
-        super().__init__()
-        self._encode = encode
-
-    def __missing__(self, word: str) -> list[int]:
-        ids = self._encode(word)
-        if len(self) < self.max_words and len(word) <= self.max_word_length:
-            self[word] = ids
-        return ids
-
-
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model`` file.
 
@@ -67,6 +50,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     # Spaces belong to the word after them. SentencePiece writes a space as ▁ (U+2581), and reads one as a space.
     _WORDS = re.compile("[\\n\\t]|[ \u2581]*[^ \u2581\\n\\t]+|[ \u2581]+")
+    _MAX_CACHED_WORDS = 400_000
     _OVER_WORDS = re.compile("[^\u2581]\u2581|.[\\n\\t]|[\\n\\t].", re.DOTALL)
 
     def __init__(self, model: str):
@@ -90,13 +74,18 @@ class SentencePieceTokenizer(Tokenizer):
                 f"train it with tools/train_tokenizer.py, or with SentencePiece's --eos_id=1"
             )
         super().__init__(self._processor.vocab_size(), eod, model)
-        self._words = _WordCache(self._processor.encode) if self._is_wordwise() else None
+        self._ids_of_word: dict[str, list[int]] | None = {} if self._is_wordwise() else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._words is None:
+        if self._ids_of_word is None:
             return self._processor.encode(list(texts), num_threads=1)
-        ids_of = self._words.__getitem__
-        return [list(chain.from_iterable(map(ids_of, self._WORDS.findall(text)))) for text in texts]
+        known = self._ids_of_word
+        if len(known) > self._MAX_CACHED_WORDS:
+            known.clear()
+        words_of_texts = [self._WORDS.findall(text) for text in texts]
+        new = list({word for words in words_of_texts for word in words if word not in known})
+        known.update(zip(new, self._processor.encode(new, num_threads=1), strict=True))
+        return [list(chain.from_iterable(map(known.__getitem__, words))) for words in words_of_texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([int(token) for token in ids])

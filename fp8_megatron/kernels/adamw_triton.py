@@ -4,6 +4,9 @@ One read and one write of every operand is the whole cost (12 bytes a parameter 
 program owns whole scale blocks of every operand and, when the new master's amax is wanted, one whole chunk.
 """
 
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import math
@@ -17,9 +20,11 @@ from ..formats import MAX_FINITE
 from .blockwise_triton import FP_MAX_BITS, block_amax_bits, block_scale, block_size
 from .quantize_triton import encode, magnitude_bits, reciprocal
 
-# Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8.
-_TILE = 2048
+# Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8. Few warps, so barriers are cheap.
+_TILE = 1024
 _ELEMENTS_PER_WARP = 256
+# Elements of a program where no chunk says: enough to spread the bias corrections over.
+_DEFAULT_CHUNK = 4096
 
 # How an operand's scales lie over a tile [SPLIT, ROWS, BLOCK] (the large blocks are its rows, each of SPLIT small
 # ones; in this order one warp holds a whole large block): none, one a small block, one a large block.
@@ -134,7 +139,7 @@ def _adamw_step(
             + tl.arange(0, ROWS)[None, :, None] * (SPLIT * BLOCK)
             + tl.arange(0, BLOCK)[None, None, :]
         )
-        amax_bits = 0
+        amax_bits = tl.full([], 0, tl.int32)
         for tile in tl.static_range(TILES):
             start = (tl.program_id(0).to(tl.int64) * TILES + tile) * (ROWS * SPLIT * BLOCK)
             g = _load(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, EVEN)
@@ -195,8 +200,8 @@ def _derive_fp8_weights(
         tl.store(payload + start + offsets, encode(value, inverse, FP_MAX, payload.dtype.element_ty))
 
 
-def _tiling(chunk: int | None, blocks: list[int]) -> tuple[int, int, int, int]:
-    """TILES, ROWS, SPLIT, BLOCK of a program that owns whole blocks and, if there are any, one whole chunk.
+def _tiling(chunk: int, blocks: list[int]) -> tuple[int, int, int, int]:
+    """TILES, ROWS, SPLIT, BLOCK of a program that owns one chunk of whole blocks.
 
     Raises:
         ValueError: more than two block sizes, or a chunk that is not made of whole blocks.
@@ -205,17 +210,15 @@ def _tiling(chunk: int | None, blocks: list[int]) -> tuple[int, int, int, int]:
     small, large = sizes[0], sizes[-1]
     if len(sizes) > 2:
         raise ValueError(f"operands have scale blocks of {sizes} elements; at most two sizes can be stepped together")
-    tile = max(_TILE, large)
-    if chunk is not None:
-        tile = min(tile, chunk & -chunk)  # the largest power of two that divides the chunk
-        if tile < large:
-            raise ValueError(f"a chunk of {chunk} elements is not made of whole tiles of scale blocks of {large}")
-    return 1 if chunk is None else chunk // tile, tile // large, large // small, small
+    tile = min(max(_TILE, large), chunk & -chunk)  # the largest power of two that divides the chunk
+    if tile < large:
+        raise ValueError(f"a chunk of {chunk} elements is not made of whole tiles of scale blocks of {large}")
+    return chunk // tile, tile // large, large // small, small
 
 
-def _chunk(n: int, per_chunk: Tensor | None) -> int | None:
+def _chunk(n: int, per_chunk: Tensor | None) -> int:
     if per_chunk is None:
-        return None
+        return _DEFAULT_CHUNK
     assert n % per_chunk.numel() == 0, (n, per_chunk.numel())
     return n // per_chunk.numel()
 
@@ -292,7 +295,7 @@ def adamw_step_(
         rows,
         split,
         block,
-        n % tile == 0,
+        n % (tiles * tile) == 0,
         num_warps=max(1, tile // _ELEMENTS_PER_WARP),
     )
 

@@ -1,5 +1,8 @@
 """Block-scaled storage in Triton: `reference.quantize_blockwise_`, `dequantize_blockwise` and `squared_norm`."""
 
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import struct

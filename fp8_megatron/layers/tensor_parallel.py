@@ -57,9 +57,8 @@ class FP8ColumnParallelLinear(ColumnParallelLinear):
         )
         return fp8_linear(input, _as_scaled(weight), bias, self.quantizers, parallelism)
 
-    def extra_repr(self) -> str:
-        """The active casts."""
-        return _casts(self.quantizers)
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {_casts(self.quantizers)})"
 
 
 class FP8RowParallelLinear(RowParallelLinear):
@@ -79,9 +78,8 @@ class FP8RowParallelLinear(RowParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> Tensor:  # type: ignore[override]
         return fp8_linear(input, _as_scaled(weight), bias, self.quantizers, TensorParallelism())
 
-    def extra_repr(self) -> str:
-        """The active casts."""
-        return _casts(self.quantizers)
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {_casts(self.quantizers)})"
 
 
 def _as_scaled(weight: Tensor) -> ScaledTensor:
@@ -90,5 +88,6 @@ def _as_scaled(weight: Tensor) -> ScaledTensor:
 
 
 def _casts(quantizers: LinearQuantizers) -> str:
+    """The active casts, for a layer's repr (megatron-core's own leaves no room for `extra_repr`)."""
     scaling = "delayed" if quantizers.input.history is not None else "current"
     return f"input={quantizers.input.dtype}, grad_output={quantizers.grad_output.dtype}, scaling={scaling}"

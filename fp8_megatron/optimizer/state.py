@@ -90,12 +90,13 @@ class SpaceState:
             self._point_params_at_master()
         elif self.derives_fp8:
             self.weight = torch.zeros(n, dtype=WEIGHT_DTYPE, device=device)
-            self.weight_scales = torch.ones(len(space.slots), device=device)
+            # cuBLASLt refuses scale pointers that are not 16-byte aligned: one scale for every four floats.
+            self.weight_scales = torch.ones(len(space.slots), 4, device=device)
             self.chunk_amax = torch.zeros(n // CHUNK, device=device)
             self.chunk_slots = space.chunk_slots()
             for index, slot in enumerate(space.slots):
                 assert isinstance(slot.param, ScaledTensor)
-                slot.param.set_storage(slot.slice(self.weight), self.weight_scales[index : index + 1])
+                slot.param.set_storage(slot.slice(self.weight), self.weight_scales[index, :1])
         else:
             self.weight = torch.zeros(n, dtype=formats.weight.torch_dtype, device=device)
             for slot in space.slots:
@@ -105,12 +106,10 @@ class SpaceState:
         """Levels O1 and O2: the FP16 weight is its own master."""
         assert self.master.scales is not None, self.formats
         for slot in self.space.slots:
-            assert isinstance(slot.param, ScaledTensor) and slot.padded == slot.numel, (
-                f"{slot.name}: {slot.numel} elements do not fill whole chunks of {CHUNK}"
-            )
-            part = self.master.slot(slot)
-            assert part.scales is not None
-            slot.param.set_storage(part.payload.view(slot.param.shape), part.scales)
+            assert isinstance(slot.param, ScaledTensor) and slot.numel % STATE_BLOCK == 0, (slot.name, slot.numel)
+            first_block = slot.offset // STATE_BLOCK
+            scales = self.master.scales[first_block : first_block + slot.numel // STATE_BLOCK]
+            slot.param.set_storage(slot.slice(self.master.payload), scales)
 
     def set_master(self, slot: Slot, value: Tensor) -> None:
         """Give a parameter a new value (any float dtype, its shape); `derive_weights` then updates the weights."""
@@ -139,13 +138,12 @@ class SpaceState:
     def derive_fp8_weights(self) -> None:
         """FP8 weights from the masters, with each tensor's scale taken from `chunk_amax`."""
         assert self.weight is not None and self.weight_scales is not None and self.chunk_amax is not None
-        amax = torch.zeros_like(self.weight_scales)
+        amax = self.chunk_amax.new_zeros(len(self.space.slots))
         amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
-        scale = amax / MAX_FINITE[WEIGHT_DTYPE]
-        self.weight_scales.copy_(torch.where(torch.isfinite(scale) & (amax > 0), scale, self.weight_scales))
-        ops.derive_fp8_weights_(
-            self.master.payload, self.master.scales, self.weight, self.weight_scales, self.chunk_slots
-        )
+        previous = self.weight_scales[:, 0]
+        scale = torch.where(torch.isfinite(amax) & (amax > 0), amax / MAX_FINITE[WEIGHT_DTYPE], previous)
+        previous.copy_(scale)
+        ops.derive_fp8_weights_(self.master.payload, self.master.scales, self.weight, scale, self.chunk_slots)
 
     def byte_counts(self) -> dict[str, int]:
         """Bytes held, by kind: weight, master_weight, exp_avg, exp_avg_sq (payloads) and scales (everything small)."""

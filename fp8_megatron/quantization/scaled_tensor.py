@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..formats import FP8_DTYPES
 from ..kernels import ops, reference
@@ -123,7 +124,9 @@ class ScaledTensor(torch.Tensor):
                 destination._assign(source)
                 return destination
             return destination.copy_(source.dequantize())
+        # Lists of tensors come first in some (cat).
+        scaled = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ScaledTensor))
         raise NotImplementedError(
-            f"{func} is not defined on a ScaledTensor of shape {tuple(self.shape)}: call .dequantize() for values or "
+            f"{func} is not defined on a ScaledTensor of shape {tuple(scaled.shape)}: call .dequantize() for values or "
             ".gemm_operand() for a GEMM, so that the high-precision copy is visible where it is made"
         )

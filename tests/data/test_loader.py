@@ -1,6 +1,9 @@
+import atexit
+import multiprocessing
 import os
 import signal
 from itertools import islice
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -101,3 +104,35 @@ def test_loader_process_outlives_the_signals_of_a_job_that_is_being_stopped():
     os.kill(worker, signal.SIGTERM)
     pids = {int(batch["tokens"][0, 0]) for batch in islice(loader, 200)}
     assert pids == {worker}
+
+
+def test_loader_processes_end_when_closed_and_when_the_trainer_exits():
+    loader = build_loader(
+        ProcessId(1000), micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, num_workers=2
+    )
+    workers = {int(next(loader)["tokens"][0, 0]) for _ in range(4)}
+    loader.close()
+    assert len(workers) == 2 and not any(is_running(worker) for worker in workers)
+    assert next(loader, None) is None
+    reader, writer = multiprocessing.Pipe()
+    trainer = multiprocessing.get_context("fork").Process(target=exit_with_an_open_loader, args=(writer,))
+    trainer.start()
+    pid = reader.recv()
+    trainer.join(timeout=20)
+    assert trainer.exitcode == 0 and not is_running(pid)
+
+
+def exit_with_an_open_loader(writer: Connection) -> None:
+    loader = build_loader(
+        ProcessId(1000), micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, num_workers=1
+    )
+    writer.send(int(next(loader)["tokens"][0, 0]))
+    atexit._run_exitfuncs()  # a forked child leaves without them
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

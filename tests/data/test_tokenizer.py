@@ -45,11 +45,13 @@ def test_sentencepiece_gives_text_back_exactly(tokenizer_model, python_source):
 
 def test_words_encoded_one_by_one_are_what_sentencepiece_gives(tokenizer_model, python_source):
     tokenizer = SentencePieceTokenizer(tokenizer_model)
-    assert tokenizer._words is not None, "the model of tools/train_tokenizer.py takes the fast path"
+    assert tokenizer._ids_of_word is not None, "the model of tools/train_tokenizer.py takes the fast path"
     processor = sentencepiece.SentencePieceProcessor(model_file=tokenizer_model)
     texts = [python_source, *AWKWARD, "a\u2581\u2581 \u2581b \u2581", python_source[::-1]]
     assert tokenizer.encode_batch(texts) == processor.encode(texts)
     assert tokenizer.encode_batch(texts) == processor.encode(texts), "a second time, from the cache"
+    tokenizer._MAX_CACHED_WORDS = 10
+    assert tokenizer.encode_batch(texts) == processor.encode(texts), "after the cache was full"
 
 
 @pytest.mark.parametrize("options", [{}, {"split_by_whitespace": False, "normalization_rule_name": "identity"}])
@@ -59,7 +61,7 @@ def test_other_sentencepiece_models_are_encoded_whole(tmp_path, options):
     tokenizer = SentencePieceTokenizer(str(path))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     texts = ["the quick  brown fox", " the lazy\ndog the lazy dog "]
-    assert tokenizer._words is None
+    assert tokenizer._ids_of_word is None
     assert tokenizer.encode_batch(texts) == processor.encode(texts)
 
 

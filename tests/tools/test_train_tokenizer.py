@@ -13,7 +13,7 @@ def run(corpus: Path, output: Path, *flags: str) -> int:
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_trained_model_gives_its_corpus_back_exactly(corpus, documents, tmp_path, model_type):
     output = tmp_path / "new" / "tokenizer.model"
-    flags = ("--vocab-size", "600", "--model-type", model_type, "--max-bytes", "300000")
+    flags = ("--vocab-size", "600", "--model-type", model_type, "--max-bytes", "120000")
     assert run(corpus, output, *flags) == 0
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(output))
     assert (tokenizer.vocab_size, tokenizer.eod) == (600, 1)

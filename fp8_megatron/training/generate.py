@@ -1,0 +1,121 @@
+"""Text from a trained checkpoint: a look at what a model has learned, not a serving engine."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import device as devices
+from ..checkpoint.checkpoint import read_weights
+from ..checkpoint.files import CheckpointError, iteration_folder, latest_iteration, read_meta
+from ..config import Config
+from ..config_checks import ConfigError
+from ..config_io import load_config
+from ..data.tokenizer import Tokenizer
+from ..distributed.topology import Topology, initialized
+from ..formats import FP8_GEMM_MULTIPLE
+from ..models.gpt import build_model
+from ..models.initialization import named_parameters_of_model
+from .run_data import load_tokenizer
+
+
+def generate_text(
+    checkpoint_root: Path, prompts: list[str], *, num_tokens: int, temperature: float, top_k: int, seed: int
+) -> list[str]:
+    """Continue each prompt; called by as many ranks as the checkpoint's tensor-parallel size.
+
+    Args:
+        checkpoint_root: folder that training saved into; its latest checkpoint is read.
+        temperature: of the softmax that tokens are drawn from; 0 takes the most likely one.
+        top_k: draw among this many tokens.
+
+    Returns:
+        Prompt and continuation of each, alike on every rank.
+
+    Raises:
+        CheckpointError: no checkpoint, or one of a pipeline.
+        ConfigError: another number of ranks than the checkpoint's.
+    """
+    iteration = latest_iteration(checkpoint_root)
+    if iteration is None:
+        raise CheckpointError(f"no checkpoint under {checkpoint_root}; give the folder that --save named")
+    folder = iteration_folder(checkpoint_root, iteration)
+    config = load_config(folder / "config.yaml")
+    if config.parallel.pipeline_model_parallel_size > 1:
+        raise CheckpointError(f"{folder} was saved with pipeline_model_parallel_size > 1, which generation does not read")
+    config = replace(config, checkpoint=replace(config.checkpoint, load=None, save=None))
+    tokenizer = load_tokenizer(config)
+    device = devices.select_device()
+    with ExitStack() as stack:
+        stack.enter_context(devices.runtime(device))
+        topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
+        if topology.world_size != config.parallel.tensor_model_parallel_size:
+            raise ConfigError(
+                f"the checkpoint has tensor_model_parallel_size({config.parallel.tensor_model_parallel_size}), this run "
+                f"{topology.world_size} ranks; start it with torchrun --nproc-per-node "
+                f"{config.parallel.tensor_model_parallel_size}"
+            )
+        devices.seed_everything(seed, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=0)
+        model = _load_model(config, folder, topology, device)
+        generator = torch.Generator(device).manual_seed(seed)
+        sampler = _Sampler(config, model, tokenizer, device, temperature, top_k, generator)
+        return [sampler.continue_text(prompt, num_tokens) for prompt in prompts]
+
+
+@torch.no_grad()
+def _load_model(config: Config, folder: Path, topology: Topology, device: torch.device) -> torch.nn.Module:
+    (chunk,) = build_model(config, read_meta(folder)["vocab_size"], topology, device)
+    params = named_parameters_of_model(chunk.module)
+    for name, value in read_weights(folder, topology.tp.rank(), 0):
+        params[name].copy_(value.to(device))
+    return chunk.module.eval()
+
+
+class _Sampler:
+    """Draws tokens one at a time, with a full forward over the context for each."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: torch.nn.Module,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        temperature: float,
+        top_k: int,
+        generator: torch.Generator,
+    ) -> None:
+        self.model, self.tokenizer, self.device = model, tokenizer, device
+        self.temperature, self.top_k, self.generator = temperature, top_k, generator
+        self.max_context = config.model.seq_length
+        self.multiple = FP8_GEMM_MULTIPLE * config.parallel.tensor_model_parallel_size
+
+    def continue_text(self, prompt: str, num_tokens: int) -> str:
+        """The prompt with up to `num_tokens` more tokens; stops at an end of document."""
+        ids = self.tokenizer.encode(prompt) or [self.tokenizer.eod]
+        for _ in range(num_tokens):
+            token = self._next_token(ids)
+            if token == self.tokenizer.eod:
+                break
+            ids.append(token)
+        return self.tokenizer.decode(ids)
+
+    @torch.no_grad()
+    def _next_token(self, ids: list[int]) -> int:
+        context = ids[-self.max_context :]
+        padded = -(-len(context) // self.multiple) * self.multiple
+        tokens = torch.full((1, padded), self.tokenizer.eod, device=self.device)
+        tokens[0, : len(context)] = torch.tensor(context, device=self.device)
+        positions = torch.arange(padded, device=self.device)[None]
+        logits = self.model(tokens, positions, None, runtime_gather_output=True)
+        return self._draw(logits[0, len(context) - 1, : self.tokenizer.vocab_size].float())
+
+    def _draw(self, logits: Tensor) -> int:
+        if self.temperature == 0.0:
+            return int(logits.argmax())
+        best, index = logits.topk(min(self.top_k, logits.numel()))
+        choice = torch.multinomial(torch.softmax(best / self.temperature, dim=0), 1, generator=self.generator)
+        return int(index[choice])

@@ -1,0 +1,78 @@
+"""CoreAttention against softmax attention written out in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from fp8_megatron.layers.attention import CoreAttention
+from fp8_megatron.quantization.stats import snr_db
+
+SEQ, BATCH, HEADS, HEAD_DIM = 48, 2, 4, 32
+
+
+def make_attention(mask: AttnMaskType = AttnMaskType.causal, backend: str = "auto") -> CoreAttention:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, attention_dropout=0.0
+    )
+    return CoreAttention(config, 1, mask, "self", backend=backend)  # type: ignore[arg-type]
+
+
+def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[s, b, heads, d], [s, b, groups, d] twice → [s, b, heads · d], head by head."""
+    seq, batch, heads, dim = query.shape
+    heads_per_group = heads // key.shape[2]
+    future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    outputs = []
+    for head in range(heads):
+        group = head // heads_per_group
+        scores = torch.einsum("ibd,jbd->bij", query[:, :, head], key[:, :, group]) / math.sqrt(dim)
+        weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+        outputs.append(torch.einsum("bij,jbd->ibd", weights, value[:, :, group]))
+    return torch.stack(outputs, dim=2).reshape(seq, batch, heads * dim)
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize("backend", ["auto", "math"])
+@pytest.mark.parametrize(
+    ("dtype", "least_db", "least_grad_db"),
+    [
+        # FP32: 2⁻²⁴ roundings in sums of tens of terms.
+        (torch.float32, 115.0, 110.0),
+        # BF16: 55.6 dB per rounding; forward rounds weights and output; a gradient passes through four roundings, and
+        # the softmax's backward subtracts, which costs a few dB more.
+        (torch.bfloat16, 50.0, 44.0),
+    ],
+    ids=["fp32", "bf16"],
+)
+def test_values_and_gradients_against_float64(
+    groups: int, backend: str, dtype: torch.dtype, least_db: float, least_grad_db: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    inputs = [normal(SEQ, BATCH, heads, HEAD_DIM) for heads in (HEADS, groups, groups)]
+    cotangent = normal(SEQ, BATCH, HEADS * HEAD_DIM)
+    ours = [tensor.clone().requires_grad_() for tensor in inputs]
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    context = make_attention(backend=backend)(*ours)
+    truth = naive_attention(*exact)
+    assert context.dtype == dtype and context.shape == truth.shape
+    assert snr_db(context, truth) > least_db
+    context.backward(cotangent)
+    truth.backward(cotangent.double())
+    for tensor, exact_tensor in zip(ours, exact, strict=True):
+        assert tensor.grad is not None and exact_tensor.grad is not None
+        assert snr_db(tensor.grad, exact_tensor.grad) > least_grad_db
+
+
+def test_refuses_other_masks() -> None:
+    with pytest.raises(ValueError, match="causal"):
+        make_attention(AttnMaskType.padding)

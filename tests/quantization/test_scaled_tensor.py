@@ -1,0 +1,187 @@
+"""ScaledTensor as megatron-core and torch.nn treat it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.formats import E4M3, STATE_BLOCK
+from fp8_megatron.kernels import reference
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.quantization.stats import snr_db
+
+
+def random_matrix(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fp16_blockwise(value: Tensor) -> ScaledTensor:
+    """As levels O1 and O2 store a weight: FP16 with a power-of-two scale for each 256 elements."""
+    payload = torch.empty(value.numel(), dtype=torch.float16)
+    scales = torch.empty(value.numel() // STATE_BLOCK)
+    reference.quantize_blockwise_(value.reshape(-1), payload, scales)
+    return ScaledTensor(payload.view(value.shape), scales)
+
+
+def bits(scaled: ScaledTensor) -> tuple[bytes, bytes]:
+    return scaled.payload.view(torch.uint8).numpy().tobytes(), scaled.scale.numpy().tobytes()
+
+
+def linear_with(weight: ScaledTensor) -> torch.nn.Linear:
+    """A module around the weight, tagged as megatron-core tags its parameters."""
+    module = torch.nn.Linear(weight.shape[1], weight.shape[0])
+    module.weight = torch.nn.Parameter(weight)
+    module.weight.tensor_model_parallel = True
+    module.weight.partition_dim = 0
+    module.weight.main_grad = object()
+    return module
+
+
+BOTH = pytest.mark.parametrize("make", [ScaledTensor.quantize, fp16_blockwise], ids=["fp8", "fp16"])
+Maker = Callable[[Tensor], ScaledTensor]
+
+
+@BOTH
+def test_is_a_parameter_that_advertises_bf16(make: Maker) -> None:
+    param = torch.nn.Parameter(make(random_matrix(64, 32)))
+    assert isinstance(param, torch.nn.Parameter) and isinstance(param, ScaledTensor)
+    assert param.requires_grad and param.is_leaf
+    assert param.dtype == torch.bfloat16 and param.shape == (64, 32)
+    assert "advertises=torch.bfloat16" in repr(param)
+
+
+CASTS: dict[str, Callable[[torch.nn.Module], object]] = {
+    "bfloat16": lambda module: module.bfloat16(),  # what Float16Module does
+    "half": lambda module: module.half(),
+    "float": lambda module: module.float(),
+    "to_dtype": lambda module: module.to(torch.float64),
+    "cpu": lambda module: module.cpu(),
+    "eval": lambda module: module.eval(),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("cast", list(CASTS))
+def test_casting_a_module_leaves_payload_and_attributes_alone(make: Maker, cast: str) -> None:
+    module = linear_with(make(random_matrix(64, 32)))
+    weight, before, main_grad = module.weight, bits(module.weight), module.weight.main_grad
+    payload = weight.payload
+    CASTS[cast](module)
+    assert module.weight is weight and weight.payload is payload
+    assert bits(weight) == before and weight.dtype == torch.bfloat16
+    assert weight.tensor_model_parallel and weight.partition_dim == 0 and weight.main_grad is main_grad
+
+
+@BOTH
+def test_detach_shares_and_clone_copies(make: Maker) -> None:
+    param = torch.nn.Parameter(make(random_matrix(64, 32)))
+    detached, cloned = param.detach(), param.detach().clone()
+    assert detached.payload is param.payload and not detached.requires_grad
+    assert cloned.payload.data_ptr() != param.payload.data_ptr() and bits(cloned) == bits(param)
+    assert bits(copy.deepcopy(param)) == bits(param)
+
+
+def test_dequantize_of_one_scale_and_of_blocks() -> None:
+    value = random_matrix(64, 32)
+    fp8 = ScaledTensor.quantize(value)
+    exact = fp8.payload.double() * fp8.scale.double()
+    # payload · scale is one FP32 rounding.
+    torch.testing.assert_close(fp8.dequantize().double(), exact, rtol=2**-24, atol=0)
+    assert snr_db(fp8.dequantize(), value) > 30.5  # E4M3 of a gaussian: 31.5 dB, less 1 dB for the sample
+    fp16 = fp16_blockwise(value)
+    exact = (fp16.payload.double().view(-1, STATE_BLOCK) * fp16.scale.double()[:, None]).view(64, 32)
+    assert torch.equal(fp16.dequantize().double(), exact)  # power-of-two scales: exact
+    assert fp16.dequantize(torch.bfloat16).dtype == torch.bfloat16
+    assert snr_db(fp16.dequantize(), value) > 72.0  # seven more mantissa bits: 31.5 + 42.1 dB
+
+
+def test_gemm_operand_is_the_weight_itself_or_quantised_now() -> None:
+    value = random_matrix(64, 32)
+    fp8 = ScaledTensor.quantize(value)
+    payload, scale = fp8.gemm_operand()
+    assert payload is fp8.payload and scale is fp8.scale
+    fp16 = fp16_blockwise(value)
+    payload, scale = fp16.gemm_operand()
+    expected = ScaledTensor.quantize(fp16.dequantize())
+    assert payload.dtype == E4M3 and bits(ScaledTensor(payload, scale)) == bits(expected)
+
+
+@BOTH
+def test_copy_requantises_in_place(make: Maker) -> None:
+    param = torch.nn.Parameter(make(random_matrix(64, 32)))
+    payload, scale = param.payload, param.scale
+    new = 10.0 * random_matrix(64, 32, seed=1)
+    with torch.no_grad():
+        param.copy_(new)
+    assert param.payload is payload and param.scale is scale
+    assert bits(param) == bits(make(new))
+    other = make(random_matrix(64, 32, seed=2))
+    with torch.no_grad():
+        param.copy_(other)
+    assert bits(param) == bits(other)  # bit for bit, not through a second rounding
+    plain = torch.empty(64, 32)
+    plain.copy_(other)
+    assert torch.equal(plain, other.dequantize())
+
+
+@BOTH
+def test_state_dict_round_trip(make: Maker) -> None:
+    module, other = linear_with(make(random_matrix(64, 32))), linear_with(make(random_matrix(64, 32, seed=1)))
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    storage = other.weight.payload
+    other.load_state_dict(torch.load(file, weights_only=False))
+    assert bits(other.weight) == bits(module.weight) and other.weight.payload is storage
+    # From a high-precision checkpoint it requantises.
+    value = random_matrix(64, 32, seed=2)
+    other.load_state_dict({"weight": value, "bias": torch.zeros(64)})
+    assert bits(other.weight) == bits(make(value))
+
+
+ARITHMETIC: dict[str, Callable[[Tensor], object]] = {
+    "add": lambda w: w + 1.0,
+    "reflected": lambda w: torch.ones(w.shape) * w,
+    "linear": lambda w: torch.nn.functional.linear(torch.ones(2, w.shape[1], dtype=w.dtype), w),
+    "matmul": lambda w: w.detach() @ w.detach(),
+    "in_place": lambda w: w.detach().mul_(2.0),
+    "norm": lambda w: w.norm(),
+    "list": lambda w: torch.cat([w, w]),
+    "foreach": lambda w: torch._foreach_norm([w]),
+    "zeros_like": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("operation", list(ARITHMETIC))
+def test_arithmetic_raises_and_teaches(operation: str) -> None:
+    param = torch.nn.Parameter(ScaledTensor.quantize(random_matrix(64, 32)))
+    with pytest.raises(NotImplementedError, match=r"shape \(64, 32\).*\.dequantize\(\).*\.gemm_operand\(\)"):
+        ARITHMETIC[operation](param)
+
+
+def test_holds_no_high_precision_copy() -> None:
+    param = torch.nn.Parameter(ScaledTensor.quantize(random_matrix(64, 32)))
+    held = [value for value in vars(param).values() if isinstance(value, Tensor)]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 64 * 32 + 4  # one byte each and one scale
+    blockwise = torch.nn.Parameter(fp16_blockwise(random_matrix(64, 32)))
+    held = [value for value in vars(blockwise).values() if isinstance(value, Tensor)]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 2 * 64 * 32 + 4 * 64 * 32 // STATE_BLOCK
+
+
+def test_set_storage_points_at_a_flat_buffer() -> None:
+    param = torch.nn.Parameter(ScaledTensor.quantize(random_matrix(64, 32)))
+    flat, scales = torch.zeros(4096, dtype=E4M3), torch.ones(2)
+    param.set_storage(flat[2048:].view(64, 32), scales[1:])
+    value = random_matrix(64, 32, seed=1)
+    with torch.no_grad():
+        param.copy_(value)
+    expected = ScaledTensor.quantize(value)
+    assert torch.equal(flat[2048:].view(torch.uint8), expected.payload.view(-1).view(torch.uint8))
+    assert scales[0] == 1.0 and torch.equal(scales[1:], expected.scale)
+    with pytest.raises(AssertionError):
+        param.set_storage(flat[:2048].view(32, 64), scales[:1])

@@ -1,0 +1,142 @@
+"""Train one configuration at several precision levels from one seed and print losses, speed and memory side by side.
+
+python tools/compare_levels.py --levels bf16 O1 O2 O3 --nproc-per-node 2 --output-dir runs/levels -- \
+    --config configs/gpt_quickstart.yaml --train-iters 200
+
+Everything after -- goes to pretrain_gpt.py. The first level is the reference. Levels run one after another on the same
+devices. Writes one folder per level, comparison.json and comparison.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training.plot import compare_losses
+
+LEVELS = {
+    "bf16": ["--precision", "bf16"],
+    "te-tensorwise": ["--precision", "te", "--fp8-recipe", "tensorwise"],
+    "te-delayed": ["--precision", "te", "--fp8-recipe", "delayed"],
+    "O1": ["--precision", "fp8", "--opt-level", "O1"],
+    "O2": ["--precision", "fp8", "--opt-level", "O2"],
+    "O3": ["--precision", "fp8", "--opt-level", "O3"],
+    "O3-delayed": ["--precision", "fp8", "--opt-level", "O3", "--fp8-recipe", "delayed"],
+}
+#: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.
+WARM_UP_STEPS = 10
+
+
+def main() -> int:
+    """Run, then print the table; returns the exit status."""
+    args = _parse()
+    results: dict[str, dict[str, Any]] = {}
+    for level in args.levels:
+        folder = args.output_dir / level
+        command = _command(args, level, folder)
+        print(f"== {level}: {shlex.join(command)}", flush=True)
+        status = subprocess.run(command, check=False).returncode
+        if status != 0:
+            print(f"error: {level} ended with status {status}", file=sys.stderr)
+            return status
+        results[level] = {"command": shlex.join(command), **_read(folder)}
+    reference = args.levels[0]
+    for result in results.values():
+        result["loss_gap"] = result["final_loss"] / results[reference]["final_loss"] - 1.0
+    _write(args, results)
+    _print(results, reference)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train one configuration at several precision levels.")
+    parser.add_argument("--levels", nargs="+", choices=list(LEVELS), default=["bf16", "O1", "O2", "O3"])
+    parser.add_argument("--nproc-per-node", type=int, default=1)
+    parser.add_argument("--output-dir", type=Path, required=True, help="one folder per level goes in here")
+    own = sys.argv[1:]
+    passed: list[str] = []
+    if "--" in own:
+        passed = own[own.index("--") + 1 :]
+        own = own[: own.index("--")]
+    args = parser.parse_args(own)
+    args.passed = passed
+    return args
+
+
+def _command(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.nproc_per_node)]
+    flags = [*LEVELS[level], "--output-dir", str(folder), "--save", "none", "--save-interval", "none"]
+    return [*launcher, "pretrain_gpt.py", *args.passed, *flags]
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """A run's figures from its metrics.jsonl: final loss is the last validation's, else the mean of 10 steps."""
+    records = read_records(folder / METRICS_FILE)
+    steps = [record for record in records if record["kind"] == "train"]
+    valid = [record for record in records if record["kind"] == "eval" and record["split"] == "valid"]
+    timed = steps[WARM_UP_STEPS:] or steps
+    train_loss = statistics.fmean(math.nan if r["loss"] is None else r["loss"] for r in steps[-10:])
+    return {
+        "num_steps": len(steps),
+        "final_train_loss": train_loss,
+        "final_validation_loss": valid[-1]["loss"] if valid else None,
+        "final_loss": valid[-1]["loss"] if valid else train_loss,
+        "tokens_per_second_per_gpu": statistics.median(r["tokens_per_second_per_gpu"] for r in timed),
+        "tflops_per_gpu_full_attention": statistics.median(r["tflops_per_gpu"] for r in timed),
+        "step_seconds": statistics.median(r["step_seconds"] for r in timed),
+        "peak_memory_gib": max(r["peak_memory_gib"] for r in steps),
+        "skipped_steps": steps[-1]["skipped_steps"],
+        "train_losses": {r["iteration"]: r["loss"] for r in steps if r["iteration"] % max(1, len(steps) // 50) == 0},
+        "validation_losses": {r["iteration"]: r["loss"] for r in valid},
+    }
+
+
+def _write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    report = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit or None,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "results": results,
+    }
+    (args.output_dir / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
+    runs = {level: args.output_dir / level / METRICS_FILE for level in results}
+    compare_losses(runs, args.output_dir / "comparison.png", title="Training loss by precision level")
+
+
+def _print(results: dict[str, dict[str, Any]], reference: str) -> None:
+    table = Table(title=f"Levels side by side (gap against {reference})")
+    for heading in ("level", "validation loss", "train loss", "gap", "tok/s/GPU", "step ms", "peak GiB", "skipped"):
+        table.add_column(heading, justify="left" if heading == "level" else "right")
+    for level, result in results.items():
+        validation = result["final_validation_loss"]
+        table.add_row(
+            level,
+            "-" if validation is None else f"{validation:.4f}",
+            f"{result['final_train_loss']:.4f}",
+            f"{result['loss_gap']:+.2%}",
+            f"{result['tokens_per_second_per_gpu']:,.0f}",
+            f"{1e3 * result['step_seconds']:.1f}",
+            f"{result['peak_memory_gib']:.2f}",
+            str(result["skipped_steps"]),
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
