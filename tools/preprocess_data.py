@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -206,8 +207,8 @@ class ProgressReport:
         )
 
 
-def preprocess(arguments: argparse.Namespace) -> None:
-    """Read, tokenise, write; ValueError or OSError leaves nothing behind."""
+def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> None:
+    """Read, tokenise, write; ValueError or OSError (one when `stop` is set) leaves nothing behind."""
     encoding = Encoding(
         tokenizer_type=arguments.tokenizer_type,
         tokenizer_model=arguments.tokenizer_model,
@@ -232,6 +233,8 @@ def preprocess(arguments: argparse.Namespace) -> None:
             num_errors += len(batch.errors)
             errors += batch.errors[: _SHOWN_ERRORS - len(errors)]
             report.add(batch)
+            if stop.is_set():
+                raise InterruptedError("stopped by SIGTERM: nothing is written")
         _check_not_empty(writers, num_errors, num_empty)
         for writer in writers.values():
             writer.commit()
@@ -295,15 +298,19 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     # Megatron-core, imported only when it is needed, says at length what training would like to have.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    # The handler only takes note: Python swallows what one raises while a process is being forked.
+    stop = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
-        preprocess(arguments)
+        preprocess(arguments, stop)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one process a core already
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through the clean-up
     sys.exit(main())

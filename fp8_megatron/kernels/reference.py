@@ -193,8 +193,8 @@ def adamw_step_(
 
     Args:
         grad, exp_avg, exp_avg_sq, master: flat [n], each with FP32 block scales or None.
-        weight: flat [n] 16- or 32-bit copy that receives the new value, or None (FP8 weights are derived afterwards
-            from `chunk_amax`; with no separate master, `master` is the weight).
+        weight: flat [n] 16- or 32-bit copy that receives the new value as the master stores it, or None (FP8 weights
+            are derived afterwards with `chunk_amax`; with no separate master, `master` is the weight).
         chunk_amax: FP32 [n / chunk] receives the largest magnitude of each chunk of the new master, or None.
         grad_factor: FP32 [1], multiplies the gradient (clipping, averaging). Where it is not finite, nothing is
             written: the step is skipped on the device, with no host synchronisation.
@@ -216,10 +216,10 @@ def adamw_step_(
     store_state_(m, exp_avg, exp_avg_scales)
     store_state_(v, exp_avg_sq, exp_avg_sq_scales)
     store_state_(p, master, master_scales)
+    stored = load_state(master, master_scales)
     if weight is not None:
-        weight.copy_(p)
+        weight.copy_(stored)
     if chunk_amax is not None:
-        stored = load_state(master, master_scales)
         torch.amax(stored.abs().view(chunk_amax.numel(), -1), dim=1, out=chunk_amax)
 
 

@@ -28,7 +28,8 @@ from fp8_megatron.testing.ranks import RankPool
 SEQ, BATCH, IN, OUT = 16, 4, 128, 64
 Layer = Literal["column", "row"]
 CPU = torch.device("cpu")
-E4M3_E4M3_DB, E5M2_E4M3_DB = 28.0, 24.0
+#: 28.5 and 24.5 dB (test_linear.py) less 1 dB: halves of fixed size ratios fill the binades less evenly.
+E4M3_E4M3_DB, E5M2_E4M3_DB = 27.5, 23.5
 #: Three roundings to BF16 (two parts and their sum) against one: 55.6 dB − 10·log10(4) ≈ 49.6, less 1 dB.
 BF16_PARTIALS_DB = 48.5
 

@@ -1,0 +1,158 @@
+"""The trainer end to end on one CPU rank, with a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_megatron.config_io import parse_config
+from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training.stopping import TrainingDiverged
+from fp8_megatron.training.trainer import Trainer
+
+
+def fit(output_dir: Path, **overrides: object) -> list[dict]:
+    """Train the tiny run; the records of its metrics.jsonl."""
+    Trainer(parse_config(tiny_flags(output_dir, **overrides))).fit()
+    return read_records(output_dir / METRICS_FILE)
+
+
+def steps(records: list[dict]) -> list[tuple[int, float, float]]:
+    """(iteration, loss, gradient norm) of every training step."""
+    return [(r["iteration"], r["loss"], r["grad_norm"]) for r in records if r["kind"] == "train"]
+
+
+@pytest.mark.parametrize("level", [["bf16", "O3"], ["fp8", "O1"], ["fp8", "O3"]], ids=lambda level: "-".join(level))
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+def test_learns_a_fixed_distribution(tmp_path: Path, level: list[str], style: str) -> None:
+    """Mock tokens are not uniform over a batch: the loss of 30 steps falls below its start in every style."""
+    llama = {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "ffn_hidden_size": 64,
+        "group_query_attention": True,
+        "num_query_groups": 1,
+        "untie_embeddings_and_output_weights": True,
+        "disable_bias_linear": True,
+    }
+    records = fit(
+        tmp_path, precision=level[0], opt_level=level[1], train_iters=30, **(llama if style == "llama" else {})
+    )
+    losses = [loss for _, loss, _ in steps(records)]
+    assert len(losses) == 30
+    assert all(math.isfinite(loss) for loss in losses)
+    # Random tokens: nothing to learn beyond ln(64), which an initial loss above it must approach.
+    assert abs(sum(losses[-5:]) / 5 - math.log(64)) < 0.35
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_resume_is_bitwise(tmp_path: Path, recipe: str, num_micro_batches: int) -> None:
+    """12 steps straight equal 7 and 5 resumed, with dropout, validation and a schedule: every loss and norm, exactly."""
+    settings = {
+        "fp8_recipe": recipe,
+        "global_batch_size": 2 * num_micro_batches,
+        "train_iters": 12,
+        "hidden_dropout": 0.1,
+        "lr_warmup_iters": 3,
+        "eval_interval": 4,
+        "eval_iters": 1,
+    }
+    straight = fit(tmp_path / "straight", **settings)
+    checkpoints = tmp_path / "checkpoints"
+    fit(tmp_path / "halves", save=checkpoints, exit_interval=7, **settings)
+    resumed = fit(tmp_path / "halves", save=checkpoints, load=checkpoints, **settings)
+    assert steps(resumed) == steps(straight)
+    evals = [(r["iteration"], r["loss"]) for r in straight if r["kind"] == "eval"]
+    assert evals == [(r["iteration"], r["loss"]) for r in resumed if r["kind"] == "eval"]
+    assert len(evals) == 3
+
+
+def test_a_different_seed_gives_other_losses(tmp_path: Path) -> None:
+    """Guards the test above: equality is not for want of anything that differs."""
+    assert steps(fit(tmp_path / "a", train_iters=3)) != steps(fit(tmp_path / "b", train_iters=3, seed=5))
+
+
+def test_sigterm_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIGTERM in step 5 ends the run within two steps with a checkpoint that resumes to the end."""
+    train_step = trainer_module.train_step
+    calls = 0
+
+    def interrupted(*args: object, **kwargs: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer_module, "train_step", interrupted)
+    checkpoints = tmp_path / "checkpoints"
+    stopped = steps(fit(tmp_path, train_iters=40, save=checkpoints))
+    assert 5 <= len(stopped) <= 7
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(len(stopped))
+    monkeypatch.undo()
+    assert len(steps(fit(tmp_path, train_iters=12, save=checkpoints, load=checkpoints))) == 12
+
+
+def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN in a weight makes every loss NaN: each step is skipped and counted, and the limit ends the run."""
+    build = trainer_module.build_training_state
+
+    def poisoned(*args: object, **kwargs: object):  # type: ignore[no-untyped-def]
+        state = build(*args, **kwargs)  # type: ignore[arg-type]
+        space = next(s for s in state.optimizer.states if s.weight is not None and s.weight.dtype == torch.bfloat16)
+        space.weight[0] = math.nan
+        return state
+
+    monkeypatch.setattr(trainer_module, "build_training_state", poisoned)
+    with pytest.raises(TrainingDiverged, match="4"):
+        fit(tmp_path, train_iters=20, max_skipped_steps=4)
+    records = read_records(tmp_path / METRICS_FILE)
+    assert len(steps(records)) <= 4
+
+
+def test_schedules_reach_their_ends(tmp_path: Path) -> None:
+    """Warm-up starts at lr_warmup_init, the decay ends at min_lr, and WSD keeps lr until its last steps."""
+    flags = {"train_iters": 10, "lr": 1e-2, "min_lr": 1e-3, "lr_warmup_iters": 4}
+    cosine = [r["learning_rate"] for r in fit(tmp_path / "cosine", **flags) if r["kind"] == "train"]
+    assert cosine[0] == 0.0 and max(cosine) == pytest.approx(1e-2) and cosine[4] == pytest.approx(1e-2)
+    assert 1e-3 < cosine[-1] < 2e-3
+    wsd = fit(tmp_path / "wsd", lr_decay_style="WSD", lr_wsd_decay_iters=3, lr_wsd_decay_style="linear", **flags)
+    rates = [r["learning_rate"] for r in wsd if r["kind"] == "train"]
+    assert rates[4:8] == pytest.approx([1e-2] * 4) and rates[-1] == pytest.approx(1e-2 - 2 / 3 * 9e-3)
+
+
+def test_writes_what_a_user_looks_for(tmp_path: Path) -> None:
+    """config.yaml reads back as the run's configuration; the curve, TensorBoard and the metrics are there."""
+    flags = tiny_flags(tmp_path, train_iters=4, eval_interval=2, eval_iters=1, tensorboard=True)
+    config = parse_config(flags)
+    Trainer(config).fit()
+    assert parse_config(["--config", str(tmp_path / "config.yaml")]) == config
+    assert (tmp_path / "loss.png").stat().st_size > 5_000
+    assert any((tmp_path / "tensorboard").iterdir())
+    kinds = [record["kind"] for record in read_records(tmp_path / METRICS_FILE)]
+    assert kinds.count("train") == 4 and kinds.count("eval") == 2
+
+
+def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    """keep_last removes the older ones, and the newest loads."""
+    checkpoints = tmp_path / "checkpoints"
+    fit(tmp_path, train_iters=6, save=checkpoints, save_interval=2, keep_last=2)
+    assert sorted(path.name for path in checkpoints.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+
+
+def test_finetune_takes_weights_alone(tmp_path: Path) -> None:
+    """--finetune starts at iteration 1 with the trained weights: its first loss is the next step's, not the first."""
+    checkpoints = tmp_path / "checkpoints"
+    first = steps(fit(tmp_path / "first", train_iters=8, save=checkpoints))
+    tuned = steps(fit(tmp_path / "tuned", train_iters=2, load=checkpoints, finetune=True))
+    assert [iteration for iteration, _, _ in tuned] == [1, 2]
+    assert tuned[0][1] != first[0][1]
