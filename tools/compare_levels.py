@@ -4,7 +4,8 @@ python tools/compare_levels.py --levels bf16 O1 O2 O3 --nproc-per-node 2 --outpu
     --config configs/gpt_quickstart.yaml --train-iters 200
 
 Everything after -- goes to pretrain_gpt.py. The first level is the reference. Levels run one after another on the same
-devices. Writes one folder per level, comparison.json and comparison.png.
+devices; those under --speed-levels run a few steps only, for speed and memory. Writes one folder per level,
+comparison.json and comparison.png.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ def main() -> int:
     """Run, then print the table; returns the exit status."""
     args = _parse()
     results: dict[str, dict[str, Any]] = {}
-    for level in args.levels:
+    for level in [*args.levels, *args.speed_levels]:
         folder = args.output_dir / level
         command = _command(args, level, folder)
+        if level in args.speed_levels:
+            command += ["--train-iters", str(args.speed_iters), "--lr-warmup-iters", "1", "--eval-interval", "0"]
         print(f"== {level}: {shlex.join(command)}", flush=True)
         status = subprocess.run(command, check=False).returncode
         if status != 0:
@@ -53,8 +56,9 @@ def main() -> int:
             return status
         results[level] = {"command": shlex.join(command), **_read(folder)}
     reference = args.levels[0]
-    for result in results.values():
-        result["loss_gap"] = result["final_loss"] / results[reference]["final_loss"] - 1.0
+    for level, result in results.items():
+        compared = level not in args.speed_levels
+        result["loss_gap"] = result["final_loss"] / results[reference]["final_loss"] - 1.0 if compared else None
     _write(args, results)
     _print(results, reference)
     return 0
@@ -63,6 +67,8 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train one configuration at several precision levels.")
     parser.add_argument("--levels", nargs="+", choices=list(LEVELS), default=["bf16", "O1", "O2", "O3"])
+    parser.add_argument("--speed-levels", nargs="*", choices=list(LEVELS), default=[], help="levels to time only")
+    parser.add_argument("--speed-iters", type=int, default=60, help="steps of those (default 60)")
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--output-dir", type=Path, required=True, help="one folder per level goes in here")
     own = sys.argv[1:]
@@ -115,7 +121,7 @@ def _write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None
         "results": results,
     }
     (args.output_dir / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
-    runs = {level: args.output_dir / level / METRICS_FILE for level in results}
+    runs = {level: args.output_dir / level / METRICS_FILE for level in args.levels}
     compare_losses(runs, args.output_dir / "comparison.png", title="Training loss by precision level")
 
 
@@ -129,7 +135,7 @@ def _print(results: dict[str, dict[str, Any]], reference: str) -> None:
             level,
             "-" if validation is None else f"{validation:.4f}",
             f"{result['final_train_loss']:.4f}",
-            f"{result['loss_gap']:+.2%}",
+            "-" if result["loss_gap"] is None else f"{result['loss_gap']:+.2%}",
             f"{result['tokens_per_second_per_gpu']:,.0f}",
             f"{1e3 * result['step_seconds']:.1f}",
             f"{result['peak_memory_gib']:.2f}",

@@ -294,7 +294,7 @@ def _positive(word: str) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after an error message."""
+    """Exit status: 0, 1 after an error message, or 130 after Ctrl-C."""
     arguments = parse_arguments(words)
     # Megatron-core, imported only when it is needed, says at length what training would like to have.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
@@ -306,6 +306,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: nothing is written", file=sys.stderr)
+        return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0

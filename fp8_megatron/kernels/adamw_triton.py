@@ -63,14 +63,17 @@ def _scale_index(SPLIT: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr):
 def _store(
     value, payload, scales, start, offsets, n, FP_MAX_BITS: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Store FP32 values in the operand's own dtype; return stored magnitudes (bits) that include the tile's largest."""
+    """Store FP32 values in the operand's own dtype.
+
+    Returns what was stored, in FP32, and stored magnitudes (bits) that include the tile's largest.
+    """
     mask = None
     if not EVEN:
         mask = start + offsets < n
     if SCALES == 0:
         stored = value.to(payload.dtype.element_ty)
         tl.store(payload + start + offsets, stored, mask=mask)
-        return magnitude_bits(stored)
+        return stored.to(tl.float32), magnitude_bits(stored)
     else:
         bits = block_amax_bits(value, 2)
         if SCALES == 2:
@@ -82,10 +85,11 @@ def _store(
             tl.store(scales + start // EXTENT + index, scale)
         else:
             tl.store(scales + start // EXTENT + index, scale, mask=start + index * EXTENT < n)
-        tl.store(payload + start + offsets, (value * inverse).to(payload.dtype.element_ty), mask=mask)
+        stored = (value * inverse).to(payload.dtype.element_ty)
+        tl.store(payload + start + offsets, stored, mask=mask)
         # Rounding is monotonic: the largest stored magnitude is the rounded largest magnitude.
         largest = (bits.to(tl.float32, bitcast=True) * inverse).to(payload.dtype.element_ty)
-        return magnitude_bits(largest.to(tl.float32) * scale)
+        return stored.to(tl.float32) * scale, magnitude_bits(largest.to(tl.float32) * scale)
 
 
 @triton.jit
@@ -152,14 +156,16 @@ def _adamw_step(
             p -= libdevice.fast_dividef(step_size * m, tl.sqrt(v * inverse_correction2) + eps)
             _store(m, exp_avg, exp_avg_scales, start, offsets, n, EXP_AVG_MAX_BITS, EXP_AVG_SCALES, EVEN)
             _store(v, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, EXP_AVG_SQ_MAX_BITS, EXP_AVG_SQ_SCALES, EVEN)
-            stored = _store(p, master, master_scales, start, offsets, n, MASTER_MAX_BITS, MASTER_SCALES, EVEN)
+            stored, stored_bits = _store(
+                p, master, master_scales, start, offsets, n, MASTER_MAX_BITS, MASTER_SCALES, EVEN
+            )
             if HAS_WEIGHT:
                 if EVEN:
-                    tl.store(weight + start + offsets, p.to(weight.dtype.element_ty))
+                    tl.store(weight + start + offsets, stored.to(weight.dtype.element_ty))
                 else:
-                    tl.store(weight + start + offsets, p.to(weight.dtype.element_ty), mask=start + offsets < n)
+                    tl.store(weight + start + offsets, stored.to(weight.dtype.element_ty), mask=start + offsets < n)
             if HAS_CHUNK_AMAX:
-                amax_bits = tl.maximum(amax_bits, tl.max(stored))
+                amax_bits = tl.maximum(amax_bits, tl.max(stored_bits))
         if HAS_CHUNK_AMAX:
             tl.store(chunk_amax + tl.program_id(0), amax_bits.to(tl.float32, bitcast=True))
 

@@ -6,13 +6,15 @@ call that fails or hangs kills the workers it found; the next call gets new ones
 
 from __future__ import annotations
 
-import datetime
+import functools
 import multiprocessing
 import os
 import pickle
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,6 +24,8 @@ import torch
 _PRELOAD = ["fp8_megatron.testing.tiny_gpt", "fp8_megatron.testing.ranks"]
 #: How long the other ranks may take to say what they saw after the first one failed.
 _GRACE_SECONDS = 2.0
+
+_init_process_group = torch.distributed.init_process_group
 
 Result = TypeVar("Result")
 
@@ -47,8 +51,8 @@ class RankPool:
     ) -> list[Result]:
         """Call ``function(*args)`` on each rank of a new world; its results in rank order.
 
-        The ranks find RANK, LOCAL_RANK, WORLD_SIZE and the rendezvous in their environment, as under torchrun; the
-        function joins and leaves the process group itself (`distributed.topology.initialized`, or `on_default_group`).
+        The ranks find RANK, LOCAL_RANK and WORLD_SIZE in their environment, as under torchrun; the function joins and
+        leaves the process group itself (`distributed.topology.initialized`, or `on_default_group`).
 
         Args:
             function: of a module's top level; `args` and the results must pickle (tensors on the CPU do).
@@ -58,26 +62,16 @@ class RankPool:
         """
         assert 1 <= num_ranks <= self.max_ranks, f"num_ranks({num_ranks}) of a pool of {self.max_ranks}"
         self._start(num_ranks)
-        # Hosted here, on a port the system chose, the store cannot collide with another program's.
-        store = torch.distributed.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_seconds)
-        )
-        workers = self._workers[:num_ranks]
-        for rank, (_, connection) in enumerate(workers):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins the store above and does not host one
-            }
-            connection.send_bytes(pickle.dumps((environment, function, args)))
-        try:
-            return _collect([connection for _, connection in workers], timeout_seconds)
-        except BaseException:
-            self.close()
-            raise
+        connections = [connection for _, connection in self._workers[:num_ranks]]
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                for rank, connection in enumerate(connections):
+                    place = _Place(rank, num_ranks, os.path.join(folder, "rendezvous"))
+                    connection.send_bytes(pickle.dumps((place, function, args)))
+                return _collect(connections, timeout_seconds)
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Kill the workers."""
@@ -112,9 +106,31 @@ def on_default_group(function: Callable[..., Result], *args: Any, backend: str =
     torch.distributed.init_process_group(backend)
     try:
         assert torch.distributed.group.WORLD is not None
-        return function(torch.distributed.group.WORLD, *args)
+        result = function(torch.distributed.group.WORLD, *args)
+        torch.distributed.barrier()  # a rank that leaves early breaks the connections that others still make
+        return result
     finally:
         torch.distributed.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A rank's place in the world of one call."""
+
+    rank: int
+    num_ranks: int
+    rendezvous_file: str
+
+    def take(self) -> None:
+        """Make this process the rank."""
+        os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.num_ranks))
+        # Ranks meet in a file: TCP rendezvous looks up host names, for seconds where the name service is slow.
+        torch.distributed.init_process_group = functools.partial(  # type: ignore[assignment]
+            _init_process_group,
+            store=torch.distributed.FileStore(self.rendezvous_file, self.num_ranks),
+            rank=self.rank,
+            world_size=self.num_ranks,
+        )
 
 
 def _serve(connection: Connection) -> None:
@@ -127,8 +143,8 @@ def _serve(connection: Connection) -> None:
             return
         try:
             # Unpickling imports the function's module, which may raise too.
-            environment, function, args = pickle.loads(request)
-            os.environ.update(environment)
+            place, function, args = pickle.loads(request)
+            place.take()
             torch.manual_seed(0)
             answer = pickle.dumps((True, function(*args)))
         except BaseException:
