@@ -1,4 +1,4 @@
-"""What a user sees when something is wrong: one clear error that names the value and the fix, and exit status 1 or 2."""
+"""What a user sees when something is wrong: one clear error that names the value and the fix, and a status ≠ 0."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     [
         ({"tensor_model_parallel_size": 3}, 4, ["tensor_model_parallel_size(3)", "WORLD_SIZE(4)"]),
         ({"tensor_model_parallel_size": 2, "num_attention_heads": 1}, 2, ["num_attention_heads(1)"]),
-        ({"hidden_size": 48, "tensor_model_parallel_size": 2}, 2, ["FP8 GEMM", "= 48 is not a multiple of 16 × tensor_model_parallel_size(2)"]),
+        (
+            {"hidden_size": 48, "tensor_model_parallel_size": 2},
+            2,
+            ["FP8 GEMM", "= 48 is not a multiple of 16 × tensor_model_parallel_size(2)"],
+        ),
         ({"global_batch_size": 5}, 1, ["global_batch_size(5)", "micro_batch_size(2)"]),
         ({"pipeline_model_parallel_size": 2, "num_layers": 3}, 2, ["num_layers(3)"]),
     ],
@@ -169,7 +173,9 @@ def test_exit_status_of_the_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "pretrain_gpt.py", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     root = Path(pretrain_gpt.__file__).parent
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=120, check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=root, timeout=120, check=False
+    )
     assert result.returncode == 1
     assert "error: tensor_model_parallel_size(2)" in result.stderr
     assert "trainer.py" not in result.stderr

@@ -119,7 +119,9 @@ def load_checkpoint(root: Path, state: Resumable, *, weights_only: bool) -> Prog
     meta = read_meta(folder)
     topology = state.topology
     if meta["layout"] != _layout(topology):
-        raise CheckpointError(f"{folder} was saved with {_text(meta['layout'])}, this run has {_text(_layout(topology))}")
+        raise CheckpointError(
+            f"{folder} was saved with {_text(meta['layout'])}, this run has {_text(_layout(topology))}"
+        )
     tensors = read_tensors(rank_file(folder, topology.tp.rank(), topology.pp.rank()))
     _check_shapes(folder, tensors, state.optimizer)
     for space, slot in state.optimizer.slots():
@@ -191,7 +193,8 @@ def _check_shapes(folder: Path, tensors: dict[str, Tensor], optimizer: FP8AdamW)
             raise CheckpointError(f"{folder} has no tensor {slot.name!r}, which this model has: it is another model's")
         if saved[slot.name] != slot.param.shape:
             raise CheckpointError(
-                f"{folder}: {slot.name} has shape {tuple(saved[slot.name])}, this model's is {tuple(slot.param.shape)}; "
+                f"{folder}: {slot.name} has shape {tuple(saved[slot.name])}, "
+                f"this model's is {tuple(slot.param.shape)}; "
                 "load it with the configuration saved beside it (config.yaml)"
             )
     extra = set(saved) - {slot.name for _, slot in optimizer.slots()}

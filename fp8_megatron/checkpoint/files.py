@@ -49,7 +49,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError:
-        raise CheckpointError(f"checkpoint file {path} is missing; use another iteration of {path.parent.parent}") from None
+        raise CheckpointError(
+            f"checkpoint file {path} is missing; use another iteration of {path.parent.parent}"
+        ) from None
     except Exception as error:
         raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from error
 
@@ -90,7 +92,9 @@ def latest_iteration(root: Path) -> int | None:
         return None
     text = tracker.read_text().strip()
     if not text.isdigit():
-        raise CheckpointError(f"{tracker} holds {text!r}, not an iteration; write the number of a folder iter_* into it")
+        raise CheckpointError(
+            f"{tracker} holds {text!r}, not an iteration; write the number of a folder iter_* into it"
+        )
     iteration = int(text)
     folder = iteration_folder(root, iteration)
     replaced = folder.with_name(folder.name + ".replaced")

@@ -42,8 +42,7 @@ class FP8DataParallel(_BaseDataParallel):
             GradBuffer(
                 space,
                 _grad_dtype(space.storage, precision, num_micro_batches),
-                reduces_in_fp8=space.storage is StorageClass.LINEAR
-                and precision.formats.main_grad is StorageDtype.FP8,
+                reduces_in_fp8=space.storage is StorageClass.LINEAR and precision.formats.main_grad is StorageDtype.FP8,
             )
             for space in partition(named_params.items(), topology.tp.rank())
         ]

@@ -43,9 +43,7 @@ class GradBuffer:
         self.dtype = dtype
         self.reduces_in_fp8 = reduces_in_fp8
         self.payload = torch.zeros(space.numel, dtype=dtype.torch_dtype, device=space.device)
-        self.scales = (
-            torch.ones(space.numel // GRAD_BLOCK, device=space.device) if dtype is StorageDtype.FP8 else None
-        )
+        self.scales = torch.ones(space.numel // GRAD_BLOCK, device=space.device) if dtype is StorageDtype.FP8 else None
         self._written: set[int] = set()
         for slot in space.slots:
             slot.param.main_grad = _MainGrad(self, slot)  # type: ignore[attr-defined]

@@ -97,7 +97,7 @@ class _FP8Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved, x_scale = ctx.saved_tensors
         weight, parallelism = ctx.weight, ctx.parallelism
         gathering: AllGatherWork | None = None
@@ -131,5 +131,3 @@ def _start_grad_input_reduction(
     if parallelism.reduces_grad_input:
         return grad_input, torch.distributed.all_reduce(grad_input, group=parallelism.group, async_op=True)
     return grad_input, None
-
-

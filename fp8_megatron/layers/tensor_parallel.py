@@ -35,6 +35,7 @@ class FP8ColumnParallelLinear(ColumnParallelLinear):
         recipe: scaling of activations and output gradients; the rest is megatron-core's.
     """
 
+    weight: torch.nn.Parameter
     quantizers: LinearQuantizers
 
     def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any) -> None:
@@ -42,7 +43,7 @@ class FP8ColumnParallelLinear(ColumnParallelLinear):
         self.weight = _quantize_weight(self.weight, is_initialized=self.config.perform_initialization)
         self.quantizers = recipe.linear_quantizers()
 
-    def _forward_impl(  # type: ignore[override]
+    def _forward_impl(
         self,
         input: Tensor,
         weight: Tensor,
@@ -68,6 +69,7 @@ class FP8RowParallelLinear(RowParallelLinear):
         recipe: scaling of activations and output gradients; the rest is megatron-core's.
     """
 
+    weight: torch.nn.Parameter
     quantizers: LinearQuantizers
 
     def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any) -> None:
@@ -75,7 +77,7 @@ class FP8RowParallelLinear(RowParallelLinear):
         self.weight = _quantize_weight(self.weight, is_initialized=self.config.perform_initialization)
         self.quantizers = recipe.linear_quantizers()
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> Tensor:  # type: ignore[override]
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> Tensor:
         return fp8_linear(input, _as_scaled(weight), bias, self.quantizers, TensorParallelism())
 
     def __repr__(self) -> str:

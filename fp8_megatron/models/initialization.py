@@ -58,13 +58,14 @@ def initial_values(
         if name.endswith(_OUTPUT_PROJECTIONS):
             std /= math.sqrt(2.0 * model.num_layers)
         is_sharded = getattr(param, "tensor_model_parallel", False)
-        dim = param.partition_dim if is_sharded else 0
+        dim = param.partition_dim if is_sharded else 0  # type: ignore[attr-defined]
         shape = list(param.shape)
         shape[dim] *= tensor_parallel_size if is_sharded else 1
         generator = torch.Generator(param.device).manual_seed(_seed_of(name, seed))
         whole = torch.empty(shape, device=param.device).normal_(0.0, std, generator=generator)
         if is_sharded:
-            whole = shard(whole, dim, param.partition_stride, tensor_parallel_rank, tensor_parallel_size)
+            stride = param.partition_stride  # type: ignore[attr-defined]
+            whole = shard(whole, dim, stride, tensor_parallel_rank, tensor_parallel_size)
         yield name, whole
 
 

@@ -7,6 +7,7 @@ with scales, arithmetic in FP32. Clipping, the non-finite check and the step cou
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class FP8AdamW:
             SpaceState(buffer.space, space_formats(buffer.space.storage, precision.formats, is_fp8=is_fp8))
             for buffer in self.buffers
         ]
-        self.param_groups = [
+        self.param_groups: list[dict[str, Any]] = [
             {
                 "params": [slot.param for slot in state.space.slots],
                 "lr": config.lr,
@@ -58,6 +59,11 @@ class FP8AdamW:
             for state in self.states
         ]
         self.step_count = torch.zeros(1, device=device)
+
+    @property
+    def learning_rate(self) -> float:
+        """What the schedule set for the next step."""
+        return float(self.param_groups[0]["lr"])
 
     def slots(self) -> Iterator[tuple[SpaceState, Slot]]:
         """Every parameter of this rank with the state that holds it."""

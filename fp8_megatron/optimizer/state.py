@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..distributed.partition import CHUNK, ParamSpace, Slot, StorageClass
 from ..formats import MAX_FINITE, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops, reference
-from ..distributed.partition import CHUNK, ParamSpace, Slot, StorageClass
 from ..quantization.recipe import WEIGHT_DTYPE
 from ..quantization.scaled_tensor import ScaledTensor
 

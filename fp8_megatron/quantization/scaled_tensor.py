@@ -31,14 +31,14 @@ class ScaledTensor(torch.Tensor):
     _payload: Tensor
     _scale: Tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls, payload: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False
     ) -> ScaledTensor:
         assert payload.is_contiguous() and scale.dtype == torch.float32, (payload.stride(), scale.dtype)
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls, payload.shape, dtype=dtype, device=payload.device, requires_grad=requires_grad
         )
         self._payload = payload
@@ -107,7 +107,7 @@ class ScaledTensor(torch.Tensor):
         return ScaledTensor(payload, scale, dtype=self.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
         self = args[0]
         if func in (_aten.detach.default, _aten.alias.default):
             return self._like(self._payload, self._scale)

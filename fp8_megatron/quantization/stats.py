@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from ..formats import FP8_DTYPES, MAX_FINITE

@@ -46,7 +46,7 @@ def generate_text(
     folder = iteration_folder(checkpoint_root, iteration)
     config = load_config(folder / "config.yaml")
     if config.parallel.pipeline_model_parallel_size > 1:
-        raise CheckpointError(f"{folder} was saved with pipeline_model_parallel_size > 1, which generation does not read")
+        raise CheckpointError(f"{folder} was saved with pipeline_model_parallel_size > 1, which generation cannot read")
     config = replace(config, checkpoint=replace(config.checkpoint, load=None, save=None))
     tokenizer = load_tokenizer(config)
     device = devices.select_device()
@@ -55,8 +55,8 @@ def generate_text(
         topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
         if topology.world_size != config.parallel.tensor_model_parallel_size:
             raise ConfigError(
-                f"the checkpoint has tensor_model_parallel_size({config.parallel.tensor_model_parallel_size}), this run "
-                f"{topology.world_size} ranks; start it with torchrun --nproc-per-node "
+                f"the checkpoint has tensor_model_parallel_size({config.parallel.tensor_model_parallel_size}), "
+                f"this run {topology.world_size} ranks; start it with torchrun --nproc-per-node "
                 f"{config.parallel.tensor_model_parallel_size}"
             )
         devices.seed_everything(seed, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=0)

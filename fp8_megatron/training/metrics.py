@@ -247,7 +247,11 @@ class _RunHistory:
             steps += f" ({self.num_session_steps} in this session, resumed at {resume_iteration})"
         tflops = median(self._tflops)
         mfu = _mfu_text(None if peak_flops is None else tflops * 1e12 / peak_flops, peak_flops)
-        rates = [f"{median(self._tokens_per_second):,.0f} tok/s/GPU", f"{_tflops_text(tflops)} TFLOP/s/GPU (full attention)", mfu]
+        rates = [
+            f"{median(self._tokens_per_second):,.0f} tok/s/GPU",
+            f"{_tflops_text(tflops)} TFLOP/s/GPU (full attention)",
+            mfu,
+        ]
         losses = list(self._final_losses)
         rows = [
             ("steps", steps),

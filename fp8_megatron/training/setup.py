@@ -90,7 +90,7 @@ def _finalize(model: list[FP8DataParallel], num_tokens: object, *, topology: Top
 def _build_scheduler(optimizer: FP8AdamW, config: OptimizerConfig, train_iters: int) -> OptimizerParamScheduler:
     """megatron-core's schedule, counted in optimizer steps."""
     return OptimizerParamScheduler(
-        optimizer,  # type: ignore[arg-type]  # it reads and sets `param_groups` only
+        optimizer,
         init_lr=config.lr_warmup_init,
         max_lr=config.lr,
         min_lr=config.min_lr,

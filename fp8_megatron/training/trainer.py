@@ -53,9 +53,7 @@ class Trainer:
         with ExitStack() as stack:
             signals = stack.enter_context(SignalHandler(all_ranks_any=lambda received_here: received_here))
             stack.enter_context(devices.runtime(device))
-            topology = stack.enter_context(
-                initialized(self.config.parallel, self.config.model.num_layers, device)
-            )
+            topology = stack.enter_context(initialized(self.config.parallel, self.config.model.num_layers, device))
             run = _Run(self.config, self.output_dir, topology, device, signals)
             stack.callback(run.close)
             run.train()
@@ -86,9 +84,7 @@ class _Run:
         self.progress = self._resume()
         self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
         self.batch_size = config.global_batch_size(topology.world_size)
-        self.flops_per_token = model_flops_per_token(
-            config.model, causal=False, padded_vocab_size=self.data.vocab_size
-        )
+        self.flops_per_token = model_flops_per_token(config.model, causal=False, padded_vocab_size=self.data.vocab_size)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.peak_flops = peak_flops(name, config.precision.precision)
         self.started = time.monotonic()
@@ -116,7 +112,7 @@ class _Run:
         saved_at = self.progress.iteration
         mark = Mark(self.state.device)
         for iteration in range(first, training.train_iters + 1):
-            learning_rate = float(self.state.optimizer.param_groups[0]["lr"])
+            learning_rate = self.state.optimizer.learning_rate
             values = train_step(self.state, loader, wants_stop=self._wants_stop())
             queued = PendingStep(iteration, learning_rate, values, mark)
             mark = queued.ended

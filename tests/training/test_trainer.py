@@ -56,7 +56,7 @@ def test_learns_a_fixed_distribution(tmp_path: Path, level: list[str], style: st
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_resume_is_bitwise(tmp_path: Path, recipe: str, num_micro_batches: int) -> None:
-    """12 steps straight equal 7 and 5 resumed, with dropout, validation and a schedule: every loss and norm, exactly."""
+    """12 steps straight equal 7 and 5 resumed, with dropout, validation and a schedule: exactly."""
     settings = {
         "fp8_recipe": recipe,
         "global_batch_size": 2 * num_micro_batches,
