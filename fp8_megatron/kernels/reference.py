@@ -13,6 +13,8 @@ Two kinds of scale:
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,8 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> 
     An amax of 0 gives 1. An amax that is not finite gives NaN: what is quantised with it is NaN too, so the step's
     non-finite check finds it.
     """
-    scale = (amax / MAX_FINITE[dtype]).clamp_min(_SMALLEST_NORMAL)
+    # Divided by a tensor: CUDA turns division by a Python number into multiplication by its rounded reciprocal.
+    scale = (amax / torch.full_like(amax, MAX_FINITE[dtype])).clamp_min(_SMALLEST_NORMAL)
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
     scale = torch.where(amax == 0, torch.ones_like(scale), scale)
@@ -210,8 +213,8 @@ def adamw_step_(
         g = g + weight_decay * p
     m = beta1 * load_state(exp_avg, exp_avg_scales) + (1.0 - beta1) * g
     v = beta2 * load_state(exp_avg_sq, exp_avg_sq_scales) + (1.0 - beta2) * g * g
-    bias_correction1 = 1.0 - torch.pow(torch.full_like(step, beta1), step)
-    bias_correction2 = 1.0 - torch.pow(torch.full_like(step, beta2), step)
+    bias_correction1 = -torch.expm1(step * math.log(beta1))
+    bias_correction2 = -torch.expm1(step * math.log(beta2))
     p = p - (lr / bias_correction1) * m / ((v / bias_correction2).sqrt() + eps)
     store_state_(m, exp_avg, exp_avg_scales)
     store_state_(v, exp_avg_sq, exp_avg_sq_scales)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..distributed.partition import CHUNK, ParamSpace, Slot, StorageClass
-from ..formats import MAX_FINITE, STATE_BLOCK, StorageDtype, StorageFormats
+from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops, reference
 from ..quantization.recipe import WEIGHT_DTYPE
+from ..quantization.scale import scale_from_amax
 from ..quantization.scaled_tensor import ScaledTensor
 
 
@@ -141,7 +142,8 @@ class SpaceState:
         amax = self.chunk_amax.new_zeros(len(self.space.slots))
         amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
         previous = self.weight_scales[:, 0]
-        scale = torch.where(torch.isfinite(amax) & (amax > 0), amax / MAX_FINITE[WEIGHT_DTYPE], previous)
+        usable = torch.isfinite(amax) & (amax > 0)
+        scale = torch.where(usable, scale_from_amax(amax, WEIGHT_DTYPE, power_of_two=False), previous)
         previous.copy_(scale)
         ops.derive_fp8_weights_(self.master.payload, self.master.scales, self.weight, scale, self.chunk_slots)
 

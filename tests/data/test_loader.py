@@ -119,6 +119,7 @@ def test_loader_processes_end_when_closed_and_when_the_trainer_exits():
     trainer.start()
     pid = reader.recv()
     trainer.join(timeout=20)
+    trainer.kill()
     assert trainer.exitcode == 0 and not is_running(pid)
 
 

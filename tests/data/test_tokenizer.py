@@ -25,11 +25,7 @@ def train_with_defaults(**options: object) -> bytes:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 20),
         model_writer=model,
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-        **options,
+        **{"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2, **options},
     )
     return model.getvalue()
 
@@ -54,7 +50,12 @@ def test_words_encoded_one_by_one_are_what_sentencepiece_gives(tokenizer_model, 
     assert tokenizer.encode_batch(texts) == processor.encode(texts), "after the cache was full"
 
 
-@pytest.mark.parametrize("options", [{}, {"split_by_whitespace": False, "normalization_rule_name": "identity"}])
+AS_IT_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {**AS_IT_IS, "split_by_whitespace": False}, {**AS_IT_IS, "model_type": "unigram"}]
+)
 def test_other_sentencepiece_models_are_encoded_whole(tmp_path, options):
     path = tmp_path / "other.model"
     path.write_bytes(train_with_defaults(**options))
