@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from .config import Config, PrecisionConfig
+from .config import Config, DataConfig, PrecisionConfig
 from .formats import FP8_GEMM_MULTIPLE, StorageDtype
 
 _POSITIVE = frozenset(
@@ -331,7 +331,7 @@ def _check_data(config: Config) -> Iterator[str]:
 def _check_evaluation_data(config: Config) -> Iterator[str]:
     data, eval_interval = config.data, config.training.eval_interval
     if data.train_data_path:
-        if data.split != "969,30,1":
+        if data.split != DataConfig().split:
             yield f"split({data.split}) cuts data_path, but train_data_path is given; drop split"
         if eval_interval > 0 and not data.valid_data_path:
             yield (
@@ -344,7 +344,7 @@ def _check_evaluation_data(config: Config) -> Iterator[str]:
     except ValueError:
         weights = []
     if len(weights) != 3 or not all(weight >= 0 for weight in weights) or weights[0] == 0:
-        yield f"split({data.split}) is not three weights train,validation,test; write for example 969,30,1"
+        yield f"split({data.split}) is not three weights train,validation,test; write for example 969,31,0"
     elif data.data_path and eval_interval > 0 and weights[1] == 0:
         yield (
             f"split({data.split}) leaves nothing to validate on every eval_interval({eval_interval}) steps; "

@@ -116,34 +116,21 @@ def build_datasets(
         ValueError: bad paths, blends, files or --split, or too little text for one sample.
     """
     sizes = (num_train_samples, num_valid_samples, num_test_samples)
+    vocab_size = vocab_size or tokenizer.vocab_size
     if data.mock_data:
-        mock = [
-            MockDataset(size, seq_length=seq_length, vocab_size=vocab_size or tokenizer.vocab_size, seed=seed + offset)
-            if size
-            else None
-            for offset, size in enumerate(sizes)
-        ]
+        seeds = (seed, seed + 1, seed + 2)
+        mock = (
+            MockDataset(size, seq_length=seq_length, vocab_size=vocab_size, seed=own_seed) if size else None
+            for size, own_seed in zip(sizes, seeds, strict=True)
+        )
         return Datasets(*mock)
     if not any(sizes):
         return Datasets(None, None, None)
     blends = _blends(data, sizes)
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend.prefixes})
-    files = {prefix: check_indexed_dataset(prefix, vocab_size or tokenizer.vocab_size) for prefix in prefixes}
+    files = {prefix: check_indexed_dataset(prefix, vocab_size) for prefix in prefixes}
     blends = tuple(blend and _weighted(blend, files) for blend in blends)
-    config = GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        path_to_cache=str(_cache_folder(prefixes, data.data_cache_path)),
-        tokenizer=tokenizer,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=False,
-        eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=False,
-        **_sources(data, blends),
-    )
-    if config.split_matrix is not None:
-        # A split without samples is left out by hand: the builder counts its epochs, for ever if it has no documents.
-        config.split_matrix = [part if size else None for part, size in zip(config.split_matrix, sizes, strict=True)]
+    config = _gpt_dataset_config(data, blends, sizes, seq_length, seed, tokenizer)
     _check_enough_text(data, config, blends, files)
     builder = BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, config)
     with _process_group():
@@ -193,6 +180,32 @@ def _weighted(blend: Blend, files: dict[str, IndexedSummary]) -> Blend:
     if blend.weights is not None:
         return blend
     return Blend(blend.prefixes, tuple(float(files[prefix].num_tokens) for prefix in blend.prefixes))
+
+
+def _gpt_dataset_config(
+    data: DataConfig,
+    blends: Sequence[Blend | None],
+    sizes: Sequence[int],
+    seq_length: int,
+    seed: int,
+    tokenizer: Tokenizer,
+) -> GPTDatasetConfig:
+    prefixes = sorted({prefix for blend in blends if blend for prefix in blend.prefixes})
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        path_to_cache=str(_cache_folder(prefixes, data.data_cache_path)),
+        tokenizer=tokenizer,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=False,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask=False,
+        **_sources(data, blends),
+    )
+    if config.split_matrix is not None:
+        # A split without samples is left out by hand: the builder counts its epochs, for ever if it has no documents.
+        config.split_matrix = [part if size else None for part, size in zip(config.split_matrix, sizes, strict=True)]
+    return config
 
 
 def _sources(data: DataConfig, blends: Sequence[Blend | None]) -> dict[str, object]:

@@ -49,9 +49,9 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     # Spaces belong to the word after them. SentencePiece writes a space as ▁ (U+2581), and reads one as a space.
-    _WORDS = re.compile("[\\n\\t]|[ \u2581]*[^ \u2581\\n\\t]+|[ \u2581]+")
+    _WORDS = re.compile(r"[\n\t]|[ \u2581]*[^ \u2581\n\t]+|[ \u2581]+")
     _MAX_CACHED_WORDS = 400_000
-    _OVER_WORDS = re.compile("[^\u2581]\u2581|.[\\n\\t]|[\\n\\t].", re.DOTALL)
+    _OVER_WORDS = re.compile(r"[^\u2581]\u2581|.[\n\t]|[\n\t].", re.DOTALL)
 
     def __init__(self, model: str):
         import sentencepiece

@@ -24,7 +24,8 @@ def check_scaled_mm(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"FP8 GEMM operands differ in K: a is [{m}, {k}], b is [{n}, {k_of_b}]")
     for name, size in (("M", m), ("N", n), ("K", k)):
         if size % FP8_GEMM_MULTIPLE:
-            raise ValueError(f"FP8 GEMM size {name}={size} is not a multiple of {FP8_GEMM_MULTIPLE} (M={m} N={n} K={k})")
+            sizes = f"M={m} N={n} K={k}"
+            raise ValueError(f"FP8 GEMM size {name}={size} is not a multiple of {FP8_GEMM_MULTIPLE} ({sizes})")
 
 
 def scaled_mm_cublaslt(

@@ -52,8 +52,8 @@ class FP8AdamW:
                 "lr": config.lr,
                 "max_lr": config.lr,
                 "min_lr": config.min_lr,
-                "weight_decay": config.weight_decay,
-                "wd_mult": 0.0 if state.space.storage is StorageClass.VECTOR else 1.0,
+                "weight_decay": config.weight_decay * _decay_multiplier(state),
+                "wd_mult": _decay_multiplier(state),
                 "default_config": True,
             }
             for state in self.states
@@ -129,3 +129,7 @@ class FP8AdamW:
         )
         if state.derives_fp8:
             state.derive_fp8_weights()
+
+
+def _decay_multiplier(state: SpaceState) -> float:
+    return 0.0 if state.space.storage is StorageClass.VECTOR else 1.0

@@ -101,15 +101,20 @@ class SpaceState:
         else:
             self.weight = torch.zeros(n, dtype=formats.weight.torch_dtype, device=device)
             for slot in space.slots:
-                slot.param.data = slot.slice(self.weight)
+                if isinstance(slot.param, ScaledTensor):
+                    slot.param.set_storage(slot.slice(self.weight), torch.ones(1, device=device))
+                else:
+                    slot.param.data = slot.slice(self.weight)
 
     def _point_params_at_master(self) -> None:
-        """Levels O1 and O2: the FP16 weight is its own master."""
-        assert self.master.scales is not None, self.formats
+        """The weight is its own master: scaled FP16 at levels O1 and O2."""
         for slot in self.space.slots:
             assert isinstance(slot.param, ScaledTensor) and slot.numel % STATE_BLOCK == 0, (slot.name, slot.numel)
-            first_block = slot.offset // STATE_BLOCK
-            scales = self.master.scales[first_block : first_block + slot.numel // STATE_BLOCK]
+            if self.master.scales is None:
+                scales = torch.ones(1, device=self.space.device)
+            else:
+                first_block = slot.offset // STATE_BLOCK
+                scales = self.master.scales[first_block : first_block + slot.numel // STATE_BLOCK]
             slot.param.set_storage(slot.slice(self.master.payload), scales)
 
     def set_master(self, slot: Slot, value: Tensor) -> None:

@@ -23,8 +23,9 @@ class ScaledTensor(torch.Tensor):
     """x ≈ payload · scale.
 
     Args:
-        payload: E4M3 or FP16, of the tensor's shape, contiguous.
-        scale: FP32, [1] for the whole tensor (E4M3), or [numel / block] for runs of the flattened tensor (FP16).
+        payload: E4M3 or FP16 (or, beside a master of its own, any 16- or 32-bit dtype), of the tensor's shape, contiguous.
+        scale: FP32, [1] for the whole tensor (1 where it is stored unscaled), or [numel / block] for runs of the
+            flattened tensor (FP16).
         dtype: the dtype it advertises.
     """
 
@@ -76,7 +77,7 @@ class ScaledTensor(torch.Tensor):
     def gemm_operand(self) -> tuple[Tensor, Tensor]:
         """(payload E4M3 [N, K], scale FP32 [1]) for an FP8 GEMM.
 
-        FP8 weights are it; FP16 weights (levels O1, O2) are quantised to it here, at each use, and not kept.
+        FP8 weights are it; others (FP16 at levels O1, O2) are quantised to it here, at each use, and not kept.
         """
         if self._payload.dtype in FP8_DTYPES:
             return self._payload, self._scale
@@ -92,6 +93,10 @@ class ScaledTensor(torch.Tensor):
         plain = value.dequantize() if isinstance(value, ScaledTensor) else value
         if self._scale.numel() > 1:
             ops.quantize_blockwise_(plain.reshape(-1).to(self._payload.device), self._payload.view(-1), self._scale)
+            return
+        if self._payload.dtype not in FP8_DTYPES:
+            self._payload.copy_(plain)
+            self._scale.fill_(1.0)
             return
         payload, _, scale = ops.quantize_current(plain.to(self._payload.device), self._payload.dtype)
         self._payload.copy_(payload)

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from .. import device as devices
-from ..config import Config, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
+from ..config import Config, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from ..distributed.data_parallel import FP8DataParallel
 from ..distributed.finalize import finalize_model_grads
 from ..distributed.topology import Topology, initialized
@@ -46,6 +46,7 @@ def tiny_config(
     parallel: ParallelConfig | None = None,
     precision: PrecisionConfig | None = None,
     optimizer: OptimizerConfig | None = None,
+    seed: int = 1,
 ) -> Config:
     """A configuration with a constant learning rate of 1e-3."""
     return Config(
@@ -53,6 +54,7 @@ def tiny_config(
         parallel=parallel or ParallelConfig(),
         precision=precision or PrecisionConfig(),
         optimizer=optimizer or OptimizerConfig(lr=1e-3),
+        training=TrainingConfig(seed=seed),
     )
 
 
@@ -198,7 +200,8 @@ def whole_weights(gpt: TinyGPT) -> dict[str, Tensor]:
     shards: dict[str, dict[int, Tensor]] = {}
     shardings = {}
     for name, tp_rank, value, sharding in itertools.chain.from_iterable(everyone):
-        shards.setdefault(name, {})[tp_rank] = value
+        known = shards.setdefault(name, {}).setdefault(tp_rank, value)
+        assert torch.equal(known, value), f"{name} differs between the stages that share it"
         shardings[name] = sharding
     return {
         name: assemble([parts[rank] for rank in sorted(parts)], shardings[name])

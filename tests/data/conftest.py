@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tools.train_tokenizer import train
@@ -35,7 +34,7 @@ def write_tokens(tmp_path: Path) -> Callable[..., str]:
         prefix = str(tmp_path / name)
         builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
         for document in documents:
-            builder.add_document(torch.tensor(document, dtype=torch.int64), [len(document)])
+            builder.add_document(np.array(document, dtype=np.int64), [len(document)])
         builder.finalize(f"{prefix}.idx")
         return prefix
 

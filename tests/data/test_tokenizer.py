@@ -1,3 +1,5 @@
+import argparse
+import inspect
 import io
 import json
 import pickle
@@ -20,12 +22,12 @@ AWKWARD = [
 
 
 def train_with_defaults(**options: object) -> bytes:
-    """A SentencePiece model with its usual normalisation and dummy prefix."""
+    """A SentencePiece model of Python source; without `options` with the usual normalisation and dummy prefix."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 20),
+        sentence_iterator=iter(inspect.getsource(argparse).splitlines()[:500]),
         model_writer=model,
-        **{"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2, **options},
+        **{"vocab_size": 600, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2, **options},
     )
     return model.getvalue()
 
@@ -56,12 +58,12 @@ AS_IT_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": F
 @pytest.mark.parametrize(
     "options", [{}, {**AS_IT_IS, "split_by_whitespace": False}, {**AS_IT_IS, "model_type": "unigram"}]
 )
-def test_other_sentencepiece_models_are_encoded_whole(tmp_path, options):
+def test_other_sentencepiece_models_are_encoded_whole(tmp_path, python_source, options):
     path = tmp_path / "other.model"
     path.write_bytes(train_with_defaults(**options))
     tokenizer = SentencePieceTokenizer(str(path))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    texts = ["the quick  brown fox", " the lazy\ndog the lazy dog "]
+    texts = ["if option_string in  self.actions:\n    return None", " the  argument is not a string ", python_source]
     assert tokenizer._ids_of_word is None
     assert tokenizer.encode_batch(texts) == processor.encode(texts)
 

@@ -26,7 +26,7 @@ def make_params(sharded: bool = True) -> dict[str, torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("tensor_parallel_rank", [0, 1])
-def test_every_parameter_once_and_on_chunk_boundaries(tensor_parallel_rank: int) -> None:
+def test_every_parameter_once_and_aligned(tensor_parallel_rank: int) -> None:
     params = make_params()
     spaces = partition(params.items(), tensor_parallel_rank)
     placed = {slot.name: slot.param for space in spaces for slot in space.slots}
@@ -35,12 +35,18 @@ def test_every_parameter_once_and_on_chunk_boundaries(tensor_parallel_rank: int)
     for space in spaces:
         end = 0
         for slot in space.slots:
-            assert slot.offset == end and slot.offset % CHUNK == 0
-            assert 0 <= slot.padded - slot.numel < CHUNK
+            assert slot.offset == end and slot.offset % space.storage.alignment == 0
+            assert 0 <= slot.padded - slot.numel < space.storage.alignment
             end += slot.padded
         assert space.numel == end and space.num_params == sum(slot.numel for slot in space.slots)
-        kinds = {type(slot.param) is torch.nn.Parameter for slot in space.slots}
-        assert len(kinds) == 1  # ScaledTensors apart from plain tensors
+        is_scaled = [isinstance(slot.param, ScaledTensor) for slot in space.slots]
+        assert all(is_scaled) if space.storage is StorageClass.LINEAR else not any(is_scaled)
+
+
+def test_no_scale_block_crosses_two_parameters() -> None:
+    assert StorageClass.LINEAR.alignment % GRAD_BLOCK == 0
+    for storage in (StorageClass.LINEAR, StorageClass.MATRIX):  # vectors have no scales
+        assert storage.alignment % STATE_BLOCK == 0
 
 
 def test_spaces_are_by_storage_class_in_the_given_order() -> None:
@@ -62,7 +68,7 @@ def test_chunk_slots_and_views() -> None:
         assert (chunk_slots[slot.offset // CHUNK : (slot.offset + slot.padded) // CHUNK] == index).all()
         assert slot.slice(flat).shape == slot.param.shape
         assert slot.slice(flat).view(-1)[0] == slot.offset
-        for block in (1, GRAD_BLOCK, STATE_BLOCK):
+        for block in (1, GRAD_BLOCK, STATE_BLOCK, CHUNK):
             per_block = flat[::block]
             assert slot.padded_slice(per_block, block)[0] == slot.offset
             assert slot.padded_slice(per_block, block).numel() == slot.padded // block

@@ -28,6 +28,11 @@ def fp16_blockwise(value: Tensor) -> ScaledTensor:
     return ScaledTensor(payload.view(value.shape), scales)
 
 
+def bf16_unscaled(value: Tensor) -> ScaledTensor:
+    """As a weight is stored under --params-dtype bf16 beside a wider master."""
+    return ScaledTensor(value.bfloat16(), torch.ones(1))
+
+
 def bits(scaled: ScaledTensor) -> tuple[bytes, bytes]:
     return scaled.payload.view(torch.uint8).numpy().tobytes(), scaled.scale.numpy().tobytes()
 
@@ -42,11 +47,13 @@ def linear_with(weight: ScaledTensor) -> torch.nn.Linear:
     return module
 
 
-BOTH = pytest.mark.parametrize("make", [ScaledTensor.quantize, fp16_blockwise], ids=["fp8", "fp16"])
+STORAGES = pytest.mark.parametrize(
+    "make", [ScaledTensor.quantize, fp16_blockwise, bf16_unscaled], ids=["fp8", "fp16", "bf16"]
+)
 Maker = Callable[[Tensor], ScaledTensor]
 
 
-@BOTH
+@STORAGES
 def test_is_a_parameter_that_advertises_bf16(make: Maker) -> None:
     param = torch.nn.Parameter(make(random_matrix(64, 32)))
     assert isinstance(param, torch.nn.Parameter) and isinstance(param, ScaledTensor)
@@ -65,7 +72,7 @@ CASTS: dict[str, Callable[[torch.nn.Module], object]] = {
 }
 
 
-@BOTH
+@STORAGES
 @pytest.mark.parametrize("cast", list(CASTS))
 def test_casting_a_module_leaves_payload_and_attributes_alone(make: Maker, cast: str) -> None:
     module = linear_with(make(random_matrix(64, 32)))
@@ -77,7 +84,7 @@ def test_casting_a_module_leaves_payload_and_attributes_alone(make: Maker, cast:
     assert weight.tensor_model_parallel and weight.partition_dim == 0 and weight.main_grad is main_grad
 
 
-@BOTH
+@STORAGES
 def test_detach_shares_and_clone_copies(make: Maker) -> None:
     param = torch.nn.Parameter(make(random_matrix(64, 32)))
     detached, cloned = param.detach(), param.detach().clone()
@@ -111,7 +118,7 @@ def test_gemm_operand_is_the_weight_itself_or_quantised_now() -> None:
     assert payload.dtype == E4M3 and bits(ScaledTensor(payload, scale)) == bits(expected)
 
 
-@BOTH
+@STORAGES
 def test_copy_requantises_in_place(make: Maker) -> None:
     param = torch.nn.Parameter(make(random_matrix(64, 32)))
     payload, scale = param.payload, param.scale
@@ -129,7 +136,7 @@ def test_copy_requantises_in_place(make: Maker) -> None:
     assert torch.equal(plain, other.dequantize())
 
 
-@BOTH
+@STORAGES
 def test_state_dict_round_trip(make: Maker) -> None:
     module, other = linear_with(make(random_matrix(64, 32))), linear_with(make(random_matrix(64, 32, seed=1)))
     file = io.BytesIO()

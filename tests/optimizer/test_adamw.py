@@ -1,0 +1,321 @@
+"""FP8AdamW: every storage against FP32 AdamW over 100 steps, and its rules: skip, clip, decay, derive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from fp8_megatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.device import runtime
+from fp8_megatron.distributed.data_parallel import FP8DataParallel
+from fp8_megatron.distributed.topology import Topology, initialized
+from fp8_megatron.formats import E4M3, StorageDtype
+from fp8_megatron.kernels import reference
+from fp8_megatron.optimizer.adamw import FP8AdamW
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.quantization.stats import snr_db
+
+CPU = torch.device("cpu")
+SHAPES = {"linear": (128, 64), "other_linear": (64, 64), "matrix": (96, 32), "vector": (96,)}
+BF16 = PrecisionConfig(precision="bf16")
+#: No clipping, no decay, so that a step is Adam's alone.
+PLAIN = OptimizerConfig(lr=1e-2, weight_decay=0.0, clip_grad=0.0)
+
+
+@pytest.fixture(scope="module")
+def topology(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    """A world of this process alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            patch.setenv(name, value)
+        with runtime(CPU), initialized(ParallelConfig(), 1, CPU) as one_rank:
+            yield one_rank
+
+
+@dataclass
+class Regression:
+    """Four parameters, each pulled to a target through a random curvature: grad = (value − target) · curvature."""
+
+    optimizer: FP8AdamW
+    params: dict[str, torch.nn.Parameter]
+    model: FP8DataParallel
+
+    def values(self) -> dict[str, Tensor]:
+        """What a forward pass computes with."""
+        return {
+            name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach().float()
+            for name, param in self.params.items()
+        }
+
+    def masters(self) -> dict[str, Tensor]:
+        return {slot.name: state.get_master(slot).clone() for state, slot in self.optimizer.slots()}
+
+    def step(self, grads: dict[str, Tensor]) -> float:
+        self.model.zero_grad_buffer()
+        for name, grad in grads.items():
+            self.params[name].main_grad.accumulate_(grad)  # type: ignore[attr-defined]
+        self.model.finish_grad_sync()
+        return self.optimizer.step().item()
+
+    def state_bytes(self) -> dict[str, bytes]:
+        """Every byte of weights, masters, moments and their scales, and the step count."""
+        tensors = {"step": self.optimizer.step_count}
+        for index, state in enumerate(self.optimizer.states):
+            for kind in ("exp_avg", "exp_avg_sq", "master"):
+                stored = getattr(state, kind)
+                tensors[f"{index}.{kind}"] = stored.payload
+                if stored.scales is not None:
+                    tensors[f"{index}.{kind}.scales"] = stored.scales
+            for kind in ("weight", "weight_scales"):
+                if getattr(state, kind) is not None:
+                    tensors[f"{index}.{kind}"] = getattr(state, kind)
+        return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def initial_values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def make_regression(topology: Topology, precision: PrecisionConfig, config: OptimizerConfig = PLAIN) -> Regression:
+    values = initial_values()
+    params = {
+        name: torch.nn.Parameter(
+            ScaledTensor.quantize(value)
+            if "linear" in name and precision.precision == "fp8"
+            else torch.zeros_like(value, dtype=torch.bfloat16)
+        )
+        for name, value in values.items()
+    }
+    module = torch.nn.Module()
+    for name, param in params.items():
+        module.register_parameter(name, param)
+    mcore_config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
+    model = FP8DataParallel(
+        mcore_config, module, named_params=params, precision=precision, topology=topology, num_micro_batches=1
+    )
+    optimizer = FP8AdamW([model], config, precision, topology, CPU)
+    optimizer.load_weights(values.items())
+    return Regression(optimizer, params, model)
+
+
+def gradients(step: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Exact gradients at `values`, with noise of their own size that depends on the step only."""
+    fixed = torch.Generator().manual_seed(2)
+    noise = torch.Generator().manual_seed(100 + step)
+    grads = {}
+    for name, shape in SHAPES.items():
+        target = 2.0 * torch.randn(shape, generator=fixed)
+        curvature = 10.0 ** (2 * torch.rand(shape, generator=fixed) - 4)  # 10⁻⁴ … 10⁻²
+        grads[name] = (values[name] - target + torch.randn(shape, generator=noise)) * curvature
+    return grads
+
+
+def reference_run(
+    num_steps: int, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, weight_decay: float = 0.0
+) -> dict[str, Tensor]:
+    """The same regression under torch's optimizer in FP32."""
+    values = initial_values()
+    params = {name: torch.nn.Parameter(value) for name, value in values.items()}
+    groups = [
+        {"params": [param], "weight_decay": 0.0 if param.ndim == 1 else weight_decay} for param in params.values()
+    ]
+    torch_optimizer = optimizer(groups, lr=PLAIN.lr, betas=(PLAIN.adam_beta1, PLAIN.adam_beta2), eps=PLAIN.adam_eps)  # type: ignore[call-arg]
+    for step in range(num_steps):
+        grads = gradients(step, {name: param.detach() for name, param in params.items()})
+        for name, param in params.items():
+            param.grad = grads[name]
+        torch_optimizer.step()
+    return {name: param.detach() for name, param in params.items()}
+
+
+def fp8(**overrides: object) -> PrecisionConfig:
+    return PrecisionConfig(precision="fp8", **overrides)  # type: ignore[arg-type]
+
+
+F = StorageDtype
+#: Storage and the least SNR of the linear weights' movement over 100 steps, against FP32 AdamW.
+#:
+#: FP8 gradients (31.5 dB each) are independent over the steps: 100 of them leave 31.5 + 20 dB. A master in FP16 moves
+#: by about 1 in 100 steps of 0.01 and is rounded by up to 2⁻¹¹ at each: 20·log10(1 / (10 · 2⁻¹¹/√3)) = 51 dB. Together
+#: 48.2 dB, less 2. An FP8 first moment is felt for 1/(1 − beta1) = 10 steps after each rounding: 10 · √100 roundings
+#: against 100 updates leave a single rounding's 31.5 dB, less 1.5. A BF16 master's steps near 1, 2⁻⁷, are the size of an
+#: update: it follows, no more. The bf16 level's gradients are taken at weights rounded by 55.6 dB.
+STORAGES = {
+    "bf16": (BF16, 55.0),
+    "O1": (fp8(opt_level="O1"), 46.0),
+    "O2": (fp8(opt_level="O2"), 30.0),
+    "O3": (fp8(opt_level="O3"), 30.0),
+    "weights_fp16": (fp8(params_dtype=F.FP16, main_params_dtype=F.FP32), 30.0),
+    "weights_bf16": (fp8(params_dtype=F.BF16, main_params_dtype=F.FP32), 30.0),
+    "weights_bf16_without_master": (fp8(opt_level="O1", params_dtype=F.BF16), 15.0),
+    "master_fp32": (fp8(main_params_dtype=F.FP32), 30.0),
+    "master_fp32_over_O1": (fp8(opt_level="O1", main_params_dtype=F.FP32), 46.0),
+    "master_bf16": (fp8(main_params_dtype=F.BF16), 15.0),
+    "exp_avg_fp32": (fp8(exp_avg_dtype=F.FP32), 43.0),  # O1 with FP8 weights: gradients taken 31.5 dB beside
+    "exp_avg_bf16": (fp8(exp_avg_dtype=F.BF16), 43.0),
+    "exp_avg_fp16": (fp8(exp_avg_dtype=F.FP16), 43.0),
+    "exp_avg_sq_fp32": (fp8(exp_avg_sq_dtype=F.FP32), 30.0),
+    "exp_avg_sq_bf16": (fp8(exp_avg_sq_dtype=F.BF16), 30.0),
+    "grads_fp32": (fp8(main_grads_dtype=F.FP32), 30.0),
+    "grads_bf16": (fp8(main_grads_dtype=F.BF16), 30.0),
+}
+
+
+@pytest.fixture(scope="module")
+def fp32_run() -> dict[str, Tensor]:
+    """FP32 AdamW's movement in 100 steps."""
+    return {name: value - initial_values()[name] for name, value in reference_run(100).items()}
+
+
+def movement(topology: Topology, precision: PrecisionConfig) -> dict[str, Tensor]:
+    regression = make_regression(topology, precision)
+    start = regression.masters()
+    for step in range(100):
+        regression.step(gradients(step, regression.values()))
+    return {name: value - start[name] for name, value in regression.masters().items()}
+
+
+@pytest.mark.parametrize("storage", list(STORAGES))
+def test_trains_as_fp32_adamw_does(topology: Topology, fp32_run: dict[str, Tensor], storage: str) -> None:
+    precision, least_db = STORAGES[storage]
+    moved = movement(topology, precision)
+    for name in ("linear", "other_linear"):
+        assert snr_db(moved[name], fp32_run[name]) > least_db, name
+    assert snr_db(moved["matrix"], fp32_run["matrix"]) > min(least_db, 30.0)
+    assert snr_db(moved["vector"], fp32_run["vector"]) > 55.0  # FP32 state at every level
+
+
+def test_an_fp8_second_moment_does_not(topology: Topology, fp32_run: dict[str, Tensor]) -> None:
+    """The comparison sees what must not be stored in FP8: v, whose small values round to zero under a square root."""
+    moved = movement(topology, fp8(exp_avg_sq_dtype=F.FP8))
+    assert min(snr_db(moved[name], fp32_run[name]) for name in ("linear", "other_linear")) < 15.0
+
+
+@pytest.mark.parametrize(("kind", "reference_kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
+def test_decay_is_torchs_on_matrices_and_none_on_vectors(
+    topology: Topology, kind: str, reference_kind: type[torch.optim.Optimizer]
+) -> None:
+    """Fed the same gradients, FP32 state is torch's to FP32 rounding: 20 steps of a few 2⁻²⁴, on a movement of 0.1."""
+    config = replace(PLAIN, optimizer=kind, weight_decay=0.3)  # type: ignore[arg-type]
+    regression = make_regression(topology, BF16, config)
+    start = regression.masters()
+    params = {name: torch.nn.Parameter(value) for name, value in initial_values().items()}
+    torch_optimizer = reference_kind(
+        [{"params": [p], "weight_decay": 0.0 if p.ndim == 1 else 0.3} for p in params.values()],
+        lr=PLAIN.lr,
+        betas=(PLAIN.adam_beta1, PLAIN.adam_beta2),
+        eps=PLAIN.adam_eps,
+    )  # type: ignore[call-arg]
+    for step in range(20):
+        grads = gradients(step, {name: param.detach() for name, param in params.items()})
+        regression.step(grads)
+        for name, param in params.items():
+            param.grad = grads[name]
+        torch_optimizer.step()
+    for name, value in regression.masters().items():
+        assert snr_db(value - start[name], params[name].detach() - start[name]) > 100.0, name
+
+
+def test_zero_gradients_decay_matrices_only(topology: Topology) -> None:
+    regression = make_regression(topology, BF16, replace(PLAIN, weight_decay=0.5))
+    start = regression.masters()
+    for _ in range(10):
+        regression.step({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+    for name, value in regression.masters().items():
+        factor = 1.0 if len(SHAPES[name]) == 1 else (1.0 - PLAIN.lr * 0.5) ** 10
+        torch.testing.assert_close(value, start[name] * factor, rtol=10 * 2**-24, atol=0)
+
+
+@pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_a_bad_gradient_changes_no_byte(topology: Topology, level: str, bad: float, name: str) -> None:
+    regression, twin = (make_regression(topology, STORAGES[level][0], replace(PLAIN, clip_grad=1.0)) for _ in range(2))
+    for step in range(2):
+        grads = gradients(step, regression.values())
+        regression.step(grads)
+        twin.step(grads)
+    before = regression.state_bytes()
+    grads = gradients(2, regression.values())
+    grads[name].view(-1)[-1] = bad
+    assert not math.isfinite(regression.step(grads))
+    assert regression.state_bytes() == before
+    # And the next step is as if nothing had happened.
+    grads = gradients(3, regression.values())
+    regression.step(grads)
+    twin.step(grads)
+    assert regression.state_bytes() == twin.state_bytes() != before
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 1.0, 1e6])
+def test_clips_by_the_global_norm(topology: Topology, clip_grad: float) -> None:
+    regression = make_regression(topology, BF16, replace(PLAIN, clip_grad=clip_grad))
+    grads = {name: 100.0 * grad for name, grad in gradients(0, regression.values()).items()}
+    norm = regression.step(grads)
+    exact = math.sqrt(sum(grad.double().square().sum().item() for grad in grads.values()))
+    assert norm == pytest.approx(exact, rel=1e-5)  # before clipping; FP32 sums of 10⁴ squares
+    factor = clip_grad / exact if clip_grad == 1.0 else 1.0
+    assert exact > 1.0
+    for state, slot in regression.optimizer.slots():
+        # Adam's update hides a gradient's size; its first moment shows it.
+        exp_avg = slot.slice(state.exp_avg.payload)
+        expected = (1.0 - PLAIN.adam_beta1) * factor * grads[slot.name]
+        torch.testing.assert_close(exp_avg, expected, rtol=2e-5, atol=0)
+
+
+def test_fp8_weights_are_their_quantised_master(topology: Topology) -> None:
+    regression = make_regression(topology, STORAGES["O3"][0])
+    for step in range(4):
+        for state, slot in regression.optimizer.slots():
+            param, master = slot.param, state.get_master(slot)
+            if not isinstance(param, ScaledTensor):
+                assert torch.equal(param, master.bfloat16())
+                continue
+            assert torch.equal(param.scale, reference.amax(master) / 448.0)
+            encoded = reference.encode(master, param.scale, E4M3)
+            assert torch.equal(param.payload.view(torch.uint8), encoded.view(torch.uint8))
+        regression.step(gradients(step, regression.values()))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_fp16_weights_are_their_own_master(topology: Topology, level: str) -> None:
+    regression = make_regression(topology, STORAGES[level][0])
+    regression.step(gradients(0, regression.values()))
+    for name, master in regression.masters().items():
+        param = regression.params[name]
+        if isinstance(param, ScaledTensor):
+            assert param.payload.dtype == torch.float16 and torch.equal(param.dequantize(), master)
+
+
+@pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3"])
+def test_holds_the_bytes_that_its_level_says(topology: Topology, level: str) -> None:
+    precision = STORAGES[level][0]
+    regression = make_regression(topology, precision)
+    for buffer, state in zip(regression.model.grad_buffers, regression.optimizer.states, strict=True):
+        if "linear" not in state.space.slots[0].name:
+            continue
+        counts = state.byte_counts()
+        scales = counts.pop("scales")
+        assert sum(counts.values()) + buffer.payload.nbytes == precision.formats.bytes_per_param * state.space.numel
+        # 4/256 bytes for each of at most three scaled states, and per-chunk and per-tensor words.
+        assert scales <= state.space.numel * 3 * 4 / 256 + 64
+
+
+@pytest.mark.parametrize("level", ["bf16", "O1", "O3"])
+def test_load_weights_says_what_is_wrong(topology: Topology, level: str) -> None:
+    optimizer = make_regression(topology, STORAGES[level][0]).optimizer
+    values = initial_values()
+    with pytest.raises(ValueError, match=r"linear: the model's shape is \(128, 64\), the value's \(64, 128\)"):
+        optimizer.load_weights({**values, "linear": values["linear"].t()}.items())
+    with pytest.raises(ValueError, match="no parameter 'stranger'"):
+        optimizer.load_weights({**values, "stranger": torch.zeros(3)}.items())
+    del values["matrix"], values["vector"]
+    with pytest.raises(ValueError, match=r"no value for parameter 'matrix' \(2 missing\)"):
+        optimizer.load_weights(values.items())

@@ -1,0 +1,208 @@
+"""Every parallel layout trains as one rank does: one seed, one batch of four micro-batches, under bf16 and under FP8.
+
+What the bounds are made of. Under bf16 a layout changes the order of sums, and tensor parallelism rounds partial sums to
+BF16. A token's logits are then off by about 2⁻⁹, the mean loss of 256 tokens by 10⁻⁴; gradients keep some 45 dB. Under FP8
+tensor parallelism also gives each shard a scale of its own: other rounding, at 28.5 dB a GEMM forward and 24.5 dB
+backward, so that the loss is off by some 10⁻³ and gradients keep some 20 dB after a few layers.
+
+Adam's first steps go by the sign of a gradient: with noise of r times its size, r/π of all elements go the wrong way and
+leave 4r/π of the movement's power as error: 21 dB of 45 dB gradients, 9 dB of 20 dB gradients. Vectors' gradients are sums
+that cancel more. Weights that differ so feed back into the later losses: a few times the first step's difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from fp8_megatron.config import ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.testing.ranks import RankError, RankPool
+from fp8_megatron.testing.tiny_gpt import (
+    GPT3_STYLE,
+    LLAMA_STYLE,
+    TinyGPT,
+    TinyRun,
+    random_batches,
+    tiny_config,
+    train_tiny_gpt,
+)
+
+BATCHES = random_batches(1, 4).expand(4, -1, -1, -1)  # one batch four times, so that the loss falls
+MODELS = {"gpt3": replace(GPT3_STYLE, num_layers=4), "llama": replace(LLAMA_STYLE, num_layers=4)}
+PRECISIONS = {
+    "bf16": PrecisionConfig(precision="bf16"),
+    "O1": PrecisionConfig(opt_level="O1"),
+    "O2": PrecisionConfig(opt_level="O2"),
+    "O3": PrecisionConfig(opt_level="O3"),
+    "delayed": PrecisionConfig(fp8_recipe="delayed"),
+    "power_of_two": PrecisionConfig(fp8_power_of_two_scales=True),
+}
+LAYOUTS = {
+    "tp2_sp": (2, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "tp2": (2, ParallelConfig(tensor_model_parallel_size=2)),
+    "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2)),
+    "pp2_vpp2": (2, ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)),
+    "dp2": (2, ParallelConfig()),
+    "tp2_dp2": (4, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "tp2_pp2": (4, ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)),
+    "pp4": (4, ParallelConfig(pipeline_model_parallel_size=4)),
+    "dp4": (4, ParallelConfig()),
+}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a layout may be from one rank, in the first step and in all four."""
+
+    first_loss: float
+    losses: float
+    first_norm: float
+    norms: float
+    matrix_db: float
+    vector_db: float
+
+
+BF16_TOLERANCE = Tolerance(5e-4, 2e-3, first_norm=2e-3, norms=1.5e-2, matrix_db=20.0, vector_db=13.0)
+FP8_TOLERANCE = Tolerance(3e-3, 1e-2, first_norm=1e-2, norms=6e-2, matrix_db=8.0, vector_db=5.0)
+
+Single = Callable[[str, str], tuple[TinyRun, TinyRun]]
+
+
+@pytest.fixture(scope="module")
+def single(ranks: RankPool) -> Single:
+    """One rank's run of a model and a precision, after no step and after four."""
+    known: dict[tuple[str, str], tuple[TinyRun, TinyRun]] = {}
+
+    def run(model: str, precision: str) -> tuple[TinyRun, TinyRun]:
+        if (model, precision) not in known:
+            config = tiny_config(MODELS[model], precision=PRECISIONS[precision])
+            start, end = (ranks.run(train_tiny_gpt, config, batches, num_ranks=1)[0] for batches in (BATCHES[:0], BATCHES))
+            assert end.losses[0] - end.losses[-1] > 0.9  # it learns: the losses could differ
+            known[model, precision] = start, end
+        return known[model, precision]
+
+    return run
+
+
+def train(
+    ranks: RankPool, model: str, layout: str, precision: str, break_it: Callable[[TinyGPT], None] | None = None
+) -> TinyRun:
+    world, parallel = LAYOUTS[layout]
+    config = tiny_config(MODELS[model], parallel=parallel, precision=PRECISIONS[precision])
+    runs = ranks.run(_train_broken, config, break_it, num_ranks=world)
+    assert all(run.losses == runs[0].losses and run.grad_norms == runs[0].grad_norms for run in runs)
+    return runs[0]
+
+
+def _train_broken(config, break_it) -> TinyRun:  # type: ignore[no-untyped-def]
+    return train_tiny_gpt(config, BATCHES, before_training=break_it)
+
+
+def assert_same(run: TinyRun, start: TinyRun, expected: TinyRun, tolerance: Tolerance) -> None:
+    assert run.losses[0] == pytest.approx(expected.losses[0], abs=tolerance.first_loss)
+    assert run.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=tolerance.first_norm)
+    assert run.losses == pytest.approx(expected.losses, abs=tolerance.losses)
+    assert run.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance.norms)
+    assert list(run.weights) == list(expected.weights)
+    for name, initial in start.weights.items():
+        if name.endswith("linear_qkv.bias"):
+            continue  # a key's bias does not change a softmax: its gradient is rounding alone, and Adam makes it a step
+        least_db = tolerance.matrix_db if initial.ndim == 2 else tolerance.vector_db
+        assert snr_db(run.weights[name] - initial, expected.weights[name] - initial) > least_db, name
+
+
+def slow(*case: str) -> object:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *[(model, layout) for model in MODELS for layout in ("tp2_sp", "pp2", "pp2_vpp2", "dp2")],
+        ("gpt3", "tp2"),
+        ("gpt3", "tp2_pp2"),
+        ("llama", "tp2_dp2"),
+        slow("llama", "tp2"),
+        slow("llama", "tp2_pp2"),
+        slow("gpt3", "tp2_dp2"),
+        *[slow(model, layout) for model in MODELS for layout in ("pp4", "dp4")],
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16", "O3"])
+def test_layout_trains_as_one_rank(ranks: RankPool, single: Single, model: str, layout: str, precision: str) -> None:
+    tolerance = BF16_TOLERANCE if precision == "bf16" else FP8_TOLERANCE
+    assert_same(train(ranks, model, layout, precision), *single(model, precision), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "precision"),
+    [
+        ("gpt3", "tp2_sp", "O1"),
+        ("gpt3", "tp2_sp", "delayed"),
+        *[
+            slow(model, layout, precision)
+            for model in MODELS
+            for layout in ("pp2_vpp2", "tp2_dp2")
+            for precision in ("O1", "O2", "delayed", "power_of_two")
+        ],
+    ],
+)
+def test_other_fp8_modes_train_as_one_rank(
+    ranks: RankPool, single: Single, model: str, layout: str, precision: str
+) -> None:
+    assert_same(train(ranks, model, layout, precision), *single(model, precision), FP8_TOLERANCE)
+
+
+def test_o2_and_o3_compute_the_same(single: Single) -> None:
+    """An FP16 weight quantised at each use and an FP8 weight derived from an FP16 master are the same bits."""
+    _, o2 = single("gpt3", "O2")
+    _, o3 = single("gpt3", "O3")
+    assert o2.losses == o3.losses and o2.grad_norms == o3.grad_norms
+    assert all(torch.equal(o2.weights[name], value) for name, value in o3.weights.items())
+
+
+def _sum_over_replicas_instead_of_mean(gpt: TinyGPT) -> None:
+    for buffer in gpt.optimizer.buffers:
+        buffer.all_reduce_mean = lambda group, buffer=buffer: torch.distributed.all_reduce(buffer.payload)  # type: ignore[method-assign,misc]
+
+
+def _reduce_no_gradients_over_replicas(gpt: TinyGPT) -> None:
+    for buffer in gpt.optimizer.buffers:
+        buffer.all_reduce_mean = lambda group: None  # type: ignore[method-assign]
+
+
+def _forget_gradients_of_sequence_parallel_parameters(gpt: TinyGPT) -> None:
+    for _, slot in gpt.optimizer.slots():
+        slot.param.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+def _forget_gradients_of_the_tied_embedding(gpt: TinyGPT) -> None:
+    for _, slot in gpt.optimizer.slots():
+        slot.param.shared_embedding = False  # type: ignore[attr-defined]
+
+
+def _count_norms_twice(gpt: TinyGPT) -> None:
+    for buffer in gpt.optimizer.buffers:
+        object.__setattr__(buffer.space, "counts_in_norm", True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "break_it"),
+    [
+        ("dp2", _sum_over_replicas_instead_of_mean),
+        ("dp2", _reduce_no_gradients_over_replicas),
+        ("tp2_sp", _forget_gradients_of_sequence_parallel_parameters),
+        ("tp2_sp", _count_norms_twice),
+        ("pp2", _forget_gradients_of_the_tied_embedding),
+    ],
+)
+def test_the_comparison_notices(
+    ranks: RankPool, single: Single, layout: str, break_it: Callable[[TinyGPT], None]
+) -> None:
+    with pytest.raises((AssertionError, RankError)) as caught:
+        assert_same(train(ranks, "gpt3", layout, "bf16", break_it), *single("gpt3", "bf16"), BF16_TOLERANCE)
+    print(str(caught.value)[-300:])
