@@ -35,7 +35,10 @@ LAYOUTS = {
     "tp2": (2, ParallelConfig(tensor_model_parallel_size=2)),
     "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2)),
     "dp2": (2, ParallelConfig()),
-    "tp2_pp2": (4, ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)),
+    "tp2_pp2": (
+        4,
+        ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
+    ),
     "tp2_dp2": (4, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
 }
 
@@ -73,7 +76,10 @@ def write_grads(gpt: TinyGPT) -> dict[str, Tensor]:
             mine = shard(mine, *sharding, tp.rank(), tp.size())
         param.main_grad.accumulate_(mine)  # type: ignore[attr-defined]
         everyone = [
-            contribution(replica, part, each).double() for replica in range(dp.size()) for part in parts for each in ends
+            contribution(replica, part, each).double()
+            for replica in range(dp.size())
+            for part in parts
+            for each in ends
         ]
         expected[slot.name] = torch.stack(everyone).sum(dim=0) / dp.size()
     return expected

@@ -17,9 +17,7 @@ SHAPES = {"a": (64, 64), "b": (30, 50), "c": (128, 96)}  # b is padded
 
 
 def make_buffer(dtype: StorageDtype) -> tuple[GradBuffer, dict[str, torch.nn.Parameter]]:
-    params = {
-        name: torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape))) for name, shape in SHAPES.items()
-    }
+    params = {name: torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape))) for name, shape in SHAPES.items()}
     (space,) = partition(params.items(), 0)
     return GradBuffer(space, dtype, reduces_in_fp8=True), params
 

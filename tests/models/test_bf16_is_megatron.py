@@ -59,10 +59,7 @@ def _train_stock_model(config: Config, batches: Tensor) -> TinyRun:
         }
         options = config.optimizer
         optimizer = torch.optim.AdamW(
-            [
-                {"params": [p], "weight_decay": options.weight_decay if p.ndim > 1 else 0.0}
-                for p in masters.values()
-            ],
+            [{"params": [p], "weight_decay": options.weight_decay if p.ndim > 1 else 0.0} for p in masters.values()],
             lr=options.lr,
             betas=(options.adam_beta1, options.adam_beta2),
             eps=options.adam_eps,

@@ -20,7 +20,10 @@ LAYOUTS = {
         ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
     ),
     "dp2": (2, ParallelConfig()),
-    "tp2_pp2": (4, ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)),
+    "tp2_pp2": (
+        4,
+        ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
+    ),
 }
 STYLES = {"gpt3": GPT3_STYLE, "llama": LLAMA_STYLE}
 NO_STEPS = torch.empty(0, 4, 2, 33, dtype=torch.long)
@@ -30,7 +33,9 @@ def four_layers(style: str) -> ModelConfig:
     return ModelConfig(**{**vars(STYLES[style]), "num_layers": 4})
 
 
-def initial(ranks: RankPool, world: int, parallel: ParallelConfig, style: str, precision: str, seed: int = 1) -> TinyRun:
+def initial(
+    ranks: RankPool, world: int, parallel: ParallelConfig, style: str, precision: str, seed: int = 1
+) -> TinyRun:
     config = tiny_config(
         four_layers(style),
         parallel=parallel,

@@ -1,0 +1,67 @@
+"""Two GPUs train as one: the real program under torchrun, on NCCL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pretrain_gpt
+from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "vocab_size": 1024,
+    "make_vocab_size_divisible_by": 64,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 12,
+    "lr": 1e-3,
+}
+LAYOUTS = {
+    "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2_vpp2": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    "dp2": {},
+}
+#: Relative difference of a step's loss from one GPU's. bf16: sums in another order, each rounded to 2⁻⁸ of its size
+#: and averaged over 512 tokens and 4 layers. O3: every rank's shard of a weight has a scale of its own, so its E4M3
+#: rounding (31.5 dB) is drawn anew; the difference of two such draws moved tiny models' losses by up to 0.2%.
+TOLERANCE = {"bf16": 1e-3, "fp8": 5e-3}
+
+
+def losses(output_dir: Path, num_gpus: int, **overrides: object) -> list[float]:
+    """Losses of a run on `num_gpus` GPUs."""
+    flags = tiny_flags(output_dir, **{**MODEL, **overrides})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_gpus)]
+    root = Path(pretrain_gpt.__file__).parent
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
+    subprocess.run([*command, "pretrain_gpt.py", *flags], cwd=root, env=environment, check=True, timeout=300)
+    return [r["loss"] for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses on one GPU by precision."""
+    folder = tmp_path_factory.mktemp("one")
+    return {precision: losses(folder / precision, 1, precision=precision) for precision in TOLERANCE}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("precision", list(TOLERANCE))
+def test_layout_trains_as_one_gpu(tmp_path: Path, one_gpu: dict[str, list[float]], precision: str, layout: str) -> None:
+    measured = losses(tmp_path, 2, precision=precision, **LAYOUTS[layout])
+    assert measured == pytest.approx(one_gpu[precision], rel=TOLERANCE[precision])
