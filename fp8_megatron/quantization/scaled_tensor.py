@@ -23,7 +23,7 @@ class ScaledTensor(torch.Tensor):
     """x ≈ payload · scale.
 
     Args:
-        payload: E4M3 or FP16 (or, beside a master of its own, any 16- or 32-bit dtype), of the tensor's shape, contiguous.
+        payload: E4M3 or FP16 (under --params-dtype any 16- or 32-bit dtype), of the tensor's shape, contiguous.
         scale: FP32, [1] for the whole tensor (1 where it is stored unscaled), or [numel / block] for runs of the
             flattened tensor (FP16).
         dtype: the dtype it advertises.

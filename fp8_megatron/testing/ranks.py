@@ -125,7 +125,7 @@ class _Place:
         """Make this process the rank."""
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.num_ranks))
         # Ranks meet in a file: TCP rendezvous looks up host names, for seconds where the name service is slow.
-        torch.distributed.init_process_group = functools.partial(  # type: ignore[assignment]
+        torch.distributed.init_process_group = functools.partial(
             _init_process_group,
             store=torch.distributed.FileStore(self.rendezvous_file, self.num_ranks),
             rank=self.rank,

@@ -68,9 +68,10 @@ def _run_schedule(state: TrainingState, loader: Iterator[Batch], *, forward_only
 def _sum_over_ranks(losses: list[dict[str, Tensor]], state: TrainingState, *, wants_stop: bool) -> Tensor:
     """FP32 [2] on every rank: mean of the micro-batches' losses over replicas, and how many ranks want to stop."""
     topology = state.topology
-    values = torch.tensor([0.0, float(wants_stop)], device=state.device)
+    values = torch.zeros(2, device=state.device)
+    values[1:].fill_(float(wants_stop))  # making it from a list of numbers would copy, and wait
     if topology.reads_loss:
-        values[0] += torch.stack([loss["loss"] for loss in losses]).mean() / topology.dp.size()
+        values[:1] += torch.stack([loss["loss"] for loss in losses]).mean() / topology.dp.size()
     if topology.world_size > 1:
         torch.distributed.all_reduce(values)
     return values

@@ -1,8 +1,8 @@
 """fp8_linear against float64: values, gradients, what it stores and when it writes.
 
-Rounding noise of one operand, as a signal-to-noise ratio: a mantissa of m bits has steps of 2⁻ᵐ and noise 2⁻²ᵐ/12, which
-for values spread over several binades averages to 31.5 dB in E4M3 (m = 3) and 25.5 dB in E5M2 (m = 2). The noise powers
-of a GEMM's two operands add: E4M3 × E4M3 keeps 28.5 dB, E5M2 × E4M3 24.5 dB. Tests allow 0.5 dB for the sample.
+Rounding noise of one operand, as a signal-to-noise ratio: a mantissa of m bits has steps of 2⁻ᵐ and noise 2⁻²ᵐ/12,
+which for values spread over several binades averages to 31.5 dB in E4M3 (m = 3) and 25.5 dB in E5M2 (m = 2). The noise
+powers of a GEMM's two operands add: E4M3 × E4M3 keeps 28.5 dB, E5M2 × E4M3 24.5 dB. Tests allow 0.5 dB for the sample.
 """
 
 from __future__ import annotations

@@ -45,22 +45,40 @@ def initial(
     return ranks.run(train_tiny_gpt, config, NO_STEPS, num_ranks=world)[0]
 
 
-@pytest.mark.parametrize("style", list(STYLES))
+@pytest.fixture(scope="module")
+def single(ranks: RankPool) -> dict[tuple[str, str], TinyRun]:
+    """One rank's run of each style and precision."""
+    return {
+        (style, precision): initial(ranks, 1, ParallelConfig(), style, precision)
+        for style in STYLES
+        for precision in ("bf16", "fp8")
+    }
+
+
+@pytest.mark.parametrize(("style", "precision"), [("gpt3", "bf16"), ("llama", "fp8")])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_weights_do_not_depend_on_the_layout(ranks: RankPool, layout: str, style: str) -> None:
-    """Bitwise: in FP32 masters, and in FP16 masters whose power-of-two scales differ between layouts but round alike."""
-    for precision in ("bf16", "fp8"):
-        single = initial(ranks, 1, ParallelConfig(), style, precision).weights
-        world, parallel = LAYOUTS[layout]
-        other = initial(ranks, world, parallel, style, precision).weights
-        assert list(other) == list(single)
-        for name, value in single.items():
-            assert torch.equal(other[name], value), name
+def test_weights_do_not_depend_on_the_layout(
+    ranks: RankPool, single: dict[tuple[str, str], TinyRun], layout: str, style: str, precision: str
+) -> None:
+    """Bitwise: in FP32 masters, and in FP16 masters, whose power-of-two scales differ between layouts but round alike."""
+    world, parallel = LAYOUTS[layout]
+    other = initial(ranks, world, parallel, style, precision).weights
+    expected = single[style, precision].weights
+    assert list(other) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(other[name], value), name
 
 
-def test_names_sizes_and_spreads(ranks: RankPool) -> None:
+def test_masters_hold_the_same_values_at_every_precision(single: dict[tuple[str, str], TinyRun]) -> None:
+    for style in STYLES:
+        for name, value in single[style, "bf16"].weights.items():
+            # FP16 with a scale per block: half of 2⁻¹⁰, for numbers not 2⁻²⁸ below the block's largest.
+            torch.testing.assert_close(single[style, "fp8"].weights[name], value, rtol=2**-11, atol=1e-9)
+
+
+def test_names_sizes_and_spreads(single: dict[tuple[str, str], TinyRun]) -> None:
     model = four_layers("llama")
-    weights = initial(ranks, 1, ParallelConfig(), "llama", "bf16").weights
+    weights = single["llama", "bf16"].weights
     heads, groups, dim = model.num_attention_heads, model.query_groups, model.head_dim
     assert groups == 2 and heads == 4
     expected = {
@@ -90,10 +108,10 @@ def test_names_sizes_and_spreads(ranks: RankPool) -> None:
     assert correlations.abs().max() < 6 / math.sqrt(4096)  # no two parameters share their numbers
 
 
-def test_the_seed_matters(ranks: RankPool) -> None:
-    first, second = (initial(ranks, 1, ParallelConfig(), "gpt3", "bf16", seed).weights for seed in (1, 2))
-    for name, value in first.items():
-        assert value.ndim == 1 or not torch.equal(value, second[name])
+def test_the_seed_matters(ranks: RankPool, single: dict[tuple[str, str], TinyRun]) -> None:
+    other = initial(ranks, 1, ParallelConfig(), "gpt3", "bf16", seed=2).weights
+    for name, value in single["gpt3", "bf16"].weights.items():
+        assert value.ndim == 1 or not torch.equal(value, other[name])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -145,8 +145,8 @@ F = StorageDtype
 #: FP8 gradients (31.5 dB each) are independent over the steps: 100 of them leave 31.5 + 20 dB. A master in FP16 moves
 #: by about 1 in 100 steps of 0.01 and is rounded by up to 2⁻¹¹ at each: 20·log10(1 / (10 · 2⁻¹¹/√3)) = 51 dB. Together
 #: 48.2 dB, less 2. An FP8 first moment is felt for 1/(1 − beta1) = 10 steps after each rounding: 10 · √100 roundings
-#: against 100 updates leave a single rounding's 31.5 dB, less 1.5. A BF16 master's steps near 1, 2⁻⁷, are the size of an
-#: update: it follows, no more. The bf16 level's gradients are taken at weights rounded by 55.6 dB.
+#: against 100 updates leave a single rounding's 31.5 dB, less 1.5. A BF16 master's steps near 1, 2⁻⁷, are the size of
+#: an update: it follows, no more. The bf16 level's gradients are taken at weights rounded by 55.6 dB.
 STORAGES = {
     "bf16": (BF16, 55.0),
     "O1": (fp8(opt_level="O1"), 46.0),

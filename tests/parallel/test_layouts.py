@@ -1,13 +1,13 @@
-"""Every parallel layout trains as one rank does: one seed, one batch of four micro-batches, under bf16 and under FP8.
+"""Every parallel layout trains as one rank does: one seed, one batch of two micro-batches, under bf16 and under FP8.
 
-What the bounds are made of. Under bf16 a layout changes the order of sums, and tensor parallelism rounds partial sums to
-BF16. A token's logits are then off by about 2⁻⁹, the mean loss of 256 tokens by 10⁻⁴; gradients keep some 45 dB. Under FP8
-tensor parallelism also gives each shard a scale of its own: other rounding, at 28.5 dB a GEMM forward and 24.5 dB
-backward, so that the loss is off by some 10⁻³ and gradients keep some 20 dB after a few layers.
+What the bounds are made of. Under bf16 a layout changes the order of sums, and tensor parallelism rounds partial sums
+to BF16. A token's logits are then off by about 2⁻⁹, the mean loss of 128 tokens by 2 · 10⁻⁴; gradients keep some 45 dB.
+Under FP8 tensor parallelism also gives each shard a scale of its own: other rounding, at 28.5 dB a GEMM forward and
+24.5 dB backward, so that the loss is off by some 10⁻³ and gradients keep some 20 dB after a few layers.
 
-Adam's first steps go by the sign of a gradient: with noise of r times its size, r/π of all elements go the wrong way and
-leave 4r/π of the movement's power as error: 21 dB of 45 dB gradients, 9 dB of 20 dB gradients. Vectors' gradients are sums
-that cancel more. Weights that differ so feed back into the later losses: a few times the first step's difference.
+Adam's first steps go by the sign of a gradient: with noise of r times its size, r/π of all elements go the wrong way
+and leave 4r/π of the movement's power as error: 21 dB of 45 dB gradients, 9 dB of 20 dB gradients. Vectors' gradients
+are sums that cancel more. Weights that differ so feed back into the later losses: a few times the first difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from fp8_megatron.config import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.testing.ranks import RankError, RankPool
 from fp8_megatron.testing.tiny_gpt import (
@@ -31,7 +31,9 @@ from fp8_megatron.testing.tiny_gpt import (
     train_tiny_gpt,
 )
 
-BATCHES = random_batches(1, 4).expand(4, -1, -1, -1)  # one batch four times, so that the loss falls
+BATCHES = random_batches(1, 2).expand(4, -1, -1, -1)  # one batch four times, so that the loss falls
+#: Gentle enough that the gradient norm does not grow: differences would grow with it.
+OPTIMIZER = OptimizerConfig(lr=5e-4)
 MODELS = {"gpt3": replace(GPT3_STYLE, num_layers=4), "llama": replace(LLAMA_STYLE, num_layers=4)}
 PRECISIONS = {
     "bf16": PrecisionConfig(precision="bf16"),
@@ -53,7 +55,6 @@ LAYOUTS = {
         ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
     ),
     "pp4": (4, ParallelConfig(pipeline_model_parallel_size=4)),
-    "dp4": (4, ParallelConfig()),
 }
 
 
@@ -82,7 +83,7 @@ def single(ranks: RankPool) -> Single:
 
     def run(model: str, precision: str) -> tuple[TinyRun, TinyRun]:
         if (model, precision) not in known:
-            config = tiny_config(MODELS[model], precision=PRECISIONS[precision])
+            config = tiny_config(MODELS[model], precision=PRECISIONS[precision], optimizer=OPTIMIZER)
             start, end = (
                 ranks.run(train_tiny_gpt, config, batches, num_ranks=1)[0] for batches in (BATCHES[:0], BATCHES)
             )
@@ -97,7 +98,7 @@ def train(
     ranks: RankPool, model: str, layout: str, precision: str, break_it: Callable[[TinyGPT], None] | None = None
 ) -> TinyRun:
     world, parallel = LAYOUTS[layout]
-    config = tiny_config(MODELS[model], parallel=parallel, precision=PRECISIONS[precision])
+    config = tiny_config(MODELS[model], parallel=parallel, precision=PRECISIONS[precision], optimizer=OPTIMIZER)
     runs = ranks.run(_train_on_a_rank, config, break_it, num_ranks=world)
     for run in runs:
         assert run.losses == runs[0].losses
@@ -136,7 +137,7 @@ def slow(*case: str) -> object:
         slow("llama", "tp2"),
         slow("llama", "tp2_pp2"),
         slow("gpt3", "tp2_dp2"),
-        *[slow(model, layout) for model in MODELS for layout in ("pp4", "dp4")],
+        *[slow(model, "pp4") for model in MODELS],
     ],
 )
 @pytest.mark.parametrize("precision", ["bf16", "O3"])

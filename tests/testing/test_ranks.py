@@ -70,5 +70,5 @@ def test_a_hung_rank_is_killed(ranks: RankPool) -> None:
 
 
 def test_what_does_not_pickle_is_an_error_of_the_rank(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="rank 0 of 1(?s:.)*pickle"):
+    with pytest.raises(RankError, match=r"rank 0 of 1(?s:.)*pickle"):
         ranks.run(_unpicklable, num_ranks=1)
