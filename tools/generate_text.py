@@ -12,15 +12,9 @@ import sys
 import warnings
 from pathlib import Path
 
-from fp8_megatron.checkpoint.files import CheckpointError
-from fp8_megatron.config_checks import ConfigError
-from fp8_megatron.training.generate import generate_text
-
 
 def main() -> int:
     """Print the continuations; returns the exit status."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     parser = argparse.ArgumentParser(description="Continue prompts with a trained checkpoint.")
     parser.add_argument("--load", type=Path, required=True, help="folder that training saved into")
     parser.add_argument("--prompt", nargs="+", required=True, help="texts to continue")
@@ -29,6 +23,13 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, default=40, help="draw among this many tokens (default 40)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    # megatron-core warns on import of what it does without; none of that is used here.
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    from fp8_megatron.checkpoint.files import CheckpointError
+    from fp8_megatron.config_checks import ConfigError
+    from fp8_megatron.training.generate import generate_text
+
     is_first = int(os.environ.get("RANK", "0")) == 0
     try:
         texts = generate_text(

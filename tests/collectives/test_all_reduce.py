@@ -1,11 +1,11 @@
 """all_reduce_mean_fp8 on real ranks against the mean in float64.
 
 Noise of independent values: each rank's rounding to E4M3 leaves 31.5 dB, and so does their sum, in which signal and
-noise powers both add up; rounding the mean once more adds the same noise again: 28.5 dB. Where ranks share a gradient of
-power 1 beside their own noise of power s, the mean of N has power 1 + s/N and the averaged roundings (1 + s)/N of one
-rounding's. The mean lies between the numbers of E4M3 on a lattice of N points, whose rounding has up to 1 + 2/N² times
-the noise of a continuous value's (at N = 2 half of them are ties). Together 31.5 dB − 10·log10((1 + s)/(N + s) + 1 +
-2/N²): better with more ranks. Tests allow 0.5 dB for the sample.
+noise powers both add up; rounding the mean once more adds the same noise again: 28.5 dB. Where ranks share a gradient
+of power 1 beside their own noise of power s, the mean of N has power 1 + s/N and the averaged roundings (1 + s)/N of
+one rounding's. The mean lies between the numbers of E4M3 on a lattice of N points, whose rounding has up to 1 + 2/N²
+times the noise of a continuous value's (at N = 2 half of them are ties). Together
+31.5 dB − 10·log10((1 + s)/(N + s) + 1 + 2/N²), better with more ranks. Tests allow 0.5 dB for the sample.
 """
 
 from __future__ import annotations

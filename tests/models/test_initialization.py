@@ -60,7 +60,7 @@ def single(ranks: RankPool) -> dict[tuple[str, str], TinyRun]:
 def test_weights_do_not_depend_on_the_layout(
     ranks: RankPool, single: dict[tuple[str, str], TinyRun], layout: str, style: str, precision: str
 ) -> None:
-    """Bitwise: in FP32 masters, and in FP16 masters, whose power-of-two scales differ between layouts but round alike."""
+    """Bitwise: in FP32 masters, and in FP16 masters, whose power-of-two scales may differ but round alike."""
     world, parallel = LAYOUTS[layout]
     other = initial(ranks, world, parallel, style, precision).weights
     expected = single[style, precision].weights

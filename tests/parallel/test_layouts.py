@@ -70,8 +70,20 @@ class Tolerance:
     vector_db: float
 
 
-BF16_TOLERANCE = Tolerance(5e-4, 2e-3, first_norm=2e-3, norms=1.5e-2, matrix_db=20.0, vector_db=13.0)
-FP8_TOLERANCE = Tolerance(3e-3, 1e-2, first_norm=1e-2, norms=6e-2, matrix_db=8.0, vector_db=5.0)
+#: By precision (bf16 or FP8) and whether layers are sharded. Without that every rank runs the same kernels on the same
+#: numbers, and only these sums change: the tied embedding's two gradients, the norm's squares; with replicas the
+#: accumulator's rounding and, under FP8, the wire's 28 dB.
+TOLERANCES = {
+    ("bf16", True): Tolerance(1e-3, 2e-3, first_norm=2e-3, norms=1.5e-2, matrix_db=20.0, vector_db=13.0),
+    ("bf16", False): Tolerance(1e-5, 1e-3, first_norm=1e-5, norms=5e-3, matrix_db=35.0, vector_db=18.0),
+    ("fp8", True): Tolerance(3e-3, 1e-2, first_norm=1e-2, norms=0.1, matrix_db=8.0, vector_db=4.0),
+    ("fp8", False): Tolerance(1e-5, 5e-3, first_norm=3e-3, norms=3e-2, matrix_db=15.0, vector_db=12.0),
+}
+
+
+def tolerance_of(layout: str, precision: str) -> Tolerance:
+    return TOLERANCES["bf16" if precision == "bf16" else "fp8", layout.startswith("tp2")]
+
 
 Single = Callable[[str, str], tuple[TinyRun, TinyRun]]
 
@@ -87,7 +99,7 @@ def single(ranks: RankPool) -> Single:
             start, end = (
                 ranks.run(train_tiny_gpt, config, batches, num_ranks=1)[0] for batches in (BATCHES[:0], BATCHES)
             )
-            assert end.losses[0] - end.losses[-1] > 0.9  # it learns: the losses could differ
+            assert end.losses[0] - end.losses[-1] > 0.8  # it learns: the losses could differ
             known[model, precision] = start, end
         return known[model, precision]
 
@@ -101,8 +113,8 @@ def train(
     config = tiny_config(MODELS[model], parallel=parallel, precision=PRECISIONS[precision], optimizer=OPTIMIZER)
     runs = ranks.run(_train_on_a_rank, config, break_it, num_ranks=world)
     for run in runs:
-        assert run.losses == runs[0].losses
-        assert run.grad_norms == runs[0].grad_norms
+        assert run.losses == runs[0].losses, "ranks have different losses"
+        assert run.grad_norms == runs[0].grad_norms, "ranks have different norms"
     return runs[0]
 
 
@@ -142,8 +154,8 @@ def slow(*case: str) -> object:
 )
 @pytest.mark.parametrize("precision", ["bf16", "O3"])
 def test_layout_trains_as_one_rank(ranks: RankPool, single: Single, model: str, layout: str, precision: str) -> None:
-    tolerance = BF16_TOLERANCE if precision == "bf16" else FP8_TOLERANCE
-    assert_same(train(ranks, model, layout, precision), *single(model, precision), tolerance)
+    run = train(ranks, model, layout, precision)
+    assert_same(run, *single(model, precision), tolerance_of(layout, precision))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +174,8 @@ def test_layout_trains_as_one_rank(ranks: RankPool, single: Single, model: str, 
 def test_other_fp8_modes_train_as_one_rank(
     ranks: RankPool, single: Single, model: str, layout: str, precision: str
 ) -> None:
-    assert_same(train(ranks, model, layout, precision), *single(model, precision), FP8_TOLERANCE)
+    run = train(ranks, model, layout, precision)
+    assert_same(run, *single(model, precision), tolerance_of(layout, precision))
 
 
 def test_o2_and_o3_compute_the_same(single: Single) -> None:
@@ -201,15 +214,17 @@ def _count_norms_twice(gpt: TinyGPT) -> None:
 @pytest.mark.parametrize(
     ("layout", "break_it", "what_is_seen"),
     [
-        ("dp2", _sum_over_replicas_instead_of_mean, r"Obtained: 5\.17.*\n.*Expected: 2\.58"),
-        ("dp2", _reduce_no_gradients_over_replicas, r"grad_norms == runs\[0\]\.grad_norms"),
+        ("dp2", _sum_over_replicas_instead_of_mean, r"Obtained: 7\.38.*\n.*Expected: 3\.69"),
+        ("dp2", _reduce_no_gradients_over_replicas, "ranks have different norms"),
         ("tp2_sp", _forget_gradients_of_sequence_parallel_parameters, "a replicated parameter differs between ranks"),
-        ("tp2_sp", _count_norms_twice, r"Obtained: 2\.8.*\n.*Expected: 2\.58"),
+        ("tp2_sp", _count_norms_twice, r"Obtained: .*\n.*Expected: 3\.69"),
         ("pp2", _forget_gradients_of_the_tied_embedding, "word_embeddings.weight differs between the stages"),
     ],
+    ids=["sum_over_replicas", "no_sum_over_replicas", "no_sum_of_norms", "norms_counted_twice", "no_tied_embedding"],
 )
 def test_the_comparison_notices(
     ranks: RankPool, single: Single, layout: str, break_it: Callable[[TinyGPT], None], what_is_seen: str
 ) -> None:
     with pytest.raises((AssertionError, RankError), match=what_is_seen):
-        assert_same(train(ranks, "gpt3", layout, "bf16", break_it), *single("gpt3", "bf16"), BF16_TOLERANCE)
+        run = train(ranks, "gpt3", layout, "bf16", break_it)
+        assert_same(run, *single("gpt3", "bf16"), tolerance_of(layout, "bf16"))
