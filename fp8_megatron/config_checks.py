@@ -242,6 +242,8 @@ def _check_precision(config: Config) -> Iterator[str]:
         )
     if precision.precision == "fp8":
         yield from _check_master(precision)
+        if precision.main_grads_dtype is StorageDtype.FP16:
+            yield "main_grads_dtype(fp16) would overflow without a loss scale; choose fp8, bf16 or fp32"
     else:
         for name in ("params_dtype", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             dtype = getattr(precision, name)

@@ -149,19 +149,18 @@ def runtime(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
         yield
         return
-    current_device = torch.cuda.current_device
-    tracker = mcore_random._CUDA_RNG_STATE_TRACKER
-    initialized = mcore_random._CUDA_RNG_STATE_TRACKER_INITIALIZED
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    mcore_random._CUDA_RNG_STATE_TRACKER = CpuRngTracker()
-    mcore_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    try:
-        with _CudaOnCpu():
-            yield
-    finally:
-        torch.cuda.current_device = current_device
-        mcore_random._CUDA_RNG_STATE_TRACKER = tracker
-        mcore_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = initialized
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (mcore_random, "_CUDA_RNG_STATE_TRACKER", CpuRngTracker()),
+            (mcore_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+            (mcore_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+            (mcore_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
+        stack.enter_context(_CudaOnCpu())
+        yield
 
 
 def seed_everything(seed: int, device: torch.device, *, tensor_parallel_rank: int, pipeline_rank: int) -> None:

@@ -9,6 +9,7 @@ run=runs/quickstart
 data=$run/data
 prefix=$data/corpus
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONWARNINGS=ignore # megatron-core warns on import of every optional package that is not there
 started=$SECONDS
 say() { printf '\n\033[1m[%3ds] %s\033[0m\n' "$((SECONDS - started))" "$*"; }
 
@@ -32,5 +33,16 @@ say "5/5 a few tokens from the trained model"
 "$python" -m torch.distributed.run --nproc-per-node 2 tools/generate_text.py --load "$run/checkpoints" \
   --prompt "def __init__(self" "import os" "    for i in range("
 
-say "done: everything is under $run/"
-find "$run" -maxdepth 2 -not -path '*/cache*' -not -name '*.tmp' | sort
+say "what it held in memory"
+cat "$run/memory.txt"
+
+say "done; everything is under $run/:"
+cat <<END
+  $run/loss.png        loss curve, training and validation
+  $run/metrics.jsonl   every step and validation
+  $run/memory.txt      the table above
+  $run/config.yaml     the resolved configuration
+  $run/checkpoints/    the trained model and what resuming needs
+  $run/tensorboard/    tensorboard --logdir $run/tensorboard
+  $run/data/           corpus, tokenizer and token files
+END

@@ -101,7 +101,9 @@ class _Run:
         if self.is_writer:
             save_config(config, output_dir / "config.yaml")
             level = config.precision.level
-            logger.info("%s", memory_table(measured_storage(self.state), config.precision.formats, level=level))
+            memory = memory_table(measured_storage(self.state), config.precision.formats, level=level)
+            (output_dir / "memory.txt").write_text(memory + "\n")
+            logger.info("%s", memory)
 
     def train(self) -> None:
         """The loop."""

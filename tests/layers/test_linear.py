@@ -7,6 +7,7 @@ powers of a GEMM's two operands add: E4M3 × E4M3 keeps 28.5 dB, E5M2 × E4M3 24
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -147,6 +148,17 @@ def test_saves_one_byte_per_input_element() -> None:
     assert sorted(saved_bytes(p, p.x)) == [4, p.x.numel()]  # a scale and the payload
     # The first layer's input needs no gradient, the weight does.
     assert sorted(saved_bytes(p, p.x.detach())) == [4, p.x.numel()]
+
+
+def test_lets_go_of_its_input() -> None:
+    p = make_problem()
+    x = p.x * 2.0
+    reference_to_x = weakref.ref(x)
+    y = p.linear(current(), x)
+    del x
+    assert reference_to_x() is None
+    y.backward(p.cotangent)
+    assert p.x.grad is not None
 
 
 def test_evaluation_saves_and_transposes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
