@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..quantization.recipe import WEIGHT_DTYPE, LinearQuantizers, Recipe
@@ -28,13 +29,11 @@ def _quantize_weight(weight: torch.nn.Parameter, *, is_initialized: bool) -> tor
     return quantized
 
 
-class FP8ColumnParallelLinear(ColumnParallelLinear):
-    """Y = XAᵀ with A split over output rows. Under sequence parallelism X is gathered in FP8, with one scale.
+class _FP8Weight(torch.nn.Module):
+    """Puts an FP8 weight and the layer's quantisers on a linear layer of megatron-core that follows in the bases."""
 
-    Args:
-        recipe: scaling of activations and output gradients; the rest is megatron-core's.
-    """
-
+    config: TransformerConfig
+    tp_group: torch.distributed.ProcessGroup
     weight: torch.nn.Parameter
     quantizers: LinearQuantizers
 
@@ -42,6 +41,20 @@ class FP8ColumnParallelLinear(ColumnParallelLinear):
         super().__init__(*args, **kwargs)
         self.weight = _quantize_weight(self.weight, is_initialized=self.config.perform_initialization)
         self.quantizers = recipe.linear_quantizers()
+
+    def __repr__(self) -> str:
+        # megatron-core's own, which leaves no room for extra_repr, with the active casts.
+        scaling = "delayed" if self.quantizers.input.history is not None else "current"
+        casts = f"input={self.quantizers.input.dtype}, grad_output={self.quantizers.grad_output.dtype}"
+        return f"{super().__repr__()[:-1]}, {casts}, scaling={scaling})"
+
+
+class FP8ColumnParallelLinear(_FP8Weight, ColumnParallelLinear):
+    """Y = XAᵀ with A split over output rows. Under sequence parallelism X is gathered in FP8, with one scale.
+
+    Args:
+        recipe: scaling of activations and output gradients; the rest is megatron-core's.
+    """
 
     def _forward_impl(
         self,
@@ -58,38 +71,18 @@ class FP8ColumnParallelLinear(ColumnParallelLinear):
         )
         return fp8_linear(input, _as_scaled(weight), bias, self.quantizers, parallelism)
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {_casts(self.quantizers)})"
 
-
-class FP8RowParallelLinear(RowParallelLinear):
+class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
     """Y = XAᵀ with A split over input columns; the sum over ranks stays in BF16.
 
     Args:
         recipe: scaling of activations and output gradients; the rest is megatron-core's.
     """
 
-    weight: torch.nn.Parameter
-    quantizers: LinearQuantizers
-
-    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.weight = _quantize_weight(self.weight, is_initialized=self.config.perform_initialization)
-        self.quantizers = recipe.linear_quantizers()
-
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> Tensor:
         return fp8_linear(input, _as_scaled(weight), bias, self.quantizers, TensorParallelism())
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {_casts(self.quantizers)})"
 
 
 def _as_scaled(weight: Tensor) -> ScaledTensor:
     assert isinstance(weight, ScaledTensor), f"weight became a {type(weight).__name__}: something replaced its storage"
     return weight
-
-
-def _casts(quantizers: LinearQuantizers) -> str:
-    """The active casts, for a layer's repr (megatron-core's own leaves no room for `extra_repr`)."""
-    scaling = "delayed" if quantizers.input.history is not None else "current"
-    return f"input={quantizers.input.dtype}, grad_output={quantizers.grad_output.dtype}, scaling={scaling}"
