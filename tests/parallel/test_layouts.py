@@ -105,7 +105,7 @@ def single(ranks: RankPool) -> Single:
         if key not in known:
             config = tiny_config(MODELS[model], precision=PRECISIONS[precision], optimizer=OPTIMIZER)
             start, end = (ranks.run(train_tiny_gpt, config, part, num_ranks=1)[0] for part in (tokens[:0], tokens))
-            assert end.losses[0] - end.losses[-1] > 0.8  # it learns: the losses could differ
+            assert end.losses[0] - end.losses[-1] > 0.5  # it learns: the losses could differ
             known[key] = start, end
         return known[key]
 
@@ -148,10 +148,10 @@ def slow(*case: str) -> object:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        *[(model, layout) for model in MODELS for layout in ("tp2_sp", "pp2", "pp2_vpp2", "dp2")],
-        ("gpt3", "tp2"),
-        ("gpt3", "tp2_pp2"),
-        ("llama", "tp2_dp2"),
+        *[("gpt3", layout) for layout in ("tp2_sp", "tp2", "pp2", "pp2_vpp2", "dp2", "tp2_pp2")],
+        *[("llama", layout) for layout in ("tp2_sp", "pp2_vpp2", "tp2_dp2")],
+        slow("llama", "pp2"),
+        slow("llama", "dp2"),
         slow("llama", "tp2"),
         slow("llama", "tp2_pp2"),
         slow("gpt3", "tp2_dp2"),
