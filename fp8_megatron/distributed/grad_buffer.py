@@ -77,6 +77,14 @@ class GradBuffer:
                 if self.scales is not None:
                     slot.padded_slice(self.scales, GRAD_BLOCK).fill_(1.0)
 
+    def non_finite_slots(self) -> list[str]:
+        """Names of the parameters whose gradient holds a NaN or an inf; waits for the device."""
+        marks = self.payload if self.scales is None else self.scales  # a bad block has the scale NaN
+        block = 1 if self.scales is None else GRAD_BLOCK
+        return [
+            slot.name for slot in self.space.slots if not torch.isfinite(slot.padded_slice(marks, block)).all().item()
+        ]
+
     def all_reduce_mean(self, group: torch.distributed.ProcessGroup) -> None:
         """Replace the gradients by their mean over `group`; every rank ends with the same bits."""
         if group.size() == 1:

@@ -213,8 +213,8 @@ def adamw_step_(
         g = g + weight_decay * p
     m = beta1 * load_state(exp_avg, exp_avg_scales) + (1.0 - beta1) * g
     v = beta2 * load_state(exp_avg_sq, exp_avg_sq_scales) + (1.0 - beta2) * g * g
-    bias_correction1 = -torch.expm1(step * math.log(beta1))
-    bias_correction2 = -torch.expm1(step * math.log(beta2))
+    bias_correction1 = -torch.expm1(step * _log(beta1))
+    bias_correction2 = -torch.expm1(step * _log(beta2))
     p = p - (lr / bias_correction1) * m / ((v / bias_correction2).sqrt() + eps)
     store_state_(m, exp_avg, exp_avg_scales)
     store_state_(v, exp_avg_sq, exp_avg_sq_scales)
@@ -224,6 +224,10 @@ def adamw_step_(
         weight.copy_(stored)
     if chunk_amax is not None:
         torch.amax(stored.abs().view(chunk_amax.numel(), -1), dim=1, out=chunk_amax)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0.0 else -math.inf
 
 
 def derive_fp8_weights_(

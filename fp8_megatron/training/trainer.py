@@ -25,7 +25,7 @@ from .plot import plot_losses
 from .run_data import RunData, open_run_data
 from .setup import TrainingState, build_training_state, measured_storage
 from .step_results import Mark, PendingStep, StepResult
-from .stopping import NonFiniteGuard, SignalHandler
+from .stopping import NonFiniteGuard, SignalHandler, TrainingDiverged
 from .train_step import evaluate, train_step
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,10 @@ class _Run:
 
     def _record(self, result: StepResult) -> None:
         self.stop_requested |= result.stop_requested
-        self.guard.update(result.skipped, iteration=result.iteration)
+        try:
+            self.guard.update(result.skipped, iteration=result.iteration)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"{error}\n{self._where_not_finite()}") from None
         self.progress = Progress(
             iteration=result.iteration,
             consumed_samples=result.iteration * self.batch_size,
@@ -181,6 +184,13 @@ class _Run:
                 consumed_tokens=self.progress.consumed_samples * self.config.model.seq_length,
             )
         )
+
+    def _where_not_finite(self) -> str:
+        names = [name for buffer in self.state.optimizer.buffers for name in buffer.non_finite_slots()]
+        if not names:
+            return f"no gradient on rank {self.topology.rank} holds a NaN or inf: another rank's does"
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        return f"gradients with a NaN or inf on rank {self.topology.rank}: {shown}"
 
     def _evaluate(self, split: str) -> None:
         loader = self.data.eval_loader(split)

@@ -223,6 +223,16 @@ def test_decay_is_torchs_on_matrices_and_none_on_vectors(
         assert snr_db(value - start[name], params[name].detach() - start[name]) > 100.0, name
 
 
+def test_takes_no_momentum(topology: Topology) -> None:
+    """Both betas 0: every element moves by the learning rate against its gradient's sign (FP32: a few 2⁻²⁴ of 4)."""
+    regression = make_regression(topology, BF16, replace(PLAIN, adam_beta1=0.0, adam_beta2=0.0))
+    start = regression.masters()
+    grads = gradients(0, regression.values())
+    regression.step(grads)
+    for name, value in regression.masters().items():
+        torch.testing.assert_close(value, start[name] - PLAIN.lr * grads[name].sign(), rtol=0, atol=1e-5)
+
+
 def test_zero_gradients_decay_matrices_only(topology: Topology) -> None:
     regression = make_regression(topology, BF16, replace(PLAIN, weight_decay=0.5))
     start = regression.masters()

@@ -113,8 +113,9 @@ def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatc
         return state
 
     monkeypatch.setattr(trainer_module, "build_training_state", poisoned)
-    with pytest.raises(TrainingDiverged, match="4"):
+    with pytest.raises(TrainingDiverged, match="4") as error:
         fit(tmp_path, train_iters=20, max_skipped_steps=4)
+    assert "gradients with a NaN or inf on rank 0: " in str(error.value)  # and where to look
     records = read_records(tmp_path / METRICS_FILE)
     assert len(steps(records)) <= 4
 
