@@ -129,7 +129,7 @@ class PrecisionConfig:
     exp_avg_dtype: StorageDtype | None = None
     """Storage of Adam's first moment."""
     exp_avg_sq_dtype: StorageDtype | None = None
-    """Storage of Adam's second moment."""
+    """Storage of Adam's second moment. fp8 is for ablations: it diverges."""
     grad_accumulation_dtype: Literal["fp32", "bf16"] = "bf16"
     """Local accumulator of FP8 weight gradients over several micro-batches (never added in FP8)."""
     fp8_recipe: FP8Recipe = "tensorwise"
