@@ -51,10 +51,10 @@ class FP8DataParallel(_BaseDataParallel):
                 for slot in buffer.space.slots:
                     slot.param.register_post_accumulate_grad_hook(_move_grad_to_main_grad)
 
-    def zero_grad_buffer(self) -> None:
+    def zero_grad_buffer(self, *, measures_underflow: bool = False) -> None:
         """Start a step: the next gradients overwrite the last step's."""
         for buffer in self.grad_buffers:
-            buffer.reset()
+            buffer.reset(measures_underflow=measures_underflow)
 
     def finish_grad_sync(self, *unused: Any, **unused_kwargs: Any) -> None:
         """Average the gradients over the data-parallel group."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..collectives.all_reduce import all_reduce_mean_fp8
 from ..formats import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
+from ..quantization.stats import underflow_counts
 from .partition import ParamSpace, Slot
 
 #: Elements reduced at a time, so that the FP32 working copies stay small beside the model.
@@ -44,6 +45,8 @@ class GradBuffer:
         self.reduces_in_fp8 = reduces_in_fp8
         self.payload = torch.zeros(space.numel, dtype=dtype.torch_dtype, device=space.device)
         self.scales = torch.ones(space.numel // GRAD_BLOCK, device=space.device) if dtype is StorageDtype.FP8 else None
+        #: FP32 [2] while underflow is measured: non-zero elements given, and how many of them became zero.
+        self.underflow: Tensor | None = None
         self._written: set[int] = set()
         for slot in space.slots:
             slot.param.main_grad = _MainGrad(self, slot)  # type: ignore[attr-defined]
@@ -60,14 +63,22 @@ class GradBuffer:
             if slot.padded != slot.numel:
                 grad = torch.nn.functional.pad(grad.reshape(-1), (0, slot.padded - slot.numel))
             ops.quantize_blockwise_(grad.reshape(-1), payload, scales)
+            if self.underflow is not None:
+                self.underflow += underflow_counts(grad.reshape(-1), payload)
         elif first:
             slot.slice(self.payload).copy_(grad)
         else:
             slot.slice(self.payload).add_(grad)
 
-    def reset(self) -> None:
-        """Forget the gradients; the next ones are written, not added, so nothing needs zeroing."""
+    def reset(self, *, measures_underflow: bool = False) -> None:
+        """Forget the gradients; the next ones are written, not added, so nothing needs zeroing.
+
+        Args:
+            measures_underflow: count, in FP8 storage, what the cast of the next step's gradients makes zero.
+        """
         self._written.clear()
+        measures = measures_underflow and self.scales is not None
+        self.underflow = torch.zeros(2, device=self.payload.device) if measures else None
 
     def zero_unwritten(self) -> None:
         """Zero the slots that no gradient reached in this step."""

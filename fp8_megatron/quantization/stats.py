@@ -1,13 +1,11 @@
-"""How good a low-precision value is: signal-to-noise ratio, saturation, underflow."""
+"""How good a low-precision value is: signal-to-noise ratio and underflow."""
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
-
-from ..formats import FP8_DTYPES, MAX_FINITE
-from ..kernels import reference
 
 
 def snr_db(value: Tensor, reference_value: Tensor) -> float:
@@ -20,14 +18,8 @@ def snr_db(value: Tensor, reference_value: Tensor) -> float:
     return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
 
 
-def saturated_fraction(payload: Tensor) -> float:
-    """Fraction of an FP8 payload's elements at the format's largest magnitude."""
-    assert payload.dtype in FP8_DTYPES, payload.dtype
-    return (reference.decode(payload).abs() >= MAX_FINITE[payload.dtype]).float().mean().item()
-
-
-def underflow_fraction(value: Tensor, payload: Tensor) -> float:
-    """Fraction of the non-zero elements of `value` that became zero in `payload`."""
+def underflow_counts(value: Tensor, payload: Tensor) -> Tensor:
+    """FP32 [2] on the device: non-zero elements of `value`, and how many of them are zero in its FP8 `payload`."""
     nonzero = value != 0
-    lost = nonzero & (reference.decode(payload).view(value.shape) == 0)
-    return (lost.sum() / nonzero.sum().clamp_min(1)).item()
+    is_zero = payload.view(torch.uint8).view(value.shape).bitwise_and(0x7F) == 0
+    return torch.stack([nonzero.sum(), (nonzero & is_zero).sum()]).float()

@@ -41,6 +41,7 @@ class StepResult:
     loss: float
     grad_norm: float
     stop_requested: bool
+    underflow_fraction: float | None
     step_seconds: float
 
     @property
@@ -67,6 +68,13 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for this step (not for later ones) and read it."""
         self.ended.wait()
-        loss, stops, grad_norm = self._host.tolist()
-        seconds = self.ended.seconds_since(self._started)
-        return StepResult(self._iteration, self._learning_rate, loss, grad_norm, stops > 0, seconds)
+        loss, stops, grad_norm, underflow = self._host.tolist()
+        return StepResult(
+            iteration=self._iteration,
+            learning_rate=self._learning_rate,
+            loss=loss,
+            grad_norm=grad_norm,
+            stop_requested=stops > 0,
+            underflow_fraction=None if math.isnan(underflow) else underflow,
+            step_seconds=self.ended.seconds_since(self._started),
+        )

@@ -12,25 +12,30 @@ from .batches import Batch, forward_step, take_step
 from .setup import TrainingState
 
 
-def train_step(state: TrainingState, loader: Iterator[Batch], *, wants_stop: bool) -> Tensor:
+def train_step(
+    state: TrainingState, loader: Iterator[Batch], *, wants_stop: bool, measures_underflow: bool = False
+) -> Tensor:
     """Forward and backward over the micro-batches, reduce, clip, update, move the scales on.
 
     Args:
         wants_stop: whether this rank was told to stop; the ranks agree in the collective that carries the loss.
+        measures_underflow: count what the cast of weight gradients to FP8 makes zero (one more pass over them).
 
     Returns:
-        FP32 [3] on the device, alike on all ranks: mean loss of the global batch, number of ranks that want to stop,
-        gradient norm before clipping. Reading it waits for the step; nothing in here does.
+        FP32 [4] on the device: mean loss of the global batch, number of ranks that want to stop, gradient norm before
+        clipping, alike on all ranks; and this rank's underflowed fraction of FP8 weight gradients, NaN if not measured
+        or none is stored in FP8. Reading it waits for the step; nothing in here does.
     """
     for chunk in state.model:
-        chunk.zero_grad_buffer()
+        chunk.zero_grad_buffer(measures_underflow=measures_underflow)
     losses = _run_schedule(state, loader, forward_only=False)
     grad_norm = state.optimizer.step()
     state.scheduler.step(1)
     for history in state.histories:
         if history is not None:
             history.update(state.topology.replica)
-    return torch.cat([_sum_over_ranks(losses, state, wants_stop=wants_stop), grad_norm])
+    loss_and_stops = _sum_over_ranks(losses, state, wants_stop=wants_stop)
+    return torch.cat([loss_and_stops, grad_norm, _underflow_fraction(state)])
 
 
 @torch.no_grad()
@@ -63,6 +68,15 @@ def _run_schedule(state: TrainingState, loader: Iterator[Batch], *, forward_only
         micro_batch_size=config.training.micro_batch_size,
         forward_only=forward_only,
     )
+
+
+def _underflow_fraction(state: TrainingState) -> Tensor:
+    """FP32 [1]: lost / non-zero over this rank's FP8 gradients; 0/0 is NaN."""
+    counts = torch.zeros(2, device=state.device)
+    for buffer in state.optimizer.buffers:
+        if buffer.underflow is not None:
+            counts += buffer.underflow
+    return counts[1:] / counts[:1]
 
 
 def _sum_over_ranks(losses: list[dict[str, Tensor]], state: TrainingState, *, wants_stop: bool) -> Tensor:

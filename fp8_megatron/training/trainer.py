@@ -115,7 +115,12 @@ class _Run:
         mark = Mark(self.state.device)
         for iteration in range(first, training.train_iters + 1):
             learning_rate = self.state.optimizer.learning_rate
-            values = train_step(self.state, loader, wants_stop=self._wants_stop())
+            values = train_step(
+                self.state,
+                loader,
+                wants_stop=self._wants_stop(),
+                measures_underflow=iteration % self.config.logging.log_interval == 0,
+            )
             queued = PendingStep(iteration, learning_rate, values, mark)
             mark = queued.ended
             if pending is not None:
@@ -181,6 +186,7 @@ class _Run:
                 step_seconds=result.step_seconds,
                 skipped_steps=self.guard.num_skipped,
                 consumed_samples=self.progress.consumed_samples,
+                grad_underflow_fraction=result.underflow_fraction,
                 consumed_tokens=self.progress.consumed_samples * self.config.model.seq_length,
             )
         )

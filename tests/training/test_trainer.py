@@ -196,3 +196,14 @@ def test_every_setting_of_its_own_trains(tmp_path: Path, dtypes: dict) -> None:
     measured = [loss for _, loss, _ in steps(fit(tmp_path / "set", train_iters=10, lr=1e-3, **dtypes))]
     assert measured == pytest.approx(expected, rel=0.03)
     assert measured != expected
+
+
+def test_underflow_is_measured_where_gradients_are_fp8(tmp_path: Path) -> None:
+    """Every log_interval steps, with one micro-batch; a fraction of a per cent, as a Gaussian's tail below 2⁻¹⁹."""
+    records = [r for r in fit(tmp_path / "fp8", train_iters=6, log_interval=3) if r["kind"] == "train"]
+    fractions = [r["grad_underflow_fraction"] for r in records]
+    assert [fraction is not None for fraction in fractions] == [False, False, True, False, False, True]
+    assert all(0.0 <= fraction < 0.05 for fraction in fractions if fraction is not None)
+    for name, overrides in {"bf16": {"precision": "bf16"}, "accumulated": {"global_batch_size": 4}}.items():
+        records = fit(tmp_path / name, train_iters=3, log_interval=1, **overrides)
+        assert all(r["grad_underflow_fraction"] is None for r in records if r["kind"] == "train")
