@@ -240,10 +240,10 @@ class _Run:
             return
         summary = self.metrics.summary()
         self.metrics.close()
+        model = self.config.model
+        title = f"GPT, {model.num_layers} layers × {model.hidden_size}, {self.config.precision.level}"
         try:
-            plot_losses(
-                self.output_dir / METRICS_FILE, self.output_dir / "loss.png", title=f"{self.config.precision.level}"
-            )
+            plot_losses(self.output_dir / METRICS_FILE, self.output_dir / "loss.png", title=title)
         except ValueError as error:
             logger.warning("no loss curve: %s", error)
         logger.info("%s", summary)
