@@ -101,7 +101,7 @@ class GradBuffer:
         if group.size() == 1:
             return
         if not self.reduces_in_fp8:
-            _all_reduce_(self.payload, group)
+            torch.distributed.all_reduce(self.payload, group=group)
             self.payload.div_(group.size())
             return
         for start in range(0, self.space.numel, _REDUCE_ELEMENTS):
@@ -118,10 +118,6 @@ class GradBuffer:
         """Sum some slots over `group` (norms under sequence parallelism, a tied embedding over its two stages)."""
         assert self.scales is None, "only 16- and 32-bit gradients are shared between layers or shards"
         flat = torch.cat([slot.slice(self.payload).reshape(-1) for slot in slots])
-        _all_reduce_(flat, group)
+        torch.distributed.all_reduce(flat, group=group)
         for slot, part in zip(slots, flat.split([slot.numel for slot in slots]), strict=True):
             slot.slice(self.payload).copy_(part.view(slot.param.shape))
-
-
-def _all_reduce_(tensor: Tensor, group: torch.distributed.ProcessGroup) -> None:
-    torch.distributed.all_reduce(tensor, group=group)

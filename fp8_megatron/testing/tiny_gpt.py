@@ -17,11 +17,10 @@ from torch import Tensor
 from .. import device as devices
 from ..config import Config, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from ..distributed.data_parallel import FP8DataParallel
-from ..distributed.finalize import finalize_model_grads
 from ..distributed.topology import Topology, initialized
-from ..models.gpt import ModelChunk, build_model
-from ..models.initialization import initial_values, named_parameters_of_model
+from ..models.gpt import ModelChunk
 from ..optimizer.adamw import FP8AdamW
+from ..training.setup import build_trainable_model
 
 VOCAB_SIZE = 256
 
@@ -122,35 +121,8 @@ def build_tiny_gpt(config: Config, topology: Topology, device: torch.device, num
     devices.seed_everything(
         config.training.seed, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank()
     )
-    chunks = build_model(config, VOCAB_SIZE, topology, device)
-    named = [named_parameters_of_model(chunk.module) for chunk in chunks]
-    model = [
-        FP8DataParallel(
-            chunk.module.config,
-            chunk.module,
-            named_params=params,
-            precision=config.precision,
-            topology=topology,
-            num_micro_batches=num_micro_batches,
-        )
-        for chunk, params in zip(chunks, named, strict=True)
-    ]
-    optimizer = FP8AdamW(model, config.optimizer, config.precision, topology, device)
-    values = [
-        initial_values(
-            params,
-            config.model,
-            seed=config.training.seed,
-            tensor_parallel_rank=topology.tp.rank(),
-            tensor_parallel_size=topology.tp.size(),
-        )
-        for params in named
-    ]
-    optimizer.load_weights(itertools.chain.from_iterable(values))
-    chunks[0].module.config.finalize_model_grads_func = lambda model, *unused, **unused_kwargs: finalize_model_grads(
-        model, topology
-    )
-    return TinyGPT(topology, chunks, model, optimizer)
+    built = build_trainable_model(config, VOCAB_SIZE, topology, device, num_micro_batches)
+    return TinyGPT(topology, built.chunks, built.model, built.optimizer)
 
 
 def _forward_backward(gpt: TinyGPT, config: Config, micro_batches: Tensor) -> float:

@@ -14,7 +14,7 @@ from ..distributed.data_parallel import FP8DataParallel
 from ..distributed.finalize import finalize_model_grads
 from ..distributed.partition import StorageClass
 from ..distributed.topology import Topology
-from ..models.gpt import build_model
+from ..models.gpt import ModelChunk, build_model
 from ..models.initialization import initial_values, named_parameters_of_model
 from ..optimizer.adamw import FP8AdamW
 from ..quantization.amax_history import AmaxHistory
@@ -36,15 +36,26 @@ class TrainingState:
     vocab_size: int
 
 
-def build_training_state(config: Config, vocab_size: int, topology: Topology, device: torch.device) -> TrainingState:
-    """Build and initialise everything on this rank.
+@dataclass(frozen=True)
+class TrainableModel:
+    """This rank's model chunks, wrapped for data parallelism, and the optimizer that holds their weights."""
+
+    chunks: list[ModelChunk]
+    model: list[FP8DataParallel]
+    optimizer: FP8AdamW
+
+
+def build_trainable_model(
+    config: Config, vocab_size: int, topology: Topology, device: torch.device, num_micro_batches: int
+) -> TrainableModel:
+    """Build and initialise the model and its optimizer on this rank, inside `device.runtime`.
 
     Args:
         vocab_size: padded vocabulary.
+        num_micro_batches: gradients each parameter will receive per step.
     """
     chunks = build_model(config, vocab_size, topology, device)
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
-    num_micro_batches = config.num_micro_batches(topology.world_size)
     model = [
         FP8DataParallel(
             chunk.module.config,
@@ -69,14 +80,25 @@ def build_training_state(config: Config, vocab_size: int, topology: Topology, de
         for params in named
     )
     optimizer.load_weights(chain.from_iterable(values))
+    return TrainableModel(chunks, model, optimizer)
+
+
+def build_training_state(config: Config, vocab_size: int, topology: Topology, device: torch.device) -> TrainingState:
+    """Build and initialise everything on this rank.
+
+    Args:
+        vocab_size: padded vocabulary.
+    """
+    num_micro_batches = config.num_micro_batches(topology.world_size)
+    built = build_trainable_model(config, vocab_size, topology, device, num_micro_batches)
     return TrainingState(
         config=config,
         topology=topology,
         device=device,
-        model=model,
-        histories=[chunk.recipe.history for chunk in chunks],
-        optimizer=optimizer,
-        scheduler=_build_scheduler(optimizer, config.optimizer, config.training.train_iters),
+        model=built.model,
+        histories=[chunk.recipe.history for chunk in built.chunks],
+        optimizer=built.optimizer,
+        scheduler=_build_scheduler(built.optimizer, config.optimizer, config.training.train_iters),
         num_micro_batches=num_micro_batches,
         vocab_size=vocab_size,
     )
