@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -26,6 +27,7 @@ _PRELOAD = ["fp8_megatron.testing.tiny_gpt", "fp8_megatron.testing.ranks"]
 _GRACE_SECONDS = 2.0
 
 _init_process_group = torch.distributed.init_process_group
+_destroy_process_group = torch.distributed.destroy_process_group
 
 Result = TypeVar("Result")
 
@@ -58,7 +60,8 @@ class RankPool:
             function: of a module's top level; `args` and the results must pickle (tensors on the CPU do).
 
         Raises:
-            RankError: the first rank to raise, with its traceback; or the ranks that had not answered in time.
+            RankError: the rank that died or raised first, with its traceback, and what the others saw of it; or the
+                ranks that had not answered in time.
         """
         assert 1 <= num_ranks <= self.max_ranks, f"num_ranks({num_ranks}) of a pool of {self.max_ranks}"
         self._start(num_ranks)
@@ -121,8 +124,8 @@ class _Place:
     num_ranks: int
     rendezvous_file: str
 
-    def take(self) -> None:
-        """Make this process the rank."""
+    def take(self) -> _TimeOfFailure:
+        """Make this process the rank. What is returned will know when the rank began to fail, if it does."""
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.num_ranks))
         # Ranks meet in a file: TCP rendezvous looks up host names, for seconds where the name service is slow.
         torch.distributed.init_process_group = functools.partial(
@@ -131,32 +134,63 @@ class _Place:
             rank=self.rank,
             world_size=self.num_ranks,
         )
+        torch.distributed.destroy_process_group = functools.partial(_leave, time_of_failure := _TimeOfFailure())
+        return time_of_failure
+
+
+@dataclass
+class _TimeOfFailure:
+    """When a rank's error began to reach the others: seconds of the machine's monotonic clock."""
+
+    seconds: float | None = None
+
+    def note(self) -> float:
+        """The time noted first; now, if none was."""
+        if self.seconds is None:
+            self.seconds = time.monotonic()
+        return self.seconds
+
+
+def _leave(time_of_failure: _TimeOfFailure, *args: Any) -> None:
+    """Destroy a process group. On a rank that is failing this is what makes the other ranks fail."""
+    if sys.exc_info()[0] is not None:
+        time_of_failure.note()
+    _destroy_process_group(*args)
 
 
 def _serve(connection: Connection) -> None:
-    """Answer calls until the pool goes away. An answer is (succeeded, result or traceback)."""
+    """Answer calls until the pool goes away. An answer is a result or a `_Failure`."""
     torch.set_num_threads(1)
     while True:
         try:
             request = connection.recv_bytes()
         except EOFError:
             return
+        time_of_failure = _TimeOfFailure()
         try:
             # Unpickling imports the function's module, which may raise too.
             place, function, args = pickle.loads(request)
-            place.take()
+            time_of_failure = place.take()
             torch.manual_seed(0)
-            answer = pickle.dumps((True, function(*args)))
+            answer = pickle.dumps(function(*args))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = pickle.dumps(_Failure(time_of_failure.note(), traceback.format_exc()))
         connection.send_bytes(answer)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A rank's traceback, and when it began to fail; a death, which comes unannounced, counts as the earliest."""
+
+    seconds: float
+    text: str
 
 
 def _collect(connections: list[Connection], timeout_seconds: float) -> list[Any]:
     """Every rank's result, in rank order; raises for the first that fails."""
     deadline = time.monotonic() + timeout_seconds
     results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
+    failures: dict[int, _Failure] = {}
     while len(results) + len(failures) < len(connections):
         pending = [connection for rank, connection in enumerate(connections) if rank not in results | failures]
         ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
@@ -166,10 +200,13 @@ def _collect(connections: list[Connection], timeout_seconds: float) -> list[Any]
             assert isinstance(connection, Connection)
             rank = connections.index(connection)
             try:
-                succeeded, result = pickle.loads(connection.recv_bytes())
+                answer = pickle.loads(connection.recv_bytes())
             except EOFError:
-                succeeded, result = False, "the process died"
-            (results if succeeded else failures)[rank] = result
+                answer = _Failure(0.0, "the process died")
+            if isinstance(answer, _Failure):
+                failures[rank] = answer
+            else:
+                results[rank] = answer
         if failures:
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     if failures:
@@ -180,9 +217,9 @@ def _collect(connections: list[Connection], timeout_seconds: float) -> list[Any]
     return [results[rank] for rank in range(len(connections))]
 
 
-def _describe(failures: dict[int, str], num_ranks: int) -> str:
+def _describe(failures: dict[int, _Failure], num_ranks: int) -> str:
     """The first failure in full, and the last line of those it caused."""
-    (rank, text), *others = failures.items()
-    lines = [f"rank {rank} of {num_ranks}: {text.rstrip()}"]
-    lines += [f"then rank {other}: {text.rstrip().splitlines()[-1]}" for other, text in others]
+    (rank, first), *others = sorted(failures.items(), key=lambda item: item[1].seconds)
+    lines = [f"rank {rank} of {num_ranks}: {first.text.rstrip()}"]
+    lines += [f"then rank {other}: {failure.text.rstrip().splitlines()[-1]}" for other, failure in others]
     return "\n".join(lines)

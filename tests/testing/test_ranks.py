@@ -23,6 +23,15 @@ def _fail_on_rank_1(group: torch.distributed.ProcessGroup) -> None:
     torch.distributed.barrier()
 
 
+def _fail_on_rank_1_and_say_so_late() -> None:
+    try:
+        on_default_group(_fail_on_rank_1)
+    except ArithmeticError as error:
+        reason = str(error)
+    time.sleep(0.5)  # the error is gone and with it the group: rank 0's connection is broken by now
+    raise ArithmeticError(reason)
+
+
 def _die_on_rank_1(group: torch.distributed.ProcessGroup) -> None:
     if group.rank() == 1:
         os._exit(3)
@@ -54,6 +63,12 @@ def test_a_failure_names_its_rank_and_does_not_poison(ranks: RankPool) -> None:
         ranks.run(on_default_group, _fail_on_rank_1, num_ranks=2)
     assert time.monotonic() - started < 30.0  # rank 0 was not waited for
     assert_works(ranks, 2)
+
+
+def test_the_first_failure_is_the_one_that_broke_the_others(ranks: RankPool) -> None:
+    # Rank 0's broken connection is heard of before rank 1's reason.
+    with pytest.raises(RankError, match=r"^rank 1 of 2(?s:.)*ArithmeticError: the reason\nthen rank 0: "):
+        ranks.run(_fail_on_rank_1_and_say_so_late, num_ranks=2)
 
 
 def test_a_dead_rank_is_reported_and_replaced(ranks: RankPool) -> None:
