@@ -22,6 +22,7 @@ def main() -> int:
         config = parse_config()
         from fp8_megatron.checkpoint.files import CheckpointError
         from fp8_megatron.device import UnsupportedDeviceError
+        from fp8_megatron.distributed.failures import EXIT_STATUS, RankFailure
         from fp8_megatron.training.stopping import TrainingDiverged
         from fp8_megatron.training.trainer import Trainer
     except ConfigError as error:
@@ -30,6 +31,9 @@ def main() -> int:
         Trainer(config).fit()
     except (ConfigError, CheckpointError, UnsupportedDeviceError, TrainingDiverged) as error:
         return fail(rank, error)
+    except RankFailure as error:
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        return EXIT_STATUS
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .formats import LEVELS, StorageDtype, StorageFormats
+from .formats import LEVELS, GradReduceMode, StorageDtype, StorageFormats
 
 Precision = Literal["bf16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
@@ -102,6 +102,17 @@ class ParallelConfig:
     """Layers in one virtual stage: turns on the interleaved schedule."""
     sequence_parallel: bool = False
     """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients bucket by bucket during backward; off only to measure what the overlap hides."""
+    overlap_param_gather: bool = True
+    """Gather updated weights during the next forward; off only to measure what the overlap hides."""
+    ddp_bucket_size: int = 40_000_000
+    """Elements of a bucket, what one reduction or gather carries (rounded to what the number of ranks needs)."""
+    fp8_grad_reduce: GradReduceMode = GradReduceMode.ALL_TO_ALL
+    """How FP8 gradients are summed: all_to_all (exact FP32 sum); hierarchical (the same inside the node, then across);
+    nccl (native FP8 sum with the paper's auto-scaling, for comparison)."""
+    fp8_wire_intra: Literal["bf16", "fp8"] = "bf16"
+    """What gradients travel in inside a node under --fp8-grad-reduce hierarchical; across nodes it is always FP8."""
     distributed_timeout_minutes: float = 10.0
     """A collective that takes longer ends the job."""
 
@@ -127,9 +138,13 @@ class PrecisionConfig:
     main_grads_dtype: StorageDtype | None = None
     """Storage of linear weight gradients with one micro-batch, and their form on the wire."""
     exp_avg_dtype: StorageDtype | None = None
-    """Storage of Adam's first moment."""
+    """Storage of Adam's first moment. int8 is companded."""
     exp_avg_sq_dtype: StorageDtype | None = None
-    """Storage of Adam's second moment. fp8 is for ablations: it diverges."""
+    """Storage of Adam's second moment. uint8 is companded, the second moment in 8 bits that works; fp8 is for
+    ablations: it diverges."""
+    grad_accumulation: Literal["sharded", "local"] = "sharded"
+    """Several micro-batches on several replicas: sharded reduces each into an FP32 shard (4 / replicas bytes a
+    parameter); local adds them up on every rank and reduces once a step (less traffic, more memory)."""
     grad_accumulation_dtype: Literal["fp32", "bf16"] = "bf16"
     """Local accumulator of FP8 weight gradients over several micro-batches (never added in FP8)."""
     fp8_recipe: FP8Recipe = "tensorwise"

@@ -241,7 +241,8 @@ def _check_precision(config: Config) -> Iterator[str]:
             "pip install --no-build-isolation transformer_engine[pytorch], or choose --precision fp8"
         )
     if precision.precision == "fp8":
-        yield from _check_master(precision)
+        companded = list(_check_companded(precision))
+        yield from companded or _check_master(precision)
         if precision.main_grads_dtype is StorageDtype.FP16:
             yield "main_grads_dtype(fp16) would overflow without a loss scale; choose fp8, bf16 or fp32"
     else:
@@ -261,6 +262,24 @@ def _check_precision(config: Config) -> Iterator[str]:
             f"num_layers_at_start_in_bf16({start}) and num_layers_at_end_in_bf16({end}) have no effect alone; "
             f"add --first-last-layers-bf16"
         )
+
+
+def _check_companded(precision: PrecisionConfig) -> Iterator[str]:
+    """Companded integers are each made for one moment."""
+    int8, uint8 = StorageDtype.INT8, StorageDtype.UINT8
+    if precision.exp_avg_dtype is uint8:
+        yield "exp_avg_dtype(uint8) has no sign, which the first moment needs; choose int8"
+    if precision.exp_avg_sq_dtype is int8:
+        yield "exp_avg_sq_dtype(int8) has half its codes below zero, where no second moment is; choose uint8"
+    for name, choices in (
+        ("params_dtype", "fp8 or fp16"),
+        ("main_params_dtype", "fp16, bf16 or fp32"),
+        ("main_grads_dtype", "fp8, bf16 or fp32"),
+    ):
+        dtype = getattr(precision, name)
+        if dtype in (int8, uint8):
+            moment = "exp_avg_dtype" if dtype is int8 else "exp_avg_sq_dtype"
+            yield f"{name}({dtype.value}) is a storage of moments alone ({moment}); choose {choices}"
 
 
 def _check_master(precision: PrecisionConfig) -> Iterator[str]:

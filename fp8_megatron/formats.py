@@ -15,14 +15,18 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 FP8_DTYPES = (E4M3, E5M2)
+#: Integers that hold optimizer state companded (`kernels.companding`): torch.int8 signed, torch.uint8 not negative.
+COMPANDED_DTYPES = (torch.int8, torch.uint8)
 
-#: Largest finite magnitude of each storage dtype.
+#: Largest finite magnitude of each storage dtype; a companded one decodes to at most 1 · scale.
 MAX_FINITE: dict[torch.dtype, float] = {
     E4M3: 448.0,
     E5M2: 57344.0,
     torch.float16: 65504.0,
     torch.bfloat16: torch.finfo(torch.bfloat16).max,
     torch.float32: torch.finfo(torch.float32).max,
+    torch.int8: 1.0,
+    torch.uint8: 1.0,
 }
 
 #: Elements that share one FP32 scale in a block-scaled gradient (and on the wire).
@@ -35,12 +39,16 @@ FP8_GEMM_MULTIPLE = 16
 
 
 class StorageDtype(str, Enum):
-    """A storage dtype as a user names it on the command line (Megatron's names, plus fp8)."""
+    """A storage dtype as a user names it on the command line (Megatron's names, plus fp8, int8 and uint8)."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"
+    INT8 = "int8"
+    """Companded, for exp_avg alone."""
+    UINT8 = "uint8"
+    """Companded, for exp_avg_sq alone."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -54,8 +62,8 @@ class StorageDtype(str, Enum):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the payload is stored beside FP32 scales (fp16 and fp8 are; fp32 and bf16 have the range)."""
-        return self in (StorageDtype.FP16, StorageDtype.FP8)
+        """Whether the payload is stored beside FP32 scales (fp32 and bf16 are not: they have the range)."""
+        return self not in (StorageDtype.FP32, StorageDtype.BF16)
 
 
 _TORCH_DTYPES = {
@@ -63,7 +71,20 @@ _TORCH_DTYPES = {
     StorageDtype.BF16: torch.bfloat16,
     StorageDtype.FP16: torch.float16,
     StorageDtype.FP8: E4M3,
+    StorageDtype.INT8: torch.int8,
+    StorageDtype.UINT8: torch.uint8,
 }
+
+
+class GradReduceMode(str, Enum):
+    """How the mean of a gradient over the data-parallel ranks is taken (docs/collectives.md)."""
+
+    #: E4M3 blocks cross the wire once, straight to the rank that keeps them; the sum is FP32.
+    ALL_TO_ALL = "all_to_all"
+    #: The same in two stages, inside a node and then across nodes, with the node's sum rounded to E4M3 between them.
+    HIERARCHICAL = "hierarchical"
+    #: NCCL's own FP8 sum with auto-scaling (FP8-LM, arXiv 2310.18313, section 2.1): partial sums are rounded to E4M3.
+    NCCL = "nccl"
 
 
 @dataclass(frozen=True)

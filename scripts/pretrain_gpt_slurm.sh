@@ -13,7 +13,8 @@
 #
 # Submit from the repository root. Arguments go to pretrain_gpt.py. Let --exit-duration-in-mins end some minutes before
 # the job's time limit: the run then saves and stops, and resumes when submitted again (torchrun gives its workers only
-# 30 s between SIGTERM and SIGKILL, too short to save a large model).
+# 30 s between SIGTERM and SIGKILL, too short to save a large model). A rank that dies ends the job and is named in
+# the log (docs/failures.md).
 # Environment: PY (python of the environment, default .venv/bin/python), GPUS_PER_NODE (default 8), MASTER_PORT.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
@@ -24,8 +25,6 @@ export MASTER_ADDR MASTER_PORT
 
 # One hardware queue: a collective starts in the order it was issued, ahead of the GEMM it overlaps with.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-# A failed collective ends the job instead of hanging it.
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 

@@ -12,7 +12,7 @@ import yaml
 from fp8_megatron.config import Config, DataConfig, LoggingConfig, ModelConfig, PrecisionConfig, TrainingConfig
 from fp8_megatron.config_checks import ConfigError
 from fp8_megatron.config_io import format_config, load_config, parse_config, save_config
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.formats import GradReduceMode, StorageDtype
 
 
 def write(folder: Path, text: str) -> str:
@@ -79,7 +79,7 @@ def test_bf16_means_precision_bf16(tmp_path: Path) -> None:
         (["--fp16"], "--fp16"),
         (["--num-layers", "1.5"], "1.5"),
         (["--ffn-hidden-size", "wide"], "wide"),
-        (["--exp-avg-dtype", "int8"], "int8"),
+        (["--exp-avg-dtype", "int4"], "int4"),
         (["--precision", "fp4"], "fp4"),
         (["stray"], "stray"),
     ],
@@ -99,7 +99,7 @@ def test_help_lists_every_field_with_readable_metavars(capsys: pytest.CaptureFix
     assert [name for name in field_names() if "--" + name.replace("_", "-") not in text] == []
     for line in (
         "--ffn-hidden-size INT",
-        "--params-dtype {fp32,bf16,fp16,fp8}",
+        "--params-dtype {fp32,bf16,fp16,fp8,int8,uint8}",
         "--data-path STR [STR ...]",
         "--save STR",
         "--config FILE.yaml",
@@ -125,7 +125,7 @@ def test_help_lists_every_field_with_readable_metavars(capsys: pytest.CaptureFix
         ("sequence_parallel: 1", "sequence_parallel: 1 is not true or false"),
         ("sequence_parallel: yes", "sequence_parallel: 'yes' is not true or false"),
         ("save: 3", "save: 3 is not a string or null"),
-        ("params_dtype: int8", "params_dtype: 'int8' is not one of fp32, bf16, fp16, fp8 or null"),
+        ("params_dtype: int4", "params_dtype: 'int4' is not one of fp32, bf16, fp16, fp8, int8, uint8 or null"),
         ("opt_level: O4", "opt_level: 'O4' is not one of O1, O2, O3"),
         ("data_path: [[a]]", "data_path: [['a']] is not a list of strings"),
         ("model: {seed: 1}", "'seed' belongs under 'training'"),
@@ -181,6 +181,8 @@ def changed(section: object) -> object:
             updates[field.name] = not value
         elif "StorageDtype" in annotation:
             updates[field.name] = StorageDtype.FP16
+        elif "GradReduceMode" in annotation:
+            updates[field.name] = GradReduceMode.NCCL
         elif isinstance(value, int | float):
             updates[field.name] = value * 3 + type(value)(1)
         elif "tuple" in annotation:

@@ -1,8 +1,8 @@
-"""Saving and resuming a training run under one parallel layout: bitwise the same next steps.
+"""Saving and resuming a training run: bitwise the same next steps under the same layout.
 
-Every model-parallel rank of the first replica writes its parameters' master weights and moments as they are stored,
-raw payload and scales. Weights that layers compute with are derived from the masters on load. Another parallel layout
-is refused with both layouts named; another precision or level is converted.
+Every rank writes its shard of master weights and moments as they are stored, raw payload and scales. Weights that
+layers compute with are derived from the masters on load. Another number of replicas takes over the same state; another
+tensor- or pipeline-parallel layout is refused with both layouts named; another precision or level is converted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from torch import Tensor
 
 from ..config import Config
 from ..config_io import save_config
-from ..distributed.partition import Slot
 from ..distributed.topology import Topology
-from ..formats import STATE_BLOCK
-from ..kernels import reference
-from ..optimizer.adamw import FP8AdamW
-from ..optimizer.state import SpaceState, StateTensor
+from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..quantization.amax_history import AmaxHistory
 from .files import (
     META,
@@ -35,13 +31,11 @@ from .files import (
     publish,
     rank_file,
     read_meta,
-    read_tensors,
     remove_old,
     write_tensors,
     write_text,
 )
-
-_KINDS = ("master", "exp_avg", "exp_avg_sq")
+from .saved_state import KINDS, SavedState, tensors_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class Progress:
 class Resumable:
     """Everything of a run that a checkpoint holds besides its progress."""
 
-    optimizer: FP8AdamW
+    optimizer: FP8DistributedOptimizer
     histories: list[AmaxHistory | None]
     topology: Topology
     device: torch.device
@@ -81,12 +75,13 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     torch.distributed.barrier()
-    if topology.dp.rank() == 0:
-        write_tensors(rank_file(temporary, topology.tp.rank(), topology.pp.rank()), _tensors_of(state))
+    file = rank_file(temporary, topology.tp.rank(), topology.pp.rank(), topology.dp.rank())
+    write_tensors(file, _tensors_of(state))
     if topology.rank == 0:
         meta = {
-            "format": 1,
+            "format": 2,
             "layout": _layout(topology),
+            "data_parallel_size": topology.dp.size(),
             "vocab_size": vocab_size,
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
@@ -122,15 +117,16 @@ def load_checkpoint(root: Path, state: Resumable, *, weights_only: bool) -> Prog
         raise CheckpointError(
             f"{folder} was saved with {_text(meta['layout'])}, this run has {_text(_layout(topology))}"
         )
-    tensors = read_tensors(rank_file(folder, topology.tp.rank(), topology.pp.rank()))
-    _check_shapes(folder, tensors, state.optimizer)
+    saved = _saved_state(folder, topology.tp.rank(), topology.pp.rank())
+    _check_shapes(folder, saved, state.optimizer)
     for space, slot in state.optimizer.slots():
-        for kind in _KINDS[:1] if weights_only else _KINDS:
-            _restore(getattr(space, kind), space, slot, tensors, f"{slot.name}/{kind}")
+        for kind in KINDS[:1] if weights_only else KINDS:
+            saved.get(slot.name, kind).restore(space, slot, kind)
     for space_state in state.optimizer.states:
         space_state.derive_weights()
     if weights_only:
         return Progress()
+    tensors = saved.shared()
     state.optimizer.step_count.copy_(tensors["step_count"])
     for index, history in enumerate(state.histories):
         if history is not None:
@@ -141,53 +137,26 @@ def load_checkpoint(root: Path, state: Resumable, *, weights_only: bool) -> Prog
 
 
 def read_weights(folder: Path, tensor_rank: int, pipeline_rank: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, FP32 value) of every parameter of one model-parallel rank's file."""
-    tensors = read_tensors(rank_file(folder, tensor_rank, pipeline_rank))
-    for key, payload in tensors.items():
-        name, _, kind = key.rpartition("/")
-        if kind == "master":
-            yield name, _decode(payload, tensors.get(f"{key}_scales"))
+    """(name, FP32 value) of every parameter of one model-parallel rank."""
+    return _saved_state(folder, tensor_rank, pipeline_rank).masters()
+
+
+def _saved_state(folder: Path, tensor_rank: int, pipeline_rank: int) -> SavedState:
+    return SavedState(folder, tensor_rank, pipeline_rank, num_replicas=read_meta(folder)["data_parallel_size"])
 
 
 def _tensors_of(state: Resumable) -> dict[str, Tensor]:
     tensors = {"step_count": state.optimizer.step_count}
     for space, slot in state.optimizer.slots():
-        for kind in _KINDS:
-            stored: StateTensor = getattr(space, kind)
-            tensors[f"{slot.name}/{kind}"] = slot.slice(stored.payload)
-            if stored.scales is not None:
-                scales = stored.slot(slot).scales
-                assert scales is not None
-                tensors[f"{slot.name}/{kind}_scales"] = scales
+        tensors |= tensors_of(space, slot)
     for index, history in enumerate(state.histories):
         for name, tensor in (history.state_dict() if history is not None else {}).items():
             tensors[f"amax_history.{index}/{name}"] = tensor
     return tensors | {f"rng/{name}": tensor for name, tensor in _rng_states(state.device).items()}
 
 
-def _restore(stored: StateTensor, space: SpaceState, slot: Slot, tensors: dict[str, Tensor], key: str) -> None:
-    payload, scales = tensors[key], tensors.get(f"{key}_scales")
-    part = stored.slot(slot)
-    if payload.dtype == part.payload.dtype and (scales is None) == (part.scales is None):
-        slot.slice(stored.payload).copy_(payload)
-        if scales is not None and part.scales is not None:
-            part.scales.copy_(scales)
-        return
-    flat = torch.zeros(slot.padded, device=space.space.device)
-    flat[: slot.numel] = _decode(payload, scales).view(-1).to(flat.device)
-    part.store_(flat)
-
-
-def _decode(payload: Tensor, scales: Tensor | None) -> Tensor:
-    if scales is None:
-        return payload.float()
-    padded = torch.zeros(scales.numel() * STATE_BLOCK, dtype=payload.dtype)
-    padded.view(torch.uint8)[: payload.nbytes] = payload.contiguous().view(-1).view(torch.uint8)
-    return reference.dequantize_blockwise(padded, scales)[: payload.numel()].view(payload.shape)
-
-
-def _check_shapes(folder: Path, tensors: dict[str, Tensor], optimizer: FP8AdamW) -> None:
-    saved = {key[: -len("/master")]: tensor.shape for key, tensor in tensors.items() if key.endswith("/master")}
+def _check_shapes(folder: Path, saved_state: SavedState, optimizer: FP8DistributedOptimizer) -> None:
+    saved = saved_state.shapes
     for _, slot in optimizer.slots():
         if slot.name not in saved:
             raise CheckpointError(f"{folder} has no tensor {slot.name!r}, which this model has: it is another model's")

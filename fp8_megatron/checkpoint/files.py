@@ -1,6 +1,6 @@
 """Checkpoint folders on disk: written aside, synced and renamed, so that a kill at any instant loses nothing saved.
 
-``<save>/iter_0000100/`` holds one safetensors file per model-parallel rank, ``meta.json`` and ``config.yaml``;
+``<save>/iter_0000100/`` holds one safetensors file per rank, ``meta.json`` and ``config.yaml``;
 ``<save>/latest_checkpointed_iteration.txt`` names the newest complete one and is replaced last. Nothing in a
 checkpoint is executable: safetensors, JSON and YAML only.
 """
@@ -13,7 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -29,9 +30,9 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def rank_file(folder: Path, tensor_rank: int, pipeline_rank: int) -> Path:
-    """The tensors of one model-parallel rank."""
-    return folder / f"model_tp{tensor_rank:02d}_pp{pipeline_rank:03d}.safetensors"
+def rank_file(folder: Path, tensor_rank: int, pipeline_rank: int, data_rank: int) -> Path:
+    """The tensors of one rank: its share of the state of one model-parallel rank."""
+    return folder / f"state_tp{tensor_rank:02d}_pp{pipeline_rank:03d}_dp{data_rank:04d}.safetensors"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -40,14 +41,14 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     _sync(path)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file onto the CPU.
+def open_tensors(path: Path) -> Any:
+    """Open a safetensors file (`safetensors.safe_open`), whose tensors are read onto the CPU as they are asked for.
 
     Raises:
         CheckpointError: missing or damaged.
     """
     try:
-        return load_file(path)
+        return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(
             f"checkpoint file {path} is missing; use another iteration of {path.parent.parent}"

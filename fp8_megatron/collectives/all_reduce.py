@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reduce_scatter import reduce_scatter_mean_fp8
-from .wire import pack, unpack
+from ..formats import StorageDtype
+from .all_gather import all_gather_into
+from .reduce_scatter import reduce_scatter_mean
+from .wire import WireTensor, shard_size
 
 
 def all_reduce_mean_fp8(value: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -24,8 +26,18 @@ def all_reduce_mean_fp8(value: Tensor, group: torch.distributed.ProcessGroup) ->
     world = group.size()
     if world == 1:
         return value.float()
-    mean = reduce_scatter_mean_fp8(value, group).wait()
-    sent = pack(mean.view(1, -1))
-    received = sent.new_empty((world, sent.shape[1]))
-    torch.distributed.all_gather_into_tensor(received, sent, group=group)
-    return unpack(received, mean.numel()).view(-1)[: value.numel()]
+    numel = value.numel()
+    shard = shard_size(numel, world)
+    padded = torch.zeros(world * shard, dtype=torch.float32, device=value.device)
+    padded[:numel] = value
+    sent = WireTensor.empty(world * shard, StorageDtype.FP8, value.device)
+    received = WireTensor.empty(world * shard, StorageDtype.FP8, value.device)
+    sent.store_(padded)
+    own = sent.slice(0, shard)
+    own.store_(reduce_scatter_mean(sent, received, group).wait())
+    gathers = [
+        all_gather_into(full, part, group) for full, part in zip(received.byte_views(), own.byte_views(), strict=True)
+    ]
+    for gather in gathers:
+        gather.wait()
+    return received.load()[:numel]

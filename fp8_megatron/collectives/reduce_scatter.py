@@ -1,54 +1,103 @@
-"""The FP8 reduce-scatter of gradients: E4M3 on the wire, FP32 in the sum.
+"""The reduce-scatter of gradients: a low-precision wire, FP32 in the sum.
 
-Every rank quantises its gradient block by block; an all-to-all of bytes brings each rank all versions of its shard; the
-sum is taken in FP32. A partial sum is never rounded to FP8, so the signal-to-noise ratio grows with the number of ranks
-where a ring that adds in FP8 loses it hop by hop. No amax collective, no NCCL fork; the same code runs on gloo.
+Every rank rounds its gradient once, block by block; an all-to-all of bytes brings each rank all versions of its shard;
+the sum is taken in FP32. A partial sum is never rounded to FP8, so the signal-to-noise ratio does not fall with the
+number of ranks, where a ring that adds in FP8 loses it hop by hop. No amax collective, no NCCL fork; the same code runs
+on gloo.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .wire import mean_of_packed, pack, shard_size
+from ..formats import GRAD_BLOCK
+from .traffic import TrafficKind, count_all_to_all
+from .wire import WireTensor, accumulate_rows_
+
+Group = torch.distributed.ProcessGroup
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class ReduceScatterWork:
-    """Handle of `reduce_scatter_mean_fp8`; `wait` returns this rank's shard of the mean."""
+    """Handle of a reduce-scatter in flight: wait once, on every rank in the order of the starts.
 
-    received: Tensor
+    Attributes:
+        shard: elements this rank gets.
+        device: where they are.
+        pending: what the current stream (on a CPU: the host) waits for.
+        finish: called after that with (accumulator FP32 [shard], add); writes or adds the mean.
+    """
+
     shard: int
-    work: torch.distributed.Work | None
+    device: torch.device
+    pending: Sequence[torch.distributed.Work]
+    finish: Callable[[Tensor, bool], None]
 
     def wait(self) -> Tensor:
-        """Wait for the bytes (on CUDA the current stream waits, not the host) and sum: FP32 [shard]."""
-        if self.work is not None:
-            self.work.wait()
-        return mean_of_packed(self.received, self.shard)
+        """Wait (on CUDA the current stream does, not the host): this rank's shard of the mean, a new FP32 [shard]."""
+        mean = torch.empty(self.shard, dtype=torch.float32, device=self.device)
+        self.wait_into(mean, add=False)
+        return mean
+
+    def wait_into(self, accumulator: Tensor, *, add: bool) -> None:
+        """Wait as `wait` does, and write the mean into `accumulator` (FP32 [shard]) or add it; buffers are then free.
+
+        Bitwise the same on each call with the same bytes.
+        """
+        for work in self.pending:
+            work.wait()
+        self.finish(accumulator, add)
 
 
-def reduce_scatter_mean_fp8(value: Tensor, group: torch.distributed.ProcessGroup) -> ReduceScatterWork:
-    """Start the mean of `value` over `group` with E4M3 on the wire: (d−1)/d bytes an element and 3% for scales.
-
-    Called by every rank of `group` with a tensor of one size. A NaN or inf in any rank's block of 128 makes that block
-    of the result NaN.
+def start_all_to_all(
+    sent: WireTensor, received: WireTensor, group: Group, kind: TrafficKind = TrafficKind.REDUCE_SCATTER
+) -> list[torch.distributed.Work]:
+    """Start to bring row r of `sent` to rank r and row r of `received` from it: payload, then scales.
 
     Args:
-        value: flat, any float dtype, [n]; it may be overwritten once this returns.
+        sent, received: [d · n] of one dtype, different memory.
+    """
+    works = []
+    for source, destination in zip(sent.byte_views(), received.byte_views(), strict=True):
+        count_all_to_all(kind, source.nbytes, group.size())
+        works.append(torch.distributed.all_to_all_single(destination, source, group=group, async_op=True))
+    return works
+
+
+def check_buffers(sent: WireTensor, received: WireTensor, num_ranks: int) -> int:
+    """Elements of a shard; both buffers hold `num_ranks` of them, each a whole number of blocks."""
+    assert sent.payload.dtype == received.payload.dtype and sent.numel == received.numel, (sent, received)
+    assert sent.numel % (num_ranks * GRAD_BLOCK) == 0, (
+        f"{sent.numel} elements over {num_ranks} ranks are no shards of whole blocks of {GRAD_BLOCK}"
+    )
+    return sent.numel // num_ranks
+
+
+def reduce_scatter_mean(sent: WireTensor, received: WireTensor, group: Group) -> ReduceScatterWork:
+    """Start the mean of `sent` over `group`: (d−1)/d of the tensor's bytes leave each rank, 1.03 bytes an element in
+    E4M3.
+
+    Called by every rank of `group` with tensors of one size and dtype. The sum is FP32, in rank order. In E4M3 a NaN or
+    inf in any rank's block of 128 makes that block of the result NaN; in BF16 and FP32 it concerns its element only.
+
+    Args:
+        sent: [n], n = d · shard, shard a multiple of 128; left alone until the handle was waited for.
+        received: [n] of the same dtype; overwritten. It is the caller's, so that nothing is allocated here.
 
     Returns:
-        A handle whose `wait` gives this rank's elements [rank · shard, (rank + 1) · shard) of the mean, FP32; shard is
-        `wire.shard_size(n, d)` and elements beyond n are zero.
+        A handle whose `wait` gives this rank's elements [rank · shard, (rank + 1) · shard) of the mean.
     """
-    world = group.size()
-    n = value.numel()
-    shard = shard_size(n, world)
-    padded = torch.zeros(world * shard, dtype=torch.float32, device=value.device)
-    padded[:n] = value
-    sent = pack(padded.view(world, shard))
-    received = torch.empty_like(sent)
-    work = torch.distributed.all_to_all_single(received, sent, group=group, async_op=True)
-    return ReduceScatterWork(received, shard, work)
+    num_ranks = group.size()
+    shard = check_buffers(sent, received, num_ranks)
+    alone = num_ranks == 1
+    works = [] if alone else start_all_to_all(sent, received, group)
+    rows = sent if alone else received
+
+    def finish(accumulator: Tensor, add: bool) -> None:
+        accumulate_rows_(rows, num_ranks, accumulator, factor=1.0 / num_ranks, add=add)
+
+    return ReduceScatterWork(shard, sent.payload.device, works, finish)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .traffic import TrafficKind, count_all_reduce
+
 
 def max_over_group_(amax: Tensor, group: torch.distributed.ProcessGroup) -> None:
     """Raise `amax` (FP32, any shape) to its maximum over `group`, in place. A NaN on any rank may or may not spread:
     what is quantised from that rank's part is NaN either way."""
     if group.size() > 1:
+        count_all_reduce(TrafficKind.SCALE_SYNC, amax.nbytes, group.size())
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)

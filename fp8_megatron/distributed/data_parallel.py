@@ -1,4 +1,4 @@
-"""Data parallelism over flat gradient spaces."""
+"""Data parallelism over flat gradient spaces: gradients leave during backward, weights arrive during forward."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ..config import PrecisionConfig
-from ..formats import StorageDtype
-from .grad_buffer import GradBuffer
-from .partition import StorageClass, partition
+from ..collectives.gradient_reduction import GradReducer
+from ..config import ParallelConfig, PrecisionConfig
+from ..formats import GradReduceMode, StorageDtype
+from .grad_buffer import GradBuffer, LocalGradBuffer, ShardedGradBuffer
+from .partition import ParamSpace, StorageClass, partition
+from .staging import StagingPools
 from .topology import Topology
+from .weight_gather import WeightGather
 
 
 class FP8DataParallel(_BaseDataParallel):
-    """A model chunk with its gradient buffers; gradients are averaged over replicas once a step.
+    """A model chunk with its gradient buffers.
 
     Linear weights write their gradients themselves (`main_grad.accumulate_`); the gradients that autograd leaves in
     ``.grad`` (embeddings, norms, biases) are moved to `main_grad` as soon as they are there.
 
     Args:
         named_params: the chunk's parameters with their names in the whole model (see `models.initialization`).
+        staging: the rank's send and receive buffers, shared by its model chunks.
         num_micro_batches: gradients each parameter will receive per step.
     """
 
@@ -33,23 +37,31 @@ class FP8DataParallel(_BaseDataParallel):
         *,
         named_params: dict[str, torch.nn.Parameter],
         precision: PrecisionConfig,
+        parallel: ParallelConfig,
         topology: Topology,
+        staging: StagingPools,
         num_micro_batches: int,
     ) -> None:
         super().__init__(config=config, module=module)
         self.topology = topology
-        self.grad_buffers = [
-            GradBuffer(
-                space,
-                _grad_dtype(space.storage, precision, num_micro_batches),
-                reduces_in_fp8=space.storage is StorageClass.LINEAR and precision.formats.main_grad is StorageDtype.FP8,
-            )
-            for space in partition(named_params.items(), topology.tp.rank())
+        spaces = partition(
+            named_params.items(),
+            tensor_parallel_rank=topology.tp.rank(),
+            num_shards=topology.dp.size(),
+            shard_index=topology.dp.rank(),
+            bucket_numel=parallel.ddp_bucket_size,
+        )
+        make = _make_local if topology.dp.size() == 1 else _make_sharded
+        self.grad_buffers: list[GradBuffer] = [
+            make(space, precision, parallel, topology, staging, num_micro_batches) for space in spaces
         ]
         for buffer in self.grad_buffers:
+            buffer.become_main_grad()
             if buffer.space.storage is not StorageClass.LINEAR:
                 for slot in buffer.space.slots:
                     slot.param.register_post_accumulate_grad_hook(_move_grad_to_main_grad)
+        self._overlaps_gather = parallel.overlap_param_gather
+        self._gathers: list[WeightGather] = []
 
     def zero_grad_buffer(self, *, measures_underflow: bool = False) -> None:
         """Start a step: the next gradients overwrite the last step's."""
@@ -57,14 +69,101 @@ class FP8DataParallel(_BaseDataParallel):
             buffer.reset(measures_underflow=measures_underflow)
 
     def finish_grad_sync(self, *unused: Any, **unused_kwargs: Any) -> None:
-        """Average the gradients over the data-parallel group."""
+        """After the last backward of a step: each buffer ends with this rank's shard of the mean over replicas."""
         for buffer in self.grad_buffers:
-            buffer.zero_unwritten()
-            buffer.all_reduce_mean(self.topology.dp)
+            buffer.finish()
+
+    def receive_weights_through(self, gather: WeightGather) -> None:
+        """Let every module wait for its own weights before its forward."""
+        self._gathers.append(gather)
+        if not self._overlaps_gather:
+            self.register_forward_pre_hook(lambda *_: gather.wait())
+            return
+        buckets_of = {
+            slot.param: [span.bucket.index for span in gather.space.spans(slot)] for slot in gather.space.slots
+        }
+        for module in self.module.modules():
+            needed = sorted(
+                {index for param in module.parameters(recurse=False) for index in buckets_of.get(param, [])}
+            )
+            if needed:
+                module.register_forward_pre_hook(_Await(gather, needed))
+
+    def wait_for_weights(self) -> None:
+        """Wait for all weights, for whoever reads them outside a forward pass."""
+        for gather in self._gathers:
+            gather.wait()
 
 
-def _grad_dtype(storage: StorageClass, precision: PrecisionConfig, num_micro_batches: int) -> StorageDtype:
-    """Storage of one space's gradients."""
+class _Await:
+    """Forward pre-hook: waits for some buckets of weights."""
+
+    def __init__(self, gather: WeightGather, buckets: list[int]) -> None:
+        self._gather = gather
+        self._buckets = buckets
+
+    def __call__(self, *unused: Any) -> None:
+        for bucket in self._buckets:
+            self._gather.wait_for(bucket)
+
+
+def _make_local(
+    space: ParamSpace,
+    precision: PrecisionConfig,
+    parallel: ParallelConfig,
+    topology: Topology,
+    staging: StagingPools,
+    num_micro_batches: int,
+) -> LocalGradBuffer:
+    """Gradients of a model that no other rank has a replica of."""
+    return LocalGradBuffer(space, local_grad_dtype(space.storage, precision, num_micro_batches))
+
+
+def _make_sharded(
+    space: ParamSpace,
+    precision: PrecisionConfig,
+    parallel: ParallelConfig,
+    topology: Topology,
+    staging: StagingPools,
+    num_micro_batches: int,
+) -> ShardedGradBuffer:
+    """Gradients of a model that other ranks have replicas of."""
+    wire_dtype = _wire_dtype(space.storage, precision)
+    if wire_dtype is StorageDtype.FP8:
+        mode, intra = parallel.fp8_grad_reduce, StorageDtype(parallel.fp8_wire_intra)
+        reducer = GradReducer(mode, topology.dp, topology.dp_nodes, intra)
+        wire_dtype = reducer.wire_dtype
+    elif wire_dtype is StorageDtype.BF16 and topology.dp_nodes is not None:
+        reducer = GradReducer(GradReduceMode.HIERARCHICAL, topology.dp, topology.dp_nodes, inter=wire_dtype)
+    else:
+        reducer = GradReducer(GradReduceMode.ALL_TO_ALL, topology.dp)
+    local = None
+    if accumulates_locally(precision, num_micro_batches):
+        local = LocalGradBuffer(space, local_grad_dtype(space.storage, precision, num_micro_batches))
+    return ShardedGradBuffer(
+        space,
+        reducer,
+        staging[wire_dtype],
+        local=local,
+        num_micro_batches=num_micro_batches,
+        overlap=parallel.overlap_grad_reduce,
+    )
+
+
+def accumulates_locally(precision: PrecisionConfig, num_micro_batches: int) -> bool:
+    """Whether several replicas add their micro-batches up before one reduction a step."""
+    return precision.precision != "fp8" or (precision.grad_accumulation == "local" and num_micro_batches > 1)
+
+
+def _wire_dtype(storage: StorageClass, precision: PrecisionConfig) -> StorageDtype:
+    """What gradients travel in."""
+    if precision.precision != "fp8":
+        return StorageDtype.FP32
+    return precision.formats.main_grad if storage is StorageClass.LINEAR else StorageDtype.BF16
+
+
+def local_grad_dtype(storage: StorageClass, precision: PrecisionConfig, num_micro_batches: int) -> StorageDtype:
+    """Storage of one space's gradients on the rank that computes them."""
     main_grad = precision.formats.main_grad
     if storage is StorageClass.VECTOR or precision.precision != "fp8":
         return StorageDtype.FP32

@@ -1,22 +1,30 @@
 """Gradient storage of one flat space: `main_grad` of every parameter in it, and its reduction over replicas.
 
-FP8 storage takes one micro-batch: the weight gradient is quantised once, block by block, straight from wgrad. Over
-several micro-batches gradients are added in BF16 or FP32, never in FP8 (256 of them added in E4M3 keep 10.6 dB).
+Who owns the storage decides its form; layers only write (`main_grad.accumulate_`).
+
+- `LocalGradBuffer`, one replica: all of the space. FP8 takes one micro-batch, quantised once, straight from wgrad. Over
+  several micro-batches gradients are added in BF16 or FP32, never in FP8 (256 of them added in E4M3 keep 10.6 dB).
+- `ShardedGradBuffer`, several replicas: wgrad is quantised straight into the send buffer of its bucket, the bucket is
+  reduced as soon as its last gradient is written, during backward, and every micro-batch's mean is added to an FP32
+  accumulator of this rank's shard. Or gradients are first added locally, and reduced once a step.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..collectives.all_reduce import all_reduce_mean_fp8
+from ..collectives.gradient_reduction import GradReducer
+from ..collectives.wire import WireTensor
 from ..formats import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
+from ..quantization.autoscale import AutoScale
 from ..quantization.stats import underflow_counts
-from .partition import ParamSpace, Slot
-
-#: Elements reduced at a time, so that the FP32 working copies stay small beside the model.
-_REDUCE_ELEMENTS = 1 << 26
+from .partition import Bucket, ParamSpace, Slot, Span
+from .staging import Staging, StagingPool
 
 
 class _MainGrad:
@@ -31,93 +39,304 @@ class _MainGrad:
         self._buffer.accumulate_(self._slot, grad)
 
 
-class GradBuffer:
-    """Flat gradients [space.numel]: payload, and scales [numel / 128] when `dtype` is FP8.
+class GradBuffer(ABC):
+    """Gradients of a space on their way to the optimizer.
 
-    Args:
-        dtype: storage; FP8 takes exactly one gradient per parameter and step.
-        reduces_in_fp8: reduce over replicas in FP8 whatever the storage (linear weights under fp8).
+    After `finish`, `payload` [space.shard_numel], with `scales` [shard_numel / 128] if it is FP8, holds this rank's
+    shard of the mean over replicas.
     """
 
-    def __init__(self, space: ParamSpace, dtype: StorageDtype, *, reduces_in_fp8: bool) -> None:
+    payload: Tensor
+    scales: Tensor | None = None
+
+    def __init__(self, space: ParamSpace) -> None:
         self.space = space
-        self.dtype = dtype
-        self.reduces_in_fp8 = reduces_in_fp8
-        self.payload = torch.zeros(space.numel, dtype=dtype.torch_dtype, device=space.device)
-        self.scales = torch.ones(space.numel // GRAD_BLOCK, device=space.device) if dtype is StorageDtype.FP8 else None
         #: FP32 [2] while underflow is measured: non-zero elements given, and how many of them became zero.
         self.underflow: Tensor | None = None
-        self._written: set[int] = set()
-        for slot in space.slots:
+
+    def become_main_grad(self) -> None:
+        """Make this the storage that the parameters' gradients are written to."""
+        for slot in self.space.slots:
             slot.param.main_grad = _MainGrad(self, slot)  # type: ignore[attr-defined]
 
     def accumulate_(self, slot: Slot, grad: Tensor) -> None:
         """Write or add one micro-batch's gradient of `slot`."""
         assert grad.shape == slot.param.shape, f"{slot.name}: gradient {grad.shape}, parameter {slot.param.shape}"
-        first = slot.offset not in self._written
-        self._written.add(slot.offset)
-        if self.scales is not None:
-            assert first, f"{slot.name}: a second micro-batch cannot be added to a gradient stored in FP8"
-            payload = slot.padded_slice(self.payload)
-            scales = slot.padded_slice(self.scales, GRAD_BLOCK)
-            if slot.padded != slot.numel:
-                grad = torch.nn.functional.pad(grad.reshape(-1), (0, slot.padded - slot.numel))
-            ops.quantize_blockwise_(grad.reshape(-1), payload, scales)
-            if self.underflow is not None:
-                self.underflow += underflow_counts(grad.reshape(-1), payload)
-        elif first:
-            slot.slice(self.payload).copy_(grad)
-        else:
-            slot.slice(self.payload).add_(grad)
+        self._write(slot, grad.reshape(-1))
 
+    @abstractmethod
+    def _write(self, slot: Slot, grad: Tensor) -> None:
+        """Write or add a flat gradient."""
+
+    @abstractmethod
     def reset(self, *, measures_underflow: bool = False) -> None:
         """Forget the gradients; the next ones are written, not added, so nothing needs zeroing.
 
         Args:
             measures_underflow: count, in FP8 storage, what the cast of the next step's gradients makes zero.
         """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After the last backward of a step: zero what no gradient reached, and reduce what is left to reduce."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of payloads that last for the step."""
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales that last for the step."""
+        return 0 if self.scales is None else self.scales.nbytes
+
+    @abstractmethod
+    def non_finite_slots(self) -> list[str]:
+        """Names of the parameters whose gradient holds a NaN or an inf on this rank; waits for the device."""
+
+    def _quantize(self, grad: Tensor, payload: Tensor, scales: Tensor) -> None:
+        """Write flat `grad` to FP8 storage that may be longer: the rest becomes zero."""
+        if payload.numel() != grad.numel():
+            grad = torch.nn.functional.pad(grad, (0, payload.numel() - grad.numel()))
+        ops.quantize_blockwise_(grad, payload, scales)
+        if self.underflow is not None:
+            self.underflow += underflow_counts(grad, payload)
+
+
+class LocalGradBuffer(GradBuffer):
+    """All gradients of a space on one rank: payload [space.numel], and scales [space.numel / 128] under FP8.
+
+    Args:
+        dtype: storage; FP8 takes exactly one gradient per parameter and step.
+    """
+
+    def __init__(self, space: ParamSpace, dtype: StorageDtype) -> None:
+        super().__init__(space)
+        self.dtype = dtype
+        self.payload = torch.zeros(space.numel, dtype=dtype.torch_dtype, device=space.device)
+        if dtype is StorageDtype.FP8:
+            self.scales = torch.ones(space.numel // GRAD_BLOCK, device=space.device)
+        self._written: set[int] = set()
+
+    def _write(self, slot: Slot, grad: Tensor) -> None:
+        first = slot.offset not in self._written
+        self._written.add(slot.offset)
+        if self.scales is not None:
+            assert first, f"{slot.name}: a second micro-batch cannot be added to a gradient stored in FP8"
+            self._quantize(grad, slot.padded_slice(self.payload), slot.padded_slice(self.scales, GRAD_BLOCK))
+        elif first:
+            slot.slice(self.payload).view(-1).copy_(grad)
+        else:
+            slot.slice(self.payload).view(-1).add_(grad)
+
+    def reset(self, *, measures_underflow: bool = False) -> None:
         self._written.clear()
         measures = measures_underflow and self.scales is not None
         self.underflow = torch.zeros(2, device=self.payload.device) if measures else None
 
-    def zero_unwritten(self) -> None:
-        """Zero the slots that no gradient reached in this step."""
+    def finish(self) -> None:
         for slot in self.space.slots:
-            if slot.offset not in self._written:
-                slot.padded_slice(self.payload).zero_()
-                if self.scales is not None:
-                    slot.padded_slice(self.scales, GRAD_BLOCK).fill_(1.0)
+            self.zero_if_unwritten(slot)
+
+    def zero_if_unwritten(self, slot: Slot) -> None:
+        """Zero a slot that no gradient reached in this step."""
+        if slot.offset not in self._written:
+            slot.padded_slice(self.payload).zero_()
+            if self.scales is not None:
+                slot.padded_slice(self.scales, GRAD_BLOCK).fill_(1.0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes
 
     def non_finite_slots(self) -> list[str]:
-        """Names of the parameters whose gradient holds a NaN or an inf; waits for the device."""
         marks = self.payload if self.scales is None else self.scales  # a bad block has the scale NaN
         block = 1 if self.scales is None else GRAD_BLOCK
         return [
             slot.name for slot in self.space.slots if not torch.isfinite(slot.padded_slice(marks, block)).all().item()
         ]
 
-    def all_reduce_mean(self, group: torch.distributed.ProcessGroup) -> None:
-        """Replace the gradients by their mean over `group`; every rank ends with the same bits."""
-        if group.size() == 1:
-            return
-        if not self.reduces_in_fp8:
-            torch.distributed.all_reduce(self.payload, group=group)
-            self.payload.div_(group.size())
-            return
-        for start in range(0, self.space.numel, _REDUCE_ELEMENTS):
-            stop = min(start + _REDUCE_ELEMENTS, self.space.numel)
-            payload = self.payload[start:stop]
-            if self.scales is None:
-                payload.copy_(all_reduce_mean_fp8(payload, group))
-                continue
-            scales = self.scales[start // GRAD_BLOCK : stop // GRAD_BLOCK]
-            mean = all_reduce_mean_fp8(ops.dequantize_blockwise(payload, scales), group)
-            ops.quantize_blockwise_(mean, payload, scales)
 
-    def all_reduce_sum_slots(self, slots: list[Slot], group: torch.distributed.ProcessGroup) -> None:
-        """Sum some slots over `group` (norms under sequence parallelism, a tied embedding over its two stages)."""
-        assert self.scales is None, "only 16- and 32-bit gradients are shared between layers or shards"
-        flat = torch.cat([slot.slice(self.payload).reshape(-1) for slot in slots])
-        torch.distributed.all_reduce(flat, group=group)
-        for slot, part in zip(slots, flat.split([slot.numel for slot in slots]), strict=True):
-            slot.slice(self.payload).copy_(part.view(slot.param.shape))
+def _zero(wire: WireTensor) -> None:
+    wire.payload.view(torch.uint8).zero_()
+    if wire.scales is not None:
+        wire.scales.fill_(1.0)
+
+
+class _Part(NamedTuple):
+    """A slot's part in one bucket."""
+
+    slot: Slot
+    span: Span
+
+
+class _BucketState:
+    """What is known of one bucket during a step."""
+
+    def __init__(self, bucket: Bucket, parts: list[_Part], accumulator: Tensor, autoscale: AutoScale | None) -> None:
+        self.bucket = bucket
+        self.parts = parts
+        self.accumulator = accumulator
+        self.autoscale = autoscale
+        self.staging: Staging | None = None
+        #: Offsets of the slots written since the last reduction; with local accumulation, a count of gradients.
+        self.written: set[int] = set()
+        self.num_local = 0
+        self.reduced = False
+
+    @property
+    def used(self) -> int:
+        """Elements before the padding at the end of the space."""
+        return self.parts[-1].span.bucket_start + self.parts[-1].span.length if self.parts else 0
+
+
+class ShardedGradBuffer(GradBuffer):
+    """This rank's shard of the mean gradients, FP32 [space.shard_numel], reduced bucket by bucket during backward.
+
+    Args:
+        reducer: the collective.
+        pool: buffers in the reducer's wire dtype (any wider one, for gradients that are not reduced in FP8).
+        local: adds the micro-batches up on this rank before one reduction a step; None reduces each of them.
+        num_micro_batches: gradients that each parameter receives per step, needed with `local`.
+        overlap: False waits for each reduction at once, for measurements.
+    """
+
+    def __init__(
+        self,
+        space: ParamSpace,
+        reducer: GradReducer,
+        pool: StagingPool,
+        *,
+        local: LocalGradBuffer | None = None,
+        num_micro_batches: int = 1,
+        overlap: bool = True,
+    ) -> None:
+        super().__init__(space)
+        self.payload = torch.zeros(space.shard_numel, device=space.device)
+        self.local = local
+        self._reducer = reducer
+        self._pool = pool
+        self._num_micro_batches = num_micro_batches
+        self._overlap = overlap
+        pool.reserve(max(bucket.numel for bucket in space.buckets))
+        spans = [_Part(slot, span) for slot in space.slots for span in space.spans(slot)]
+        self._buckets = [
+            _BucketState(
+                bucket,
+                [part for part in spans if part.span.bucket is bucket],
+                bucket.of_shard(self.payload),
+                self._autoscale(bucket) if reducer.needs_autoscale else None,
+            )
+            for bucket in space.buckets
+        ]
+        self._parts_of = {slot.offset: [part for part in spans if part.slot is slot] for slot in space.slots}
+
+    @property
+    def autoscales(self) -> list[AutoScale]:
+        """The auto-scaling state of each bucket, in mode nccl."""
+        return [state.autoscale for state in self._buckets if state.autoscale is not None]
+
+    def _write(self, slot: Slot, grad: Tensor) -> None:
+        if self.local is not None:
+            self.local._write(slot, grad)
+        for part in self._parts_of[slot.offset]:
+            state = self._buckets[part.span.bucket.index]
+            if self.local is not None:
+                state.num_local += 1
+                if state.num_local == len(state.parts) * self._num_micro_batches:
+                    self._reduce_local(state)
+                continue
+            if slot.offset in state.written:  # some slot got no gradient in the last micro-batch
+                self._reduce(state)
+            self._stage(state, part, grad)
+            if len(state.written) == len(state.parts):
+                self._reduce(state)
+
+    def _stage(self, state: _BucketState, part: _Part, grad: Tensor | None) -> None:
+        """Write a slot's part to the send buffer: of `grad` [slot.numel], or zeros."""
+        if state.staging is None:
+            state.staging = self._pool.take()
+        state.written.add(part.slot.offset)
+        span = part.span
+        sent = state.staging.sent.slice(span.bucket_start, span.bucket_start + span.length)
+        if grad is None:
+            _zero(sent)
+            return
+        values = grad[span.slot_start : span.slot_start + span.length]
+        if sent.scales is not None:
+            self._quantize(values, sent.payload, sent.scales)
+        else:
+            sent.payload[: values.numel()].copy_(values)
+            sent.payload[values.numel() :].zero_()
+
+    def _reduce_local(self, state: _BucketState) -> None:
+        """Stage and reduce what was added up locally."""
+        assert self.local is not None
+        for part in state.parts:
+            self.local.zero_if_unwritten(part.slot)
+            self._stage(state, part, part.slot.slice(self.local.payload).view(-1))
+        self._reduce(state)
+
+    def _reduce(self, state: _BucketState) -> None:
+        """Start the reduction of a bucket whose send buffer is as full as it gets."""
+        for part in state.parts:
+            if part.slot.offset not in state.written:
+                self._stage(state, part, None)
+        staging, state.staging = state.staging, None
+        assert staging is not None
+        numel = state.bucket.numel
+        if state.used < numel:
+            _zero(staging.sent.slice(state.used, numel))
+        bucket = staging.narrowed(numel)
+        work = self._reducer.start(bucket.sent, bucket.received, state.autoscale)
+        self._pool.await_arrival(staging, work, state.accumulator, adds=state.reduced)
+        if not self._overlap:
+            self._pool.drain()
+        state.written.clear()
+        state.num_local = 0
+        state.reduced = True
+
+    def reset(self, *, measures_underflow: bool = False) -> None:
+        if self.local is not None:
+            self.local.reset()
+        for state in self._buckets:
+            assert state.staging is None, "a step ended without finish"
+            state.reduced = False
+            state.num_local = 0
+        measures = measures_underflow and self._pool.dtype is StorageDtype.FP8
+        self.underflow = torch.zeros(2, device=self.payload.device) if measures else None
+
+    def finish(self) -> None:
+        for state in reversed(self._buckets):
+            if self.local is not None and state.num_local > 0:
+                self._reduce_local(state)
+            elif state.written:
+                self._reduce(state)
+        self._pool.drain()
+        for state in self._buckets:
+            if not state.reduced:
+                state.accumulator.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes + (0 if self.local is None else self.local.nbytes)
+
+    def non_finite_slots(self) -> list[str]:
+        bad = ~torch.isfinite(self.payload)
+        return [
+            slot.name
+            for slot in self.space.slots
+            if any(bad[part.shard_start : part.shard_start + part.length].any() for part in self.space.fragments(slot))
+        ]
+
+    def _autoscale(self, bucket: Bucket) -> AutoScale:
+        """One μ for each slot that the bucket holds a part of."""
+        slots = self.space.block_slots(bucket, GRAD_BLOCK)
+        first = slots[:1]
+        return AutoScale(
+            int(slots[-1] - first) + 1,
+            slots - first,
+            self.space.device,
+            initial_mu=1 / self._reducer.group.size(),  # from 1, the first sums of N ranks saturate
+            reductions_per_step=1 if self.local is not None else self._num_micro_batches,
+        )

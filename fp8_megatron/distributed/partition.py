@@ -1,13 +1,22 @@
-"""Flat spaces: how a model chunk's parameters are laid out for gradients and optimizer state.
+"""Flat spaces: how a model chunk's parameters are laid out for gradients and optimizer state, and cut over replicas.
 
-Parameters that are stored alike form one flat space each, so that the gradient norm, the optimizer step and the
-reduction are a few kernels however many layers there are. Every parameter starts on a boundary that is a multiple of
-all scale blocks (linear weights: of a chunk): no block crosses two parameters, and a space can be cut evenly at blocks.
+Parameters that are stored and reduced alike form one flat space each, so that the gradient norm and the optimizer step
+are a few kernels however many layers there are. Every parameter starts on a boundary that is a multiple of all scale
+blocks (linear weights: of a chunk), so no block crosses two parameters.
+
+A space is cut into buckets of one size, and every bucket evenly over the data-parallel ranks:
+
+    space     | bucket 0 (the rest)   | bucket 1                      | bucket 2                      |
+    owner     | rank 0    | rank 1    | rank 0        | rank 1        | rank 0        | rank 1        |
+    shard of rank 1       [ bucket 0's | bucket 1's    | bucket 2's    ]   contiguous, space.numel / ranks
+
+A bucket is what one reduce-scatter or all-gather carries. All boundaries are multiples of the blocks, so every rank
+owns as many elements as any other, whatever the number of ranks and the shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,8 +42,8 @@ class StorageClass(Enum):
 
     @property
     def alignment(self) -> int:
-        """Elements that every parameter of the class is padded to a multiple of."""
-        return {StorageClass.LINEAR: CHUNK, StorageClass.MATRIX: STATE_BLOCK, StorageClass.VECTOR: 64}[self]
+        """Elements that every parameter of the class, and every rank's part of a bucket, is a multiple of."""
+        return {StorageClass.LINEAR: CHUNK, StorageClass.MATRIX: STATE_BLOCK, StorageClass.VECTOR: GRAD_BLOCK}[self]
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Slot:
         return -(-self.numel // self.alignment) * self.alignment
 
     def slice(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter's elements of a flat tensor, in its shape (a view)."""
+        """The parameter's elements of a flat tensor over the space, in its shape (a view)."""
         return flat[self.offset : self.offset + self.numel].view(self.param.shape)
 
     def padded_slice(self, flat: torch.Tensor, block: int = 1) -> torch.Tensor:
@@ -66,17 +75,78 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class ParamSpace:
-    """Parameters of one storage class in one flat index space of `numel` elements.
+class Bucket:
+    """Elements [start, stop) of a space, reduced and gathered together; rank r owns the r-th of `num_shards` parts."""
 
-    `counts_in_norm` is False on ranks that hold a duplicate of parameters counted elsewhere (norms on tensor-parallel
-    ranks above 0, the last stage's copy of a tied embedding).
+    index: int
+    start: int
+    stop: int
+    num_shards: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket."""
+        return self.stop - self.start
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that each rank owns."""
+        return self.numel // self.num_shards
+
+    @property
+    def shard_start(self) -> int:
+        """Where a rank's part of this bucket begins in its shard of the space."""
+        return self.start // self.num_shards
+
+    def of_shard(self, flat: torch.Tensor, block: int = 1) -> torch.Tensor:
+        """A rank's part of this bucket, from its shard with one value for each `block` elements (a view)."""
+        return flat[self.shard_start // block : (self.shard_start + self.shard_numel) // block]
+
+    def of_space(self, flat: torch.Tensor, block: int = 1) -> torch.Tensor:
+        """The bucket, from a tensor over the space that holds one value for each `block` elements (a view)."""
+        return flat[self.start // block : self.stop // block]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of a slot that lies in one bucket: `length` elements from `slot_start`, padding counted."""
+
+    bucket: Bucket
+    bucket_start: int
+    slot_start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of a slot that one rank owns: `length` elements from `slot_start`, at `shard_start` of its shard."""
+
+    shard_start: int
+    slot_start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ParamSpace:
+    """Parameters that are stored and reduced alike, in one flat index space of `numel` elements.
+
+    Attributes:
+        counts_in_norm: False on ranks that hold a duplicate of parameters counted elsewhere (norms on tensor-parallel
+            ranks above 0, the last stage's copy of a tied embedding).
+        sequence_parallel: each tensor-parallel rank holds the gradient of its part of the sequence; they are summed.
+        shared_embedding: the first and the last stage hold the parameter; their gradients are summed.
+        num_shards, shard_index: data-parallel ranks that the space is cut over, and which of them this one is.
     """
 
     storage: StorageClass
     counts_in_norm: bool
+    sequence_parallel: bool
+    shared_embedding: bool
     slots: tuple[Slot, ...]
+    buckets: tuple[Bucket, ...]
     numel: int
+    num_shards: int
+    shard_index: int
     device: torch.device
 
     @property
@@ -84,10 +154,65 @@ class ParamSpace:
         """Parameters without padding."""
         return sum(slot.numel for slot in self.slots)
 
-    def chunk_slots(self) -> torch.Tensor:
-        """int32 [numel / CHUNK]: index of the slot that each chunk belongs to."""
-        counts = torch.tensor([slot.padded // CHUNK for slot in self.slots])
-        return torch.repeat_interleave(torch.arange(len(self.slots)), counts).to(self.device, torch.int32)
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the space that each rank owns."""
+        return self.numel // self.num_shards
+
+    def spans(self, slot: Slot) -> list[Span]:
+        """The slot's parts by bucket, in order."""
+        spans = []
+        for bucket in self.buckets:
+            start = max(slot.offset, bucket.start)
+            stop = min(slot.offset + slot.padded, bucket.stop)
+            if start < stop:
+                spans.append(Span(bucket, start - bucket.start, start - slot.offset, stop - start))
+        return spans
+
+    def fragments(self, slot: Slot) -> list[Fragment]:
+        """The slot's parts that this rank owns, in order; none where it lies in other ranks' parts."""
+        fragments = []
+        for bucket in self.buckets:
+            owned = bucket.start + self.shard_index * bucket.shard_numel
+            start = max(slot.offset, owned)
+            stop = min(slot.offset + slot.padded, owned + bucket.shard_numel)
+            if start < stop:
+                fragments.append(Fragment(bucket.shard_start + start - owned, start - slot.offset, stop - start))
+        return fragments
+
+    def assemble(
+        self, slot: Slot, owned: Callable[[Fragment], torch.Tensor], group: torch.distributed.ProcessGroup
+    ) -> torch.Tensor:
+        """A parameter's FP32 values, whole and in its shape, from the fragments that the ranks own.
+
+        Called by every rank of `group`, the ranks that the space is cut over.
+
+        Args:
+            owned: the FP32 values of one of this rank's fragments, [length].
+        """
+        flat = torch.zeros(slot.padded, device=self.device)
+        for fragment in self.fragments(slot):
+            flat[fragment.slot_start : fragment.slot_start + fragment.length] = owned(fragment)
+        if self.num_shards > 1:
+            torch.distributed.all_reduce(flat, group=group)
+        return flat[: slot.numel].view(slot.param.shape)
+
+    def block_slots(self, bucket: Bucket, block: int) -> torch.Tensor:
+        """int32 [bucket.numel / block]: index of the slot that each block of the bucket belongs to.
+
+        The padding at the end of a space counts to its last slot.
+        """
+        ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64)
+        starts = torch.arange(bucket.start, bucket.stop, block)
+        return torch.searchsorted(ends, starts, right=True).to(self.device, torch.int32)
+
+    def shard_chunk_slots(self) -> torch.Tensor:
+        """int32 [shard_numel / CHUNK]: index of the slot that each chunk of this rank's shard belongs to."""
+        parts = []
+        for bucket in self.buckets:
+            slots = self.block_slots(bucket, CHUNK)
+            parts.append(slots.view(self.num_shards, -1)[self.shard_index])
+        return torch.cat(parts)
 
 
 def storage_class(param: torch.nn.Parameter) -> StorageClass:
@@ -97,23 +222,72 @@ def storage_class(param: torch.nn.Parameter) -> StorageClass:
     return StorageClass.MATRIX if param.ndim > 1 else StorageClass.VECTOR
 
 
-def counts_in_norm(param: torch.nn.Parameter, tensor_parallel_rank: int) -> bool:
-    """Whether this rank counts the parameter in the global gradient norm, so that each counts exactly once."""
-    if getattr(param, "shared", False):  # the last stage's copy of a tied embedding
-        return False
-    return bool(getattr(param, "tensor_model_parallel", False)) or tensor_parallel_rank == 0
+@dataclass(frozen=True)
+class _Kind:
+    """What parameters of one space have in common, whichever rank looks: every rank lays them out alike."""
+
+    storage: StorageClass
+    tensor_parallel: bool
+    sequence_parallel: bool
+    shared_embedding: bool
+    is_copy: bool
+
+    @classmethod
+    def of(cls, param: torch.nn.Parameter) -> _Kind:
+        return cls(
+            storage_class(param),
+            tensor_parallel=bool(getattr(param, "tensor_model_parallel", False)),
+            sequence_parallel=bool(getattr(param, "sequence_parallel", False)),
+            shared_embedding=bool(getattr(param, "shared_embedding", False)),
+            is_copy=bool(getattr(param, "shared", False)),  # the last stage's copy of a tied embedding
+        )
 
 
-def partition(named_params: Iterable[tuple[str, torch.nn.Parameter]], tensor_parallel_rank: int) -> list[ParamSpace]:
-    """Lay parameters out in spaces by storage class and by whether they count in the norm, in the order given."""
-    grouped: dict[tuple[StorageClass, bool], list[Slot]] = {}
-    ends: dict[tuple[StorageClass, bool], int] = {}
+def partition(
+    named_params: Iterable[tuple[str, torch.nn.Parameter]],
+    *,
+    tensor_parallel_rank: int = 0,
+    num_shards: int = 1,
+    shard_index: int = 0,
+    bucket_numel: int = 1 << 30,
+) -> list[ParamSpace]:
+    """Lay parameters out in spaces, in the order given, and cut them over `num_shards` data-parallel ranks.
+
+    Args:
+        bucket_numel: elements of a bucket, rounded to what the cut needs.
+    """
+    grouped: dict[_Kind, list[Slot]] = {}
+    ends: dict[_Kind, int] = {}
     for name, param in named_params:
-        key = (storage_class(param), counts_in_norm(param, tensor_parallel_rank))
-        slot = Slot(name, param, ends.get(key, 0), key[0].alignment)
-        grouped.setdefault(key, []).append(slot)
-        ends[key] = slot.offset + slot.padded
-    return [
-        ParamSpace(storage, counted, tuple(slots), ends[storage, counted], slots[0].param.device)
-        for (storage, counted), slots in sorted(grouped.items(), key=lambda item: (item[0][0].value, not item[0][1]))
-    ]
+        kind = _Kind.of(param)
+        slot = Slot(name, param, ends.get(kind, 0), kind.storage.alignment)
+        grouped.setdefault(kind, []).append(slot)
+        ends[kind] = slot.offset + slot.padded
+    spaces = []
+    for kind, slots in grouped.items():
+        unit = num_shards * kind.storage.alignment
+        numel = -(-ends[kind] // unit) * unit
+        spaces.append(
+            ParamSpace(
+                storage=kind.storage,
+                counts_in_norm=not kind.is_copy and (kind.tensor_parallel or tensor_parallel_rank == 0),
+                sequence_parallel=kind.sequence_parallel,
+                shared_embedding=kind.shared_embedding,
+                slots=tuple(slots),
+                buckets=_cut(numel, max(unit, bucket_numel // unit * unit), num_shards),
+                numel=numel,
+                num_shards=num_shards,
+                shard_index=shard_index,
+                device=slots[0].param.device,
+            )
+        )
+    return spaces
+
+
+def _cut(numel: int, bucket_numel: int, num_shards: int) -> tuple[Bucket, ...]:
+    """Buckets of one size; the rest comes first, because the first layers' gradients are the last to be ready."""
+    starts = [0, *range(numel % bucket_numel or bucket_numel, numel, bucket_numel)]
+    stops = [*starts[1:], numel]
+    return tuple(
+        Bucket(index, start, stop, num_shards) for index, (start, stop) in enumerate(zip(starts, stops, strict=True))
+    )

@@ -12,8 +12,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from ..collectives.hierarchical import NodeGroups, new_node_groups
 from ..config import ParallelConfig
 from ..device import distributed_backend
+from ..formats import GradReduceMode
 
 Group = torch.distributed.ProcessGroup
 
@@ -25,12 +27,14 @@ class Topology:
     Attributes:
         groups: megatron-core's collection (tp, pp, dp_cp, mp, embd, …).
         replica: tensor × data parallel ranks of this pipeline stage: all ranks that run the same layers.
+        dp_nodes: `dp` cut by nodes, under --fp8-grad-reduce hierarchical.
     """
 
     rank: int
     world_size: int
     groups: ProcessGroupCollection
     replica: Group
+    dp_nodes: NodeGroups | None
     virtual_pipeline_size: int | None
 
     @property
@@ -47,6 +51,14 @@ class Topology:
     def dp(self) -> Group:
         """Ranks that hold the same parameters."""
         return self.groups.dp_cp
+
+    @property
+    def embedding(self) -> Group | None:
+        """The first and the last stage, which share a tied embedding; None elsewhere and with one stage."""
+        group = self.groups.embd
+        if self.pp.size() == 1 or not (self.is_first_stage or self.is_last_stage) or group is None:
+            return None
+        return group
 
     @property
     def is_first_stage(self) -> bool:
@@ -85,15 +97,31 @@ def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device)
             parallel.pipeline_model_parallel_size,
             virtual,
             create_gloo_process_groups=False,
-            distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
+            distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         )
         yield Topology(
             rank=torch.distributed.get_rank(),
             world_size=torch.distributed.get_world_size(),
             groups=ProcessGroupCollection.use_mpu_process_groups(),
             replica=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+            dp_nodes=_node_groups(timeout) if parallel.fp8_grad_reduce is GradReduceMode.HIERARCHICAL else None,
             virtual_pipeline_size=virtual,
         )
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def _node_groups(timeout: timedelta) -> NodeGroups:
+    """Every data-parallel group cut by the nodes that torchrun started (LOCAL_WORLD_SIZE ranks each); called by all.
+
+    Raises:
+        ValueError: nodes hold different numbers of a group's ranks.
+    """
+    world_size = torch.distributed.get_world_size()
+    mine = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    everyones: list[list[int]] = [[] for _ in range(world_size)]
+    torch.distributed.all_gather_object(everyones, mine)
+    groups = sorted(set(map(tuple, everyones)))
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    return new_node_groups(groups, sum(rank // node_size == mine[0] // node_size for rank in mine), timeout=timeout)

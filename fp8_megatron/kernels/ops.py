@@ -2,16 +2,23 @@
 
 A CPU tensor takes `reference`; a CUDA tensor takes the Triton variant, and the FP8 GEMM takes cuBLASLt through
 ``torch._scaled_mm``. Which is which is decided by the dispatcher and nothing else: there is no silent fall-back.
-Arguments, shapes and numerics are documented at the functions of the same name in `reference`.
+Arguments, shapes and numerics are documented at the functions of the same name in `reference` (the split master's:
+`split_master`).
+
+One exception, in `_REFERENCE_ON_CUDA` and `_triton_or_reference` alone: operators and storage that have no kernel yet
+(companded moments, the split master) take the reference on a GPU too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..formats import FP8_DTYPES
-from . import reference
+from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES
+from . import reference, split_master
 from .scaled_mm import check_scaled_mm, scaled_mm_cublaslt
 
 _LIBRARY = torch.library.Library("fp8_megatron", "DEF")
@@ -32,6 +39,11 @@ _SCHEMAS = {
     " Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_sq_scales, Tensor(e!) master, Tensor(f!)? master_scales,"
     " Tensor(g!)? weight, Tensor(h!)? chunk_amax, Tensor grad_factor, Tensor step, float lr, float beta1, float beta2,"
     " float eps, float weight_decay, bool decoupled) -> ()",
+    "adamw_split_step_": "(Tensor grad, Tensor? grad_scales, Tensor(a!) exp_avg, Tensor(b!)? exp_avg_scales,"
+    " Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_sq_scales, Tensor(e!) weight, Tensor(f!) correction,"
+    " Tensor(g!) weight_scales, Tensor new_weight_scales, Tensor chunk_tensor, Tensor(h!) chunk_amax,"
+    " Tensor grad_factor, Tensor step, float lr, float beta1, float beta2, float eps, float weight_decay,"
+    " bool decoupled) -> ()",
     "derive_fp8_weights_": "(Tensor master, Tensor? master_scales, Tensor(a!) payload, Tensor weight_scales,"
     " Tensor chunk_tensor) -> ()",
 }
@@ -68,7 +80,14 @@ def _reference_adamw_step_(*args) -> None:  # type: ignore[no-untyped-def]
     )
 
 
-_CPU = {
+def _reference_adamw_split_step_(*args) -> None:  # type: ignore[no-untyped-def]
+    *tensors, lr, beta1, beta2, eps, weight_decay, decoupled = args
+    split_master.adamw_split_step_(
+        *tensors, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, decoupled=decoupled
+    )
+
+
+_CPU: dict[str, Callable[..., Any]] = {
     "amax": reference.amax,
     "quantize_current": _reference_quantize_current,
     "quantize_with_scale": _reference_quantize_with_scale,
@@ -78,6 +97,7 @@ _CPU = {
     "dequantize_blockwise": reference.dequantize_blockwise,
     "squared_norm": reference.squared_norm,
     "adamw_step_": _reference_adamw_step_,
+    "adamw_split_step_": _reference_adamw_split_step_,
     "derive_fp8_weights_": reference.derive_fp8_weights_,
 }
 
@@ -95,10 +115,10 @@ _TRITON = {
 }
 
 
-def _lazy_triton(name: str, module: str):  # type: ignore[no-untyped-def]
+def _lazy_triton(name: str, module: str) -> Callable[..., Any]:
     loaded = None
 
-    def call(*args):  # type: ignore[no-untyped-def]
+    def call(*args: Any) -> Any:
         nonlocal loaded
         if loaded is None:
             from importlib import import_module
@@ -109,10 +129,31 @@ def _lazy_triton(name: str, module: str):  # type: ignore[no-untyped-def]
     return call
 
 
+#: Operators that take the reference on a GPU: a kernel is to follow.
+_REFERENCE_ON_CUDA = ("adamw_split_step_",)
+
+
+def _triton_or_reference(name: str) -> Callable[..., Any]:
+    """The Triton variant; the reference where an operand is companded, which the kernels cannot read yet."""
+    triton, reference_variant = _lazy_triton(name, _TRITON[name]), _CPU[name]
+
+    def call(*args: Any) -> Any:
+        companded = any(isinstance(arg, Tensor) and arg.dtype in COMPANDED_DTYPES for arg in args)
+        return (reference_variant if companded else triton)(*args)
+
+    return call
+
+
+def _cuda_variant(name: str) -> Callable[..., Any]:
+    if name == "scaled_mm":
+        return scaled_mm_cublaslt
+    return _CPU[name] if name in _REFERENCE_ON_CUDA else _triton_or_reference(name)
+
+
 for _name, _schema in _SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
     _LIBRARY.impl(_name, _CPU[_name], "CPU")
-    _LIBRARY.impl(_name, scaled_mm_cublaslt if _name == "scaled_mm" else _lazy_triton(_name, _TRITON[_name]), "CUDA")
+    _LIBRARY.impl(_name, _cuda_variant(_name), "CUDA")
 
 _OPS = torch.ops.fp8_megatron
 
@@ -203,6 +244,8 @@ def adamw_step_(
     decoupled: bool,
 ) -> None:
     """`reference.adamw_step_`: one fused Adam(W) pass over flat storage, in place."""
+    _check_moments(exp_avg, exp_avg_sq)
+    assert master.dtype not in COMPANDED_DTYPES, master.dtype
     _OPS.adamw_step_(
         grad,
         grad_scales,
@@ -223,6 +266,61 @@ def adamw_step_(
         weight_decay,
         decoupled,
     )
+
+
+def adamw_split_step_(
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_scales: Tensor | None,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scales: Tensor | None,
+    weight: Tensor,
+    correction: Tensor,
+    weight_scales: Tensor,
+    new_weight_scales: Tensor,
+    chunk_tensor: Tensor,
+    chunk_amax: Tensor,
+    grad_factor: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """`split_master.adamw_split_step_`: one Adam(W) pass over FP8 weights with a byte of correction, in place."""
+    _check_moments(exp_avg, exp_avg_sq)
+    assert weight.dtype == E4M3 and correction.dtype == torch.int8, (weight.dtype, correction.dtype)
+    _OPS.adamw_split_step_(
+        grad,
+        grad_scales,
+        exp_avg,
+        exp_avg_scales,
+        exp_avg_sq,
+        exp_avg_sq_scales,
+        weight,
+        correction,
+        weight_scales,
+        new_weight_scales,
+        chunk_tensor,
+        chunk_amax,
+        grad_factor,
+        step,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        decoupled,
+    )
+
+
+def _check_moments(exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """The companded integers are each made for one moment: uint8 has no sign, int8 half of its codes below zero."""
+    assert exp_avg.dtype != torch.uint8 and exp_avg_sq.dtype != torch.int8, (exp_avg.dtype, exp_avg_sq.dtype)
 
 
 def derive_fp8_weights_(

@@ -9,16 +9,21 @@ Two kinds of scale:
 - **blockwise**: one FP32 power-of-two scale for each run of `block` elements of the flattened tensor. A power of two
   makes encoding an unchanged value again exact. A block that is all zero has scale 1; a block whose amax is not finite
   has scale NaN, so that everything decoded from it is NaN and cannot pass for a number.
+
+Optimizer state in int8 and uint8 is companded, always blockwise, and its scale is the amax: see `companding`. The split
+master is in `split_master`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..formats import FP8_DTYPES, MAX_FINITE
+from ..formats import COMPANDED_DTYPES, FP8_DTYPES, MAX_FINITE
+from . import companding
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
@@ -49,14 +54,23 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> 
     return torch.where(torch.isfinite(amax), scale, torch.full_like(scale, torch.nan))
 
 
-def encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``cast(clamp(x / scale))`` to `dtype`; `scale` (FP32) broadcasts against `x`. Saturates, keeps NaN."""
+def encode(x: Tensor, scale: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> Tensor:
+    """``cast(clamp(x / scale))`` to `dtype`; `scale` (FP32) broadcasts against `x`. Saturates, keeps NaN.
+
+    Integers are companded, and rounded stochastically where `noise` is given: see `companding.encode`.
+    """
+    if dtype in COMPANDED_DTYPES:
+        return companding.encode(x.float(), scale, dtype, noise)
+    assert noise is None, dtype
     limit = MAX_FINITE[dtype]
     return (x.float() * scale.reciprocal()).clamp_(-limit, limit).to(dtype)
 
 
 def decode(payload: Tensor, scale: Tensor | None = None) -> Tensor:
-    """``payload · scale`` in FP32; `scale` (FP32) broadcasts."""
+    """``payload · scale`` in FP32; `scale` (FP32) broadcasts. Integers are companded: see `companding.decode`."""
+    if payload.dtype in COMPANDED_DTYPES:
+        assert scale is not None
+        return companding.decode(payload, scale)
     if payload.dtype in FP8_DTYPES and payload.device.type == "cpu":
         value = _decode_fp8_by_table(payload)
     else:
@@ -133,15 +147,20 @@ def scaled_mm(
     return out.to(out_dtype)
 
 
-def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
-    """Quantise flat `x` [n] into `payload` [n] (FP8 or FP16) and its FP32 power-of-two `scales` [n / block], in place.
+def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor, noise: Tensor | None = None) -> None:
+    """Quantise flat `x` [n] into `payload` [n] (FP8, FP16 or a companded integer) and its FP32 `scales`, in place.
 
-    The block is ``payload.numel() / scales.numel()``.
+    Args:
+        scales: [n / block], powers of two, or of integers the amax; the block is ``payload.numel() / scales.numel()``.
+        noise: FP32 [n], for stochastic rounding to an integer; None rounds to nearest.
     """
     blocks = x.reshape(scales.numel(), -1).float()
-    scale = scale_from_amax(blocks.abs().amax(dim=1), payload.dtype, power_of_two=True)
+    # The scale of companded integers is the amax itself (their largest code decodes to 1 · scale).
+    power_of_two = payload.dtype not in COMPANDED_DTYPES
+    scale = scale_from_amax(blocks.abs().amax(dim=1), payload.dtype, power_of_two=power_of_two)
     scales.copy_(scale)
-    payload.copy_(encode(blocks, scale[:, None], payload.dtype).view(-1))
+    noise = None if noise is None else noise.view_as(blocks)
+    payload.copy_(encode(blocks, scale[:, None], payload.dtype, noise).view(-1))
 
 
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
@@ -154,12 +173,12 @@ def load_state(payload: Tensor, scales: Tensor | None) -> Tensor:
     return payload.float() if scales is None else dequantize_blockwise(payload, scales)
 
 
-def store_state_(value: Tensor, payload: Tensor, scales: Tensor | None) -> None:
-    """FP32 [n] → optimizer state [n] in its storage dtype, in place."""
+def store_state_(value: Tensor, payload: Tensor, scales: Tensor | None, noise: Tensor | None = None) -> None:
+    """FP32 [n] → optimizer state [n] in its storage dtype, in place; `noise` as in `quantize_blockwise_`."""
     if scales is None:
         payload.copy_(value)
     else:
-        quantize_blockwise_(value, payload, scales)
+        quantize_blockwise_(value, payload, scales, noise)
 
 
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
@@ -192,7 +211,8 @@ def adamw_step_(
     """One Adam(W) step over flat storage, computed in FP32, every operand in its own storage dtype, in place.
 
     AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2; `decoupled`) or Adam with the L2 term in the gradient,
-    which enters both moments. The update uses the moments before they are rounded to storage.
+    which enters both moments. The update uses the moments before they are rounded to storage. Moments in int8 and
+    uint8 are rounded stochastically, by a hash of (element of this flat storage, `step`).
 
     Args:
         grad, exp_avg, exp_avg_sq, master: flat [n], each with FP32 block scales or None.
@@ -203,10 +223,39 @@ def adamw_step_(
             written: the step is skipped on the device, with no host synchronisation.
         step: FP32 [1], the number of this step counted from 1 over steps that were not skipped.
     """
-    if not bool(torch.isfinite(grad_factor)):
-        return
-    g = load_state(grad, grad_scales) * grad_factor
-    p = load_state(master, master_scales)
+
+    def update() -> None:
+        g = load_state(grad, grad_scales) * grad_factor
+        p = load_state(master, master_scales)
+        moments = (exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales)
+        p = adam_update_(g, p, *moments, step, lr, beta1, beta2, eps, weight_decay, decoupled)
+        store_state_(p, master, master_scales)
+        stored = load_state(master, master_scales)
+        if weight is not None:
+            weight.copy_(stored)
+        if chunk_amax is not None:
+            torch.amax(stored.abs().view(chunk_amax.numel(), -1), dim=1, out=chunk_amax)
+
+    written = [exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, master, master_scales, weight, chunk_amax]
+    update_where_finite(grad_factor, written, update)
+
+
+def adam_update_(
+    g: Tensor,
+    p: Tensor,
+    exp_avg: Tensor,
+    exp_avg_scales: Tensor | None,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scales: Tensor | None,
+    step: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> Tensor:
+    """The new FP32 parameters [n] from the scaled gradient `g` and the old ones `p`; moments move in place."""
     if decoupled:
         p = p * (1.0 - lr * weight_decay)
     else:
@@ -215,15 +264,34 @@ def adamw_step_(
     v = beta2 * load_state(exp_avg_sq, exp_avg_sq_scales) + (1.0 - beta2) * g * g
     bias_correction1 = -torch.expm1(step * _log(beta1))
     bias_correction2 = -torch.expm1(step * _log(beta2))
-    p = p - (lr / bias_correction1) * m / ((v / bias_correction2).sqrt() + eps)
-    store_state_(m, exp_avg, exp_avg_scales)
-    store_state_(v, exp_avg_sq, exp_avg_sq_scales)
-    store_state_(p, master, master_scales)
-    stored = load_state(master, master_scales)
-    if weight is not None:
-        weight.copy_(stored)
-    if chunk_amax is not None:
-        torch.amax(stored.abs().view(chunk_amax.numel(), -1), dim=1, out=chunk_amax)
+    _store_moment_(m, exp_avg, exp_avg_scales, step, companding.EXP_AVG_STREAM)
+    _store_moment_(v, exp_avg_sq, exp_avg_sq_scales, step, companding.EXP_AVG_SQ_STREAM)
+    return p - (lr / bias_correction1) * m / ((v / bias_correction2).sqrt() + eps)
+
+
+def _store_moment_(value: Tensor, payload: Tensor, scales: Tensor | None, step: Tensor, stream: int) -> None:
+    companded = payload.dtype in COMPANDED_DTYPES
+    noise = companding.rounding_noise(value.numel(), step, stream) if companded else None
+    store_state_(value, payload, scales, noise)
+
+
+def update_where_finite(factor: Tensor, written: Sequence[Tensor | None], update: Callable[[], None]) -> None:
+    """Run `update`, which writes the tensors `written`; where `factor` [1] is not finite they stay as they were.
+
+    On a GPU nothing waits: the update runs in any case and is taken back there (one copy of `written`).
+    """
+    if factor.device.type == "cpu":
+        if bool(torch.isfinite(factor)):
+            update()
+        return
+    tensors = [tensor for tensor in written if tensor is not None]
+    before = [tensor.clone() for tensor in tensors]
+    update()
+    keep_new = torch.isfinite(factor)
+    for tensor, old in zip(tensors, before, strict=True):
+        as_bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
+        new_bits = tensor.view(as_bits)
+        new_bits.copy_(torch.where(keep_new, new_bits, old.view(as_bits)))
 
 
 def _log(beta: float) -> float:

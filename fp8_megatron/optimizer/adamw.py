@@ -1,135 +1,55 @@
-"""The precision-decoupled AdamW: one fused pass per flat space, every operand in its own storage dtype.
+"""The precision-decoupled AdamW: one fused pass over a flat space, every operand in its own storage dtype.
 
 FP8-LM (arXiv 2310.18313), section 2.2: gradients and first moment in FP8, second moment and master weight in FP16
-with scales, arithmetic in FP32. Clipping, the non-finite check and the step count stay on the device.
+with scales, arithmetic in FP32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..config import OptimizerConfig, PrecisionConfig
-from ..distributed.data_parallel import FP8DataParallel
+from ..config import OptimizerConfig
 from ..distributed.grad_buffer import GradBuffer
-from ..distributed.partition import Slot, StorageClass
-from ..distributed.topology import Topology
 from ..kernels import ops
-from .clip_grads import clip_factor, global_grad_norm
-from .state import SpaceState, space_formats
+from .state import SpaceState
 
 
-class FP8AdamW:
-    """AdamW (or Adam) over the spaces of all model chunks of a rank.
+def update_space(
+    buffer: GradBuffer,
+    state: SpaceState,
+    group: dict[str, Any],
+    config: OptimizerConfig,
+    *,
+    grad_factor: Tensor,
+    step_count: Tensor,
+) -> None:
+    """Update this rank's shard of one space and send the new weights on their way.
 
-    `param_groups` has one group per space with Megatron's keys (`lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`),
-    which megatron-core's scheduler sets; vectors (norms, biases) have no decay.
+    Args:
+        group: the space's parameter group; `lr` and `weight_decay` are read.
+        grad_factor: FP32 [1]; where it is not finite nothing changes (`reference.adamw_step_`).
+        step_count: FP32 [1], this step's number.
     """
-
-    def __init__(
-        self,
-        model: list[FP8DataParallel],
-        config: OptimizerConfig,
-        precision: PrecisionConfig,
-        topology: Topology,
-        device: torch.device,
-    ) -> None:
-        self.config = config
-        self.topology = topology
-        self.device = device
-        self.buffers: list[GradBuffer] = [buffer for chunk in model for buffer in chunk.grad_buffers]
-        is_fp8 = precision.precision == "fp8"
-        self.states = [
-            SpaceState(buffer.space, space_formats(buffer.space.storage, precision.formats, is_fp8=is_fp8))
-            for buffer in self.buffers
-        ]
-        self.param_groups: list[dict[str, Any]] = [
-            {
-                "params": [slot.param for slot in state.space.slots],
-                "lr": config.lr,
-                "max_lr": config.lr,
-                "min_lr": config.min_lr,
-                "weight_decay": config.weight_decay * _decay_multiplier(state),
-                "wd_mult": _decay_multiplier(state),
-                "default_config": True,
-            }
-            for state in self.states
-        ]
-        self.step_count = torch.zeros(1, device=device)
-
-    @property
-    def learning_rate(self) -> float:
-        """What the schedule set for the next step."""
-        return float(self.param_groups[0]["lr"])
-
-    def slots(self) -> Iterator[tuple[SpaceState, Slot]]:
-        """Every parameter of this rank with the state that holds it."""
-        for state in self.states:
-            for slot in state.space.slots:
-                yield state, slot
-
-    def load_weights(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Set master weights by name and derive the weights.
-
-        Args:
-            values: (name, value in any float dtype, this rank's shard).
-
-        Raises:
-            ValueError: an unknown or missing name, or another shape, with both shapes.
-        """
-        by_name = {slot.name: (state, slot) for state, slot in self.slots()}
-        missing = set(by_name)
-        for name, value in values:
-            if name not in by_name:
-                raise ValueError(f"the model has no parameter {name!r}")
-            state, slot = by_name[name]
-            state.set_master(slot, value)
-            missing.discard(name)
-        if missing:
-            raise ValueError(f"no value for parameter {min(missing)!r} ({len(missing)} missing)")
-        for state in self.states:
-            state.derive_weights()
-
-    @torch.no_grad()
-    def step(self) -> Tensor:
-        """Clip and update; returns the gradient norm before clipping, FP32 [1] on the device.
-
-        A norm that is not finite skips the step on the device: nothing changes, nothing waits.
-        """
-        norm = global_grad_norm(self.buffers, self.topology.groups.mp, self.device)
-        factor = clip_factor(norm, self.config.clip_grad)
-        self.step_count += torch.isfinite(factor)
-        for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
-            self._update_space(buffer, state, group, factor)
-        return norm
-
-    def _update_space(self, buffer: GradBuffer, state: SpaceState, group: dict, factor: Tensor) -> None:
-        ops.adamw_step_(
-            buffer.payload,
-            buffer.scales,
-            state.exp_avg.payload,
-            state.exp_avg.scales,
-            state.exp_avg_sq.payload,
-            state.exp_avg_sq.scales,
-            state.master.payload,
-            state.master.scales,
-            None if state.derives_fp8 else state.weight,
-            state.chunk_amax,
-            factor,
-            self.step_count,
-            lr=float(group["lr"]),
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
-            eps=self.config.adam_eps,
-            weight_decay=float(group["weight_decay"]),
-            decoupled=self.config.optimizer == "adamw",
-        )
-        if state.derives_fp8:
-            state.derive_fp8_weights()
-
-
-def _decay_multiplier(state: SpaceState) -> float:
-    return 0.0 if state.space.storage is StorageClass.VECTOR else 1.0
+    ops.adamw_step_(
+        buffer.payload,
+        buffer.scales,
+        state.exp_avg.payload,
+        state.exp_avg.scales,
+        state.exp_avg_sq.payload,
+        state.exp_avg_sq.scales,
+        state.master.payload,
+        state.master.scales,
+        state.weight_to_write(),
+        state.chunk_amax,
+        grad_factor,
+        step_count,
+        lr=float(group["lr"]),
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        eps=config.adam_eps,
+        weight_decay=float(group["weight_decay"]),
+        decoupled=config.optimizer == "adamw",
+    )
+    state.publish_weights()

@@ -11,20 +11,18 @@ from ..distributed.grad_buffer import GradBuffer
 from ..kernels import ops
 
 
-def global_grad_norm(
-    buffers: Iterable[GradBuffer], model_parallel_group: torch.distributed.ProcessGroup, device: torch.device
-) -> Tensor:
+def global_grad_norm(buffers: Iterable[GradBuffer], device: torch.device) -> Tensor:
     """L2 norm of all gradients of the model, FP32 [1] on the device; each parameter counts once.
 
-    Called by every rank after gradients were averaged over replicas. One all-reduce (SUM) over the tensor- and
-    pipeline-parallel ranks of a replica. NaN or inf where any gradient is.
+    Called by every rank after gradients were averaged over replicas: each rank holds another shard of another part of
+    the model, so one all-reduce (SUM) over the world has it all. NaN or inf where any gradient is.
     """
     total = torch.zeros(1, device=device)
     for buffer in buffers:
         if buffer.space.counts_in_norm:
             total += ops.squared_norm(buffer.payload, buffer.scales)
-    if model_parallel_group.size() > 1:
-        torch.distributed.all_reduce(total, group=model_parallel_group)
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(total)
     return total.sqrt()
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state of one flat space: master weights and moments, each in its own storage dtype, and the weights.
+"""Optimizer state of one flat space: this rank's shard of masters and moments, each in its own dtype, and the weights.
 
 The master weight is the truth. Initialisation, a checkpoint and a converted model all enter through `set_master`; the
 weights that the layers compute with are derived from it, and only ever from it.
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed.partition import CHUNK, ParamSpace, Slot, StorageClass
+from ..collectives.scale_sync import max_over_group_
+from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
+from ..distributed.weight_gather import WeightGather
 from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops, reference
 from ..quantization.recipe import WEIGHT_DTYPE
@@ -32,10 +34,11 @@ class StateTensor:
         payload = torch.zeros(numel, dtype=dtype.torch_dtype, device=device)
         return cls(payload, torch.ones(numel // STATE_BLOCK, device=device) if dtype.is_scaled else None)
 
-    def slot(self, slot: Slot) -> StateTensor:
-        """One parameter's part with its padding (views)."""
-        scales = None if self.scales is None else slot.padded_slice(self.scales, STATE_BLOCK)
-        return StateTensor(slot.padded_slice(self.payload), scales)
+    def part(self, fragment: Fragment) -> StateTensor:
+        """A parameter's part of this rank's shard (views)."""
+        start, stop = fragment.shard_start, fragment.shard_start + fragment.length
+        scales = None if self.scales is None else self.scales[start // STATE_BLOCK : stop // STATE_BLOCK]
+        return StateTensor(self.payload[start:stop], scales)
 
     def load(self) -> Tensor:
         """FP32 [n]."""
@@ -74,96 +77,151 @@ def space_formats(storage: StorageClass, formats: StorageFormats, *, is_fp8: boo
 
 
 class SpaceState:
-    """Master, moments and weights of one space; re-points every parameter of the space at flat weight storage."""
+    """Master and moments of this rank's shard of one space, and all weights of the space.
 
-    def __init__(self, space: ParamSpace, formats: StorageFormats) -> None:
+    Re-points every parameter of the space at flat weight storage. With one replica the shard is the space, and a weight
+    that is its own master shares the master's storage.
+
+    Args:
+        group: the data-parallel ranks that the space is cut over.
+
+    Attributes:
+        gather: sends the shard's weights to the other replicas; None with one replica.
+    """
+
+    def __init__(self, space: ParamSpace, formats: StorageFormats, group: torch.distributed.ProcessGroup) -> None:
+        assert group.size() == space.num_shards and group.rank() == space.shard_index, "the space is cut otherwise"
         self.space = space
         self.formats = formats
-        n, device = space.numel, space.device
+        self._group = group
+        n, device = space.shard_numel, space.device
         self.exp_avg = StateTensor.zeros(n, formats.exp_avg, device)
         self.exp_avg_sq = StateTensor.zeros(n, formats.exp_avg_sq, device)
         self.master = StateTensor.zeros(n, formats.master_weight or formats.weight, device)
         self.derives_fp8 = formats.weight is StorageDtype.FP8
-        self.weight: Tensor | None = None
         self.weight_scales: Tensor | None = None
         self.chunk_amax: Tensor | None = None
-        if formats.master_weight is None:
-            self._point_params_at_master()
-        elif self.derives_fp8:
-            self.weight = torch.zeros(n, dtype=WEIGHT_DTYPE, device=device)
+        is_own_master = formats.master_weight is None
+        if is_own_master and space.num_shards == 1:
+            self.weight = self.master
+        elif is_own_master:
+            self.weight = StateTensor.zeros(space.numel, formats.weight, device)
+        else:
+            self.weight = StateTensor(torch.zeros(space.numel, dtype=formats.weight.torch_dtype, device=device), None)
+        if self.derives_fp8:
             # cuBLASLt refuses scale pointers that are not 16-byte aligned: one scale for every four floats.
             self.weight_scales = torch.ones(len(space.slots), 4, device=device)
             self.chunk_amax = torch.zeros(n // CHUNK, device=device)
-            self.chunk_slots = space.chunk_slots()
-            for index, slot in enumerate(space.slots):
-                assert isinstance(slot.param, ScaledTensor)
-                slot.param.set_storage(slot.slice(self.weight), self.weight_scales[index, :1])
-        else:
-            self.weight = torch.zeros(n, dtype=formats.weight.torch_dtype, device=device)
-            for slot in space.slots:
-                if isinstance(slot.param, ScaledTensor):
-                    slot.param.set_storage(slot.slice(self.weight), torch.ones(1, device=device))
-                else:
-                    slot.param.data = slot.slice(self.weight)
+            self.chunk_slots = space.shard_chunk_slots()
+        for index, slot in enumerate(space.slots):
+            self._point_at_weight(slot, index)
+        self.gather: WeightGather | None = None
+        if space.num_shards > 1:
+            storages = [(self.weight.payload, 1)]
+            if self.weight.scales is not None:
+                storages.append((self.weight.scales, STATE_BLOCK))
+            self.gather = WeightGather(space, storages, group)
+        self._written_shard: Tensor | None = None
 
-    def _point_params_at_master(self) -> None:
-        """The weight is its own master: scaled FP16 at levels O1 and O2."""
-        for slot in self.space.slots:
-            assert isinstance(slot.param, ScaledTensor) and slot.numel % STATE_BLOCK == 0, (slot.name, slot.numel)
-            if self.master.scales is None:
-                scales = torch.ones(1, device=self.space.device)
-            else:
-                first_block = slot.offset // STATE_BLOCK
-                scales = self.master.scales[first_block : first_block + slot.numel // STATE_BLOCK]
-            slot.param.set_storage(slot.slice(self.master.payload), scales)
+    def _point_at_weight(self, slot: Slot, index: int) -> None:
+        payload = slot.slice(self.weight.payload)
+        if not isinstance(slot.param, ScaledTensor):
+            slot.param.data = payload
+        elif self.weight_scales is not None:
+            slot.param.set_storage(payload, self.weight_scales[index, :1])
+        elif self.weight.scales is not None:
+            assert slot.numel % STATE_BLOCK == 0, (slot.name, slot.numel)
+            first = slot.offset // STATE_BLOCK
+            slot.param.set_storage(payload, self.weight.scales[first : first + slot.numel // STATE_BLOCK])
+        else:
+            slot.param.set_storage(payload, torch.ones(1, device=self.space.device))
 
     def set_master(self, slot: Slot, value: Tensor) -> None:
-        """Give a parameter a new value (any float dtype, its shape); `derive_weights` then updates the weights."""
+        """Give a parameter a new value (any float dtype, its shape); `publish_weights` then updates the weights."""
         if value.shape != slot.param.shape:
             raise ValueError(
                 f"{slot.name}: the model's shape is {tuple(slot.param.shape)}, the value's {tuple(value.shape)}"
             )
-        flat = torch.zeros(slot.padded, dtype=torch.float32, device=self.space.device)
-        flat[: slot.numel] = value.reshape(-1).to(self.space.device)
-        self.master.slot(slot).store_(flat)
+        flat = value.reshape(-1)
+        for fragment in self.space.fragments(slot):
+            part = torch.zeros(fragment.length, device=self.space.device)
+            values = flat[fragment.slot_start : fragment.slot_start + fragment.length]
+            part[: values.numel()] = values
+            self.master.part(fragment).store_(part)
 
     def get_master(self, slot: Slot) -> Tensor:
-        """A parameter's value in FP32."""
-        return self.master.slot(slot).load()[: slot.numel].view(slot.param.shape)
+        """A parameter's value in FP32, whole; called by every data-parallel rank."""
+        return self.space.assemble(slot, lambda fragment: self.master.part(fragment).load(), self._group)
+
+    def weight_to_write(self) -> Tensor | None:
+        """Where the optimizer kernel writes this shard's weights, [shard_numel]; None if they are derived or gathered.
+
+        A skipped step writes nothing, so it holds the present weights.
+        """
+        if self.derives_fp8 or self.formats.master_weight is None:
+            return None
+        if self.space.num_shards == 1:
+            return self.weight.payload
+        mine = [
+            bucket.of_space(self.weight.payload).view(self.space.num_shards, -1)[self.space.shard_index]
+            for bucket in self.space.buckets
+        ]
+        self._written_shard = torch.cat(mine)
+        return self._written_shard
 
     def derive_weights(self) -> None:
-        """Weights from the masters."""
+        """Weights from the masters, when these came from elsewhere than the optimizer kernel."""
         if self.derives_fp8:
             assert self.chunk_amax is not None
-            stored = self.master.load().abs().view(-1, CHUNK)
-            torch.amax(stored, dim=1, out=self.chunk_amax)
-            self.derive_fp8_weights()
-        elif self.weight is not None:
-            self.weight.copy_(self.master.load())
+            torch.amax(self.master.load().abs().view(-1, CHUNK), dim=1, out=self.chunk_amax)
+        else:
+            written = self.weight_to_write()
+            if written is not None:
+                written.copy_(self.master.load())
+        self.publish_weights()
 
-    def derive_fp8_weights(self) -> None:
-        """FP8 weights from the masters, with each tensor's scale taken from `chunk_amax`."""
-        assert self.weight is not None and self.weight_scales is not None and self.chunk_amax is not None
+    def publish_weights(self) -> None:
+        """Weights for every replica, once the masters of this shard are new; sent, not waited for.
+
+        FP8 weights are quantised from their masters with each tensor's scale taken from `chunk_amax`, over all ranks.
+        """
+        shard = self._derived_fp8_shard() if self.derives_fp8 else self._written_shard
+        self._written_shard = None
+        if self.gather is None:
+            return
+        if shard is not None:
+            self.gather.start([shard])
+        else:  # the weight is its own master
+            self.gather.start([part for part in (self.master.payload, self.master.scales) if part is not None])
+
+    def _derived_fp8_shard(self) -> Tensor:
+        assert self.weight_scales is not None and self.chunk_amax is not None
         amax = self.chunk_amax.new_zeros(len(self.space.slots))
         amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
+        max_over_group_(amax, self._group)
         previous = self.weight_scales[:, 0]
         usable = torch.isfinite(amax) & (amax > 0)
         scale = torch.where(usable, scale_from_amax(amax, WEIGHT_DTYPE, power_of_two=False), previous)
         previous.copy_(scale)
-        ops.derive_fp8_weights_(self.master.payload, self.master.scales, self.weight, scale, self.chunk_slots)
+        if self.space.num_shards == 1:
+            shard = self.weight.payload
+        else:
+            shard = torch.empty(self.space.shard_numel, dtype=WEIGHT_DTYPE, device=self.space.device)
+        ops.derive_fp8_weights_(self.master.payload, self.master.scales, shard, scale, self.chunk_slots)
+        return shard
 
     def byte_counts(self) -> dict[str, int]:
         """Bytes held, by kind: weight, master_weight, exp_avg, exp_avg_sq (payloads) and scales (everything small)."""
-        separate_master = self.formats.master_weight is not None
-        weight = self.weight.nbytes if self.weight is not None else self.master.payload_bytes
+        shares_master = self.weight is self.master
         scales = self.exp_avg.scale_bytes + self.exp_avg_sq.scale_bytes + self.master.scale_bytes
+        scales += 0 if shares_master else self.weight.scale_bytes
         for extra in (self.weight_scales, self.chunk_amax):
             scales += 0 if extra is None else extra.nbytes
         if self.chunk_amax is not None:
             scales += self.chunk_slots.nbytes
         return {
-            "weight": weight,
-            "master_weight": self.master.payload_bytes if separate_master else 0,
+            "weight": self.weight.payload_bytes,
+            "master_weight": 0 if shares_master else self.master.payload_bytes,
             "exp_avg": self.exp_avg.payload_bytes,
             "exp_avg_sq": self.exp_avg_sq.payload_bytes,
             "scales": scales,

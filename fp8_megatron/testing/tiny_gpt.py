@@ -19,7 +19,7 @@ from ..config import Config, ModelConfig, OptimizerConfig, ParallelConfig, Preci
 from ..distributed.data_parallel import FP8DataParallel
 from ..distributed.topology import Topology, initialized
 from ..models.gpt import ModelChunk
-from ..optimizer.adamw import FP8AdamW
+from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..training.setup import build_trainable_model
 
 VOCAB_SIZE = 256
@@ -82,7 +82,7 @@ class TinyGPT:
     topology: Topology
     chunks: list[ModelChunk]
     model: list[FP8DataParallel]
-    optimizer: FP8AdamW
+    optimizer: FP8DistributedOptimizer
 
 
 def train_tiny_gpt(
@@ -165,7 +165,6 @@ def whole_weights(gpt: TinyGPT) -> dict[str, Tensor]:
     mine = [
         (slot.name, topology.tp.rank(), state.get_master(slot).cpu(), sharding_of(slot.param))
         for state, slot in gpt.optimizer.slots()
-        if topology.dp.rank() == 0
     ]
     everyone: list[Any] = [None] * topology.world_size
     torch.distributed.all_gather_object(everyone, mine)

@@ -44,6 +44,8 @@ class MemoryByKind:
     linear: StorageBytes
     rest: StorageBytes
     """Embedding, LM head, norms and biases."""
+    wire_buffers: int = 0
+    """Bytes of the buffers that gradients are sent from and received in, for all parameters together."""
 
 
 _KINDS: dict[str, str] = {
@@ -57,25 +59,35 @@ _KINDS: dict[str, str] = {
 
 
 def memory_table(
-    measured: MemoryByKind, formats: StorageFormats, *, level: str = "this run", num_optimizer_shards: int = 1
+    measured: MemoryByKind,
+    formats: StorageFormats,
+    *,
+    predicted: MemoryByKind | None = None,
+    level: str = "this run",
+    num_optimizer_shards: int = 1,
 ) -> str:
     """Bytes per parameter and GB by kind: this run as measured, BF16 mixed precision, and the factor between.
 
     Args:
+        predicted: what the configuration said before anything was built.
         formats: what linear weights and their state are stored in.
         level: name of the run's level in the heading.
         num_optimizer_shards: data-parallel ranks that share master weights and moments; BF16 is counted with the same
             sharding, or the saving would be the sharding's.
 
     Returns:
-        Text without colours, about 100 columns wide whatever the terminal.
+        Text without colours, at most 120 columns wide whatever the terminal.
     """
     total = measured.linear + measured.rest
     baseline = bf16_bytes(total.num_params, num_optimizer_shards=num_optimizer_shards)
     table = Table(title=f"Memory of weights and optimizer on one rank: {level} beside BF16 mixed precision")
     table.add_column("bytes per parameter", no_wrap=True)
     table.add_column("stored as", no_wrap=True)
-    for heading in ("linear\nweights", "16-bit\nrest", "all", "BF16\nmixed", "all\nGB", "BF16\nGB", "saving"):
+    for heading in (
+        *("linear\nweights", "16-bit\nrest", "all", "BF16\nmixed"),
+        *(["predicted\nGB"] if predicted is not None else []),
+        *("all\nGB", "BF16\nGB", "saving"),
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     dtypes = _dtype_names(formats)
     for kind, name in (*_KINDS.items(), ("total", "total")):
@@ -85,15 +97,18 @@ def memory_table(
             name,
             dtypes.get(kind, ""),
             *(_per_param(group, kind) for group in (measured.linear, measured.rest, total, baseline)),
+            *([] if predicted is None else [_gigabytes(getattr(predicted.linear + predicted.rest, kind))]),
             _gigabytes(getattr(total, kind)),
             _gigabytes(getattr(baseline, kind)),
             _saving(getattr(baseline, kind), getattr(total, kind)),
         )
     linear, rest = measured.linear.num_params, measured.rest.num_params
     notes = f"{linear:,} parameters in linear weights, {rest:,} in the 16-bit rest; GB = 10^9 bytes"
+    if measured.wire_buffers:
+        notes += f"\nbuffers of the wire, whatever the model's size: {_gigabytes(measured.wire_buffers)} GB more"
     if num_optimizer_shards > 1:
         notes += f"; master weights and moments, BF16's too, over {num_optimizer_shards} ranks"
-    console = Console(width=110, color_system=None, force_terminal=False)
+    console = Console(width=120, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), notes])

@@ -13,10 +13,11 @@ from ..config import Config, OptimizerConfig
 from ..distributed.data_parallel import FP8DataParallel
 from ..distributed.finalize import finalize_model_grads
 from ..distributed.partition import StorageClass
+from ..distributed.staging import StagingPools
 from ..distributed.topology import Topology
 from ..models.gpt import ModelChunk, build_model
 from ..models.initialization import initial_values, named_parameters_of_model
-from ..optimizer.adamw import FP8AdamW
+from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..quantization.amax_history import AmaxHistory
 from .memory_report import MemoryByKind, StorageBytes
 
@@ -29,8 +30,9 @@ class TrainingState:
     topology: Topology
     device: torch.device
     model: list[FP8DataParallel]
+    staging: StagingPools
     histories: list[AmaxHistory | None]
-    optimizer: FP8AdamW
+    optimizer: FP8DistributedOptimizer
     scheduler: OptimizerParamScheduler
     num_micro_batches: int
     vocab_size: int
@@ -42,7 +44,8 @@ class TrainableModel:
 
     chunks: list[ModelChunk]
     model: list[FP8DataParallel]
-    optimizer: FP8AdamW
+    staging: StagingPools
+    optimizer: FP8DistributedOptimizer
 
 
 def build_trainable_model(
@@ -55,6 +58,7 @@ def build_trainable_model(
         num_micro_batches: gradients each parameter will receive per step.
     """
     chunks = build_model(config, vocab_size, topology, device)
+    staging = StagingPools(device)
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
     model = [
         FP8DataParallel(
@@ -62,13 +66,15 @@ def build_trainable_model(
             chunk.module,
             named_params=params,
             precision=config.precision,
+            parallel=config.parallel,
             topology=topology,
+            staging=staging,
             num_micro_batches=num_micro_batches,
         )
         for chunk, params in zip(chunks, named, strict=True)
     ]
     chunks[0].module.config.finalize_model_grads_func = partial(_finalize, topology=topology)
-    optimizer = FP8AdamW(model, config.optimizer, config.precision, topology, device)
+    optimizer = FP8DistributedOptimizer(model, config.optimizer, config.precision, topology, device)
     values = (
         initial_values(
             params,
@@ -80,7 +86,7 @@ def build_trainable_model(
         for params in named
     )
     optimizer.load_weights(chain.from_iterable(values))
-    return TrainableModel(chunks, model, optimizer)
+    return TrainableModel(chunks, model, staging, optimizer)
 
 
 def build_training_state(config: Config, vocab_size: int, topology: Topology, device: torch.device) -> TrainingState:
@@ -96,6 +102,7 @@ def build_training_state(config: Config, vocab_size: int, topology: Topology, de
         topology=topology,
         device=device,
         model=built.model,
+        staging=built.staging,
         histories=[chunk.recipe.history for chunk in built.chunks],
         optimizer=built.optimizer,
         scheduler=_build_scheduler(built.optimizer, config.optimizer, config.training.train_iters),
@@ -109,7 +116,9 @@ def _finalize(model: list[FP8DataParallel], num_tokens: object, *, topology: Top
     finalize_model_grads(model, topology)
 
 
-def _build_scheduler(optimizer: FP8AdamW, config: OptimizerConfig, train_iters: int) -> OptimizerParamScheduler:
+def _build_scheduler(
+    optimizer: FP8DistributedOptimizer, config: OptimizerConfig, train_iters: int
+) -> OptimizerParamScheduler:
     """megatron-core's schedule, counted in optimizer steps."""
     return OptimizerParamScheduler(
         optimizer,
@@ -136,14 +145,14 @@ def measured_storage(state: TrainingState) -> MemoryByKind:
         held = StorageBytes(
             num_params=buffer.space.num_params,
             weights=counts["weight"],
-            gradients=buffer.payload.nbytes,
+            gradients=buffer.nbytes,
             master_weights=counts["master_weight"],
             exp_avg=counts["exp_avg"],
             exp_avg_sq=counts["exp_avg_sq"],
-            scales=counts["scales"] + (0 if buffer.scales is None else buffer.scales.nbytes),
+            scales=counts["scales"] + buffer.scale_bytes,
         )
         if buffer.space.storage is StorageClass.LINEAR:
             linear += held
         else:
             rest += held
-    return MemoryByKind(linear, rest)
+    return MemoryByKind(linear, rest, state.staging.nbytes)

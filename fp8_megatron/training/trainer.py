@@ -16,8 +16,10 @@ from ..checkpoint.checkpoint import Progress, Resumable, load_checkpoint, save_c
 from ..config import Config
 from ..config_checks import check_config
 from ..config_io import format_config, save_config
-from ..distributed.topology import Topology, initialized
+from ..distributed.failures import RankWatch, watched_world
+from ..distributed.topology import Topology
 from .flops import model_flops_per_token, peak_flops
+from .memory_prediction import predict_memory
 from .memory_report import memory_table
 from .metrics import EvalMetrics, MetricsLogger, StepMetrics
 from .metrics_file import METRICS_FILE
@@ -53,21 +55,31 @@ class Trainer:
         with ExitStack() as stack:
             signals = stack.enter_context(SignalHandler(all_ranks_any=lambda received_here: received_here))
             stack.enter_context(devices.runtime(device))
-            topology = stack.enter_context(initialized(self.config.parallel, self.config.model.num_layers, device))
-            run = _Run(self.config, self.output_dir, topology, device, signals)
+            topology, watch = stack.enter_context(
+                watched_world(self.config.parallel, self.config.model.num_layers, device, self.output_dir)
+            )
+            run = _Run(self.config, self.output_dir, topology, watch, device, signals)
             stack.callback(run.close)
-            run.train()
+            with watch:  # the others hear of an error before the logs are closed, which may take long
+                run.train()
 
 
 class _Run:
     """One rank's state of a run."""
 
     def __init__(
-        self, config: Config, output_dir: Path, topology: Topology, device: torch.device, signals: SignalHandler
+        self,
+        config: Config,
+        output_dir: Path,
+        topology: Topology,
+        watch: RankWatch,
+        device: torch.device,
+        signals: SignalHandler,
     ) -> None:
         self.config = config
         self.output_dir = output_dir
         self.topology = topology
+        self.watch = watch
         self.signals = signals
         self.is_writer = topology.rank == 0
         devices.seed_everything(
@@ -100,8 +112,13 @@ class _Run:
         )
         if self.is_writer:
             save_config(config, output_dir / "config.yaml")
-            level = config.precision.level
-            memory = memory_table(measured_storage(self.state), config.precision.formats, level=level)
+            memory = memory_table(
+                measured_storage(self.state),
+                config.precision.formats,
+                predicted=predict_memory(config, self.data.vocab_size, world_size=topology.world_size),
+                level=config.precision.level,
+                num_optimizer_shards=topology.dp.size(),
+            )
             (output_dir / "memory.txt").write_text(memory + "\n")
             logger.info("%s", memory)
 
@@ -114,6 +131,7 @@ class _Run:
         saved_at = self.progress.iteration
         mark = Mark(self.state.device)
         for iteration in range(first, training.train_iters + 1):
+            self.watch.at(iteration, "training")
             learning_rate = self.state.optimizer.learning_rate
             values = train_step(
                 self.state,
@@ -202,6 +220,7 @@ class _Run:
         loader = self.data.eval_loader(split)
         if loader is None:
             return
+        self.watch.at(self.progress.iteration, "evaluating")
         loss = evaluate(self.state, loader, self.config.training.eval_iters)
         self.metrics.log_eval(EvalMetrics.from_loss(self.progress.iteration, split, loss))  # type: ignore[arg-type]
 
@@ -224,14 +243,15 @@ class _Run:
         if checkpoint.save is None:
             return
         started = time.monotonic()
-        folder = save_checkpoint(
-            Path(checkpoint.save),
-            self.resumable,
-            self.progress,
-            config=self.config,
-            vocab_size=self.data.vocab_size,
-            keep_last=checkpoint.keep_last,
-        )
+        with self.watch.patiently("saving a checkpoint"):
+            folder = save_checkpoint(
+                Path(checkpoint.save),
+                self.resumable,
+                self.progress,
+                config=self.config,
+                vocab_size=self.data.vocab_size,
+                keep_last=checkpoint.keep_last,
+            )
         if self.is_writer:
             logger.info("saved %s in %.1f s", folder, time.monotonic() - started)
 

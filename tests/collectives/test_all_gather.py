@@ -1,4 +1,4 @@
-"""The FP8 all-gather moves bytes: every code arrives as it was, in rank order."""
+"""All-gathers move bytes: every code arrives as it was, in rank order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.all_gather import all_gather_fp8
+from fp8_megatron.collectives.all_gather import all_gather_fp8, all_gather_into
 from fp8_megatron.collectives.scale_sync import max_over_group_
 from fp8_megatron.formats import E4M3, E5M2
 from fp8_megatron.testing.ranks import RankPool, on_default_group
@@ -23,6 +23,30 @@ def test_every_code_arrives(ranks: RankPool, world: int, dtype: torch.dtype) -> 
     codes = torch.stack([torch.arange(256, dtype=torch.uint8).roll(rank).view(16, 16) for rank in range(world)])
     for gathered_dtype, gathered in ranks.run(on_default_group, _gather, codes, dtype, num_ranks=world):
         assert gathered_dtype == dtype and torch.equal(gathered, codes.view(16 * world, 16))
+
+
+def _gather_into(
+    group: torch.distributed.ProcessGroup, shards: Tensor, dtype: torch.dtype, in_place: bool
+) -> tuple[bool, Tensor]:
+    shard = shards[group.rank()].view(dtype)
+    full = torch.zeros(group.size() * shard.numel(), dtype=dtype)
+    if in_place:
+        own = full[group.rank() * shard.numel() : (group.rank() + 1) * shard.numel()]
+        own.copy_(shard)
+        shard = own
+    result = all_gather_into(full, shard, group).wait()
+    return result.data_ptr() == full.data_ptr(), full.view(torch.uint8)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16, torch.float32, torch.int8], ids=str)
+def test_any_dtype_arrives_in_the_callers_memory(
+    ranks: RankPool, world: int, in_place: bool, dtype: torch.dtype
+) -> None:
+    shards = torch.randint(0, 256, (world, 512), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for same_memory, gathered in ranks.run(on_default_group, _gather_into, shards, dtype, in_place, num_ranks=world):
+        assert same_memory and torch.equal(gathered, shards.view(-1))
 
 
 def _share(group: torch.distributed.ProcessGroup) -> Tensor:

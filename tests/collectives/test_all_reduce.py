@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.collectives.all_reduce import all_reduce_mean_fp8
-from fp8_megatron.distributed.grad_buffer import GradBuffer
-from fp8_megatron.distributed.partition import partition
+from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
-from fp8_megatron.kernels import ops
-from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.testing.ranks import RankPool, on_default_group
 
@@ -143,22 +140,12 @@ def test_an_outlier_hurts_its_block_only(ranks: RankPool, world: int) -> None:
     assert inside.max() <= 2 * max(2**-5, 2**-4 * largest)
 
 
-def _reduce_a_buffer(group: torch.distributed.ProcessGroup, value: Tensor) -> tuple[Tensor, Tensor]:
-    weight = torch.nn.Parameter(ScaledTensor.quantize(torch.ones(*value.shape[1:])))
-    (space,) = partition([("weight", weight)], 0)
-    buffer = GradBuffer(space, StorageDtype.FP8, reduces_in_fp8=True)
-    weight.main_grad.accumulate_(value[group.rank()])
-    assert buffer.scales is not None
-    expected = all_reduce_mean_fp8(ops.dequantize_blockwise(buffer.payload, buffer.scales), group)
-    buffer.all_reduce_mean(group)
-    return ops.dequantize_blockwise(buffer.payload, buffer.scales), expected
-
-
 def test_storing_the_mean_in_fp8_again_is_exact(ranks: RankPool) -> None:
     """Power-of-two scales: what came off the wire is stored without a third rounding."""
-    value = torch.stack([value.view(64, 128) for value in gaussians(2, 64 * 128)])
-    for stored, received in ranks.run(on_default_group, _reduce_a_buffer, value, num_ranks=2):
-        assert torch.equal(stored, received)
+    result = reduced(ranks, gaussians(2, 64 * GRAD_BLOCK))
+    stored = WireTensor.empty(result.numel(), StorageDtype.FP8, result.device)
+    stored.store_(result)
+    assert torch.equal(stored.load(), result)
 
 
 def test_one_rank_changes_nothing(ranks: RankPool) -> None:

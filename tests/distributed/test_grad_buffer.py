@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.distributed.grad_buffer import GradBuffer
+from fp8_megatron.distributed.grad_buffer import LocalGradBuffer
 from fp8_megatron.distributed.partition import CHUNK, partition
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
 from fp8_megatron.kernels import ops, reference
@@ -16,10 +16,12 @@ from fp8_megatron.quantization.stats import snr_db
 SHAPES = {"a": (64, 64), "b": (30, 50), "c": (128, 96)}  # b is padded
 
 
-def make_buffer(dtype: StorageDtype) -> tuple[GradBuffer, dict[str, torch.nn.Parameter]]:
+def make_buffer(dtype: StorageDtype) -> tuple[LocalGradBuffer, dict[str, torch.nn.Parameter]]:
     params = {name: torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape))) for name, shape in SHAPES.items()}
-    (space,) = partition(params.items(), 0)
-    return GradBuffer(space, dtype, reduces_in_fp8=True), params
+    (space,) = partition(params.items())
+    buffer = LocalGradBuffer(space, dtype)
+    buffer.become_main_grad()
+    return buffer, params
 
 
 def random_grads(seed: int) -> dict[str, Tensor]:
@@ -35,7 +37,7 @@ def write(params: dict[str, torch.nn.Parameter], grads: dict[str, Tensor]) -> No
         params[name].main_grad.accumulate_(grad)  # type: ignore[attr-defined]
 
 
-def values(buffer: GradBuffer) -> dict[str, Tensor]:
+def values(buffer: LocalGradBuffer) -> dict[str, Tensor]:
     """Stored gradients in FP32; asserts that the padding is zero."""
     flat = reference.load_state(buffer.payload, buffer.scales)
     for slot in buffer.space.slots:
@@ -95,7 +97,7 @@ def test_slots_that_no_gradient_reached_are_zero(dtype: StorageDtype) -> None:
     grads = random_grads(1)
     del grads["b"]
     write(params, grads)
-    buffer.zero_unwritten()
+    buffer.finish()
     stored = values(buffer)
     assert not stored["b"].any() and stored["a"].any() and stored["c"].any()
     norm = ops.squared_norm(buffer.payload, buffer.scales).item()

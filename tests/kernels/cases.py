@@ -55,6 +55,15 @@ class Case:
         return x.to(self.dtype).to(device)
 
 
+class _OnGpu(torch.Tensor):
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+def claiming_a_gpu(tensor: Tensor) -> Tensor:
+    """`tensor`, saying that it is on a GPU, to see on a CPU what code does for one."""
+    return tensor.as_subclass(_OnGpu)
+
+
 FILLS = ("gaussian", "zero", "outlier", "nan", "inf", "denormal", "wide", "limit")
 FP8 = (E4M3, E5M2)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

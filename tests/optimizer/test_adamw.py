@@ -1,4 +1,4 @@
-"""FP8AdamW: every storage against FP32 AdamW over 100 steps, and its rules: skip, clip, decay, derive."""
+"""The optimizer: every storage against FP32 AdamW over 100 steps, and its rules: skip, clip, decay, derive."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import Tensor
 from fp8_megatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.device import runtime
 from fp8_megatron.distributed.data_parallel import FP8DataParallel
+from fp8_megatron.distributed.staging import StagingPools
 from fp8_megatron.distributed.topology import Topology, initialized
 from fp8_megatron.formats import E4M3, StorageDtype
 from fp8_megatron.kernels import reference
-from fp8_megatron.optimizer.adamw import FP8AdamW
+from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 
@@ -42,7 +43,7 @@ def topology(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
 class Regression:
     """Four parameters, each pulled to a target through a random curvature: grad = (value − target) · curvature."""
 
-    optimizer: FP8AdamW
+    optimizer: FP8DistributedOptimizer
     params: dict[str, torch.nn.Parameter]
     model: FP8DataParallel
 
@@ -67,14 +68,13 @@ class Regression:
         """Every byte of weights, masters, moments and their scales, and the step count."""
         tensors = {"step": self.optimizer.step_count}
         for index, state in enumerate(self.optimizer.states):
-            for kind in ("exp_avg", "exp_avg_sq", "master"):
+            for kind in ("exp_avg", "exp_avg_sq", "master", "weight"):
                 stored = getattr(state, kind)
                 tensors[f"{index}.{kind}"] = stored.payload
                 if stored.scales is not None:
                     tensors[f"{index}.{kind}.scales"] = stored.scales
-            for kind in ("weight", "weight_scales"):
-                if getattr(state, kind) is not None:
-                    tensors[f"{index}.{kind}"] = getattr(state, kind)
+            if state.weight_scales is not None:
+                tensors[f"{index}.weight_scales"] = state.weight_scales
         return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
@@ -98,9 +98,16 @@ def make_regression(topology: Topology, precision: PrecisionConfig, config: Opti
         module.register_parameter(name, param)
     mcore_config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
     model = FP8DataParallel(
-        mcore_config, module, named_params=params, precision=precision, topology=topology, num_micro_batches=1
+        mcore_config,
+        module,
+        named_params=params,
+        precision=precision,
+        parallel=ParallelConfig(),
+        topology=topology,
+        staging=StagingPools(CPU),
+        num_micro_batches=1,
     )
-    optimizer = FP8AdamW([model], config, precision, topology, CPU)
+    optimizer = FP8DistributedOptimizer([model], config, precision, topology, CPU)
     optimizer.load_weights(values.items())
     return Regression(optimizer, params, model)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.distributed.grad_buffer import GradBuffer
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.testing.ranks import RankError, RankPool
 from fp8_megatron.testing.tiny_gpt import (
@@ -194,22 +195,33 @@ def test_o2_and_o3_compute_the_same(single: Single) -> None:
 
 def _sum_over_replicas_instead_of_mean(gpt: TinyGPT) -> None:
     for buffer in gpt.optimizer.buffers:
-        buffer.all_reduce_mean = lambda group, buffer=buffer: torch.distributed.all_reduce(buffer.payload)  # type: ignore[method-assign,misc]
+        buffer.finish = _finish_with_the_sum(buffer)  # type: ignore[method-assign]
 
 
-def _reduce_no_gradients_over_replicas(gpt: TinyGPT) -> None:
-    for buffer in gpt.optimizer.buffers:
-        buffer.all_reduce_mean = lambda group: None  # type: ignore[method-assign]
+def _finish_with_the_sum(buffer: GradBuffer) -> Callable[[], None]:
+    finish = buffer.finish
+
+    def finish_and_multiply() -> None:
+        finish()
+        buffer.payload.mul_(buffer.space.num_shards)
+
+    return finish_and_multiply
+
+
+def _forget_to_gather_weights(gpt: TinyGPT) -> None:
+    for state in gpt.optimizer.states:
+        assert state.gather is not None
+        state.gather.start = lambda shards: None  # type: ignore[method-assign]
 
 
 def _forget_gradients_of_sequence_parallel_parameters(gpt: TinyGPT) -> None:
-    for _, slot in gpt.optimizer.slots():
-        slot.param.sequence_parallel = False  # type: ignore[attr-defined]
+    for buffer in gpt.optimizer.buffers:
+        object.__setattr__(buffer.space, "sequence_parallel", False)
 
 
 def _forget_gradients_of_the_tied_embedding(gpt: TinyGPT) -> None:
-    for _, slot in gpt.optimizer.slots():
-        slot.param.shared_embedding = False  # type: ignore[attr-defined]
+    for buffer in gpt.optimizer.buffers:
+        object.__setattr__(buffer.space, "shared_embedding", False)
 
 
 def _count_norms_twice(gpt: TinyGPT) -> None:
@@ -221,12 +233,12 @@ def _count_norms_twice(gpt: TinyGPT) -> None:
     ("layout", "break_it", "what_is_seen"),
     [
         ("dp2", _sum_over_replicas_instead_of_mean, r"Obtained: 7\.38.*\n.*Expected: 3\.69"),
-        ("dp2", _reduce_no_gradients_over_replicas, "ranks have different norms"),
+        ("dp2", _forget_to_gather_weights, "Mismatched"),
         ("tp2_sp", _forget_gradients_of_sequence_parallel_parameters, "a replicated parameter differs between ranks"),
         ("tp2_sp", _count_norms_twice, r"Obtained: .*\n.*Expected: 3\.69"),
         ("pp2", _forget_gradients_of_the_tied_embedding, "word_embeddings.weight differs between the stages"),
     ],
-    ids=["sum_over_replicas", "no_sum_over_replicas", "no_sum_of_norms", "norms_counted_twice", "no_tied_embedding"],
+    ids=["sum_over_replicas", "no_weights", "no_sum_of_norms", "norms_counted_twice", "no_tied_embedding"],
 )
 def test_the_comparison_notices(
     ranks: RankPool, single: Single, layout: str, break_it: Callable[[TinyGPT], None], what_is_seen: str

@@ -121,8 +121,8 @@ def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatc
 
     def poisoned(*args: object, **kwargs: object):  # type: ignore[no-untyped-def]
         state = build(*args, **kwargs)  # type: ignore[arg-type]
-        space = next(s for s in state.optimizer.states if s.weight is not None and s.weight.dtype == torch.bfloat16)
-        space.weight[0] = math.nan
+        space = next(s for s in state.optimizer.states if s.weight.payload.dtype == torch.bfloat16)
+        space.weight.payload[0] = math.nan
         return state
 
     monkeypatch.setattr(trainer_module, "build_training_state", poisoned)

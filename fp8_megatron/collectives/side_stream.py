@@ -1,0 +1,33 @@
+"""Where the inner stages of a collective run: on CUDA a stream of their own, so that compute goes on beside them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """What the block queues comes after all that the current stream has queued, and does not hold it up. On a CPU
+    nothing is special.
+
+    There is one side stream per device, so blocks follow each other. Two rules keep memory safe without a
+    `record_stream`. What a block allocates, only side-stream blocks use: such memory returns to the side stream's own
+    pool. What a block uses of the caller's, the caller leaves alone until the current stream has waited for a
+    collective that the block started last; that collective follows everything in the block.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream_of(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield

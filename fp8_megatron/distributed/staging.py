@@ -1,0 +1,118 @@
+"""Send and receive buffers of gradients on their way: a few, reused, however many buckets there are."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..collectives.reduce_scatter import ReduceScatterWork
+from ..collectives.wire import WireTensor
+from ..formats import StorageDtype
+
+#: Buckets whose bytes travel while the next one is written.
+_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Room for one bucket: what this rank sends, and what it receives."""
+
+    sent: WireTensor
+    received: WireTensor
+
+    def narrowed(self, numel: int) -> Staging:
+        """Its first `numel` elements (views)."""
+        return Staging(self.sent.slice(0, numel), self.received.slice(0, numel))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers."""
+        return self.sent.nbytes + self.received.nbytes
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A reduction under way, and where its result belongs."""
+
+    staging: Staging
+    work: ReduceScatterWork
+    accumulator: Tensor
+    adds: bool
+
+
+class StagingPool:
+    """Buffers for buckets of one wire dtype, shared by all gradient buffers of a rank.
+
+    At most two buckets are in flight: taking a buffer beyond that waits for the oldest (on CUDA the stream does) and
+    adds what arrived to its accumulator. Results are added in the order in which they were sent.
+    """
+
+    def __init__(self, dtype: StorageDtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._numel = 0
+        self._free: list[Staging] = []
+        self._in_flight: deque[_Arrival] = deque()
+        self._num_made = 0
+
+    def reserve(self, numel: int) -> None:
+        """Make every buffer large enough for buckets of `numel` elements; before the first `take`."""
+        assert self._num_made == 0, "buffers were made already"
+        self._numel = max(self._numel, numel)
+
+    def take(self) -> Staging:
+        """A buffer to fill: a new one if few are in flight, else the oldest one's as soon as its bytes arrived."""
+        if self._free:
+            return self._free.pop()
+        if len(self._in_flight) >= _IN_FLIGHT:
+            self._receive_oldest()
+            return self._free.pop()
+        self._num_made += 1
+        return Staging(
+            WireTensor.empty(self._numel, self.dtype, self.device),
+            WireTensor.empty(self._numel, self.dtype, self.device),
+        )
+
+    def await_arrival(self, staging: Staging, work: ReduceScatterWork, accumulator: Tensor, *, adds: bool) -> None:
+        """Write, or add, the result of `work` to FP32 `accumulator` when it is there; takes `staging` back."""
+        self._in_flight.append(_Arrival(staging, work, accumulator, adds))
+
+    def drain(self) -> None:
+        """Wait for everything in flight."""
+        while self._in_flight:
+            self._receive_oldest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers once the pipeline is full; before that, of those that it will make at least."""
+        per_element = WireTensor.empty(128, self.dtype, torch.device("cpu")).nbytes / 128
+        return round(2 * per_element * self._numel * max(self._num_made, _IN_FLIGHT if self._numel else 0))
+
+    def _receive_oldest(self) -> None:
+        arrival = self._in_flight.popleft()
+        arrival.work.wait_into(arrival.accumulator, add=arrival.adds)
+        self._free.append(arrival.staging)
+
+
+class StagingPools:
+    """A rank's pools, one for each wire dtype in use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pools: dict[StorageDtype, StagingPool] = {}
+
+    def __getitem__(self, dtype: StorageDtype) -> StagingPool:
+        return self._pools.setdefault(dtype, StagingPool(dtype, self._device))
+
+    def drain(self) -> None:
+        """Wait for everything in flight."""
+        for pool in self._pools.values():
+            pool.drain()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(pool.nbytes for pool in self._pools.values())

@@ -1,0 +1,83 @@
+"""Optimizer state in 8-bit integers: companding before rounding, and rounding that is right on average.
+
+A block of state spans orders of magnitude, and Adam divides by the root of its second moment: eight bits spread evenly
+over a block lose its small values. So a code is a root of its value. (FlashOptim, arXiv 2602.23349, section 3.2, takes
+other maps for blocks of 32; docs/optimizer.md compares them on this project's blocks of 256.)
+
+- ``int8``, the first moment: x ≈ c·|c| · scale with c = payload / 127;
+- ``uint8``, the second moment: x ≈ c⁴ · scale with c = payload / 255, so that √x, which Adam divides by, goes as c².
+
+The scale of a block is its amax, which the largest code gives back exactly. A block that decays as a whole thus keeps
+its codes, and encoding an unchanged value again is exact.
+
+A moving average moves by (1 - beta) of what is new, often less than half a step between two codes: rounded to nearest
+it would stand still, or only ever rise. Inside the optimizer step it is rounded **stochastically**, up with the
+probability that makes the average exact, by noise that is a hash of (element, step, stream): the same in every run, and
+32-bit integer arithmetic, so that a kernel computes the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EXP_AVG_STREAM, EXP_AVG_SQ_STREAM, MASTER_STREAM = 0, 1, 2
+
+
+def encode(x: Tensor, scale: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> Tensor:
+    """Codes of FP32 `x`.
+
+    The code below |x| is raised by one where `noise` is below x's place between the values of the two codes.
+
+    Args:
+        scale: FP32, broadcasts against `x`; NaN gives code 0, which decodes to NaN. Magnitudes above it saturate.
+        dtype: torch.int8, or torch.uint8 for `x` ≥ 0 (what is below 0 becomes 0). A uint8 `x` above 0 never becomes
+            0, however small: a second moment of 0 would make its update as large as the first moment over eps.
+        noise: FP32 in [0, 1), the shape of `x`, for stochastic rounding; None rounds to the nearest value.
+
+    Returns:
+        Codes in `dtype`.
+    """
+    largest = torch.iinfo(dtype).max
+    magnitude = x.abs() if dtype is torch.int8 else x.clamp_min(0.0)
+    share = (magnitude / scale).nan_to_num_(nan=0.0)
+    root = share.sqrt() if dtype is torch.int8 else share.sqrt().sqrt()
+    code = (root * largest).floor_().clamp_(0, largest - 1)
+    # The root may be rounded to the wrong side of a code; the comparison is with the values that will be decoded.
+    below = _expand(code, dtype) * scale
+    place = (magnitude - below) / (_expand(code + 1.0, dtype) * scale - below)
+    code += (place > 0.5) if noise is None else (noise < place)
+    if dtype is torch.int8:
+        return torch.copysign(code, x).to(dtype)
+    return torch.where(share > 0.0, code.clamp_min(1.0), code).to(dtype)
+
+
+def decode(payload: Tensor, scale: Tensor) -> Tensor:
+    """FP32 values of codes; `scale` (FP32) broadcasts."""
+    return _expand(payload.float(), payload.dtype) * scale
+
+
+def _expand(code: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP32 codes of `dtype` → values in [-1, 1]."""
+    code = code / torch.full_like(code, torch.iinfo(dtype).max)  # see reference.scale_from_amax
+    return code * code.abs() if dtype is torch.int8 else (code * code) * (code * code)
+
+
+def rounding_noise(numel: int, step: Tensor, stream: int) -> Tensor:
+    """FP32 [numel], uniform in [0, 1): a hash of (element, step, stream).
+
+    Args:
+        step: [1], the count of the optimizer step, on the device the noise is wanted on.
+        stream: 0 … 3, so that the states of one parameter are rounded independently.
+    """
+    key = _mix(step.to(torch.int32) * 4 + stream)
+    element = torch.arange(numel, device=step.device).to(torch.int32)
+    return (_mix(element ^ key) & 0xFFFFFF).float() * 2.0**-24
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32 bits (in int32) whose every output bit depends on every input bit: Wellons' "lowbias32"."""
+    # The masks make int32's arithmetic shifts logical; products wrap around.
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)

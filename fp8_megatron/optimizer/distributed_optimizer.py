@@ -1,0 +1,116 @@
+"""The optimizer of a rank: clip, update the shards that the rank owns, send the weights.
+
+Every data-parallel rank owns an even share of every bucket, so state and work are 1/d of the model's on each. One rank
+is the case d = 1 of the same code. Clipping, the non-finite check and the step count stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import OptimizerConfig, PrecisionConfig
+from ..distributed.data_parallel import FP8DataParallel
+from ..distributed.grad_buffer import GradBuffer
+from ..distributed.partition import Slot, StorageClass
+from ..distributed.topology import Topology
+from .adamw import update_space
+from .clip_grads import clip_factor, global_grad_norm
+from .state import SpaceState, space_formats
+
+
+class FP8DistributedOptimizer:
+    """AdamW (or Adam) over the spaces of all model chunks of a rank, state sharded over the data-parallel ranks.
+
+    `param_groups` has one group per space with Megatron's keys (`lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`),
+    which megatron-core's scheduler sets; vectors (norms, biases) have no decay.
+    """
+
+    def __init__(
+        self,
+        model: list[FP8DataParallel],
+        config: OptimizerConfig,
+        precision: PrecisionConfig,
+        topology: Topology,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.topology = topology
+        self.device = device
+        self.model = model
+        self.buffers: list[GradBuffer] = [buffer for chunk in model for buffer in chunk.grad_buffers]
+        self.states: list[SpaceState] = []
+        is_fp8 = precision.precision == "fp8"
+        for chunk in model:
+            for buffer in chunk.grad_buffers:
+                formats = space_formats(buffer.space.storage, precision.formats, is_fp8=is_fp8)
+                state = SpaceState(buffer.space, formats, topology.dp)
+                self.states.append(state)
+                if state.gather is not None:
+                    chunk.receive_weights_through(state.gather)
+        self.param_groups: list[dict[str, Any]] = [
+            {
+                "params": [slot.param for slot in state.space.slots],
+                "lr": config.lr,
+                "max_lr": config.lr,
+                "min_lr": config.min_lr,
+                "weight_decay": config.weight_decay * _decay_multiplier(state),
+                "wd_mult": _decay_multiplier(state),
+                "default_config": True,
+            }
+            for state in self.states
+        ]
+        self.step_count = torch.zeros(1, device=device)
+
+    @property
+    def learning_rate(self) -> float:
+        """What the schedule set for the next step."""
+        return float(self.param_groups[0]["lr"])
+
+    def slots(self) -> Iterator[tuple[SpaceState, Slot]]:
+        """Every parameter of this model-parallel rank with the state that holds this replica's share of it."""
+        for state in self.states:
+            for slot in state.space.slots:
+                yield state, slot
+
+    def load_weights(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Set master weights by name and derive the weights; called by every rank.
+
+        Args:
+            values: (name, value in any float dtype, this tensor-parallel rank's shard).
+
+        Raises:
+            ValueError: an unknown or missing name, or another shape, with both shapes.
+        """
+        by_name = {slot.name: (state, slot) for state, slot in self.slots()}
+        missing = set(by_name)
+        for name, value in values:
+            if name not in by_name:
+                raise ValueError(f"the model has no parameter {name!r}")
+            state, slot = by_name[name]
+            state.set_master(slot, value)
+            missing.discard(name)
+        if missing:
+            raise ValueError(f"no value for parameter {min(missing)!r} ({len(missing)} missing)")
+        for state in self.states:
+            state.derive_weights()
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Clip, update and send the weights; returns the gradient norm before clipping, FP32 [1] on the device.
+
+        A norm that is not finite skips the step on the device: nothing changes, nothing waits.
+        """
+        norm = global_grad_norm(self.buffers, self.device)
+        factor = clip_factor(norm, self.config.clip_grad)
+        self.step_count += torch.isfinite(factor)
+        for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
+            update_space(buffer, state, group, self.config, grad_factor=factor, step_count=self.step_count)
+        return norm
+
+
+def _decay_multiplier(state: SpaceState) -> float:
+    return 0.0 if state.space.storage is StorageClass.VECTOR else 1.0

@@ -1,0 +1,111 @@
+"""Bytes are counted at the collectives: exactly what a rank sends to others, from any thread, and only when asked."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from fp8_megatron.collectives.all_gather import all_gather_into
+from fp8_megatron.collectives.all_reduce import all_reduce_mean_fp8
+from fp8_megatron.collectives.gradient_reduction import GradReducer
+from fp8_megatron.collectives.hierarchical import new_node_groups
+from fp8_megatron.collectives.scale_sync import max_over_group_
+from fp8_megatron.collectives.traffic import TrafficKind, count_all_gather, counted_traffic
+from fp8_megatron.collectives.wire import WireTensor
+from fp8_megatron.formats import E4M3, GRAD_BLOCK, GradReduceMode, StorageDtype
+from fp8_megatron.quantization.autoscale import AutoScale
+from fp8_megatron.testing.ranks import RankPool, on_default_group
+
+CPU = torch.device("cpu")
+NUMEL = 64 * GRAD_BLOCK
+FP8, BF16 = StorageDtype.FP8, StorageDtype.BF16
+
+
+def _count_reduction(
+    group: torch.distributed.ProcessGroup, mode: GradReduceMode, dtype: StorageDtype
+) -> dict[str, int]:
+    reducer = GradReducer(mode, group, new_node_groups([[0, 1, 2, 3]], 2), dtype)
+    sent, received = (WireTensor.empty(NUMEL, dtype, CPU) for _ in range(2))
+    sent.store_(torch.ones(NUMEL))
+    autoscale = AutoScale(5, torch.arange(64) // 13, CPU)
+    with counted_traffic() as traffic:
+        reducer.start(sent, received, autoscale).wait()
+    reducer.start(sent, received, autoscale).wait()  # nobody counts this one
+    return dict(traffic.sent_bytes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "expected"),
+    [
+        # Of n + n/32 bytes a quarter stays.
+        (GradReduceMode.ALL_TO_ALL, FP8, {"reduce_scatter": (NUMEL + NUMEL // 32) * 3 // 4}),
+        (GradReduceMode.ALL_TO_ALL, BF16, {"reduce_scatter": 2 * NUMEL * 3 // 4}),
+        # Half leaves for the other rank of the node; of half the elements, half leaves for the other node.
+        (
+            GradReduceMode.HIERARCHICAL,
+            FP8,
+            {"reduce_scatter_intra": (NUMEL + NUMEL // 32) // 2, "reduce_scatter_inter": (NUMEL + NUMEL // 32) // 4},
+        ),
+        (
+            GradReduceMode.HIERARCHICAL,
+            BF16,
+            {"reduce_scatter_intra": NUMEL, "reduce_scatter_inter": (NUMEL + NUMEL // 32) // 4},
+        ),
+        # No scales beside the payload, but amax and saturation of five tensors over an all-reduce.
+        (GradReduceMode.NCCL, FP8, {"reduce_scatter": NUMEL * 3 // 4, "scale_sync": 2 * 5 * 8 * 3 // 4}),
+    ],
+)
+def test_reductions(ranks: RankPool, mode: GradReduceMode, dtype: StorageDtype, expected: dict[str, int]) -> None:
+    assert ranks.run(on_default_group, _count_reduction, mode, dtype, num_ranks=4) == [expected] * 4
+
+
+def _count_a_step(group: torch.distributed.ProcessGroup) -> tuple[dict[str, int], int]:
+    """Gradients scattered and weights gathered in FP8; one scale for a weight."""
+    sent, received = (WireTensor.empty(NUMEL, FP8, CPU) for _ in range(2))
+    sent.store_(torch.ones(NUMEL))
+    weights = torch.ones(NUMEL).to(E4M3)
+    shard = weights.chunk(group.size())[group.rank()]
+    with counted_traffic() as traffic:
+        GradReducer(GradReduceMode.ALL_TO_ALL, group).start(sent, received).wait()
+        all_gather_into(weights, shard, group).wait()
+        max_over_group_(torch.ones(1), group)
+    return dict(traffic.sent_bytes), traffic.total_bytes
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_step_sends_two_bytes_a_parameter(ranks: RankPool, world: int) -> None:
+    for sent_bytes, total in ranks.run(on_default_group, _count_a_step, num_ranks=world):
+        assert total == sum(sent_bytes.values()) <= 2.05 * NUMEL * (world - 1) / world
+        if world > 1:
+            assert sent_bytes == {
+                "reduce_scatter": (NUMEL + NUMEL // 32) * (world - 1) // world,
+                "all_gather": NUMEL // world * (world - 1),
+                "scale_sync": 8 * (world - 1) // world,
+            }
+
+
+def _count_an_all_reduce(group: torch.distributed.ProcessGroup) -> int:
+    with counted_traffic() as traffic:
+        all_reduce_mean_fp8(torch.ones(NUMEL), group)
+    return traffic.total_bytes
+
+
+def test_an_all_reduce_is_a_scatter_and_a_gather(ranks: RankPool) -> None:
+    expected = 2 * (NUMEL + NUMEL // 32) * 3 // 4
+    assert ranks.run(on_default_group, _count_an_all_reduce, num_ranks=4) == [expected] * 4
+
+
+def test_threads_and_nested_counters() -> None:
+    """As autograd's threads would: the counter is the process's, and each sees all of its block."""
+    with counted_traffic() as outer:
+        thread = threading.Thread(target=count_all_gather, args=(10, 3))
+        thread.start()
+        thread.join()
+        with counted_traffic() as inner:
+            count_all_gather(100, 2)
+        count_all_gather(1, 2)
+    count_all_gather(1000, 2)
+    assert outer.sent_bytes[TrafficKind.ALL_GATHER] == 121 and inner.total_bytes == 100
+    assert outer.sent_bytes["reduce_scatter"] == 0

@@ -1,0 +1,28 @@
+"""compare_reductions: the table's file, and the order of the ways in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import compare_reductions
+
+
+def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new" / "snr.json"
+    small = ["--num-ranks", "2", "8", "--micro-batches", "3", "--blocks-per-tensor", "16"]
+    assert compare_reductions.main(["--output", str(output), *small]) == 0
+    report = json.loads(output.read_text())
+    assert report["command"].startswith("python tools/compare_reductions.py --output")
+    assert report["versions"]["torch"] and report["micro_batches"] == 3
+    for kind in ("uncorrelated", "correlated"):
+        table = report["snr_db_by_ranks"][kind]
+        assert set(table) == set(compare_reductions.REDUCTIONS)
+        assert all(set(row) == {"2", "8"} for row in table.values())
+        assert table["all_to_all"]["8"] > 30.0 > table["nccl (emulated), settled"]["8"]
+        assert table["nccl (emulated), settled"]["8"] > table["nccl (emulated), first step"]["8"]
+        assert report["snr_db_of_accumulation"][kind][compare_reductions.ACCUMULATION_OF_OURS] > 30.0
+    printed = capsys.readouterr().out
+    assert "hierarchical, intra fp8" in printed and "added in E4M3" in printed

@@ -1,0 +1,234 @@
+"""How much of a gradient survives each way of reducing it: signal-to-noise ratios against FP64, on a CPU.
+
+python tools/compare_reductions.py --output benchmarks/results/reduction_snr_cpu.json
+
+Ranks are virtual: the collectives' own functions round and sum, and only the wire is missing. Mode nccl is the
+emulated ring. The gradient has eight tensors whose sizes lie a decade apart and blocks of 128 that spread over two
+decades within each; what is printed is the worst tensor's ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from fp8_megatron.collectives.native_sum import mean_of_sum, ring_sum
+from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
+from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
+from fp8_megatron.quantization.autoscale import AutoScale
+from fp8_megatron.quantization.stats import snr_db
+
+NUM_RANKS = (2, 4, 8, 16, 32, 64)
+NUM_TENSORS = 8
+BLOCKS_PER_TENSOR = 64
+#: Power of each rank's own noise beside a shared gradient of power 1 where gradients are correlated.
+NOISE_POWER = 0.25
+RANKS_PER_NODE = 8
+#: Reductions of one gradient after which mode nccl's μ has settled: from 1 to about 1/64 it halves six times.
+SETTLING_REDUCTIONS = 10
+NUM_MICRO_BATCHES = 256
+ACCUMULATION_RANKS = 4
+ACCUMULATION_OF_OURS = "each reduced in E4M3 into FP32"
+CPU = torch.device("cpu")
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print, write; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Signal-to-noise ratios of gradient reductions.")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--num-ranks", type=int, nargs="+", default=list(NUM_RANKS), help="virtual ranks")
+    parser.add_argument("--micro-batches", type=int, default=NUM_MICRO_BATCHES)
+    parser.add_argument("--blocks-per-tensor", type=int, default=BLOCKS_PER_TENSOR, help="of 128 elements")
+    args = parser.parse_args(argv)
+    console = Console(width=110)
+    blocks = args.blocks_per_tensor
+    reductions = {
+        kind: measure_reductions(args.num_ranks, correlated=kind == "correlated", blocks_per_tensor=blocks)
+        for kind in _KINDS
+    }
+    for kind, rows in reductions.items():
+        console.print(_table(f"dB by number of ranks, {kind} gradients", [str(n) for n in args.num_ranks], rows))
+    accumulation = {
+        kind: measure_accumulation(args.micro_batches, correlated=kind == "correlated", blocks_per_tensor=blocks)
+        for kind in _KINDS
+    }
+    rows = {way: {kind: accumulation[kind][way] for kind in _KINDS} for way in accumulation[_KINDS[0]]}
+    title = f"dB after {args.micro_batches} micro-batches on {ACCUMULATION_RANKS} ranks"
+    console.print(_table(title, list(_KINDS), rows))
+    if args.output is not None:
+        report = {
+            "command": shlex.join(["python", "tools/compare_reductions.py", *argv]),
+            "device": "cpu",
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "gradient": {
+                "num_tensors": NUM_TENSORS,
+                "blocks_per_tensor": blocks,
+                "noise_power_if_correlated": NOISE_POWER,
+            },
+            "snr_db_by_ranks": reductions,
+            "micro_batches": args.micro_batches,
+            "snr_db_of_accumulation": accumulation,
+        }
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+_KINDS = ("uncorrelated", "correlated")
+
+
+class GradientSource:
+    """Random gradients, each element with a magnitude of its own that stays, from one seed.
+
+    Attributes:
+        numel: elements of a gradient: eight tensors of `blocks_per_tensor` blocks.
+    """
+
+    def __init__(self, *, correlated: bool, seed: int = 0, blocks_per_tensor: int = BLOCKS_PER_TENSOR) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        tensors = torch.logspace(-7, 0, NUM_TENSORS).repeat_interleave(blocks_per_tensor)
+        blocks = 10.0 ** (2.0 * torch.rand(tensors.numel(), generator=self._generator) - 1.0)
+        self._magnitudes = (tensors * blocks).repeat_interleave(GRAD_BLOCK)
+        self.numel = self._magnitudes.numel()
+        self._common = torch.randn(self.numel, generator=self._generator) if correlated else None
+
+    def draw(self, num_ranks: int) -> Tensor:
+        """The next gradient of each rank, FP32 [num_ranks, numel]: independent, or the common one with noise of power
+        `NOISE_POWER`."""
+        values = torch.randn(num_ranks, self.numel, generator=self._generator)
+        if self._common is not None:
+            values = self._common + NOISE_POWER**0.5 * values
+        return values * self._magnitudes
+
+
+def worst_snr_db(value: Tensor, exact: Tensor) -> float:
+    """The lowest `snr_db` of the tensors in a gradient [numel]."""
+    parts = zip(value.chunk(NUM_TENSORS), exact.chunk(NUM_TENSORS), strict=True)
+    return min(snr_db(part, exact_part) for part, exact_part in parts)
+
+
+def measure_reductions(
+    num_ranks: list[int], *, correlated: bool, blocks_per_tensor: int = BLOCKS_PER_TENSOR
+) -> dict[str, dict[str, float]]:
+    """dB by way of reducing and number of ranks."""
+    table: dict[str, dict[str, float]] = {name: {} for name in REDUCTIONS}
+    for ranks in num_ranks:
+        values = GradientSource(correlated=correlated, blocks_per_tensor=blocks_per_tensor).draw(ranks)
+        exact = values.double().mean(dim=0)
+        for name, reduce in REDUCTIONS.items():
+            table[name][str(ranks)] = worst_snr_db(reduce(values), exact)
+    return table
+
+
+def reduce_all_to_all(values: Tensor, dtype: StorageDtype = StorageDtype.FP8, *, factor: float | None = None) -> Tensor:
+    """What `reduce_scatter_mean` computes of values FP32 [d, n]: the mean [n] (or `factor` times the sum)."""
+    num_ranks, numel = values.shape
+    rows = WireTensor.empty(num_ranks * numel, dtype, CPU)
+    for rank, value in enumerate(values):
+        rows.slice(rank * numel, (rank + 1) * numel).store_(value)
+    mean = torch.empty(numel)
+    accumulate_rows_(rows, num_ranks, mean, factor=1.0 / num_ranks if factor is None else factor, add=False)
+    return mean
+
+
+def reduce_hierarchical(values: Tensor, intra: StorageDtype) -> Tensor:
+    """What `hierarchical_reduce_scatter_mean` computes, on nodes of 8 ranks, or on two nodes if there are fewer."""
+    num_ranks = values.shape[0]
+    nodes = values.split(min(RANKS_PER_NODE, num_ranks // 2))
+    partial = torch.stack([reduce_all_to_all(node, intra, factor=1.0) for node in nodes])
+    return reduce_all_to_all(partial, factor=1.0 / num_ranks)
+
+
+def reduce_nccl(values: Tensor, *, num_reductions: int = 1, initial_mu: float = 1.0) -> tuple[Tensor, AutoScale]:
+    """What mode nccl computes (emulated ring) at the last of several reductions of the same values; rank 0's μ."""
+    num_ranks, numel = values.shape
+    block_tensor = torch.arange(numel // GRAD_BLOCK) // (numel // GRAD_BLOCK // NUM_TENSORS)
+    autoscales = [AutoScale(NUM_TENSORS, block_tensor, CPU, initial_mu=initial_mu) for _ in range(num_ranks)]
+    sent = [WireTensor.empty(numel, StorageDtype.FP8, CPU) for _ in range(num_ranks)]
+    for tensor, value in zip(sent, values, strict=True):
+        tensor.store_(value)
+    codes = torch.empty(num_ranks, numel, dtype=E4M3)
+    mean = torch.empty(numel)
+    for _ in range(num_reductions):
+        shared = torch.stack([a.measure(*_parts(s)) for a, s in zip(autoscales, sent, strict=True)]).amax(dim=0)
+        for rank, (autoscale, tensor) in enumerate(zip(autoscales, sent, strict=True)):
+            autoscale.update(shared)
+            autoscale.requantize_(*_parts(tensor), codes[rank])
+        shard = numel // num_ranks
+        for owner, autoscale in enumerate(autoscales):
+            elements = slice(owner * shard, (owner + 1) * shard)
+            blocks = slice(elements.start // GRAD_BLOCK, elements.stop // GRAD_BLOCK)
+            total = ring_sum(codes[:, elements], first=(owner + 1) % num_ranks)
+            autoscale.note_sum(total, blocks.start)
+            mean[elements] = mean_of_sum(total, autoscale.block_scales[blocks], num_ranks)
+    return mean, autoscales[0]
+
+
+def _parts(tensor: WireTensor) -> tuple[Tensor, Tensor]:
+    assert tensor.scales is not None
+    return tensor.payload, tensor.scales
+
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_to_all": reduce_all_to_all,
+    "hierarchical, intra bf16": lambda values: reduce_hierarchical(values, StorageDtype.BF16),
+    "hierarchical, intra fp8": lambda values: reduce_hierarchical(values, StorageDtype.FP8),
+    "nccl (emulated), settled": lambda values: reduce_nccl(values, num_reductions=SETTLING_REDUCTIONS)[0],
+    "nccl (emulated), first step": lambda values: reduce_nccl(values)[0],
+}
+
+
+def measure_accumulation(
+    num_micro_batches: int, *, correlated: bool, blocks_per_tensor: int = BLOCKS_PER_TENSOR
+) -> dict[str, float]:
+    """dB of the mean over micro-batches and ranks by way of accumulating; all but the last way add on each rank and
+    reduce once, in E4M3."""
+    source = GradientSource(correlated=correlated, blocks_per_tensor=blocks_per_tensor)
+    numel = source.numel
+    in_e4m3 = WireTensor.empty(ACCUMULATION_RANKS * numel, StorageDtype.FP8, CPU)
+    in_e4m3.store_(torch.zeros(in_e4m3.numel))
+    in_bf16 = torch.zeros(ACCUMULATION_RANKS, numel, dtype=torch.bfloat16)
+    in_fp32 = torch.zeros(ACCUMULATION_RANKS, numel)
+    sharded = torch.zeros(numel)
+    exact = torch.zeros(numel, dtype=torch.float64)
+    rows = WireTensor.empty(ACCUMULATION_RANKS * numel, StorageDtype.FP8, CPU)
+    for _ in range(num_micro_batches):
+        values = source.draw(ACCUMULATION_RANKS)
+        exact += values.double().mean(dim=0)
+        in_e4m3.store_(in_e4m3.load() + values.view(-1))
+        in_bf16 += values.bfloat16()
+        in_fp32 += values
+        rows.store_(values.view(-1))
+        accumulate_rows_(rows, ACCUMULATION_RANKS, sharded, factor=1.0 / ACCUMULATION_RANKS, add=True)
+    results = {
+        "added in E4M3": reduce_all_to_all(in_e4m3.load().view(ACCUMULATION_RANKS, numel)),
+        "added in BF16, then E4M3 once": reduce_all_to_all(in_bf16.float()),
+        "added in FP32, then E4M3 once": reduce_all_to_all(in_fp32),
+        ACCUMULATION_OF_OURS: sharded,
+    }
+    return {way: worst_snr_db(result, exact) for way, result in results.items()}
+
+
+def _table(title: str, columns: list[str], rows: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title=title)
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, values in rows.items():
+        table.add_row(name, *(f"{values[column]:.1f}" for column in columns))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
