@@ -108,7 +108,7 @@ def train_tiny_gpt(
         mine = batches[:, topology.dp.rank() :: topology.dp.size()].to(device)
         losses, grad_norms = [], []
         for step_batches in mine:
-            losses.append(_forward_backward(gpt, config, step_batches))
+            losses.append(forward_backward(gpt, config, step_batches))
             grad_norms.append(gpt.optimizer.step().item())
             for chunk in gpt.chunks:
                 if chunk.recipe.history is not None:
@@ -125,7 +125,7 @@ def build_tiny_gpt(config: Config, topology: Topology, device: torch.device, num
     return TinyGPT(topology, built.chunks, built.model, built.optimizer)
 
 
-def _forward_backward(gpt: TinyGPT, config: Config, micro_batches: Tensor) -> float:
+def forward_backward(gpt: TinyGPT, config: Config, micro_batches: Tensor) -> float:
     """One step's gradients from [num_micro_batches, micro_batch_size, seq + 1]; the loss over all replicas."""
     for chunk in gpt.model:
         chunk.zero_grad_buffer()
