@@ -11,14 +11,14 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from .config import Config, DataConfig, PrecisionConfig
-from .formats import FP8_GEMM_MULTIPLE, StorageDtype
+from .config import Config, DataConfig, ParallelConfig, PrecisionConfig
+from .formats import FP8_GEMM_MULTIPLE, GradReduceMode, StorageDtype
 
 _POSITIVE = frozenset(
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
     "max_position_embeddings rotary_base norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by "
     "tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
-    "distributed_timeout_minutes fp8_amax_history_len lr lr_decay_iters lr_wsd_decay_iters adam_eps "
+    "distributed_timeout_minutes ddp_bucket_size fp8_amax_history_len lr lr_decay_iters lr_wsd_decay_iters adam_eps "
     "micro_batch_size global_batch_size train_iters exit_interval exit_duration_in_mins max_skipped_steps "
     "recompute_num_layers save_interval keep_last log_interval".split()
 )
@@ -110,6 +110,23 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         )
         return
     yield from _check_virtual_stages(config, config.num_micro_batches(world_size))
+    yield from _check_reduction(config)
+
+
+def _check_reduction(config: Config) -> Iterator[str]:
+    """How gradients cross the wire."""
+    parallel, precision = config.parallel, config.precision
+    mode = parallel.fp8_grad_reduce
+    if mode is not GradReduceMode.ALL_TO_ALL and precision.formats.main_grad is not StorageDtype.FP8:
+        yield (
+            f"fp8_grad_reduce({mode.value}) reduces FP8 gradients, but main_grads_dtype is "
+            f"{precision.formats.main_grad.value}; drop it or choose --precision fp8 with --main-grads-dtype fp8"
+        )
+    if mode is not GradReduceMode.HIERARCHICAL and parallel.fp8_wire_intra != ParallelConfig().fp8_wire_intra:
+        yield (
+            f"fp8_wire_intra({parallel.fp8_wire_intra}) has no effect under fp8_grad_reduce({mode.value}); "
+            f"drop it or choose --fp8-grad-reduce hierarchical"
+        )
 
 
 def _check_virtual_stages(config: Config, num_micro_batches: int) -> Iterator[str]:

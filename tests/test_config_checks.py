@@ -109,6 +109,23 @@ FULL = "--recompute-granularity full "
             PP2 + "--num-layers-per-virtual-pipeline-stage 3 --global-batch-size 12",
             "in groups of pipeline_model_parallel_size(2), but there are 3 per step",
         ),
+        # reduction
+        (2, "--ddp-bucket-size 0", "ddp_bucket_size(0) must be positive; choose 1 or more"),
+        (
+            2,
+            "--bf16 --fp8-grad-reduce hierarchical",
+            "fp8_grad_reduce(hierarchical) reduces FP8 gradients, but main_grads_dtype is fp32",
+        ),
+        (
+            2,
+            "--main-grads-dtype bf16 --fp8-grad-reduce nccl",
+            "fp8_grad_reduce(nccl) reduces FP8 gradients, but main_grads_dtype is bf16",
+        ),
+        (
+            2,
+            "--fp8-wire-intra fp8",
+            "fp8_wire_intra(fp8) has no effect under fp8_grad_reduce(all_to_all); drop it or choose",
+        ),
         # heads
         (
             1,

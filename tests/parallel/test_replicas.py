@@ -76,8 +76,11 @@ def test_runs_again_bit_for_bit(ranks: RankPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [PrecisionConfig(), PrecisionConfig(precision="bf16")], ids=["O3", "bf16"])
 def test_four_ranks_are_one_over_fifty_steps(ranks: RankPool, precision: PrecisionConfig) -> None:
+    """A batch learned by heart: the loss falls by 0.08 a step, and differences grow with every step. Under bf16 they
+    start in the last bits of FP32 sums and reach 0.009; the roundings that FP8 replicas do each on their own reach as
+    far, 0.0086. A quarter of a step is allowed."""
     expected = train(ranks, 1, 50, precision=precision)
     run = train(ranks, 4, 50, precision=precision)
-    gaps = [abs(a - b) for a, b in zip(run.losses, expected.losses, strict=True)]
-    print("losses", expected.losses[::10], "largest gap", max(gaps), gaps[::7])
-    assert max(gaps) < 1.0
+    assert run.losses[:5] == pytest.approx(expected.losses[:5], abs=5e-3)
+    assert run.losses == pytest.approx(expected.losses, abs=0.02)
+    assert expected.losses[0] - expected.losses[-1] > 3.5
