@@ -12,7 +12,7 @@ from typing import Literal
 
 from .formats import LEVELS, GradReduceMode, StorageDtype, StorageFormats
 
-Precision = Literal["bf16", "te", "fp8"]
+Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
 FP8Recipe = Literal["tensorwise", "delayed"]
 
@@ -128,7 +128,7 @@ class PrecisionConfig:
     """What is computed and stored in FP8. --opt-level sets the storage dtypes; each can also be set on its own."""
 
     precision: Precision = "fp8"
-    """bf16; te (Transformer Engine's FP8 GEMMs, when installed); or fp8 (this project's)."""
+    """bf16; fp16 (with a loss scale); te (Transformer Engine's FP8 GEMMs, when installed); or fp8 (this project's)."""
     opt_level: OptLevel = "O3"
     """Storage under fp8: O1 FP8 weight gradients; O2 also FP8 + FP16 moments; O3 also FP8 weights, FP16 master."""
     params_dtype: StorageDtype | None = None
@@ -164,7 +164,7 @@ class PrecisionConfig:
 
     @property
     def level(self) -> str:
-        """The row of the level table: bf16, te, O1, O2 or O3."""
+        """The row of the level table: bf16, fp16, te, O1, O2 or O3."""
         return self.opt_level if self.precision == "fp8" else self.precision
 
     @property
@@ -219,6 +219,16 @@ class OptimizerConfig:
     """Added to the denominator."""
     clip_grad: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
+    loss_scale: float | None = None
+    """Constant loss scale under --precision fp16. Default: a dynamic one."""
+    initial_loss_scale: float = 65536.0
+    """First dynamic loss scale (Megatron's 2^32 overflows for 16 steps before it has halved to this)."""
+    min_loss_scale: float = 1.0
+    """Least dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Steps without an overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows before the dynamic loss scale halves."""
 
 
 @dataclass(frozen=True)

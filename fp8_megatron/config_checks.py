@@ -19,6 +19,7 @@ _POSITIVE = frozenset(
     "max_position_embeddings rotary_base norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by "
     "tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
     "distributed_timeout_minutes ddp_bucket_size fp8_amax_history_len lr lr_decay_iters lr_wsd_decay_iters adam_eps "
+    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
     "micro_batch_size global_batch_size train_iters exit_interval exit_duration_in_mins max_skipped_steps "
     "recompute_num_layers save_interval keep_last log_interval".split()
 )
@@ -195,7 +196,7 @@ def _check_heads(config: Config) -> Iterator[str]:
 def _check_gemm_sizes(config: Config) -> Iterator[str]:
     """Both dimensions of every rank's linear weights, and tokens, in multiples that FP8 tensor cores take."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    if config.precision.precision == "bf16":
+    if config.precision.precision in ("bf16", "fp16"):
         return
     heads, groups, head_dim, ffn = (
         model.num_attention_heads,
@@ -252,6 +253,11 @@ def _check_recompute(config: Config) -> Iterator[str]:
 
 def _check_precision(config: Config) -> Iterator[str]:
     precision, num_layers = config.precision, config.model.num_layers
+    if config.optimizer.loss_scale is not None and precision.precision != "fp16":
+        yield (
+            f"loss_scale({config.optimizer.loss_scale}) has no effect under precision({precision.precision}), whose "
+            f"gradients have the range; drop it or choose --precision fp16"
+        )
     if precision.precision == "te" and importlib.util.find_spec("transformer_engine") is None:
         yield (
             "precision(te) needs Transformer Engine, which is not installed; "

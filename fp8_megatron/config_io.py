@@ -18,7 +18,7 @@ import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from .config import Config
+from .config import Config, Precision
 from .config_checks import ConfigError
 
 # YAML 1.2's plain scalars. PyYAML's own are YAML 1.1's, where 3e-4 is a string, off is false and 1:30 is 90.
@@ -124,6 +124,8 @@ class _CommandLine(Config):
     """YAML file of settings: {section: {name: value}} or {name: value}, names as the flags' with underscores."""
     bf16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Same as --precision bf16."""
+    fp16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Same as --precision fp16."""
 
 
 def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> Config:
@@ -151,12 +153,15 @@ def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt
         registry=_flag_rules(),
     )
     config = Config(**{name: getattr(parsed, name) for name in _sections(base)})
-    if not parsed.bf16:
+    if parsed.bf16 and parsed.fp16:
+        raise ConfigError("--bf16 contradicts --fp16; give one of them")
+    if not parsed.bf16 and not parsed.fp16:
         return config
+    alias: Precision = "bf16" if parsed.bf16 else "fp16"
     precision_given = any(word.partition("=")[0] == "--precision" for word in words)
-    if precision_given and config.precision.precision != "bf16":
-        raise ConfigError(f"--bf16 contradicts --precision {config.precision.precision}; give one of them")
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, precision="bf16"))
+    if precision_given and config.precision.precision != alias:
+        raise ConfigError(f"--{alias} contradicts --precision {config.precision.precision}; give one of them")
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, precision=alias))
 
 
 def load_config(path: str | Path) -> Config:

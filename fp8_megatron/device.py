@@ -80,20 +80,21 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul)
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class _CudaOnCpu(TorchFunctionMode):
-    """Sends ``device="cuda"`` and ``.cuda()`` to the CPU, and multiplies BF16 matrices in FP32 there.
+    """Sends ``device="cuda"`` and ``.cuda()`` to the CPU, and multiplies 16-bit matrices in FP32 there.
 
     A CPU without BF16 instructions takes three times as long for a BF16 product as for an FP32 one. Operands and
-    result stay BF16 and the sum is FP32 either way, as on a GPU.
+    result stay 16-bit and the sum is FP32 either way, as on a GPU.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.cuda:
             return args[0]
-        if func in _MATMULS and len(args) == 2 and args[0].dtype == args[1].dtype == torch.bfloat16:
-            return (args[0].float() @ args[1].float()).to(torch.bfloat16)
+        if func in _MATMULS and len(args) == 2 and args[0].dtype == args[1].dtype and args[0].dtype in _SIXTEEN_BITS:
+            return (args[0].float() @ args[1].float()).to(args[0].dtype)
         if kwargs:
             device = kwargs.get("device")
             if device is not None and str(device).startswith("cuda"):

@@ -111,6 +111,7 @@ _F = StorageDtype
 #: The levels (README, "Levels"): bf16 holds 18 bytes a parameter, O1 11, O2 6, O3 7.
 LEVELS: dict[str, StorageFormats] = {
     "bf16": StorageFormats(_F.BF16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
+    "fp16": StorageFormats(_F.FP16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
     "te": StorageFormats(_F.BF16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
     "O1": StorageFormats(_F.FP16, _F.FP8, None, _F.FP32, _F.FP32),
     "O2": StorageFormats(_F.FP16, _F.FP8, None, _F.FP8, _F.FP16),

@@ -126,6 +126,8 @@ FULL = "--recompute-granularity full "
             "--fp8-wire-intra fp8",
             "fp8_wire_intra(fp8) has no effect under fp8_grad_reduce(all_to_all); drop it or choose",
         ),
+        (1, "--loss-scale 8", "loss_scale(8.0) has no effect under precision(fp8)"),
+        (1, "--fp16 --loss-scale 0", "loss_scale(0.0) must be positive"),
         # heads
         (
             1,

@@ -128,11 +128,12 @@ def load_checkpoint(root: Path, state: Resumable, *, weights_only: bool) -> Prog
         return Progress()
     tensors = saved.shared()
     state.optimizer.step_count.copy_(tensors["step_count"])
+    if state.optimizer.loss_scale is not None and "loss_scale/scale" in tensors:
+        state.optimizer.loss_scale.load_state_dict(_below("loss_scale/", tensors))
     for index, history in enumerate(state.histories):
         if history is not None:
-            prefix = f"amax_history.{index}/"
-            history.load_state_dict({k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
-    _set_rng_states({k[4:]: v for k, v in tensors.items() if k.startswith("rng/")}, state.device)
+            history.load_state_dict(_below(f"amax_history.{index}/", tensors))
+    _set_rng_states(_below("rng/", tensors), state.device)
     return Progress(meta["iteration"], meta["consumed_samples"], meta["skipped_steps"])
 
 
@@ -147,12 +148,19 @@ def _saved_state(folder: Path, tensor_rank: int, pipeline_rank: int) -> SavedSta
 
 def _tensors_of(state: Resumable) -> dict[str, Tensor]:
     tensors = {"step_count": state.optimizer.step_count}
+    if state.optimizer.loss_scale is not None:
+        tensors |= {f"loss_scale/{name}": tensor for name, tensor in state.optimizer.loss_scale.state_dict().items()}
     for space, slot in state.optimizer.slots():
         tensors |= tensors_of(space, slot)
     for index, history in enumerate(state.histories):
         for name, tensor in (history.state_dict() if history is not None else {}).items():
             tensors[f"amax_history.{index}/{name}"] = tensor
     return tensors | {f"rng/{name}": tensor for name, tensor in _rng_states(state.device).items()}
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _check_shapes(folder: Path, saved_state: SavedState, optimizer: FP8DistributedOptimizer) -> None:

@@ -115,9 +115,9 @@ class SavedState:
             yield name, self.get(name, "master").load()[: shape.numel()].view(shape)
 
     def shared(self) -> dict[str, Tensor]:
-        """What all replicas have alike, from the first one's file: step count, amax histories, generator states."""
+        """What replicas have alike, from the first one's file: step count, loss scale, amax histories, generators."""
         shared = {key for key in self._keys[0] if key.split("/")[0].split(".")[0] in _SHARED}
         return {key: self._files[0].get_tensor(key) for key in shared}
 
 
-_SHARED = ("step_count", "amax_history", "rng")
+_SHARED = ("step_count", "loss_scale", "amax_history", "rng")

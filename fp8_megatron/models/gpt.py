@@ -31,6 +31,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
     """megatron-core's view of the configuration."""
     model, parallel, training = config.model, config.parallel, config.training
     on_gpu = device.type == "cuda"
+    dtype = torch.float16 if config.precision.precision == "fp16" else torch.bfloat16
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -51,10 +52,11 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_size,
         sequence_parallel=parallel.sequence_parallel,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        autocast_dtype=torch.bfloat16,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -148,7 +150,7 @@ def _build_chunk(
     _tag_vocab_parallel(module)
     if module.pre_process and module.embedding.add_position_embedding:
         # The one parameter that megatron-core leaves in FP32 on the CPU.
-        module.embedding.position_embeddings.to(device=device, dtype=torch.bfloat16)
+        module.embedding.position_embeddings.to(device=device, dtype=module.config.params_dtype)
     if recipe.history is not None and config.precision.precision == "fp8":
         recipe.history.allocate(device)
     return ModelChunk(module, recipe)

@@ -19,6 +19,7 @@ from ..distributed.partition import Slot, StorageClass
 from ..distributed.topology import Topology
 from .adamw import update_space
 from .clip_grads import clip_factor, global_grad_norm
+from .loss_scale import build_loss_scale
 from .state import SpaceState, space_formats
 
 
@@ -64,6 +65,7 @@ class FP8DistributedOptimizer:
             for state in self.states
         ]
         self.step_count = torch.zeros(1, device=device)
+        self.loss_scale = build_loss_scale(config, precision, device)
 
     @property
     def learning_rate(self) -> float:
@@ -106,6 +108,10 @@ class FP8DistributedOptimizer:
         """
         norm = global_grad_norm(self.buffers, self.device)
         factor = clip_factor(norm, self.config.clip_grad)
+        if self.loss_scale is not None:
+            norm = norm / self.loss_scale.scale
+            factor = clip_factor(norm, self.config.clip_grad) / self.loss_scale.scale
+            self.loss_scale.update(~torch.isfinite(norm))
         self.step_count += torch.isfinite(factor)
         for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
             update_space(buffer, state, group, self.config, grad_factor=factor, step_count=self.step_count)

@@ -63,7 +63,7 @@ class StateTensor:
 
 
 def space_formats(storage: StorageClass, formats: StorageFormats, *, is_fp8: bool) -> StorageFormats:
-    """What one space is stored in: linear weights as the level says; the 16-bit rest in BF16 beside a master.
+    """What one space is stored in: linear weights as the level says; the 16-bit rest in 16 bits beside a master.
 
     Matrices keep the level's moments; norms and biases, under 0.1% of a model, keep FP32 state.
     """
@@ -71,7 +71,7 @@ def space_formats(storage: StorageClass, formats: StorageFormats, *, is_fp8: boo
     if storage is StorageClass.LINEAR:
         return formats
     if storage is StorageClass.VECTOR or not is_fp8:
-        return StorageFormats(bf16, fp32, fp32, fp32, fp32)
+        return StorageFormats(bf16 if is_fp8 else formats.weight, fp32, fp32, fp32, fp32)
     master = formats.master_weight or StorageDtype.FP16
     return StorageFormats(bf16, bf16, master, formats.exp_avg, formats.exp_avg_sq)
 

@@ -58,7 +58,7 @@ def peak_flops(device_name: str, precision: Precision) -> float | None:
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` gives it, e.g. ``NVIDIA H100 80GB HBM3``.
-        precision: bf16 has the BF16 peak, te and fp8 the FP8 peak.
+        precision: bf16 and fp16 have the BF16 peak, te and fp8 the FP8 peak.
 
     Returns:
         None for a device that is not in `PEAK_FLOPS`, a MIG slice of one, or FP8 on a device without it: no MFU then.
@@ -68,5 +68,5 @@ def peak_flops(device_name: str, precision: Precision) -> float | None:
     for name, (bf16, fp8) in PEAK_FLOPS.items():
         # A whole word, so that "H20" is not found in "H200" nor "A100" in "A1000".
         if f" {name} " in f" {device_name.replace('-', ' ')} ":
-            return bf16 if precision == "bf16" else fp8
+            return bf16 if precision in ("bf16", "fp16") else fp8
     return None

@@ -53,9 +53,13 @@ class StepMetrics:
     consumed_samples: int
     consumed_tokens: int
     grad_saturation_fraction: float | None = None
-    """Gradient elements that a cast to FP8 clamped; None when no gradient is FP8."""
+    """Worst tensor's gradient elements that the native FP8 sum clamped; None where FP8 blocks cannot saturate."""
     grad_underflow_fraction: float | None = None
     """Non-zero gradient elements that a cast to FP8 made zero; None when no gradient is FP8."""
+    autoscale_mu: float | None = None
+    """Least pre-scale μ of auto-scaling; None without it."""
+    loss_scale: float | None = None
+    """What the next loss is multiplied by; None without a loss scale."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,7 @@ def step_line(
         f"{metrics.peak_memory_gib:.1f} GiB peak",
         None if metrics.grad_saturation_fraction is None else f"saturated {metrics.grad_saturation_fraction:.4%}",
         None if metrics.grad_underflow_fraction is None else f"underflow {metrics.grad_underflow_fraction:.2%}",
+        None if metrics.loss_scale is None else f"loss scale {metrics.loss_scale:g}",
         f"skipped {metrics.skipped_steps}",
         None if eta_seconds is None else f"ETA {_duration(eta_seconds)}",
     ]
@@ -291,6 +296,8 @@ def _step_scalars(metrics: StepMetrics) -> dict[str, float]:
         "memory/peak_gib": metrics.peak_memory_gib,
         "fp8/grad_saturation_fraction": metrics.grad_saturation_fraction,
         "fp8/grad_underflow_fraction": metrics.grad_underflow_fraction,
+        "fp8/autoscale_mu": metrics.autoscale_mu,
+        "train/loss_scale": metrics.loss_scale,
     }
     return {name: value for name, value in scalars.items() if value is not None}
 

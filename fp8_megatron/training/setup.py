@@ -75,6 +75,9 @@ def build_trainable_model(
     ]
     chunks[0].module.config.finalize_model_grads_func = partial(_finalize, topology=topology)
     optimizer = FP8DistributedOptimizer(model, config.optimizer, config.precision, topology, device)
+    if optimizer.loss_scale is not None:
+        for chunk in chunks:
+            chunk.module.config.grad_scale_func = optimizer.loss_scale.scale_loss
     values = (
         initial_values(
             params,

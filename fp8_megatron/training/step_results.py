@@ -42,6 +42,9 @@ class StepResult:
     grad_norm: float
     stop_requested: bool
     underflow_fraction: float | None
+    saturation_fraction: float | None
+    autoscale_mu: float | None
+    loss_scale: float | None
     step_seconds: float
 
     @property
@@ -68,13 +71,17 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for this step (not for later ones) and read it."""
         self.ended.wait()
-        loss, stops, grad_norm, underflow = self._host.tolist()
+        loss, stops, grad_norm, *optional = self._host.tolist()
+        underflow, saturation, mu, loss_scale = (None if math.isnan(value) else value for value in optional)
         return StepResult(
             iteration=self._iteration,
             learning_rate=self._learning_rate,
             loss=loss,
             grad_norm=grad_norm,
             stop_requested=stops > 0,
-            underflow_fraction=None if math.isnan(underflow) else underflow,
+            underflow_fraction=underflow,
+            saturation_fraction=saturation,
+            autoscale_mu=mu,
+            loss_scale=loss_scale,
             step_seconds=self.ended.seconds_since(self._started),
         )

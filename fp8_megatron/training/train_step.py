@@ -8,6 +8,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from ..distributed.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
 from .setup import TrainingState
 
@@ -22,9 +23,10 @@ def train_step(
         measures_underflow: count what the cast of weight gradients to FP8 makes zero (one more pass over them).
 
     Returns:
-        FP32 [4] on the device: mean loss of the global batch, number of ranks that want to stop, gradient norm before
-        clipping, alike on all ranks; and this rank's underflowed fraction of FP8 weight gradients, NaN if not measured
-        or none is stored in FP8. Reading it waits for the step; nothing in here does.
+        FP32 [7] on the device: mean loss of the global batch, number of ranks that want to stop, gradient norm before
+        clipping, alike on all ranks; this rank's underflowed fraction of FP8 weight gradients; under the native FP8 sum
+        the largest saturated fraction of a tensor and the least μ; the next loss scale. What is not measured or not
+        there is NaN. Reading it waits for the step; nothing in here does.
     """
     for chunk in state.model:
         chunk.zero_grad_buffer(measures_underflow=measures_underflow)
@@ -35,7 +37,7 @@ def train_step(
         if history is not None:
             history.update(state.topology.replica)
     loss_and_stops = _sum_over_ranks(losses, state, wants_stop=wants_stop)
-    return torch.cat([loss_and_stops, grad_norm, _underflow_fraction(state)])
+    return torch.cat([loss_and_stops, grad_norm, _underflow_fraction(state), _scaling(state)])
 
 
 @torch.no_grad()
@@ -77,6 +79,24 @@ def _underflow_fraction(state: TrainingState) -> Tensor:
         if buffer.underflow is not None:
             counts += buffer.underflow
     return counts[1:] / counts[:1]
+
+
+def _scaling(state: TrainingState) -> Tensor:
+    """FP32 [3]: worst saturated fraction and least μ of auto-scaling, and the loss scale; NaN for what is not there."""
+    values = torch.full((3,), torch.nan, device=state.device)
+    autoscales = [
+        autoscale
+        for buffer in state.optimizer.buffers
+        if isinstance(buffer, ShardedGradBuffer)
+        for autoscale in buffer.autoscales
+    ]
+    if autoscales:
+        worst = torch.cat([autoscale.saturated_fraction for autoscale in autoscales]).max()
+        values[0] = torch.where(worst < 0, torch.nan, worst)  # below 0: no reduction has reported yet
+        values[1] = torch.cat([autoscale.mu for autoscale in autoscales]).min()
+    if state.optimizer.loss_scale is not None:
+        values[2:] = state.optimizer.loss_scale.scale
+    return values
 
 
 def _sum_over_ranks(losses: list[dict[str, Tensor]], state: TrainingState, *, wants_stop: bool) -> Tensor:

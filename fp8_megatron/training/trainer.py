@@ -205,6 +205,9 @@ class _Run:
                 skipped_steps=self.guard.num_skipped,
                 consumed_samples=self.progress.consumed_samples,
                 grad_underflow_fraction=result.underflow_fraction,
+                grad_saturation_fraction=result.saturation_fraction,
+                autoscale_mu=result.autoscale_mu,
+                loss_scale=result.loss_scale,
                 consumed_tokens=self.progress.consumed_samples * self.config.model.seq_length,
             )
         )

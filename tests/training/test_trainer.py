@@ -30,7 +30,9 @@ def steps(records: list[dict]) -> list[tuple[int, float, float]]:
     return [(r["iteration"], r["loss"], r["grad_norm"]) for r in records if r["kind"] == "train"]
 
 
-@pytest.mark.parametrize("level", [["bf16", "O3"], ["fp8", "O1"], ["fp8", "O3"]], ids=lambda level: "-".join(level))
+@pytest.mark.parametrize(
+    "level", [["bf16", "O3"], ["fp16", "O3"], ["fp8", "O1"], ["fp8", "O3"]], ids=lambda level: "-".join(level)
+)
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_every_level_and_style_learns(tmp_path: Path, level: list[str], style: str) -> None:
     """Documents that count upwards: the next token follows from the last, and 30 steps learn most of it.
@@ -64,6 +66,20 @@ def test_every_level_and_style_learns(tmp_path: Path, level: list[str], style: s
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[0] > 4.0
     assert sum(losses[-5:]) / 5 < 3.0
+
+
+def test_an_overflowing_loss_scale_falls_until_it_fits(tmp_path: Path) -> None:
+    """2^40 overflows FP16: it halves at each step but the first, which hysteresis forgives; then training starts. A
+    resumed run goes on with the same scale."""
+    settings = {"precision": "fp16", "initial_loss_scale": 2.0**40, "max_skipped_steps": 40}
+    records = [r for r in fit(tmp_path, train_iters=40, save=tmp_path / "saved", **settings) if r["kind"] == "train"]
+    scales = [r["loss_scale"] for r in records]
+    assert scales[:3] == [2.0**40, 2.0**39, 2.0**38]
+    skipped = records[-1]["skipped_steps"]
+    assert 10 < skipped < 39 and scales[-1] == 2.0 ** (41 - skipped)
+    assert all(math.isfinite(r["grad_norm"]) for r in records[skipped:])
+    more = [r for r in fit(tmp_path, train_iters=41, load=tmp_path / "saved", **settings) if r["kind"] == "train"]
+    assert more[-1]["loss_scale"] == scales[-1] and more[-1]["skipped_steps"] == skipped
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

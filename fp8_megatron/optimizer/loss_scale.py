@@ -1,0 +1,73 @@
+"""Loss scaling for FP16, whose gradients underflow below 6e-8; BF16 and FP8 (E5M2 with a scale a tensor) need none.
+
+The scale lives on the device: a step that overflowed halves it and a run of good ones doubles it, and the host never
+waits to know which (Micikevicius et al., arXiv 1710.03740, section 3.2, with Megatron's hysteresis).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import OptimizerConfig, PrecisionConfig
+
+
+class LossScale:
+    """What the loss is multiplied by, and so all gradients until the optimizer divides by it; FP32 [1] on the device.
+
+    Args:
+        initial: scale of the first step.
+        window: steps without an overflow after which it doubles; None keeps it constant.
+        hysteresis: overflows that are forgiven before it halves, until it doubles again.
+        minimum: it never falls below this.
+    """
+
+    def __init__(
+        self, initial: float, device: torch.device, *, window: int | None, hysteresis: int = 1, minimum: float = 1.0
+    ) -> None:
+        self.scale = torch.full((1,), initial, device=device)
+        self._window = window
+        self._hysteresis = hysteresis
+        self._minimum = minimum
+        self._good_steps = torch.zeros(1, device=device)
+        self._forgiven = torch.zeros(1, device=device)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss · scale``; also megatron-core's ``grad_scale_func``."""
+        return loss * self.scale
+
+    def update(self, overflowed: Tensor) -> None:
+        """After a step: `overflowed` is bool [1] on the device."""
+        if self._window is None:
+            return
+        forgiven = self._forgiven + overflowed
+        halves = overflowed & (forgiven >= self._hysteresis)
+        good_steps = torch.where(overflowed, torch.zeros_like(self._good_steps), self._good_steps + 1)
+        doubles = good_steps >= self._window
+        self.scale.mul_(torch.where(doubles, 2.0, torch.where(halves, 0.5, 1.0))).clamp_(min=self._minimum)
+        self._forgiven.copy_(torch.where(doubles, torch.zeros_like(forgiven), forgiven))
+        self._good_steps.copy_(torch.where(doubles, torch.zeros_like(good_steps), good_steps))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors that a resumed run needs."""
+        return {"scale": self.scale, "good_steps": self._good_steps, "forgiven": self._forgiven}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from `state_dict`."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+def build_loss_scale(config: OptimizerConfig, precision: PrecisionConfig, device: torch.device) -> LossScale | None:
+    """The run's loss scale: constant by --loss-scale, else dynamic; None where gradients are not FP16."""
+    if precision.precision != "fp16":
+        return None
+    if config.loss_scale is not None:
+        return LossScale(config.loss_scale, device, window=None)
+    return LossScale(
+        config.initial_loss_scale,
+        device,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        minimum=config.min_loss_scale,
+    )
