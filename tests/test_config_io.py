@@ -70,13 +70,16 @@ def test_bf16_means_precision_bf16(tmp_path: Path) -> None:
     assert parse_config(["--bf16", "--precision", "bf16"]).precision.precision == "bf16"
     with pytest.raises(ConfigError, match="--bf16 contradicts --precision te"):
         parse_config(["--precision=te", "--bf16"])
+    assert parse_config(["--fp16"]).precision.precision == "fp16"
+    with pytest.raises(ConfigError, match="--bf16 contradicts --fp16"):
+        parse_config(["--fp16", "--bf16"])
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--num-layer", "3"], "--num-layers INT"),
-        (["--fp16"], "--fp16"),
+        (["--fp64"], "--fp64"),
         (["--num-layers", "1.5"], "1.5"),
         (["--ffn-hidden-size", "wide"], "wide"),
         (["--exp-avg-dtype", "int4"], "int4"),
