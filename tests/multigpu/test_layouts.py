@@ -60,6 +60,29 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return {precision: losses(folder / precision, 1, precision=precision) for precision in TOLERANCE}
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"grad_accumulation": "local"},
+        {"overlap_grad_reduce": False, "overlap_param_gather": False},
+        {"fp8_grad_reduce": "hierarchical"},
+        {"fp8_grad_reduce": "nccl"},
+        {"ddp_bucket_size": 1_000_000},
+    ],
+    ids=lambda setting: "-".join(map(str, setting.values())),
+)
+def test_every_way_to_reduce_trains_as_one_gpu(tmp_path: Path, one_gpu: dict[str, list[float]], setting: dict) -> None:
+    measured = losses(tmp_path, 2, precision="fp8", **setting)
+    assert measured == pytest.approx(one_gpu["fp8"], rel=TOLERANCE["fp8"])
+
+
+def test_replicas_repeat_bit_for_bit(tmp_path: Path) -> None:
+    """Sums are taken in rank order; deterministic mode asks the same of every other kernel."""
+    settings = {"precision": "fp8", "deterministic_mode": True}
+    first, second = (losses(tmp_path / name, 2, **settings) for name in ("first", "second"))
+    assert first == second
+
+
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("precision", list(TOLERANCE))
 def test_layout_trains_as_one_gpu(tmp_path: Path, one_gpu: dict[str, list[float]], precision: str, layout: str) -> None:
