@@ -141,7 +141,7 @@ class PrecisionConfig:
     """Storage of Adam's first moment. int8 is companded."""
     exp_avg_sq_dtype: StorageDtype | None = None
     """Storage of Adam's second moment. uint8 is companded, the second moment in 8 bits that works; fp8 is for
-    ablations: it diverges."""
+    ablations: it does not follow."""
     grad_accumulation: Literal["sharded", "local"] = "sharded"
     """Several micro-batches on several replicas: sharded reduces each into an FP32 shard (4 / replicas bytes a
     parameter); local adds them up on every rank and reduces once a step (less traffic, more memory)."""
