@@ -134,7 +134,7 @@ class PrecisionConfig:
     params_dtype: StorageDtype | None = None
     """Storage of linear weights (fp8: FP8 at rest beside a master; fp16: scaled FP16 that is its own master)."""
     main_params_dtype: StorageDtype | None = None
-    """Storage of master weights."""
+    """Storage of master weights. split: one byte of correction beside the FP8 weight."""
     main_grads_dtype: StorageDtype | None = None
     """Storage of linear weight gradients with one micro-batch, and their form on the wire."""
     exp_avg_dtype: StorageDtype | None = None

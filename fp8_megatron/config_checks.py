@@ -264,7 +264,7 @@ def _check_precision(config: Config) -> Iterator[str]:
             "pip install --no-build-isolation transformer_engine[pytorch], or choose --precision fp8"
         )
     if precision.precision == "fp8":
-        companded = list(_check_companded(precision))
+        companded = list(_check_companded(config))
         yield from companded or _check_master(precision)
         if precision.main_grads_dtype is StorageDtype.FP16:
             yield "main_grads_dtype(fp16) would overflow without a loss scale; choose fp8, bf16 or fp32"
@@ -287,8 +287,9 @@ def _check_precision(config: Config) -> Iterator[str]:
         )
 
 
-def _check_companded(precision: PrecisionConfig) -> Iterator[str]:
-    """Companded integers are each made for one moment."""
+def _check_companded(config: Config) -> Iterator[str]:
+    """Companded integers are each made for one moment, the split master for FP8 weights."""
+    precision = config.precision
     int8, uint8 = StorageDtype.INT8, StorageDtype.UINT8
     if precision.exp_avg_dtype is uint8:
         yield "exp_avg_dtype(uint8) has no sign, which the first moment needs; choose int8"
@@ -298,11 +299,28 @@ def _check_companded(precision: PrecisionConfig) -> Iterator[str]:
         ("params_dtype", "fp8 or fp16"),
         ("main_params_dtype", "fp16, bf16 or fp32"),
         ("main_grads_dtype", "fp8, bf16 or fp32"),
+        ("exp_avg_dtype", "fp8 or int8"),
+        ("exp_avg_sq_dtype", "fp16 or uint8"),
     ):
         dtype = getattr(precision, name)
-        if dtype in (int8, uint8):
+        if dtype is StorageDtype.SPLIT and name == "main_params_dtype":
+            yield from _check_split(config)
+        elif dtype is StorageDtype.SPLIT:
+            yield f"{name}(split) is a storage of masters alone (main_params_dtype); choose {choices}"
+        elif dtype in (int8, uint8) and not name.startswith("exp_avg"):
             moment = "exp_avg_dtype" if dtype is int8 else "exp_avg_sq_dtype"
             yield f"{name}({dtype.value}) is a storage of moments alone ({moment}); choose {choices}"
+
+
+def _check_split(config: Config) -> Iterator[str]:
+    weight, optimizer = config.precision.formats.weight, config.optimizer
+    if weight is not StorageDtype.FP8:
+        yield f"main_params_dtype(split) is half of an FP8 weight, params_dtype is {weight.value}; choose fp8 (O3)"
+    if optimizer.adam_beta1**2 >= optimizer.adam_beta2:
+        yield (
+            f"main_params_dtype(split) foretells scales from the bound of Adam's update, which "
+            f"adam_beta1({optimizer.adam_beta1})² ≥ adam_beta2({optimizer.adam_beta2}) has not; raise adam_beta2"
+        )
 
 
 def _check_master(precision: PrecisionConfig) -> Iterator[str]:
@@ -310,8 +328,8 @@ def _check_master(precision: PrecisionConfig) -> Iterator[str]:
     weight, master = precision.formats.weight, precision.formats.master_weight
     if master is None:
         return
-    both_fp8 = weight is master is StorageDtype.FP8
-    if master.itemsize <= weight.itemsize and not both_fp8:
+    beside_fp8 = weight is StorageDtype.FP8 and master in (StorageDtype.FP8, StorageDtype.SPLIT)
+    if master.itemsize <= weight.itemsize and not beside_fp8:
         yield (
             f"a master in {master.value} (main_params_dtype or opt_level {precision.opt_level}) holds no more than the "
             f"weight in params_dtype({weight.value}); choose a wider main_params_dtype, or opt_level O2, whose weight "

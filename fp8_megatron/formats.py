@@ -39,7 +39,7 @@ FP8_GEMM_MULTIPLE = 16
 
 
 class StorageDtype(str, Enum):
-    """A storage dtype as a user names it on the command line (Megatron's names, plus fp8, int8 and uint8)."""
+    """A storage dtype as a user names it on the command line (Megatron's names, plus fp8 and what follows it)."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -49,6 +49,8 @@ class StorageDtype(str, Enum):
     """Companded, for exp_avg alone."""
     UINT8 = "uint8"
     """Companded, for exp_avg_sq alone."""
+    SPLIT = "split"
+    """For main_params alone: one byte of correction beside an FP8 weight."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,8 +64,8 @@ class StorageDtype(str, Enum):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the payload is stored beside FP32 scales (fp32 and bf16 are not: they have the range)."""
-        return self not in (StorageDtype.FP32, StorageDtype.BF16)
+        """Whether the payload is stored beside FP32 scales (fp32 and bf16 have the range; split has its weight's)."""
+        return self not in (StorageDtype.FP32, StorageDtype.BF16, StorageDtype.SPLIT)
 
 
 _TORCH_DTYPES = {
@@ -73,6 +75,7 @@ _TORCH_DTYPES = {
     StorageDtype.FP8: E4M3,
     StorageDtype.INT8: torch.int8,
     StorageDtype.UINT8: torch.uint8,
+    StorageDtype.SPLIT: torch.int8,
 }
 
 

@@ -128,6 +128,17 @@ FULL = "--recompute-granularity full "
         ),
         (1, "--loss-scale 8", "loss_scale(8.0) has no effect under precision(fp8)"),
         (1, "--fp16 --loss-scale 0", "loss_scale(0.0) must be positive"),
+        (1, "--main-params-dtype split --opt-level O2", "main_params_dtype(split) is half of an FP8 weight"),
+        (
+            1,
+            "--main-params-dtype split --adam-beta2 0.8",
+            "adam_beta1(0.9)² ≥ adam_beta2(0.8) has not; raise adam_beta2",
+        ),
+        (
+            1,
+            "--exp-avg-dtype split",
+            "exp_avg_dtype(split) is a storage of masters alone (main_params_dtype); choose fp8",
+        ),
         # heads
         (
             1,

@@ -102,7 +102,7 @@ def test_help_lists_every_field_with_readable_metavars(capsys: pytest.CaptureFix
     assert [name for name in field_names() if "--" + name.replace("_", "-") not in text] == []
     for line in (
         "--ffn-hidden-size INT",
-        "--params-dtype {fp32,bf16,fp16,fp8,int8,uint8}",
+        "--params-dtype {fp32,bf16,fp16,fp8,int8,uint8,split}",
         "--data-path STR [STR ...]",
         "--save STR",
         "--config FILE.yaml",
@@ -128,7 +128,7 @@ def test_help_lists_every_field_with_readable_metavars(capsys: pytest.CaptureFix
         ("sequence_parallel: 1", "sequence_parallel: 1 is not true or false"),
         ("sequence_parallel: yes", "sequence_parallel: 'yes' is not true or false"),
         ("save: 3", "save: 3 is not a string or null"),
-        ("params_dtype: int4", "params_dtype: 'int4' is not one of fp32, bf16, fp16, fp8, int8, uint8 or null"),
+        ("params_dtype: int4", "params_dtype: 'int4' is not one of fp32, bf16, fp16, fp8, int8, uint8, split or null"),
         ("opt_level: O4", "opt_level: 'O4' is not one of O1, O2, O3"),
         ("data_path: [[a]]", "data_path: [['a']] is not a list of strings"),
         ("model: {seed: 1}", "'seed' belongs under 'training'"),

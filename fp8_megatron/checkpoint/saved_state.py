@@ -1,8 +1,9 @@
 """Optimizer state on disk: every rank's fragments of every parameter, and the whole parameter from all ranks' files.
 
 A rank's file holds, for each parameter that its shard has a part of, ``<name>/<kind>`` (payload of its fragments, flat,
-in order), ``<name>/<kind>_scales`` where the storage is scaled, ``<name>/fragments`` (int64 [k, 2]: first element and
-length of each, in the padded parameter) and ``<name>/shape``. So a run on another number of replicas finds its part.
+in order; the FP32 value of a split master), ``<name>/<kind>_scales`` where the storage is scaled, ``<name>/fragments``
+(int64 [k, 2]: first element and length of each, in the padded parameter) and ``<name>/shape``. So a run on another
+number of replicas finds its part.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from ..distributed.partition import Slot
 from ..formats import STATE_BLOCK
 from ..kernels import reference
-from ..optimizer.state import SpaceState, StateTensor
+from ..optimizer.split_state import SplitSpaceState
+from ..optimizer.state import SpaceState
 from .files import open_tensors, rank_file
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -34,15 +36,15 @@ def tensors_of(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
         f"{slot.name}/shape": torch.tensor(slot.param.shape),
     }
     for kind in KINDS:
-        stored: StateTensor = getattr(state, kind)
-        parts = [stored.part(fragment) for fragment in fragments]
+        parts = [state.part(kind, slot, fragment) for fragment in fragments]
         # Bytes, because a CPU does not concatenate FP8.
-        payload = torch.cat([part.payload.view(torch.uint8) for part in parts]).view(stored.payload.dtype)
+        payload = torch.cat([part.payload.view(torch.uint8) for part in parts]).view(parts[0].payload.dtype)
         tensors[f"{slot.name}/{kind}"] = payload
-        if stored.scales is not None:
-            tensors[f"{slot.name}/{kind}_scales"] = torch.cat(
-                [part.scales for part in parts if part.scales is not None]
-            )
+        scales = [part.scales for part in parts if part.scales is not None]
+        if scales:
+            tensors[f"{slot.name}/{kind}_scales"] = torch.cat(scales)
+    if isinstance(state, SplitSpaceState):
+        tensors[f"{slot.name}/weight_scale"] = state.scale_of(slot)
     return tensors
 
 
@@ -52,6 +54,8 @@ class SavedTensor:
 
     payload: Tensor
     scales: Tensor | None
+    weight_scale: Tensor | None = None
+    """FP32 [1], the scale of the FP8 weight where the master was split."""
 
     def load(self) -> Tensor:
         """FP32 [padded]."""
@@ -59,8 +63,12 @@ class SavedTensor:
 
     def restore(self, state: SpaceState, slot: Slot, kind: str) -> None:
         """Put this rank's fragments in place, bit for bit where the storage is the same, else rounded to it."""
+        if kind == "master" and isinstance(state, SplitSpaceState):
+            value = self.load()[: slot.numel].view(slot.param.shape)
+            state.set_master(slot, value, self.weight_scale)
+            return
         for fragment in state.space.fragments(slot):
-            part: StateTensor = getattr(state, kind).part(fragment)
+            part = state.part(kind, slot, fragment)
             start, stop = fragment.slot_start, fragment.slot_start + fragment.length
             if self.payload.dtype == part.payload.dtype and (self.scales is None) == (part.scales is None):
                 part.payload.copy_(self.payload[start:stop])
@@ -93,11 +101,14 @@ class SavedState:
     def get(self, name: str, kind: str) -> SavedTensor:
         """A parameter's state of one kind."""
         pieces = []
+        weight_scale = None
         for file, keys in zip(self._files, self._keys, strict=True):
             if f"{name}/fragments" not in keys:
                 continue
             payload = file.get_tensor(f"{name}/{kind}")
             scales = file.get_tensor(f"{name}/{kind}_scales") if f"{name}/{kind}_scales" in keys else None
+            if f"{name}/weight_scale" in keys:
+                weight_scale = file.get_tensor(f"{name}/weight_scale")
             end = 0
             for start, length in file.get_tensor(f"{name}/fragments").tolist():
                 begin, end = end, end + length
@@ -107,7 +118,7 @@ class SavedState:
         dtype = pieces[0][1].dtype
         payload = torch.cat([piece[1].view(torch.uint8) for piece in pieces]).view(dtype)
         scales = [piece[2] for piece in pieces if piece[2] is not None]
-        return SavedTensor(payload, torch.cat(scales) if scales else None)
+        return SavedTensor(payload, torch.cat(scales) if scales else None, weight_scale)
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, FP32 value) of every parameter."""

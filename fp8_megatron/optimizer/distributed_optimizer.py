@@ -17,9 +17,10 @@ from ..distributed.data_parallel import FP8DataParallel
 from ..distributed.grad_buffer import GradBuffer
 from ..distributed.partition import Slot, StorageClass
 from ..distributed.topology import Topology
-from .adamw import update_space
+from ..formats import StorageDtype
 from .clip_grads import clip_factor, global_grad_norm
 from .loss_scale import build_loss_scale
+from .split_state import SplitSpaceState
 from .state import SpaceState, space_formats
 
 
@@ -48,7 +49,8 @@ class FP8DistributedOptimizer:
         for chunk in model:
             for buffer in chunk.grad_buffers:
                 formats = space_formats(buffer.space.storage, precision.formats, is_fp8=is_fp8)
-                state = SpaceState(buffer.space, formats, topology.dp)
+                kind = SplitSpaceState if formats.master_weight is StorageDtype.SPLIT else SpaceState
+                state = kind(buffer.space, formats, topology.dp)
                 self.states.append(state)
                 if state.gather is not None:
                     chunk.receive_weights_through(state.gather)
@@ -114,7 +116,7 @@ class FP8DistributedOptimizer:
             self.loss_scale.update(~torch.isfinite(norm))
         self.step_count += torch.isfinite(factor)
         for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
-            update_space(buffer, state, group, self.config, grad_factor=factor, step_count=self.step_count)
+            state.update(buffer, group, self.config, grad_factor=factor, step_count=self.step_count)
         return norm
 
 

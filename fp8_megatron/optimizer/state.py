@@ -1,5 +1,8 @@
 """Optimizer state of one flat space: this rank's shard of masters and moments, each in its own dtype, and the weights.
 
+One fused pass updates a space (FP8-LM, arXiv 2310.18313, section 2.2: gradients and first moment in FP8, second moment
+and master weight in FP16 with scales, arithmetic in FP32).
+
 The master weight is the truth. Initialisation, a checkpoint and a converted model all enter through `set_master`; the
 weights that the layers compute with are derived from it, and only ever from it.
 """
@@ -7,11 +10,14 @@ weights that the layers compute with are derived from it, and only ever from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
+from ..config import OptimizerConfig
+from ..distributed.grad_buffer import GradBuffer
 from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
 from ..distributed.weight_gather import WeightGather
 from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
@@ -73,6 +79,8 @@ def space_formats(storage: StorageClass, formats: StorageFormats, *, is_fp8: boo
     if storage is StorageClass.VECTOR or not is_fp8:
         return StorageFormats(bf16 if is_fp8 else formats.weight, fp32, fp32, fp32, fp32)
     master = formats.master_weight or StorageDtype.FP16
+    if master is StorageDtype.SPLIT:  # there is no FP8 weight to split it with
+        master = StorageDtype.FP16
     return StorageFormats(bf16, bf16, master, formats.exp_avg, formats.exp_avg_sq)
 
 
@@ -138,10 +146,7 @@ class SpaceState:
 
     def set_master(self, slot: Slot, value: Tensor) -> None:
         """Give a parameter a new value (any float dtype, its shape); `publish_weights` then updates the weights."""
-        if value.shape != slot.param.shape:
-            raise ValueError(
-                f"{slot.name}: the model's shape is {tuple(slot.param.shape)}, the value's {tuple(value.shape)}"
-            )
+        self._check_shape(slot, value)
         flat = value.reshape(-1)
         for fragment in self.space.fragments(slot):
             part = torch.zeros(fragment.length, device=self.space.device)
@@ -151,7 +156,18 @@ class SpaceState:
 
     def get_master(self, slot: Slot) -> Tensor:
         """A parameter's value in FP32, whole; called by every data-parallel rank."""
-        return self.space.assemble(slot, lambda fragment: self.master.part(fragment).load(), self._group)
+        return self.space.assemble(slot, lambda fragment: self.part("master", slot, fragment).load(), self._group)
+
+    def part(self, kind: str, slot: Slot, fragment: Fragment) -> StateTensor:
+        """This rank's part of a parameter's state; `kind` is master, exp_avg or exp_avg_sq."""
+        stored: StateTensor = getattr(self, kind)
+        return stored.part(fragment)
+
+    def _check_shape(self, slot: Slot, value: Tensor) -> None:
+        if value.shape != slot.param.shape:
+            raise ValueError(
+                f"{slot.name}: the model's shape is {tuple(slot.param.shape)}, the value's {tuple(value.shape)}"
+            )
 
     def weight_to_write(self) -> Tensor | None:
         """Where the optimizer kernel writes this shard's weights, [shard_numel]; None if they are derived or gathered.
@@ -162,12 +178,18 @@ class SpaceState:
             return None
         if self.space.num_shards == 1:
             return self.weight.payload
+        self._written_shard = self._own_weights()
+        return self._written_shard
+
+    def _own_weights(self) -> Tensor:
+        """A copy of the weights that this rank updates, [shard_numel]."""
         mine = [
-            bucket.of_space(self.weight.payload).view(self.space.num_shards, -1)[self.space.shard_index]
+            bucket.of_space(self.weight.payload)
+            .view(torch.uint8)
+            .view(self.space.num_shards, -1)[self.space.shard_index]
             for bucket in self.space.buckets
         ]
-        self._written_shard = torch.cat(mine)
-        return self._written_shard
+        return torch.cat(mine).view(self.weight.payload.dtype)  # as bytes: a CPU does not concatenate FP8
 
     def derive_weights(self) -> None:
         """Weights from the masters, when these came from elsewhere than the optimizer kernel."""
@@ -194,10 +216,48 @@ class SpaceState:
         else:  # the weight is its own master
             self.gather.start([part for part in (self.master.payload, self.master.scales) if part is not None])
 
+    def update(
+        self,
+        buffer: GradBuffer,
+        group: dict[str, Any],
+        config: OptimizerConfig,
+        *,
+        grad_factor: Tensor,
+        step_count: Tensor,
+    ) -> None:
+        """One AdamW (or Adam) step of this rank's shard, in one fused pass; the new weights are on their way.
+
+        Args:
+            buffer: the space's gradients, finished.
+            group: the space's parameter group; `lr` and `weight_decay` are read.
+            grad_factor: FP32 [1]; where it is not finite nothing changes (`reference.adamw_step_`).
+            step_count: FP32 [1], this step's number.
+        """
+        ops.adamw_step_(
+            buffer.payload,
+            buffer.scales,
+            self.exp_avg.payload,
+            self.exp_avg.scales,
+            self.exp_avg_sq.payload,
+            self.exp_avg_sq.scales,
+            self.master.payload,
+            self.master.scales,
+            self.weight_to_write(),
+            self.chunk_amax,
+            grad_factor,
+            step_count,
+            lr=float(group["lr"]),
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_eps,
+            weight_decay=float(group["weight_decay"]),
+            decoupled=config.optimizer == "adamw",
+        )
+        self.publish_weights()
+
     def _derived_fp8_shard(self) -> Tensor:
-        assert self.weight_scales is not None and self.chunk_amax is not None
-        amax = self.chunk_amax.new_zeros(len(self.space.slots))
-        amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
+        assert self.weight_scales is not None
+        amax = self._tensor_amax()
         max_over_group_(amax, self._group)
         previous = self.weight_scales[:, 0]
         usable = torch.isfinite(amax) & (amax > 0)
@@ -209,6 +269,12 @@ class SpaceState:
             shard = torch.empty(self.space.shard_numel, dtype=WEIGHT_DTYPE, device=self.space.device)
         ops.derive_fp8_weights_(self.master.payload, self.master.scales, shard, scale, self.chunk_slots)
         return shard
+
+    def _tensor_amax(self) -> Tensor:
+        """FP32 [num_slots]: each tensor's amax over this rank's shard."""
+        assert self.chunk_amax is not None
+        amax = self.chunk_amax.new_zeros(len(self.space.slots))
+        return amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
 
     def byte_counts(self) -> dict[str, int]:
         """Bytes held, by kind: weight, master_weight, exp_avg, exp_avg_sq (payloads) and scales (everything small)."""

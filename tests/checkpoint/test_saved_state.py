@@ -32,14 +32,20 @@ CPU = torch.device("cpu")
 SMALL_BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)
 
 
+SPLIT = PrecisionConfig(
+    main_params_dtype=StorageDtype.SPLIT, exp_avg_dtype=StorageDtype.INT8, exp_avg_sq_dtype=StorageDtype.UINT8
+)
+
+
 def whole_state(gpt: TinyGPT) -> dict[str, Tensor]:
     """Masters and moments in FP32, and weights; called by every rank."""
     state = {}
     for space, slot in gpt.optimizer.slots():
         for kind in ("master", "exp_avg", "exp_avg_sq"):
-            stored = getattr(space, kind)
             state[f"{slot.name}/{kind}"] = space.space.assemble(
-                slot, lambda fragment, stored=stored: stored.part(fragment).load(), gpt.topology.dp
+                slot,
+                lambda fragment, space=space, kind=kind, slot=slot: space.part(kind, slot, fragment).load(),
+                gpt.topology.dp,
             )
     for chunk in gpt.model:
         chunk.wait_for_weights()
@@ -88,8 +94,9 @@ def assert_equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         PrecisionConfig(),
         PrecisionConfig(opt_level="O1"),
         PrecisionConfig(exp_avg_dtype=StorageDtype.INT8, exp_avg_sq_dtype=StorageDtype.UINT8),
+        SPLIT,
     ],
-    ids=["O3", "O1", "companded"],
+    ids=["O3", "O1", "companded", "split"],
 )
 def test_any_number_of_replicas_takes_over(ranks: RankPool, tmp_path: Path, precision: PrecisionConfig) -> None:
     saved = ranks.run(_run, tmp_path, precision, 2, True, False, SMALL_BUCKETS, num_ranks=2)
@@ -102,9 +109,10 @@ def test_any_number_of_replicas_takes_over(ranks: RankPool, tmp_path: Path, prec
         assert torch.equal(value, expected[f"{name}/master"])
 
 
-def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [PrecisionConfig(), SPLIT], ids=["O3", "split"])
+def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path, precision: PrecisionConfig) -> None:
     """Two steps, saved, and two more are four steps: every loss and every bit of state."""
-    arguments = (PrecisionConfig(), SMALL_BUCKETS)
+    arguments = (precision, SMALL_BUCKETS)
     whole = ranks.run(_run, tmp_path / "whole", arguments[0], 4, False, False, arguments[1], num_ranks=2)
     ranks.run(_run, tmp_path / "half", arguments[0], 2, True, False, arguments[1], num_ranks=2)
     rest = ranks.run(_run, tmp_path / "half", arguments[0], 2, False, True, arguments[1], num_ranks=2)

@@ -170,6 +170,10 @@ STORAGES = {
     "exp_avg_fp16": (fp8(exp_avg_dtype=F.FP16), 43.0),
     "exp_avg_sq_fp32": (fp8(exp_avg_sq_dtype=F.FP32), 30.0),
     "exp_avg_sq_bf16": (fp8(exp_avg_sq_dtype=F.BF16), 30.0),
+    # Stochastic rounding has twice the power of rounding to nearest, 31.5 − 3 dB, and the second moment scatters too.
+    "companded": (fp8(exp_avg_dtype=F.INT8, exp_avg_sq_dtype=F.UINT8), 26.0),
+    "stretch": (fp8(main_params_dtype=F.SPLIT, exp_avg_dtype=F.INT8, exp_avg_sq_dtype=F.UINT8), 26.0),
+    "master_split": (fp8(main_params_dtype=F.SPLIT), 30.0),
     "grads_fp32": (fp8(main_grads_dtype=F.FP32), 30.0),
     "grads_bf16": (fp8(main_grads_dtype=F.BF16), 30.0),
 }
@@ -250,7 +254,7 @@ def test_zero_gradients_decay_matrices_only(topology: Topology) -> None:
         torch.testing.assert_close(value, start[name] * factor, rtol=10 * 2**-24, atol=0)
 
 
-@pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3", "stretch"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_a_bad_gradient_changes_no_byte(topology: Topology, level: str, bad: float, name: str) -> None:
@@ -311,7 +315,7 @@ def test_fp16_weights_are_their_own_master(topology: Topology, level: str) -> No
             assert param.payload.dtype == torch.float16 and torch.equal(param.dequantize(), master)
 
 
-@pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3", "stretch"])
 def test_holds_the_bytes_that_its_level_says(topology: Topology, level: str) -> None:
     precision = STORAGES[level][0]
     regression = make_regression(topology, precision)
@@ -325,7 +329,7 @@ def test_holds_the_bytes_that_its_level_says(topology: Topology, level: str) -> 
         assert scales <= state.space.numel * 3 * 4 / 256 + 64
 
 
-@pytest.mark.parametrize("level", ["bf16", "O1", "O3"])
+@pytest.mark.parametrize("level", ["bf16", "O1", "O3", "stretch"])
 def test_load_weights_says_what_is_wrong(topology: Topology, level: str) -> None:
     optimizer = make_regression(topology, STORAGES[level][0]).optimizer
     values = initial_values()

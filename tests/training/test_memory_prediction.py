@@ -10,6 +10,7 @@ import torch
 from fp8_megatron.config import Config, ModelConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.device import runtime
 from fp8_megatron.distributed.topology import initialized
+from fp8_megatron.formats import StorageDtype
 from fp8_megatron.testing.ranks import RankPool
 from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 from fp8_megatron.training.memory_prediction import predict_memory
@@ -23,6 +24,11 @@ MODELS = {
     "gpt3": replace(GPT3_STYLE, hidden_size=256, num_layers=2),
     "llama": replace(LLAMA_STYLE, hidden_size=256, num_layers=2, add_qkv_bias=True),
 }
+
+
+STRETCH = PrecisionConfig(
+    main_params_dtype=StorageDtype.SPLIT, exp_avg_dtype=StorageDtype.INT8, exp_avg_sq_dtype=StorageDtype.UINT8
+)
 
 
 def make_config(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batches: int) -> Config:
@@ -44,6 +50,8 @@ def _compare(config: Config) -> tuple[MemoryByKind, MemoryByKind]:
         ("llama", 1, ParallelConfig(), PrecisionConfig(precision="bf16"), 1),
         ("gpt3", 4, ParallelConfig(), PrecisionConfig(), 4),
         ("llama", 2, ParallelConfig(), PrecisionConfig(opt_level="O1"), 2),
+        ("gpt3", 1, ParallelConfig(), STRETCH, 1),
+        ("gpt3", 2, ParallelConfig(), STRETCH, 2),
         ("gpt3", 2, ParallelConfig(), PrecisionConfig(grad_accumulation="local"), 4),
         ("gpt3", 2, ParallelConfig(), PrecisionConfig(precision="bf16"), 2),
         ("gpt3", 2, ParallelConfig(pipeline_model_parallel_size=2), PrecisionConfig(), 2),
@@ -68,11 +76,15 @@ def test_predicted_is_measured(
 
 
 def test_sharded_bytes_per_parameter() -> None:
-    """The levels' arithmetic at O3: 7 bytes on one rank; 2 + 5/4 on four (weight 1, FP32 shard of gradients 4/4,
-    master, moments 5/4), with 0.05 of scales."""
+    """The levels' arithmetic at O3: 7 bytes on one rank; 1 + 9/4 on four (weight 1, FP32 shard of gradients 4/4,
+    master and moments 5/4), with less than 0.1 of scales; 5 in the stretch form."""
     model = replace(MODELS["gpt3"], num_layers=32, hidden_size=4096, num_attention_heads=32)
-    for world_size, least in ((1, 7.0), (4, 1 + 4 / 4 + 5 / 4)):
-        config = make_config(model, ParallelConfig(), PrecisionConfig(), world_size)
+    for precision, world_size, least in (
+        (PrecisionConfig(), 1, 7.0),
+        (PrecisionConfig(), 4, 1 + 9 / 4),
+        (STRETCH, 1, 5.0),
+    ):
+        config = make_config(model, ParallelConfig(), precision, world_size)
         linear = predict_memory(config, 50304, world_size=world_size).linear
         assert linear.num_params == 12 * 32 * 4096**2
         assert least < linear.total / linear.num_params < least + 0.1

@@ -1,0 +1,133 @@
+"""State of a space whose master is split: the FP8 weight and one byte of correction (`kernels.split_master`).
+
+The weight at rest is the upper half of its master, so that there is no other copy: 2 bytes where level O3 has 3. Each
+tensor's scale is foretold from its amax after the step before, which the ranks have shared by then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives.scale_sync import max_over_group_
+from ..config import OptimizerConfig
+from ..distributed.grad_buffer import GradBuffer
+from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot
+from ..formats import StorageDtype, StorageFormats
+from ..kernels import ops
+from ..kernels.split_master import join_master, next_weight_scales, split_master
+from .state import SpaceState, StateTensor
+
+
+class SplitSpaceState(SpaceState):
+    """`SpaceState` with `master` holding the corrections alone, int8 [shard_numel].
+
+    Attributes:
+        tensor_amax: FP32 [num_slots], the largest magnitude of each master now, over all ranks.
+    """
+
+    def __init__(self, space: ParamSpace, formats: StorageFormats, group: torch.distributed.ProcessGroup) -> None:
+        assert formats.weight is StorageDtype.FP8 and formats.master_weight is StorageDtype.SPLIT, formats
+        super().__init__(space, formats, group)
+        self.tensor_amax = torch.zeros(len(space.slots), device=space.device)
+        self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
+
+    @property
+    def scales(self) -> Tensor:
+        """FP32 [num_slots], the power-of-two scales of the weights (a view)."""
+        assert self.weight_scales is not None
+        return self.weight_scales[:, 0]
+
+    def part(self, kind: str, slot: Slot, fragment: Fragment) -> StateTensor:
+        if kind != "master":
+            return super().part(kind, slot, fragment)
+        start = fragment.slot_start
+        payload = slot.padded_slice(self.weight.payload)[start : start + fragment.length]
+        correction = self.master.part(fragment).payload
+        return StateTensor(join_master(payload, correction, self.scale_of(slot)), None)
+
+    def set_master(self, slot: Slot, value: Tensor, scale: Tensor | None = None) -> None:
+        """As `SpaceState.set_master`; every rank writes the whole weight, so nothing has to be gathered.
+
+        Args:
+            scale: FP32 [1], the scale that the value was stored with; None takes one from its amax.
+        """
+        self._check_shape(slot, value)
+        flat = torch.zeros(slot.padded, device=self.space.device)
+        flat[: slot.numel] = value.reshape(-1)
+        if scale is None:
+            scale = next_weight_scales(flat.abs().amax().reshape(1), lr=0.0, beta1=0.0, beta2=0.0)
+        self.scale_of(slot).copy_(scale)
+        payload, correction = split_master(flat, self.scale_of(slot))
+        slot.padded_slice(self.weight.payload).copy_(payload)
+        for fragment in self.space.fragments(slot):
+            start = fragment.slot_start
+            self.master.part(fragment).payload.copy_(correction[start : start + fragment.length])
+
+    def derive_weights(self) -> None:
+        """The amaxes of masters that came from elsewhere than the optimizer kernel; the weights are in place."""
+        assert self.chunk_amax is not None
+        scale = self.scales[self.chunk_slots.long()][:, None]
+        shard = self._payload_shard().view(-1, CHUNK)
+        torch.amax(join_master(shard, self.master.payload.view(-1, CHUNK), scale).abs(), dim=1, out=self.chunk_amax)
+        self._share_amax()
+
+    def update(
+        self,
+        buffer: GradBuffer,
+        group: dict[str, Any],
+        config: OptimizerConfig,
+        *,
+        grad_factor: Tensor,
+        step_count: Tensor,
+    ) -> None:
+        assert self.chunk_amax is not None
+        betas = {"beta1": config.adam_beta1, "beta2": config.adam_beta2}
+        shard = self._payload_shard()
+        ops.adamw_split_step_(
+            buffer.payload,
+            buffer.scales,
+            self.exp_avg.payload,
+            self.exp_avg.scales,
+            self.exp_avg_sq.payload,
+            self.exp_avg_sq.scales,
+            shard,
+            self.master.payload,
+            self.scales,
+            next_weight_scales(self.tensor_amax, lr=float(group["lr"]), **betas, previous=self.scales),
+            self.chunk_slots,
+            self.chunk_amax,
+            grad_factor,
+            step_count,
+            lr=float(group["lr"]),
+            **betas,
+            eps=config.adam_eps,
+            weight_decay=float(group["weight_decay"]),
+            decoupled=config.optimizer == "adamw",
+        )
+        if self.gather is not None:
+            self.gather.start([shard])
+        self._share_amax()
+
+    def byte_counts(self) -> dict[str, int]:
+        counts = super().byte_counts()
+        counts["scales"] += self.tensor_amax.nbytes
+        return counts
+
+    def scale_of(self, slot: Slot) -> Tensor:
+        """FP32 [1], the scale of a parameter's weight (a view)."""
+        index = self._index[slot.offset]
+        return self.scales[index : index + 1]
+
+    def _payload_shard(self) -> Tensor:
+        """This rank's share of the weights, [shard_numel]: a view with one replica, else a copy."""
+        if self.gather is None:
+            return self.weight.payload
+        self.gather.wait()
+        return self._own_weights()
+
+    def _share_amax(self) -> None:
+        self.tensor_amax.copy_(self._tensor_amax())
+        max_over_group_(self.tensor_amax, self._group)
