@@ -12,7 +12,8 @@ import torch
 from fp8_megatron.distributed import heartbeat as heartbeat_module
 from fp8_megatron.distributed.heartbeat import Heartbeat, Pace, Record, Sighting, State
 
-PACE = Pace(interval=0.02, dead_after=0.2, patience=1.0)
+#: Slow enough that a busy machine is not taken for a silent rank.
+PACE = Pace(interval=0.1, dead_after=1.0, patience=3.0)
 Start = Callable[[int], Heartbeat]
 
 
@@ -52,7 +53,7 @@ def test_silence_grows_only_for_the_rank_that_is_silent(start: Start) -> None:
     wait_until(lambda: all(seen.record for seen in ranks[0].others().values()))
     ranks[1].close()
     wait_until(lambda: ranks[0].others()[1].silence > PACE.dead_after)
-    assert ranks[0].others()[2].silence <= PACE.suspect_after
+    assert ranks[0].others()[2].silence < PACE.dead_after / 2
 
 
 def test_a_rank_that_never_speaks_is_silent_too(start: Start) -> None:
