@@ -51,9 +51,11 @@ class FP8DataParallel(_BaseDataParallel):
             shard_index=topology.dp.rank(),
             bucket_numel=parallel.ddp_bucket_size,
         )
-        make = _make_local if topology.dp.size() == 1 else _make_sharded
         self.grad_buffers: list[GradBuffer] = [
-            make(space, precision, parallel, topology, staging, num_micro_batches) for space in spaces
+            LocalGradBuffer(space, local_grad_dtype(space.storage, precision, num_micro_batches))
+            if topology.dp.size() == 1
+            else _make_sharded(space, precision, parallel, topology, staging, num_micro_batches)
+            for space in spaces
         ]
         for buffer in self.grad_buffers:
             buffer.become_main_grad()
@@ -105,18 +107,6 @@ class _Await:
     def __call__(self, *unused: Any) -> None:
         for bucket in self._buckets:
             self._gather.wait_for(bucket)
-
-
-def _make_local(
-    space: ParamSpace,
-    precision: PrecisionConfig,
-    parallel: ParallelConfig,
-    topology: Topology,
-    staging: StagingPools,
-    num_micro_batches: int,
-) -> LocalGradBuffer:
-    """Gradients of a model that no other rank has a replica of."""
-    return LocalGradBuffer(space, local_grad_dtype(space.storage, precision, num_micro_batches))
 
 
 def _make_sharded(

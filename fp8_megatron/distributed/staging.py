@@ -71,10 +71,7 @@ class StagingPool:
             self._receive_oldest()
             return self._free.pop()
         self._num_made += 1
-        return Staging(
-            WireTensor.empty(self._numel, self.dtype, self.device),
-            WireTensor.empty(self._numel, self.dtype, self.device),
-        )
+        return self._make(self.device)
 
     def await_arrival(self, staging: Staging, work: ReduceScatterWork, accumulator: Tensor, *, adds: bool) -> None:
         """Write, or add, the result of `work` to FP32 `accumulator` when it is there; takes `staging` back."""
@@ -88,8 +85,11 @@ class StagingPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers once the pipeline is full; before that, of those that it will make at least."""
-        per_element = WireTensor.empty(128, self.dtype, torch.device("cpu")).nbytes / 128
-        return round(2 * per_element * self._numel * max(self._num_made, _IN_FLIGHT if self._numel else 0))
+        return self._make(torch.device("meta")).nbytes * max(self._num_made, _IN_FLIGHT)
+
+    def _make(self, device: torch.device) -> Staging:
+        sent, received = (WireTensor.empty(self._numel, self.dtype, device) for _ in range(2))
+        return Staging(sent, received)
 
     def _receive_oldest(self) -> None:
         arrival = self._in_flight.popleft()
@@ -106,11 +106,6 @@ class StagingPools:
 
     def __getitem__(self, dtype: StorageDtype) -> StagingPool:
         return self._pools.setdefault(dtype, StagingPool(dtype, self._device))
-
-    def drain(self) -> None:
-        """Wait for everything in flight."""
-        for pool in self._pools.values():
-            pool.drain()
 
     @property
     def nbytes(self) -> int:

@@ -5,8 +5,8 @@ A CPU tensor takes `reference`; a CUDA tensor takes the Triton variant, and the 
 Arguments, shapes and numerics are documented at the functions of the same name in `reference` (the split master's:
 `split_master`).
 
-One exception, in `_REFERENCE_ON_CUDA` and `_triton_or_reference` alone: operators and storage that have no kernel yet
-(companded moments, the split master) take the reference on a GPU too.
+One exception, in `_REFERENCE_ON_CUDA`, `_TAKES_STATE` and `_triton_or_reference` alone: operators and storage that have
+no kernel yet (companded moments, the split master) take the reference on a GPU too.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ def _lazy_triton(name: str, module: str) -> Callable[..., Any]:
     return call
 
 
+#: Operators that may meet companded state. The others are not asked: a step launches hundreds of them.
+_TAKES_STATE = ("adamw_step_", "quantize_blockwise_", "dequantize_blockwise")
 #: Operators that take the reference on a GPU: a kernel is to follow.
 _REFERENCE_ON_CUDA = ("adamw_split_step_",)
 
@@ -147,7 +149,9 @@ def _triton_or_reference(name: str) -> Callable[..., Any]:
 def _cuda_variant(name: str) -> Callable[..., Any]:
     if name == "scaled_mm":
         return scaled_mm_cublaslt
-    return _CPU[name] if name in _REFERENCE_ON_CUDA else _triton_or_reference(name)
+    if name in _REFERENCE_ON_CUDA:
+        return _CPU[name]
+    return _triton_or_reference(name) if name in _TAKES_STATE else _lazy_triton(name, _TRITON[name])
 
 
 for _name, _schema in _SCHEMAS.items():

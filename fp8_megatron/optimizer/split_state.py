@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.scale_sync import max_over_group_
 from ..config import OptimizerConfig
 from ..distributed.grad_buffer import GradBuffer
 from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot
 from ..formats import StorageDtype, StorageFormats
 from ..kernels import ops
 from ..kernels.split_master import join_master, next_weight_scales, split_master
-from .state import SpaceState, StateTensor
+from .state import SpaceState, StateTensor, hyperparameters
 
 
 class SplitSpaceState(SpaceState):
@@ -70,9 +69,9 @@ class SplitSpaceState(SpaceState):
         """The amaxes of masters that came from elsewhere than the optimizer kernel; the weights are in place."""
         assert self.chunk_amax is not None
         scale = self.scales[self.chunk_slots.long()][:, None]
-        shard = self._payload_shard().view(-1, CHUNK)
+        shard = self._own_weights().view(-1, CHUNK)
         torch.amax(join_master(shard, self.master.payload.view(-1, CHUNK), scale).abs(), dim=1, out=self.chunk_amax)
-        self._share_amax()
+        self.tensor_amax.copy_(self._tensor_amax())
 
     def update(
         self,
@@ -84,8 +83,9 @@ class SplitSpaceState(SpaceState):
         step_count: Tensor,
     ) -> None:
         assert self.chunk_amax is not None
-        betas = {"beta1": config.adam_beta1, "beta2": config.adam_beta2}
-        shard = self._payload_shard()
+        hyper = hyperparameters(group, config)
+        bound = {name: hyper[name] for name in ("lr", "beta1", "beta2")}
+        shard = self._own_weights()
         ops.adamw_split_step_(
             buffer.payload,
             buffer.scales,
@@ -96,20 +96,16 @@ class SplitSpaceState(SpaceState):
             shard,
             self.master.payload,
             self.scales,
-            next_weight_scales(self.tensor_amax, lr=float(group["lr"]), **betas, previous=self.scales),
+            next_weight_scales(self.tensor_amax, **bound, previous=self.scales),
             self.chunk_slots,
             self.chunk_amax,
             grad_factor,
             step_count,
-            lr=float(group["lr"]),
-            **betas,
-            eps=config.adam_eps,
-            weight_decay=float(group["weight_decay"]),
-            decoupled=config.optimizer == "adamw",
+            **hyper,
         )
         if self.gather is not None:
             self.gather.start([shard])
-        self._share_amax()
+        self.tensor_amax.copy_(self._tensor_amax())
 
     def byte_counts(self) -> dict[str, int]:
         counts = super().byte_counts()
@@ -120,14 +116,3 @@ class SplitSpaceState(SpaceState):
         """FP32 [1], the scale of a parameter's weight (a view)."""
         index = self._index[slot.offset]
         return self.scales[index : index + 1]
-
-    def _payload_shard(self) -> Tensor:
-        """This rank's share of the weights, [shard_numel]: a view with one replica, else a copy."""
-        if self.gather is None:
-            return self.weight.payload
-        self.gather.wait()
-        return self._own_weights()
-
-    def _share_amax(self) -> None:
-        self.tensor_amax.copy_(self._tensor_amax())
-        max_over_group_(self.tensor_amax, self._group)

@@ -84,6 +84,18 @@ def space_formats(storage: StorageClass, formats: StorageFormats, *, is_fp8: boo
     return StorageFormats(bf16, bf16, master, formats.exp_avg, formats.exp_avg_sq)
 
 
+def hyperparameters(group: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:
+    """What the optimizer operators take by name, from a space's parameter group and the run's settings."""
+    return {
+        "lr": float(group["lr"]),
+        "beta1": config.adam_beta1,
+        "beta2": config.adam_beta2,
+        "eps": config.adam_eps,
+        "weight_decay": float(group["weight_decay"]),
+        "decoupled": config.optimizer == "adamw",
+    }
+
+
 class SpaceState:
     """Master and moments of this rank's shard of one space, and all weights of the space.
 
@@ -129,7 +141,6 @@ class SpaceState:
             if self.weight.scales is not None:
                 storages.append((self.weight.scales, STATE_BLOCK))
             self.gather = WeightGather(space, storages, group)
-        self._written_shard: Tensor | None = None
 
     def _point_at_weight(self, slot: Slot, index: int) -> None:
         payload = slot.slice(self.weight.payload)
@@ -145,7 +156,7 @@ class SpaceState:
             slot.param.set_storage(payload, torch.ones(1, device=self.space.device))
 
     def set_master(self, slot: Slot, value: Tensor) -> None:
-        """Give a parameter a new value (any float dtype, its shape); `publish_weights` then updates the weights."""
+        """Give a parameter a new value (any float dtype, its shape); `derive_weights` then updates the weights."""
         self._check_shape(slot, value)
         flat = value.reshape(-1)
         for fragment in self.space.fragments(slot):
@@ -169,20 +180,18 @@ class SpaceState:
                 f"{slot.name}: the model's shape is {tuple(slot.param.shape)}, the value's {tuple(value.shape)}"
             )
 
-    def weight_to_write(self) -> Tensor | None:
+    def _weights_to_write(self) -> Tensor | None:
         """Where the optimizer kernel writes this shard's weights, [shard_numel]; None if they are derived or gathered.
 
         A skipped step writes nothing, so it holds the present weights.
         """
-        if self.derives_fp8 or self.formats.master_weight is None:
-            return None
-        if self.space.num_shards == 1:
-            return self.weight.payload
-        self._written_shard = self._own_weights()
-        return self._written_shard
+        return None if self.derives_fp8 or self.formats.master_weight is None else self._own_weights()
 
     def _own_weights(self) -> Tensor:
-        """A copy of the weights that this rank updates, [shard_numel]."""
+        """The weights that this rank updates, [shard_numel]: the storage itself with one replica, else a copy."""
+        if self.gather is None:
+            return self.weight.payload
+        self.gather.wait()
         mine = [
             bucket.of_space(self.weight.payload)
             .view(torch.uint8)
@@ -196,19 +205,20 @@ class SpaceState:
         if self.derives_fp8:
             assert self.chunk_amax is not None
             torch.amax(self.master.load().abs().view(-1, CHUNK), dim=1, out=self.chunk_amax)
-        else:
-            written = self.weight_to_write()
-            if written is not None:
-                written.copy_(self.master.load())
-        self.publish_weights()
+        written = self._weights_to_write()
+        if written is not None:
+            written.copy_(self.master.load())
+        self._publish_weights(written)
 
-    def publish_weights(self) -> None:
+    def _publish_weights(self, written: Tensor | None) -> None:
         """Weights for every replica, once the masters of this shard are new; sent, not waited for.
 
         FP8 weights are quantised from their masters with each tensor's scale taken from `chunk_amax`, over all ranks.
+
+        Args:
+            written: what `_weights_to_write` gave, with the new weights.
         """
-        shard = self._derived_fp8_shard() if self.derives_fp8 else self._written_shard
-        self._written_shard = None
+        shard = self._derived_fp8_shard() if self.derives_fp8 else written
         if self.gather is None:
             return
         if shard is not None:
@@ -233,6 +243,7 @@ class SpaceState:
             grad_factor: FP32 [1]; where it is not finite nothing changes (`reference.adamw_step_`).
             step_count: FP32 [1], this step's number.
         """
+        written = self._weights_to_write()
         ops.adamw_step_(
             buffer.payload,
             buffer.scales,
@@ -242,23 +253,17 @@ class SpaceState:
             self.exp_avg_sq.scales,
             self.master.payload,
             self.master.scales,
-            self.weight_to_write(),
+            written,
             self.chunk_amax,
             grad_factor,
             step_count,
-            lr=float(group["lr"]),
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            eps=config.adam_eps,
-            weight_decay=float(group["weight_decay"]),
-            decoupled=config.optimizer == "adamw",
+            **hyperparameters(group, config),
         )
-        self.publish_weights()
+        self._publish_weights(written)
 
     def _derived_fp8_shard(self) -> Tensor:
         assert self.weight_scales is not None
         amax = self._tensor_amax()
-        max_over_group_(amax, self._group)
         previous = self.weight_scales[:, 0]
         usable = torch.isfinite(amax) & (amax > 0)
         scale = torch.where(usable, scale_from_amax(amax, WEIGHT_DTYPE, power_of_two=False), previous)
@@ -271,10 +276,12 @@ class SpaceState:
         return shard
 
     def _tensor_amax(self) -> Tensor:
-        """FP32 [num_slots]: each tensor's amax over this rank's shard."""
+        """FP32 [num_slots]: each tensor's amax over the shards of all ranks, from `chunk_amax`."""
         assert self.chunk_amax is not None
         amax = self.chunk_amax.new_zeros(len(self.space.slots))
-        return amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
+        amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
+        max_over_group_(amax, self._group)
+        return amax
 
     def byte_counts(self) -> dict[str, int]:
         """Bytes held, by kind: weight, master_weight, exp_avg, exp_avg_sq (payloads) and scales (everything small)."""
