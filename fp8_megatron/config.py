@@ -306,9 +306,21 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Steps between checkpoints; the end of training and SIGTERM save in any case when --save is given."""
     keep_last: int | None = None
-    """Keep this many newest checkpoints. Default: all."""
+    """Keep this many newest checkpoints. Default: all; 1 with --save-retain-interval."""
+    save_retain_interval: int | None = None
+    """Keep the checkpoints of these iterations (its multiples) whatever --keep-last removes."""
+    async_save: bool = False
+    """Copy the state and write it in the background while training goes on."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Format of checkpoints: megatron-core's, which any layout reads."""
+    ckpt_step: int | None = None
+    """Load the checkpoint of this iteration. Default: the latest whole one."""
     finetune: bool = False
     """Take only the weights from --load: no optimizer, schedule, data position or random state."""
+    load_optim: bool = True
+    """Take moments and step count from --load; --no-load-optim starts them at zero and keeps the data position."""
+    load_rng: bool = True
+    """Take the states of random generators from --load."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +344,22 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Where the time of a step goes (torch.profiler)."""
+
+    profile: bool = False
+    """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json."""
+    profile_step_start: int = 10
+    """First profiled step."""
+    profile_step_end: int = 12
+    """Step at which profiling ends (not profiled itself)."""
+    profile_ranks: tuple[str, ...] = ("0",)
+    """Global ranks that are profiled."""
+    profile_trace: bool = False
+    """Also record the host and write trace_rank*.json.gz for Perfetto (slower)."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a run is made of."""
 
@@ -343,6 +371,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that hold the same weights: world_size / (tensor × pipeline)."""

@@ -21,7 +21,7 @@ _POSITIVE = frozenset(
     "distributed_timeout_minutes ddp_bucket_size fp8_amax_history_len lr lr_decay_iters lr_wsd_decay_iters adam_eps "
     "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
     "micro_batch_size global_batch_size train_iters exit_interval exit_duration_in_mins max_skipped_steps "
-    "recompute_num_layers save_interval keep_last log_interval".split()
+    "recompute_num_layers save_interval keep_last save_retain_interval ckpt_step log_interval".split()
 )
 _NOT_NEGATIVE = frozenset(
     "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 min_lr lr_warmup_iters lr_warmup_init weight_decay "
@@ -417,11 +417,20 @@ def _check_evaluation_data(config: Config) -> Iterator[str]:
 def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
-        for name in ("save_interval", "keep_last"):
-            if getattr(checkpoint, name) is not None:
-                yield f"{name}({getattr(checkpoint, name)}) needs a folder to save into; give --save"
-    if checkpoint.finetune and checkpoint.load is None:
-        yield "finetune takes weights from load, which is not given; give --load"
+        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):
+            value = getattr(checkpoint, name)
+            if value is not None and value is not False:
+                yield f"{name}({value}) needs a folder to save into; give --save"
+    elif checkpoint.save_retain_interval is not None and checkpoint.save_interval is None:
+        yield (
+            f"save_retain_interval({checkpoint.save_retain_interval}) chooses among the checkpoints of save_interval, "
+            f"which is not given; give --save-interval"
+        )
+    if checkpoint.load is None:
+        if checkpoint.finetune:
+            yield "finetune takes weights from load, which is not given; give --load"
+        if checkpoint.ckpt_step is not None:
+            yield f"ckpt_step({checkpoint.ckpt_step}) names a checkpoint of load, which is not given; give --load"
 
 
 def _multiple_near(size: int, multiple: int) -> str:

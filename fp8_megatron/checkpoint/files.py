@@ -1,28 +1,29 @@
 """Checkpoint folders on disk: written aside, synced and renamed, so that a kill at any instant loses nothing saved.
 
-``<save>/iter_0000100/`` holds one safetensors file per rank, ``meta.json`` and ``config.yaml``;
-``<save>/latest_checkpointed_iteration.txt`` names the newest complete one and is replaced last. Nothing in a
-checkpoint is executable: safetensors, JSON and YAML only.
+``<save>/iter_0000100/`` is a checkpoint; it has this name only when it is whole.
+``<save>/latest_checkpointed_iteration.txt`` names the newest one and is replaced last. What a kill leaves behind ends in
+``.tmp``, ``.replaced`` or ``.removed`` and is cleared by the next save.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 from pathlib import Path
-from typing import Any
-
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 TRACKER = "latest_checkpointed_iteration.txt"
-META = "meta.json"
+MANIFEST = "manifest.json"
+META = "checkpoint.json"
+CONFIG = "config.yaml"
+
+_FOLDER = re.compile(r"iter_(\d{7,})")
+_OLD_META = "meta.json"
+_LEFT_BEHIND = (".tmp", ".replaced", ".removed")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, and why."""
+    """A checkpoint that cannot be used or was not saved, and why."""
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -30,105 +31,142 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def rank_file(folder: Path, tensor_rank: int, pipeline_rank: int, data_rank: int) -> Path:
-    """The tensors of one rank: its share of the state of one model-parallel rank."""
-    return folder / f"state_tp{tensor_rank:02d}_pp{pipeline_rank:03d}_dp{data_rank:04d}.safetensors"
+def temporary_folder(folder: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return folder.with_name(folder.name + ".tmp")
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file and sync it to disk."""
-    save_file({name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}, path)
-    _sync(path)
+def rank_file(tensor_rank: int, pipeline_rank: int, data_rank: int) -> str:
+    """Name of the file of what belongs to one rank alone: generators, amax histories, scales."""
+    return f"rank_tp{tensor_rank:02d}_pp{pipeline_rank:03d}_dp{data_rank:04d}.safetensors"
 
 
-def open_tensors(path: Path) -> Any:
-    """Open a safetensors file (`safetensors.safe_open`), whose tensors are read onto the CPU as they are asked for.
+def saved_iterations(root: Path) -> list[int]:
+    """Iterations that have a whole checkpoint under `root`, rising."""
+    found = []
+    for path in root.glob("iter_*"):
+        match = _FOLDER.fullmatch(path.name)
+        if match is not None and (path / MANIFEST).exists():
+            found.append(int(match[1]))
+    return sorted(found)
+
+
+def unfinished_folders(root: Path) -> list[str]:
+    """Names of folders that were being written when a run ended."""
+    return sorted(path.name for path in root.glob("iter_*.tmp"))
+
+
+def candidates(root: Path, iteration: int | None = None) -> list[int]:
+    """Iterations to resume from, the best first: the one that the tracker names, then the older ones.
+
+    The tracked one is not looked into: `loading` says what it lacks.
+
+    Args:
+        iteration: take this one alone (--ckpt-step).
 
     Raises:
-        CheckpointError: missing or damaged.
+        CheckpointError: `iteration` is not there, the tracker is unreadable, or the checkpoint is of a format that is no
+            longer read.
     """
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
+    _finish_replacing(root)
+    saved = saved_iterations(root)
+    tracked = _tracked_iteration(root)
+    wanted = iteration if iteration is not None else tracked
+    if wanted is None:
+        return saved[::-1]
+    folder = iteration_folder(root, wanted)
+    if wanted not in saved and (folder / _OLD_META).exists():
         raise CheckpointError(
-            f"checkpoint file {path} is missing; use another iteration of {path.parent.parent}"
-        ) from None
-    except Exception as error:
-        raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from error
+            f"{folder} has format version 2 ({_OLD_META} and state_*.safetensors), this version reads 3 "
+            f"(torch_dist); resume it with the version that wrote it, or start without --load"
+        )
+    if iteration is None:
+        return [wanted, *(number for number in saved[::-1] if number < wanted)]
+    if iteration not in saved:
+        names = ", ".join(map(str, saved)) or "none"
+        raise CheckpointError(f"ckpt_step({iteration}) is no whole checkpoint under {root}; there are: {names}")
+    return [iteration]
+
+
+def start_writing(folder: Path) -> Path:
+    """An empty temporary folder for a checkpoint; what earlier runs left behind is cleared."""
+    temporary = temporary_folder(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _finish_replacing(folder.parent)
+    for path in folder.parent.glob("iter_*"):
+        if path.suffix in _LEFT_BEHIND:
+            shutil.rmtree(path)
+    temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Give a fully written folder its name, then point the tracker at it.
+
+    An older folder of that iteration is moved aside first and removed last: at no instant is there none.
+    """
+    sync(temporary)
+    replaced = folder.with_name(folder.name + ".replaced")
+    if folder.exists():
+        os.replace(folder, replaced)
+    os.replace(temporary, folder)
+    sync(folder.parent)
+    match = _FOLDER.fullmatch(folder.name)
+    assert match is not None, folder
+    write_text(folder.parent / TRACKER, str(int(match[1])))
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_old(root: Path, newest: int, *, keep_last: int, retain_interval: int | None) -> None:
+    """Remove all but the newest `keep_last` checkpoints up to iteration `newest`.
+
+    Args:
+        retain_interval: keep those of its multiples as well.
+    """
+    kept = [number for number in saved_iterations(root) if number <= newest]
+    for iteration in kept[:-keep_last]:
+        if retain_interval is not None and iteration % retain_interval == 0:
+            continue
+        folder = iteration_folder(root, iteration)
+        removed = folder.with_name(folder.name + ".removed")
+        os.replace(folder, removed)  # half of a checkpoint never has a checkpoint's name
+        shutil.rmtree(removed)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a text file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
-    _sync(temporary)
+    sync(temporary)
     os.replace(temporary, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def publish(temporary: Path, folder: Path, tracker_text: str) -> None:
-    """Give a fully written folder its name, then point the tracker at it.
-
-    An older folder of that iteration is moved aside first and removed last: at no instant is there none.
-    """
-    _sync(temporary)
-    replaced = folder.with_name(folder.name + ".replaced")
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.replace(folder, replaced)
-    os.replace(temporary, folder)
-    _sync(folder.parent)
-    write_text(folder.parent / TRACKER, tracker_text)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def latest_iteration(root: Path) -> int | None:
-    """The iteration that the tracker names, or None where there is no checkpoint.
-
-    Raises:
-        CheckpointError: an unreadable tracker, or one that names a folder that is not there.
-    """
-    tracker = root / TRACKER
-    if not tracker.exists():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise CheckpointError(
-            f"{tracker} holds {text!r}, not an iteration; write the number of a folder iter_* into it"
-        )
-    iteration = int(text)
-    folder = iteration_folder(root, iteration)
-    replaced = folder.with_name(folder.name + ".replaced")
-    if not folder.exists() and replaced.exists():
-        os.replace(replaced, folder)  # killed between the two renames of `publish`
-    if not (folder / META).exists():
-        found = sorted(path.name for path in root.glob("iter_*") if (path / META).exists())
-        raise CheckpointError(f"{tracker} names {folder.name}, which is not complete; complete ones: {found or 'none'}")
-    return iteration
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    """The metadata of a checkpoint.
-
-    Raises:
-        CheckpointError: damaged.
-    """
-    try:
-        return json.loads((folder / META).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / META} cannot be read ({error}); use another iteration") from error
-
-
-def remove_old(root: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` checkpoints."""
-    complete = sorted(path for path in root.glob("iter_???????") if path.is_dir())
-    for path in complete[:-keep_last]:
-        shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _tracked_iteration(root: Path) -> int | None:
+    tracker = root / TRACKER
+    try:
+        text = tracker.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{tracker} cannot be read ({error}); write the number of a folder iter_* into it") from None
+    if not text.isdigit():
+        raise CheckpointError(f"{tracker} holds {text!r}, not an iteration; write the number of a folder iter_* into it")
+    return int(text)
+
+
+def _finish_replacing(root: Path) -> None:
+    """Put a folder back that a kill between the two renames of `publish` left aside."""
+    for replaced in root.glob("iter_*.replaced"):
+        folder = replaced.with_suffix("")
+        if not folder.exists():
+            os.replace(replaced, folder)

@@ -79,13 +79,7 @@ class WireTensor:
 
     def load(self) -> Tensor:
         """The values, FP32 [n]; a new tensor, except where the payload is FP32."""
-        return self.load_times(1.0)
-
-    def load_times(self, factor: float) -> Tensor:
-        """``factor · values``, FP32 [n]; in E4M3 it is the scales that are multiplied."""
-        if self.scales is None:
-            return self.payload.float() if factor == 1.0 else self.payload.float() * factor
-        return ops.dequantize_blockwise(self.payload, self.scales if factor == 1.0 else self.scales * factor)
+        return self.payload.float() if self.scales is None else ops.dequantize_blockwise(self.payload, self.scales)
 
     def slice(self, start: int, stop: int) -> WireTensor:
         """Elements [start, stop) as views; in E4M3 both are multiples of 128."""
@@ -116,18 +110,22 @@ def shard_size(numel: int, world_size: int) -> int:
 def accumulate_rows_(rows: WireTensor, num_rows: int, accumulator: Tensor, *, factor: float, add: bool) -> None:
     """``accumulator (+)= factor · Σ rows``, in FP32, in the order of the rows, in place.
 
-    One row is decoded at a time. A NaN (in BF16 and FP32 also an inf) in any row stays in the sum.
+    A NaN (in BF16 and FP32 also an inf) in any row stays in the sum.
 
     Args:
         rows: [num_rows · n], one rank's version a row.
         accumulator: FP32 [n].
-        factor: 1/d for a mean; rounded to FP32 once, and exact where d is a power of two.
+        factor: 1/d for a mean; rounded to FP32 once, and exact where d is a power of two. In E4M3 it multiplies the
+            scales, else the values.
         add: False overwrites what the accumulator holds.
     """
     n = accumulator.numel()
     assert accumulator.dtype == torch.float32 and rows.numel == num_rows * n, (accumulator.shape, rows.numel, num_rows)
-    for row in range(num_rows):
-        value = rows.slice(row * n, (row + 1) * n).load_times(factor)
+    if rows.scales is not None:
+        ops.accumulate_rows_(rows.payload, rows.scales, accumulator, factor=factor, add=add)
+        return
+    for row, payload in enumerate(rows.payload.view(num_rows, n)):
+        value = payload.float() if factor == 1.0 else payload.float() * factor
         if row == 0 and not add:
             accumulator.copy_(value)
         else:

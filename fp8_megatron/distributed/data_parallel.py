@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class FP8DataParallel(_BaseDataParallel):
         }
         for module in self.module.modules():
             needed = sorted(
-                {index for param in module.parameters(recurse=False) for index in buckets_of.get(param, [])}
+                {index for param in _weights_read_by(module) for index in buckets_of.get(param, [])}
             )
             if needed:
                 module.register_forward_pre_hook(_Await(gather, needed))
@@ -95,6 +96,13 @@ class FP8DataParallel(_BaseDataParallel):
         """Wait for all weights, for whoever reads them outside a forward pass."""
         for gather in self._gathers:
             gather.wait()
+
+
+def _weights_read_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """A module's own parameters, and those of modules that it reads without calling them (fused layers)."""
+    yield from module.parameters(recurse=False)
+    for other in getattr(module, "reads_weights_of", ()):
+        yield from other.parameters(recurse=False)
 
 
 class _Await:

@@ -12,6 +12,7 @@ Who owns the storage decides its form; layers only write (`main_grad.accumulate_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -96,11 +97,9 @@ class GradBuffer(ABC):
 
     def _quantize(self, grad: Tensor, payload: Tensor, scales: Tensor) -> None:
         """Write flat `grad` to FP8 storage that may be longer: the rest becomes zero."""
-        if payload.numel() != grad.numel():
-            grad = torch.nn.functional.pad(grad, (0, payload.numel() - grad.numel()))
         ops.quantize_blockwise_(grad, payload, scales)
         if self.underflow is not None:
-            self.underflow += underflow_counts(grad, payload)
+            self.underflow += underflow_counts(grad, payload[: grad.numel()])
 
 
 class LocalGradBuffer(GradBuffer):
@@ -235,6 +234,14 @@ class ShardedGradBuffer(GradBuffer):
     def autoscales(self) -> list[AutoScale]:
         """The auto-scaling state of each bucket, in mode nccl."""
         return [state.autoscale for state in self._buckets if state.autoscale is not None]
+
+    def autoscaled_parts(self) -> Iterator[tuple[str, AutoScale, int]]:
+        """In mode nccl, every slot's part of every bucket: the slot's name, the bucket's auto-scaling, its index there."""
+        for state in self._buckets:
+            if state.autoscale is not None:
+                assert state.autoscale.num_tensors == len(state.parts)
+                for index, part in enumerate(state.parts):
+                    yield part.slot.name, state.autoscale, index
 
     def _write(self, slot: Slot, grad: Tensor) -> None:
         if self.local is not None:

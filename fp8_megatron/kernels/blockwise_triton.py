@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import E4M3, E5M2, MAX_FINITE
+from .companding_triton import companded_scale, decode_companded, encode_companded
 from .quantize_triton import magnitude_bits
 
 _TILE = 4096
@@ -57,6 +58,7 @@ def _quantize_blocks(
     x,
     payload,
     scales,
+    n,
     num_blocks,
     FP_MAX_BITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -71,10 +73,17 @@ def _quantize_blocks(
         value = tl.load(x + first * BLOCK + offsets)
     else:
         mask = first + rows < num_blocks
-        value = tl.load(x + first * BLOCK + offsets, mask=mask, other=0.0)
-    scale, inverse = block_scale(block_amax_bits(value, 1), FP_MAX_BITS)
+        value = tl.load(x + first * BLOCK + offsets, mask=first * BLOCK + offsets < n, other=0.0)
+    bits = block_amax_bits(value, 1)
+    if payload.dtype.element_ty.is_int():
+        scale = companded_scale(bits)
+        encoded = encode_companded(
+            value.to(tl.float32), scale, tl.full([1, 1], 8388608.0, tl.float32), payload.dtype.element_ty
+        )
+    else:
+        scale, inverse = block_scale(bits, FP_MAX_BITS)
+        encoded = (value.to(tl.float32) * inverse).to(payload.dtype.element_ty)
     tl.store(scales + first + rows, scale, mask=mask)
-    encoded = (value.to(tl.float32) * inverse).to(payload.dtype.element_ty)
     tl.store(payload + first * BLOCK + offsets, encoded, mask=mask)
 
 
@@ -86,8 +95,13 @@ def _dequantize_blocks(payload, scales, out, num_blocks, ROWS: tl.constexpr, BLO
     mask = None
     if not EVEN:
         mask = first + rows < num_blocks
-    value = tl.load(payload + first * BLOCK + offsets, mask=mask).to(tl.float32)
-    tl.store(out + first * BLOCK + offsets, value * tl.load(scales + first + rows, mask=mask), mask=mask)
+    value = tl.load(payload + first * BLOCK + offsets, mask=mask)
+    scale = tl.load(scales + first + rows, mask=mask)
+    if payload.dtype.element_ty.is_int():
+        decoded = decode_companded(value, scale)
+    else:
+        decoded = value.to(tl.float32) * scale
+    tl.store(out + first * BLOCK + offsets, decoded, mask=mask)
 
 
 @triton.jit
@@ -146,12 +160,14 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
         x.contiguous(),
         payload,
         scales,
+        x.numel(),
         num_blocks,
-        FP_MAX_BITS[payload.dtype],
+        FP_MAX_BITS.get(payload.dtype, 0),
         rows,
         block,
-        num_blocks % rows == 0,
+        num_blocks % rows == 0 and x.numel() == payload.numel(),
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
     )
 
 
@@ -173,6 +189,7 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
         block,
         num_blocks % rows == 0,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
     )
     return out
 

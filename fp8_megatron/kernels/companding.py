@@ -41,7 +41,7 @@ def encode(x: Tensor, scale: Tensor, dtype: torch.dtype, noise: Tensor | None = 
     largest = torch.iinfo(dtype).max
     magnitude = x.abs() if dtype is torch.int8 else x.clamp_min(0.0)
     share = (magnitude / scale).nan_to_num_(nan=0.0)
-    root = share.sqrt() if dtype is torch.int8 else share.sqrt().sqrt()
+    root = square_root(share) if dtype is torch.int8 else square_root(square_root(share))
     code = (root * largest).floor_().clamp_(0, largest - 1)
     # The root may be rounded to the wrong side of a code; the comparison is with the values that will be decoded.
     below = _expand(code, dtype) * scale
@@ -49,7 +49,7 @@ def encode(x: Tensor, scale: Tensor, dtype: torch.dtype, noise: Tensor | None = 
     code += (place > 0.5) if noise is None else (noise < place)
     if dtype is torch.int8:
         return torch.copysign(code, x).to(dtype)
-    return torch.where(share > 0.0, code.clamp_min(1.0), code).to(dtype)
+    return torch.where((magnitude > 0.0) & ~scale.isnan(), code.clamp_min(1.0), code).to(dtype)
 
 
 def decode(payload: Tensor, scale: Tensor) -> Tensor:
@@ -61,6 +61,11 @@ def _expand(code: Tensor, dtype: torch.dtype) -> Tensor:
     """FP32 codes of `dtype` → values in [-1, 1]."""
     code = code / torch.full_like(code, torch.iinfo(dtype).max)  # see reference.scale_from_amax
     return code * code.abs() if dtype is torch.int8 else (code * code) * (code * code)
+
+
+def square_root(x: Tensor) -> Tensor:
+    """√x of FP32, correctly rounded. (torch's on a CPU is MKL's, which is one unit off in a number of a hundred.)"""
+    return x.double().sqrt().float()
 
 
 def rounding_noise(numel: int, step: Tensor, stream: int) -> Tensor:

@@ -4,9 +4,6 @@ A CPU tensor takes `reference`; a CUDA tensor takes the Triton variant, and the 
 ``torch._scaled_mm``. Which is which is decided by the dispatcher and nothing else: there is no silent fall-back.
 Arguments, shapes and numerics are documented at the functions of the same name in `reference` (the split master's:
 `split_master`).
-
-One exception, in `_REFERENCE_ON_CUDA`, `_TAKES_STATE` and `_triton_or_reference` alone: operators and storage that have
-no kernel yet (companded moments, the split master) take the reference on a GPU too.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES
-from . import reference, split_master
+from . import activation, cross_entropy, norm, reference, split_master
 from .scaled_mm import check_scaled_mm, scaled_mm_cublaslt
 
 _LIBRARY = torch.library.Library("fp8_megatron", "DEF")
@@ -29,11 +26,30 @@ _SCHEMAS = {
     " -> (Tensor, Tensor, Tensor)",
     "quantize_with_scale": "(Tensor x, Tensor scale, ScalarType dtype, bool rowwise, bool transposed,"
     " Tensor(a!)? amax_out) -> (Tensor, Tensor)",
+    "quantize_grad_output": "(Tensor x, ScalarType dtype, Tensor? scale, bool power_of_two, Tensor(a!)? amax_out)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     "transpose": "(Tensor payload) -> Tensor",
+    "norm_amax": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms) -> Tensor",
+    "norm_quantize": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms, ScalarType dtype, Tensor? scale,"
+    " bool power_of_two, Tensor(a!)? amax_out) -> (Tensor, Tensor, Tensor, Tensor)",
+    "norm_requantize": "(Tensor x, Tensor weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor scale,"
+    " ScalarType dtype, bool transposed) -> Tensor",
+    "norm_backward": "(Tensor grad, Tensor? residual_grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd,"
+    " bool has_bias) -> (Tensor, Tensor, Tensor)",
+    "activation_amax": "(Tensor z, str kind) -> Tensor",
+    "activation_backward_amax": "(Tensor grad, Tensor z, str kind) -> Tensor",
+    "activation_quantize": "(Tensor z, str kind, ScalarType dtype, Tensor? scale, bool power_of_two,"
+    " Tensor(a!)? amax_out) -> (Tensor, Tensor)",
+    "activation_backward_quantize": "(Tensor grad, Tensor z, str kind, ScalarType dtype, Tensor? scale,"
+    " bool power_of_two, Tensor(a!)? amax_out, ScalarType activation_dtype, Tensor activation_scale,"
+    " bool column_sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "cross_entropy_statistics": "(Tensor logits, Tensor labels) -> (Tensor, Tensor, Tensor)",
+    "cross_entropy_backward_": "(Tensor(a!) logits, Tensor labels, Tensor log_sum_exp, Tensor grad) -> ()",
     "scaled_mm": "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " bool use_fast_accum) -> Tensor",
     "quantize_blockwise_": "(Tensor x, Tensor(a!) payload, Tensor(b!) scales) -> ()",
     "dequantize_blockwise": "(Tensor payload, Tensor scales) -> Tensor",
+    "accumulate_rows_": "(Tensor payload, Tensor scales, Tensor(a!) accumulator, float factor, bool add) -> ()",
     "squared_norm": "(Tensor payload, Tensor? scales) -> Tensor",
     "adamw_step_": "(Tensor grad, Tensor? grad_scales, Tensor(a!) exp_avg, Tensor(b!)? exp_avg_scales,"
     " Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_sq_scales, Tensor(e!) master, Tensor(f!)? master_scales,"
@@ -73,6 +89,10 @@ def _reference_scaled_mm(
     return reference.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
 
+def _reference_accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, factor: float, add: bool) -> None:
+    reference.accumulate_rows_(payload, scales, accumulator, factor=factor, add=add)
+
+
 def _reference_adamw_step_(*args) -> None:  # type: ignore[no-untyped-def]
     *tensors, lr, beta1, beta2, eps, weight_decay, decoupled = args
     reference.adamw_step_(
@@ -91,10 +111,22 @@ _CPU: dict[str, Callable[..., Any]] = {
     "amax": reference.amax,
     "quantize_current": _reference_quantize_current,
     "quantize_with_scale": _reference_quantize_with_scale,
+    "quantize_grad_output": reference.quantize_grad_output,
     "transpose": reference.transpose,
+    "norm_amax": norm.norm_amax,
+    "norm_quantize": norm.norm_quantize,
+    "norm_requantize": norm.norm_requantize,
+    "norm_backward": norm.norm_backward,
+    "activation_amax": activation.activation_amax,
+    "activation_backward_amax": activation.activation_backward_amax,
+    "activation_quantize": activation.activation_quantize,
+    "activation_backward_quantize": activation.activation_backward_quantize,
+    "cross_entropy_statistics": cross_entropy.cross_entropy_statistics,
+    "cross_entropy_backward_": cross_entropy.cross_entropy_backward_,
     "scaled_mm": _reference_scaled_mm,
     "quantize_blockwise_": reference.quantize_blockwise_,
     "dequantize_blockwise": reference.dequantize_blockwise,
+    "accumulate_rows_": _reference_accumulate_rows_,
     "squared_norm": reference.squared_norm,
     "adamw_step_": _reference_adamw_step_,
     "adamw_split_step_": _reference_adamw_split_step_,
@@ -106,11 +138,24 @@ _TRITON = {
     "amax": "quantize_triton",
     "quantize_current": "quantize_triton",
     "quantize_with_scale": "quantize_triton",
+    "quantize_grad_output": "quantize_triton",
     "transpose": "quantize_triton",
+    "norm_amax": "norm_triton",
+    "norm_quantize": "norm_triton",
+    "norm_requantize": "norm_triton",
+    "norm_backward": "norm_triton",
+    "activation_amax": "activation_triton",
+    "activation_backward_amax": "activation_triton",
+    "activation_quantize": "activation_triton",
+    "activation_backward_quantize": "activation_triton",
+    "cross_entropy_statistics": "cross_entropy_triton",
+    "cross_entropy_backward_": "cross_entropy_triton",
     "quantize_blockwise_": "blockwise_triton",
     "dequantize_blockwise": "blockwise_triton",
+    "accumulate_rows_": "wire_triton",
     "squared_norm": "blockwise_triton",
     "adamw_step_": "adamw_triton",
+    "adamw_split_step_": "split_adamw_triton",
     "derive_fp8_weights_": "adamw_triton",
 }
 
@@ -129,29 +174,10 @@ def _lazy_triton(name: str, module: str) -> Callable[..., Any]:
     return call
 
 
-#: Operators that may meet companded state. The others are not asked: a step launches hundreds of them.
-_TAKES_STATE = ("adamw_step_", "quantize_blockwise_", "dequantize_blockwise")
-#: Operators that take the reference on a GPU: a kernel is to follow.
-_REFERENCE_ON_CUDA = ("adamw_split_step_",)
-
-
-def _triton_or_reference(name: str) -> Callable[..., Any]:
-    """The Triton variant; the reference where an operand is companded, which the kernels cannot read yet."""
-    triton, reference_variant = _lazy_triton(name, _TRITON[name]), _CPU[name]
-
-    def call(*args: Any) -> Any:
-        companded = any(isinstance(arg, Tensor) and arg.dtype in COMPANDED_DTYPES for arg in args)
-        return (reference_variant if companded else triton)(*args)
-
-    return call
-
-
 def _cuda_variant(name: str) -> Callable[..., Any]:
     if name == "scaled_mm":
         return scaled_mm_cublaslt
-    if name in _REFERENCE_ON_CUDA:
-        return _CPU[name]
-    return _triton_or_reference(name) if name in _TAKES_STATE else _lazy_triton(name, _TRITON[name])
+    return _lazy_triton(name, _TRITON[name])
 
 
 for _name, _schema in _SCHEMAS.items():
@@ -189,6 +215,125 @@ def quantize_with_scale(
     return _OPS.quantize_with_scale(x, scale, dtype, rowwise, transposed, amax_out)
 
 
+def quantize_grad_output(
+    x: Tensor, dtype: torch.dtype, *, scale: Tensor | None, power_of_two: bool = False, amax_out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.quantize_grad_output`: payload [M, K], transpose [K, M], column sums [K], the scale taken."""
+    assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
+    return _OPS.quantize_grad_output(x, dtype, scale, power_of_two, amax_out)
+
+
+def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:
+    """`norm.norm_amax`: FP32 [1]."""
+    return _OPS.norm_amax(x, weight, bias, eps, rms)
+
+
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    eps: float,
+    rms: bool,
+    scale: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`norm.norm_quantize`: payload [T, K], the scale taken, mean [T], rstd [T]."""
+    assert x.ndim == 2 and weight.shape == x.shape[1:] and dtype in FP8_DTYPES, (x.shape, weight.shape, dtype)
+    return _OPS.norm_quantize(x, weight, bias, eps, rms, dtype, scale, power_of_two, amax_out)
+
+
+def norm_requantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """`norm.norm_requantize`: payload [T, K], or [K, T]."""
+    return _OPS.norm_requantize(x, weight, bias, mean, rstd, scale, dtype, transposed)
+
+
+def norm_backward(
+    grad: Tensor,
+    residual_grad: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm.norm_backward`: gradients of x [T, K], of the weight [K] and of the bias [K]."""
+    assert grad.shape == x.shape, (grad.shape, x.shape)
+    return _OPS.norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
+
+
+def activation_amax(z: Tensor, kind: str) -> Tensor:
+    """`activation.activation_amax`: FP32 [1]."""
+    return _OPS.activation_amax(z, kind)
+
+
+def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
+    """`activation.activation_backward_amax`: FP32 [1]."""
+    return _OPS.activation_backward_amax(grad, z, kind)
+
+
+def activation_quantize(
+    z: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`activation.activation_quantize`: payload [T, F], the scale taken."""
+    assert z.ndim == 2 and kind in activation.INPUTS and dtype in FP8_DTYPES, (z.shape, kind, dtype)
+    return _OPS.activation_quantize(z, kind, dtype, scale, power_of_two, amax_out)
+
+
+def activation_backward_quantize(
+    grad: Tensor,
+    z: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    activation_dtype: torch.dtype,
+    activation_scale: Tensor,
+    column_sums: bool,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`activation.activation_backward_quantize`: gradient of z [T, Z] and [Z, T], activation [F, T], column sums [Z],
+    the scale taken."""
+    assert z.shape[1] == activation.INPUTS[kind] * grad.shape[1], (z.shape, grad.shape, kind)
+    return _OPS.activation_backward_quantize(
+        grad, z, kind, dtype, scale, power_of_two, amax_out, activation_dtype, activation_scale, column_sums
+    )
+
+
+def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_entropy.cross_entropy_statistics`: maximum, Σ exp and the label's logit of every row, FP32 [T]."""
+    assert logits.ndim == 2 and logits.is_contiguous() and labels.shape == logits.shape[:1], (
+        logits.shape,
+        labels.shape,
+    )
+    return _OPS.cross_entropy_statistics(logits, labels)
+
+
+def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
+    """`cross_entropy.cross_entropy_backward_`: logits → their gradient, in place."""
+    _OPS.cross_entropy_backward_(logits, labels, log_sum_exp, grad)
+
+
 def transpose(payload: Tensor) -> Tensor:
     """`reference.transpose`: FP8 [M, K] → contiguous [K, M]."""
     assert payload.ndim == 2 and payload.dtype in FP8_DTYPES, (payload.shape, payload.dtype)
@@ -211,14 +356,22 @@ def scaled_mm(
 
 
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
-    """`reference.quantize_blockwise_`: flat x [n] → payload [n], scales [n / block], in place."""
-    assert x.numel() == payload.numel() and payload.numel() % scales.numel() == 0, (x.shape, payload.shape)
+    """`reference.quantize_blockwise_`: flat x [≤ n] → payload [n], scales [n / block], in place."""
+    assert x.numel() <= payload.numel() and payload.numel() % scales.numel() == 0, (x.shape, payload.shape)
     _OPS.quantize_blockwise_(x, payload, scales)
 
 
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     """`reference.dequantize_blockwise`: FP32 [n]."""
     return _OPS.dequantize_blockwise(payload, scales)
+
+
+def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, *, factor: float, add: bool) -> None:
+    """`reference.accumulate_rows_`: FP8 rows [d · n] with block scales into an FP32 accumulator [n], in place."""
+    n = accumulator.numel()
+    assert accumulator.dtype == torch.float32 and payload.dtype in FP8_DTYPES, (accumulator.dtype, payload.dtype)
+    assert payload.numel() % n == 0 and n % (payload.numel() // scales.numel()) == 0, (payload.shape, scales.shape, n)
+    _OPS.accumulate_rows_(payload, scales, accumulator, factor, add)
 
 
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:

@@ -23,12 +23,15 @@ from ..formats import MAX_FINITE
 
 # Programs of the amax pass. Few enough that each program of the cast reduces all of their results again (4 KiB from
 # L2) in place of a third launch; 1024 programs of 256 threads are one wave on 132 multiprocessors.
-_MAX_PARTIALS = 1024
+MAX_PARTIALS = 1024
 _AMAX_TILE = 8192
 _CAST_TILE = 8192
 _TILE_M = 128
 _TILE_K = 128
 _NUM_WARPS = 8
+#: With column sums a tile holds more: narrower tiles of fewer warps keep more of them in flight.
+_SUMMED_TILE_K = 64
+_SUMMED_WARPS = 4
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -38,6 +41,12 @@ _INF_BITS = tl.constexpr(0x7F800000)
 def magnitude_bits(x):
     """|x| as the int32 bits of its FP32 value: ordered as magnitudes are, and a NaN above inf."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def larger_magnitude(largest, x):
+    """max(largest, |x|) in FP32, a NaN kept: one instruction an element."""
+    return tl.maximum(largest, tl.abs(x.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -89,7 +98,7 @@ def _finish_amax(partials, num_partials, out, MAX_PARTIALS: tl.constexpr):
 
 
 @triton.jit
-def _take_scale(
+def take_scale(
     scale,
     partials,
     num_partials,
@@ -109,7 +118,7 @@ def _take_scale(
 
 
 @triton.jit
-def _raise_amax(amax_out, bits):
+def raise_amax(amax_out, bits):
     # FP32 bits of magnitudes are ordered as integers, so the result does not depend on the order of the programs.
     tl.atomic_max(amax_out.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
@@ -140,10 +149,10 @@ def _quantize_flat(
     else:
         mask = start + offsets < n
         value = tl.load(x + start + offsets, mask=mask, other=0.0)
-    inverse = reciprocal(_take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     tl.store(payload + start + offsets, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
     if RECORD_AMAX:
-        _raise_amax(amax_out, tl.max(magnitude_bits(value), axis=0))
+        raise_amax(amax_out, tl.max(magnitude_bits(value), axis=0))
 
 
 # Bytes a0…a3, b0…b3, c0…c3, d0…d3 of four registers → words (a0 b0 c0 d0), …, (a3 b3 c3 d3). Written with shifts of
@@ -163,7 +172,7 @@ _TRANSPOSE_BYTES = tl.constexpr("""{
 
 
 @triton.jit
-def _store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+def store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     """Store rows 4i, 4i+1, 4i+2, 4i+3 of a tile, each [TILE_M / 4, TILE_K] of FP8, into [K, M]."""
     words = tl.inline_asm_elementwise(
         _TRANSPOSE_BYTES, "=r,=r,=r,=r,r,r,r,r", [q0, q1, q2, q3], dtype=tl.int32, is_pure=True, pack=4
@@ -182,6 +191,7 @@ def _quantize_tiles(
     scale,
     partials,
     amax_out,
+    column_sums,
     M,
     K,
     num_partials,
@@ -190,6 +200,7 @@ def _quantize_tiles(
     POWER_OF_TWO: tl.constexpr,
     ROWWISE: tl.constexpr,
     RECORD_AMAX: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
@@ -206,7 +217,7 @@ def _quantize_tiles(
     x1 = tl.load(x + offsets + K, mask=mask, other=0.0)
     x2 = tl.load(x + offsets + 2 * K, mask=mask, other=0.0)
     x3 = tl.load(x + offsets + 3 * K, mask=mask, other=0.0)
-    inverse = reciprocal(_take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     q0 = encode(x0, inverse, FP_MAX, payload_t.dtype.element_ty)
     q1 = encode(x1, inverse, FP_MAX, payload_t.dtype.element_ty)
     q2 = encode(x2, inverse, FP_MAX, payload_t.dtype.element_ty)
@@ -216,12 +227,16 @@ def _quantize_tiles(
         tl.store(payload + offsets + K, q1, mask=mask)
         tl.store(payload + offsets + 2 * K, q2, mask=mask)
         tl.store(payload + offsets + 3 * K, q3, mask=mask)
-    _store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
+    store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
     if RECORD_AMAX:
         bits = tl.maximum(
             tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
         )
-        _raise_amax(amax_out, tl.max(bits))
+        raise_amax(amax_out, tl.max(bits))
+    if SUM_COLUMNS:
+        sums = tl.sum((x0.to(tl.float32) + x1.to(tl.float32)) + (x2.to(tl.float32) + x3.to(tl.float32)), axis=0)
+        k = k0 + tl.arange(0, TILE_K)
+        tl.store(column_sums + (tile // tiles_k).to(tl.int64) * K + k, sums, mask=k < K)
 
 
 @triton.jit
@@ -238,13 +253,13 @@ def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.
     q1 = tl.load(payload + offsets + K, mask=mask)
     q2 = tl.load(payload + offsets + 2 * K, mask=mask)
     q3 = tl.load(payload + offsets + 3 * K, mask=mask)
-    _store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
+    store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
 
 
 def _partials(x: Tensor) -> tuple[Tensor, int]:
     """int32 magnitude bits of the amax of each of the parts of contiguous `x`, and their number."""
     n = x.numel()
-    num_partials = min(triton.cdiv(n, _AMAX_TILE), _MAX_PARTIALS)
+    num_partials = min(triton.cdiv(n, _AMAX_TILE), MAX_PARTIALS)
     partials = torch.empty(num_partials, dtype=torch.int32, device=x.device)
     _partial_amax[(num_partials,)](x, partials, n, _AMAX_TILE, n % _AMAX_TILE == 0, num_warps=_NUM_WARPS)
     return partials, num_partials
@@ -252,11 +267,15 @@ def _partials(x: Tensor) -> tuple[Tensor, int]:
 
 def amax(x: Tensor) -> Tensor:
     """`reference.amax`: FP32 [1]; one launch up to 8192 elements, two above."""
-    partials, num_partials = _partials(x.contiguous())
+    return partials_to_amax(*_partials(x.contiguous()))
+
+
+def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
+    """FP32 [1]: the largest of int32 magnitude bits [num_partials]."""
     if num_partials == 1:
         return partials.view(torch.float32)
-    out = torch.empty(1, dtype=torch.float32, device=x.device)
-    _finish_amax[(1,)](partials, num_partials, out, _MAX_PARTIALS)
+    out = torch.empty(1, dtype=torch.float32, device=partials.device)
+    _finish_amax[(1,)](partials, num_partials, out, MAX_PARTIALS)
     return out
 
 
@@ -271,6 +290,7 @@ def _quantize(
     rowwise: bool,
     transposed: bool,
     amax_out: Tensor | None,
+    column_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     fp_max = MAX_FINITE[dtype]
@@ -280,13 +300,15 @@ def _quantize(
     if transposed:
         if M % 4:
             raise ValueError(f"a transposed FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
-        _quantize_tiles[(triton.cdiv(M, _TILE_M) * triton.cdiv(K, _TILE_K),)](
+        tile_k, num_warps = (_TILE_K, _NUM_WARPS) if column_sums is None else (_SUMMED_TILE_K, _SUMMED_WARPS)
+        _quantize_tiles[(triton.cdiv(M, _TILE_M) * triton.cdiv(K, tile_k),)](
             x,
             payload,
             payload_t,
             scale,
             partials,
             amax_out if record_amax else scale,
+            scale if column_sums is None else column_sums,
             M,
             K,
             num_partials,
@@ -295,10 +317,11 @@ def _quantize(
             power_of_two,
             rowwise,
             record_amax,
+            column_sums is not None,
             _TILE_M,
-            _TILE_K,
-            _MAX_PARTIALS,
-            num_warps=_NUM_WARPS,
+            tile_k,
+            MAX_PARTIALS,
+            num_warps=num_warps,
         )
     else:
         if not rowwise:
@@ -318,7 +341,7 @@ def _quantize(
             record_amax,
             n % _CAST_TILE == 0,
             _CAST_TILE,
-            _MAX_PARTIALS,
+            MAX_PARTIALS,
             num_warps=_NUM_WARPS,
         )
     return payload, payload_t
@@ -350,6 +373,26 @@ def quantize_with_scale(
         ValueError: `transposed` with M not a multiple of 4, or neither layout asked for.
     """
     return _quantize(x.contiguous(), scale, scale, 0, dtype, False, False, rowwise, transposed, amax_out)
+
+
+def quantize_grad_output(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.quantize_grad_output`: the cast, and one small launch that adds the tiles' column sums up.
+
+    Raises:
+        ValueError: M is not a multiple of 4.
+    """
+    x = x.contiguous()
+    M, K = x.shape
+    current = scale is None
+    partials, num_partials = _partials(x) if current else (x, 0)
+    used = torch.empty(1, dtype=torch.float32, device=x.device) if scale is None else scale
+    sums = torch.empty((triton.cdiv(M, _TILE_M), K), dtype=torch.float32, device=x.device)
+    payload, payload_t = _quantize(
+        x, used, partials, num_partials, dtype, current, power_of_two, True, True, amax_out, sums
+    )
+    return payload, payload_t, sums.sum(dim=0), used if current else used.new_empty(0)
 
 
 def transpose(payload: Tensor) -> Tensor:

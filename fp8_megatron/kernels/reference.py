@@ -116,6 +116,24 @@ def quantize_with_scale(
     return payload if rowwise else empty, payload.t().contiguous() if transposed else empty
 
 
+def quantize_grad_output(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise an output gradient `x` [M, K] in both layouts and sum its columns (a bias's gradient) in one read.
+
+    Args:
+        scale: FP32 [1]; None takes one from the amax of `x`.
+
+    Returns:
+        payload [M, K], its transpose [K, M], column sums FP32 [K], the scale taken FP32 [1] (empty if it was given).
+    """
+    taken = scale_from_amax(amax(x), dtype, power_of_two=power_of_two) if scale is None else None
+    used = scale if scale is not None else taken
+    assert used is not None
+    payload, payload_t = quantize_with_scale(x, used, dtype, rowwise=True, transposed=True, amax_out=amax_out)
+    return payload, payload_t, x.float().sum(dim=0), used.new_empty(0) if taken is None else taken
+
+
 def transpose(payload: Tensor) -> Tensor:
     """[M, K] FP8 bytes → contiguous [K, M]."""
     return payload.t().contiguous()
@@ -151,9 +169,12 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor, noise: Tenso
     """Quantise flat `x` [n] into `payload` [n] (FP8, FP16 or a companded integer) and its FP32 `scales`, in place.
 
     Args:
+        x: may be shorter than `payload`, whose rest becomes zero.
         scales: [n / block], powers of two, or of integers the amax; the block is ``payload.numel() / scales.numel()``.
         noise: FP32 [n], for stochastic rounding to an integer; None rounds to nearest.
     """
+    if x.numel() != payload.numel():
+        x = torch.nn.functional.pad(x.reshape(-1), (0, payload.numel() - x.numel()))
     blocks = x.reshape(scales.numel(), -1).float()
     # The scale of companded integers is the amax itself (their largest code decodes to 1 · scale).
     power_of_two = payload.dtype not in COMPANDED_DTYPES
@@ -166,6 +187,25 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor, noise: Tenso
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     """Flat payload [n] with FP32 `scales` [n / block] → FP32 [n]."""
     return decode(payload.view(scales.numel(), -1), scales[:, None]).view(-1)
+
+
+def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, *, factor: float, add: bool) -> None:
+    """``accumulator (+)= Σ_r payload_r · (scales_r · factor)`` in FP32, one row after another, in place.
+
+    Args:
+        payload: flat FP8 [d · n], one version of the sum's n elements after another.
+        scales: FP32 [d · n / block], the block scales of each row.
+        accumulator: FP32 [n], n a multiple of the block. Unless `add`, row 0 takes the place of what it holds.
+        factor: rounded to FP32; multiplies the scales.
+    """
+    num_rows = payload.numel() // accumulator.numel()
+    rows = zip(payload.view(num_rows, -1), scales.view(num_rows, -1), strict=True)
+    for row, (values, row_scales) in enumerate(rows):
+        value = dequantize_blockwise(values, row_scales * factor)
+        if row == 0 and not add:
+            accumulator.copy_(value)
+        else:
+            accumulator.add_(value)
 
 
 def load_state(payload: Tensor, scales: Tensor | None) -> Tensor:
@@ -262,11 +302,12 @@ def adam_update_(
         g = g + weight_decay * p
     m = beta1 * load_state(exp_avg, exp_avg_scales) + (1.0 - beta1) * g
     v = beta2 * load_state(exp_avg_sq, exp_avg_sq_scales) + (1.0 - beta2) * g * g
-    bias_correction1 = -torch.expm1(step * _log(beta1))
-    bias_correction2 = -torch.expm1(step * _log(beta2))
+    # In FP64, so that every device rounds the same numbers to FP32.
+    bias_correction1 = -torch.expm1((step * _log(beta1)).double()).float()
+    bias_correction2 = -torch.expm1((step * _log(beta2)).double()).float()
     _store_moment_(m, exp_avg, exp_avg_scales, step, companding.EXP_AVG_STREAM)
     _store_moment_(v, exp_avg_sq, exp_avg_sq_scales, step, companding.EXP_AVG_SQ_STREAM)
-    return p - (lr / bias_correction1) * m / ((v / bias_correction2).sqrt() + eps)
+    return p - (lr / bias_correction1) * m / (companding.square_root(v / bias_correction2) + eps)
 
 
 def _store_moment_(value: Tensor, payload: Tensor, scales: Tensor | None, step: Tensor, stream: int) -> None:

@@ -4,14 +4,16 @@ fprop   y = x·Wᵀ            x E4M3, W E4M3, fast accumulation
 dgrad   grad_input = g·W    g E5M2, Wᵀ made on demand from the FP8 weight, split accumulation
 wgrad   grad_weight = gᵀ·x  both K-major over tokens, split accumulation, straight into `weight.main_grad`
 
-Backward keeps x in FP8 only: transposed, as wgrad wants it, or under sequence parallelism this rank's part of it.
+`fp8_linear` keeps x for backward in FP8 only: transposed, as wgrad wants it, or under sequence parallelism this rank's
+part of it. `fp8_norm_linear` has the norm in front of the layer inside: it keeps the norm's input, which the residual
+stream holds anyway, and makes the rest again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +22,9 @@ from torch.autograd.function import once_differentiable
 from ..collectives.all_gather import AllGatherWork, all_gather_fp8
 from ..collectives.scale_sync import max_over_group_
 from ..kernels import ops
-from ..quantization.recipe import LinearQuantizers
+from ..quantization.recipe import INPUT_DTYPE, LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.sources import GradSource, NormSource, TensorSource
 
 
 class MainGrad(Protocol):
@@ -44,6 +47,23 @@ class TensorParallelism:
     reduces_grad_input: bool = False
 
 
+class NormParams(NamedTuple):
+    """The norm in front of a linear layer: weight [K], bias [K] or None, epsilon, and whether it is RMSNorm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    rms: bool
+
+
+class Operand(NamedTuple):
+    """A gradient g as the GEMMs take it: payload [T, N], transpose [N, T], scale FP32 [1]."""
+
+    payload: Tensor
+    payload_t: Tensor
+    scale: Tensor
+
+
 def fp8_linear(
     x: Tensor,
     weight: ScaledTensor,
@@ -63,6 +83,24 @@ def fp8_linear(
     return _FP8Linear.apply(x, weight, bias, quantizers, parallelism, torch.is_grad_enabled())
 
 
+def fp8_norm_linear(
+    x: Tensor,
+    norm: NormParams,
+    weight: ScaledTensor,
+    bias: Tensor | None,
+    quantizers: LinearQuantizers,
+    parallelism: TensorParallelism,
+) -> tuple[Tensor, Tensor]:
+    """y = norm(x)·Wᵀ + b, the norm cast to FP8 as it is computed; otherwise as `fp8_linear`.
+
+    Returns:
+        y, and x again for the residual branch: what comes back along it is added inside the norm's backward.
+    """
+    return _FP8NormLinear.apply(
+        x, norm.weight, norm.bias, weight, bias, norm.eps, norm.rms, quantizers, parallelism, torch.is_grad_enabled()
+    )
+
+
 class _FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -75,25 +113,15 @@ class _FP8Linear(torch.autograd.Function):
         needs_backward: bool,
     ) -> Tensor:
         x2d = x.reshape(-1, x.shape[-1])
-        leading = x.shape[:-1]
-        if parallelism.gathers_input:
-            assert parallelism.group is not None
-            operand = quantizers.input(x2d, sync=partial(max_over_group_, group=parallelism.group))
-            payload = all_gather_fp8(operand.payload, parallelism.group).wait()
-            saved = operand.payload
-            leading = torch.Size((leading[0] * parallelism.group.size(), *leading[1:]))
-        else:
-            operand = quantizers.input(x2d, transposed=needs_backward)
-            payload, saved = operand.payload, operand.payload_t
-        weight_payload, weight_scale = weight.gemm_operand()
-        y = ops.scaled_mm(
-            payload, weight_payload, operand.scale, weight_scale, bias=bias, out_dtype=x.dtype, use_fast_accum=True
-        )
+        gathers = parallelism.gathers_input
+        source = TensorSource(x2d, transposed=needs_backward and not gathers)
+        (payload, payload_t), scale = quantizers.input.quantize(source, sync=amax_sync(parallelism))
+        y = fprop(gathered(payload, parallelism), scale, weight, bias, x.dtype)
         if needs_backward:
-            ctx.save_for_backward(saved, operand.scale)
+            ctx.save_for_backward(payload if gathers else payload_t, scale)
             ctx.weight, ctx.has_bias = weight, bias is not None
             ctx.quantizers, ctx.parallelism, ctx.input_shape = quantizers, parallelism, x.shape
-        return y.view(*leading, y.shape[-1])
+        return y.view(*gathered_shape(x, parallelism), y.shape[-1])
 
     @staticmethod
     @once_differentiable
@@ -103,22 +131,155 @@ class _FP8Linear(torch.autograd.Function):
         gathering: AllGatherWork | None = None
         if parallelism.gathers_input:
             gathering = all_gather_fp8(saved, parallelism.group)
-        g2d = grad_output.reshape(-1, grad_output.shape[-1])
-        g = ctx.quantizers.grad_output(g2d, transposed=True)
-        weight_payload, weight_scale = weight.gemm_operand()
-        grad_input = ops.scaled_mm(
-            g.payload, ops.transpose(weight_payload), g.scale, weight_scale, out_dtype=grad_output.dtype
-        )
-        grad_input, reducing = _start_grad_input_reduction(grad_input, parallelism)
+        g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.has_bias)
+        grad_input, reducing = start_grad_input_reduction(dgrad(g, weight, grad_output.dtype), parallelism)
         x_t = ops.transpose(gathering.wait()) if gathering is not None else saved
-        weight.main_grad.accumulate_(ops.scaled_mm(g.payload_t, x_t, g.scale, x_scale, out_dtype=grad_output.dtype))
-        grad_bias = g2d.sum(dim=0) if ctx.has_bias else None
+        wgrad(g, x_t, x_scale, weight, grad_output.dtype)
         if reducing is not None:
             reducing.wait()
         return grad_input.view(ctx.input_shape), None, grad_bias, None, None, None
 
 
-def _start_grad_input_reduction(
+class _FP8NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        weight: ScaledTensor,
+        bias: Tensor | None,
+        eps: float,
+        rms: bool,
+        quantizers: LinearQuantizers,
+        parallelism: TensorParallelism,
+        needs_backward: bool,
+    ) -> tuple[Tensor, Tensor]:
+        norm = NormParams(norm_weight, norm_bias, eps, rms)
+        y, kept = norm_fprop(x, norm, weight, bias, quantizers, parallelism)
+        if needs_backward:
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(x, norm_weight, norm_bias, *kept)
+            ctx.norm_settings, ctx.weight, ctx.has_bias = (eps, rms), weight, bias is not None
+            ctx.quantizers, ctx.parallelism = quantizers, parallelism
+        return y.view(*gathered_shape(x, parallelism), y.shape[-1]), x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, norm_weight, norm_bias, *kept = ctx.saved_tensors
+        g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.has_bias)
+        norm = NormParams(norm_weight, norm_bias, *ctx.norm_settings)
+        grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
+            g, residual_grad, x, norm, NormStatistics(*kept), ctx.weight, ctx.parallelism
+        )
+        return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias, None, None, None, None, None
+
+
+class NormStatistics(NamedTuple):
+    """What `norm_fprop` keeps beside x: mean (empty under RMSNorm), rstd FP32 [T], the operand's scale FP32 [1]."""
+
+    mean: Tensor
+    rstd: Tensor
+    scale: Tensor
+
+
+def norm_fprop(
+    x: Tensor,
+    norm: NormParams,
+    weight: ScaledTensor,
+    bias: Tensor | None,
+    quantizers: LinearQuantizers,
+    parallelism: TensorParallelism,
+) -> tuple[Tensor, NormStatistics]:
+    """y [T, N] = norm(x)·Wᵀ + b, T over the gathered sequence, and what backward needs beside x."""
+    source = NormSource(x.reshape(-1, x.shape[-1]), *norm)
+    (payload, mean, rstd), scale = quantizers.input.quantize(source, sync=amax_sync(parallelism))
+    y = fprop(gathered(payload, parallelism), scale, weight, bias, x.dtype)
+    return y, NormStatistics(mean, rstd, scale)
+
+
+def norm_linear_backward(
+    g: Operand,
+    residual_grad: Tensor | None,
+    x: Tensor,
+    norm: NormParams,
+    kept: NormStatistics,
+    weight: ScaledTensor,
+    parallelism: TensorParallelism,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x (the residual branch's added), of the norm's weight and of its bias; the weight's is written."""
+    x2d = x.reshape(-1, x.shape[-1])
+    gathering: AllGatherWork | None = None
+    if parallelism.gathers_input:
+        assert parallelism.group is not None
+        payload = ops.norm_requantize(x2d, norm.weight, norm.bias, *kept, INPUT_DTYPE, transposed=False)
+        gathering = all_gather_fp8(payload, parallelism.group)
+    grad_input, reducing = start_grad_input_reduction(dgrad(g, weight, x.dtype), parallelism)
+    if gathering is not None:
+        x_t = ops.transpose(gathering.wait())
+    else:
+        x_t = ops.norm_requantize(x2d, norm.weight, norm.bias, *kept, INPUT_DTYPE, transposed=True)
+    wgrad(g, x_t, kept.scale, weight, x.dtype)
+    del x_t
+    if reducing is not None:
+        reducing.wait()
+    residual = None if residual_grad is None else residual_grad.reshape(x2d.shape)
+    grad_x, grad_weight, grad_bias = ops.norm_backward(
+        grad_input, residual, x2d, norm.weight, kept.mean, kept.rstd, has_bias=norm.bias is not None
+    )
+    return grad_x.view(x.shape), grad_weight, grad_bias if norm.bias is not None else None
+
+
+def fprop(payload: Tensor, scale: Tensor, weight: ScaledTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """y [T, N] from the input's payload [T, K]."""
+    weight_payload, weight_scale = weight.gemm_operand()
+    return ops.scaled_mm(payload, weight_payload, scale, weight_scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
+
+
+def dgrad(g: Operand, weight: ScaledTensor, dtype: torch.dtype) -> Tensor:
+    """grad_input [T, K]."""
+    weight_payload, weight_scale = weight.gemm_operand()
+    return ops.scaled_mm(g.payload, ops.transpose(weight_payload), g.scale, weight_scale, out_dtype=dtype)
+
+
+def wgrad(g: Operand, x_t: Tensor, x_scale: Tensor, weight: ScaledTensor, dtype: torch.dtype) -> None:
+    """Write grad_weight [N, K] where it belongs."""
+    weight.main_grad.accumulate_(ops.scaled_mm(g.payload_t, x_t, g.scale, x_scale, out_dtype=dtype))
+
+
+def quantized_grad(
+    grad_output: Tensor, quantizers: LinearQuantizers, *, has_bias: bool
+) -> tuple[Operand, Tensor | None]:
+    """The output gradient [..., N] for both GEMMs, and the bias's gradient FP32 [N]."""
+    source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias)
+    (payload, payload_t, column_sums), scale = quantizers.grad_output.quantize(source)
+    return Operand(payload, payload_t, scale), column_sums
+
+
+def amax_sync(parallelism: TensorParallelism) -> partial[None] | None:
+    """How the ranks whose parts are gathered share one scale."""
+    return partial(max_over_group_, group=parallelism.group) if parallelism.gathers_input else None
+
+
+def gathered(payload: Tensor, parallelism: TensorParallelism) -> Tensor:
+    """The whole sequence's payload [T, K]."""
+    if not parallelism.gathers_input:
+        return payload
+    assert parallelism.group is not None
+    return all_gather_fp8(payload, parallelism.group).wait()
+
+
+def gathered_shape(x: Tensor, parallelism: TensorParallelism) -> torch.Size:
+    """The leading dimensions of y."""
+    leading = x.shape[:-1]
+    if not parallelism.gathers_input:
+        return leading
+    assert parallelism.group is not None
+    return torch.Size((leading[0] * parallelism.group.size(), *leading[1:]))
+
+
+def start_grad_input_reduction(
     grad_input: Tensor, parallelism: TensorParallelism
 ) -> tuple[Tensor, torch.distributed.Work | None]:
     """Sum grad_input [T, K] over the group, asynchronously: reduce-scatter to [T/tp, K] or all-reduce."""

@@ -6,6 +6,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from .linear import NormParams
+
 
 class Norm(torch.nn.Module):
     """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says; statistics in FP32.
@@ -27,6 +29,10 @@ class Norm(torch.nn.Module):
         else:
             self.register_parameter("bias", None)
         self.is_rms = config.normalization == "RMSNorm"
+
+    def norm_params(self) -> NormParams:
+        """For the linear layer that has this norm inside."""
+        return NormParams(self.weight, self.bias, self.eps, self.is_rms)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] → [..., hidden] in the dtype of `x`."""

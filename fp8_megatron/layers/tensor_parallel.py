@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..quantization.recipe import WEIGHT_DTYPE, LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
-from .linear import TensorParallelism, fp8_linear
+from .linear import TensorParallelism, fp8_linear, fp8_norm_linear
+from .norm import Norm
 
 
 def _quantize_weight(weight: torch.nn.Parameter, *, is_initialized: bool) -> torch.nn.Parameter:
@@ -69,20 +70,73 @@ class FP8ColumnParallelLinear(_FP8Weight, ColumnParallelLinear):
         parallelism = TensorParallelism(
             group=self.tp_group, gathers_input=sequence_parallel, reduces_grad_input=allreduce_dgrad
         )
-        return fp8_linear(input, _as_scaled(weight), bias, self.quantizers, parallelism)
+        return fp8_linear(input, as_scaled(weight), bias, self.quantizers, parallelism)
+
+
+class FP8NormColumnParallelLinear(FP8ColumnParallelLinear):
+    """An `FP8ColumnParallelLinear` with the norm in front of it inside; `fuse_norm` comes before the first forward.
+
+    The forward leaves the residual branch behind for `take_residual`.
+    """
+
+    _residual: Tensor | None = None
+
+    def fuse_norm(self, norm: Norm) -> None:
+        """Take over the norm in front of this layer (not registered here: its parameters stay where they are)."""
+        #: Modules whose parameters the forward reads without calling them.
+        self.reads_weights_of = (norm,)
+
+    def take_residual(self) -> Tensor:
+        """The input of the last forward, for the residual branch."""
+        residual, self._residual = self._residual, None
+        assert residual is not None, "no forward since the last call"
+        return residual
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        **unused: Any,
+    ) -> Tensor:
+        parallelism = TensorParallelism(
+            group=self.tp_group, gathers_input=sequence_parallel, reduces_grad_input=allreduce_dgrad
+        )
+        (norm,) = self.reads_weights_of
+        y, self._residual = fp8_norm_linear(
+            input, norm.norm_params(), as_scaled(weight), bias, self.quantizers, parallelism
+        )
+        return y
 
 
 class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
     """Y = XAᵀ with A split over input columns; the sum over ranks stays in BF16.
 
+    A bias that the caller is to add is added in the GEMM where one rank holds the whole layer.
+
     Args:
         recipe: scaling of activations and output gradients; the rest is megatron-core's.
     """
 
+    def bias_in_gemm(self) -> tuple[Tensor | None, Tensor | None]:
+        """(bias that the GEMM adds, bias left to add after the sum over ranks)."""
+        return (self.bias, None) if self.tp_group.size() == 1 else (None, self.bias)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Input [..., K/tp] → output [..., N], and the bias left to add."""
+        added, left = self.bias_in_gemm()
+        if added is None or not self.skip_bias_add:
+            return super().forward(input_)
+        return fp8_linear(input_, as_scaled(self.weight), added, self.quantizers, TensorParallelism()), left
+
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> Tensor:
-        return fp8_linear(input, _as_scaled(weight), bias, self.quantizers, TensorParallelism())
+        return fp8_linear(input, as_scaled(weight), bias, self.quantizers, TensorParallelism())
 
 
-def _as_scaled(weight: Tensor) -> ScaledTensor:
+def as_scaled(weight: Tensor) -> ScaledTensor:
+    """`weight`, which must still be the FP8 parameter that the layer was made with."""
     assert isinstance(weight, ScaledTensor), f"weight became a {type(weight).__name__}: something replaced its storage"
     return weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,23 @@ from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
-from ..config import Config, PrecisionConfig
+from ..config import Config, ModelConfig, PrecisionConfig
 from ..distributed.topology import Topology
+from ..layers.cross_entropy import vocab_parallel_cross_entropy
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe
 from .layer_spec import block_submodules, te_block_submodules
+
+
+class GPT(GPTModel):
+    """megatron-core's GPTModel with this project's loss."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """labels int64 [b, s], logits BF16 [s, b, V / tp] (given up) → FP32 [b, s]."""
+        loss = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), self.pg_collection.tp)
+        return loss.transpose(0, 1).contiguous()
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,8 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
     model, parallel, training = config.model, config.parallel, config.training
     on_gpu = device.type == "cuda"
     dtype = torch.float16 if config.precision.precision == "fp16" else torch.bfloat16
+    # Fused by torch.compile inside megatron-core, which a CPU without a C++ toolchain cannot do.
+    fuses_activation = on_gpu and (model.swiglu or not model.disable_bias_linear)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -42,7 +56,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.swiglu,
-        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        activation_func=_activation(model, is_fused=fuses_activation),
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         attention_dropout=model.attention_dropout,
@@ -61,8 +75,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # Fused by torch.compile inside megatron-core, which a CPU without a C++ toolchain cannot do.
-        bias_activation_fusion=on_gpu and (model.swiglu or not model.disable_bias_linear),
+        bias_activation_fusion=fuses_activation,
         bias_dropout_fusion=on_gpu,
         cross_entropy_loss_fusion=on_gpu,
         masked_softmax_fusion=False,
@@ -77,6 +90,20 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         recompute_num_layers=training.recompute_num_layers,
         **_te_settings(config.precision),
     )
+
+
+def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
+    """SiLU under SwiGLU, else GELU's tanh approximation on every device.
+
+    megatron-core's fused kernel computes the approximation when it is told `gelu`, and accepts no other name for it.
+    """
+    if model.swiglu:
+        return torch.nn.functional.silu
+    return torch.nn.functional.gelu if is_fused else _tanh_gelu
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def _te_settings(precision: PrecisionConfig) -> dict[str, Any]:
@@ -133,7 +160,8 @@ def _build_chunk(
     else:
         recipes = [recipe if _is_fp8_layer(config, offset + index) else None for index in range(count)]
         submodules = block_submodules(recipes, model.attention_backend)
-    module = GPTModel(
+    model_class = GPTModel if config.precision.precision == "te" else GPT
+    module = model_class(
         mcore_config,
         submodules,
         vocab_size=vocab_size,

@@ -13,28 +13,39 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from ..layers.attention import AttentionBackend, CoreAttention
+from ..layers.mlp import FP8MLP
 from ..layers.norm import Norm
-from ..layers.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
+from ..layers.tensor_parallel import FP8ColumnParallelLinear, FP8NormColumnParallelLinear, FP8RowParallelLinear
+from ..layers.transformer_layer import FP8TransformerLayer
 from ..quantization.recipe import Recipe
+
+#: What checkpoints call a layer's norms: as megatron-core's own specs do, by Transformer Engine's fused layers.
+CHECKPOINT_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 
 
 def layer_spec(recipe: Recipe | None, attention_backend: AttentionBackend) -> ModuleSpec:
     """One transformer layer; linear layers in FP8 under `recipe`, or megatron-core's own in BF16 when it is None."""
     if recipe is None:
-        column, row = ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
+        layer, mlp = TransformerLayer, MLP
+        qkv = column = ModuleSpec(module=ColumnParallelLinear)
+        row = ModuleSpec(module=RowParallelLinear)
     else:
-        params = {"recipe": recipe}
+        layer, mlp, params = FP8TransformerLayer, FP8MLP, {"recipe": recipe}
+        qkv = ModuleSpec(module=FP8NormColumnParallelLinear, params=params)
         column = ModuleSpec(module=FP8ColumnParallelLinear, params=params)
         row = ModuleSpec(module=FP8RowParallelLinear, params=params)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
+                    linear_qkv=qkv,
                     core_attention=ModuleSpec(module=CoreAttention, params={"backend": attention_backend}),
                     linear_proj=row,
                     q_layernorm=IdentityOp,
@@ -43,8 +54,9 @@ def layer_spec(recipe: Recipe | None, attention_backend: AttentionBackend) -> Mo
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=ModuleSpec(module=mlp, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
             mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=CHECKPOINT_KEYS,
         ),
     )
 

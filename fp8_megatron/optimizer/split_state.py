@@ -17,7 +17,7 @@ from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot
 from ..formats import StorageDtype, StorageFormats
 from ..kernels import ops
 from ..kernels.split_master import join_master, next_weight_scales, split_master
-from .state import SpaceState, StateTensor, hyperparameters
+from .state import SpaceState, StateTensor, cpu_copy, hyperparameters
 
 
 class SplitSpaceState(SpaceState):
@@ -46,6 +46,15 @@ class SplitSpaceState(SpaceState):
         payload = slot.padded_slice(self.weight.payload)[start : start + fragment.length]
         correction = self.master.part(fragment).payload
         return StateTensor(join_master(payload, correction, self.scale_of(slot)), None)
+
+    def on_cpu(self) -> SplitSpaceState:
+        assert self.weight_scales is not None
+        if self.gather is not None:
+            self.gather.wait()
+        frozen = super().on_cpu()
+        assert isinstance(frozen, SplitSpaceState)
+        frozen.weight, frozen.weight_scales = self.weight.on_cpu(), cpu_copy(self.weight_scales)
+        return frozen
 
     def set_master(self, slot: Slot, value: Tensor, scale: Tensor | None = None) -> None:
         """As `SpaceState.set_master`; every rank writes the whole weight, so nothing has to be gathered.

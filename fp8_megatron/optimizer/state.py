@@ -9,6 +9,7 @@ weights that the layers compute with are derived from it, and only ever from it.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,10 @@ class StateTensor:
         else:
             ops.quantize_blockwise_(value.to(self.payload.device), self.payload, self.scales)
 
+    def on_cpu(self) -> StateTensor:
+        """A copy on the CPU; from CUDA into pinned memory, complete once the current stream is synchronised."""
+        return StateTensor(cpu_copy(self.payload), None if self.scales is None else cpu_copy(self.scales))
+
     @property
     def payload_bytes(self) -> int:
         """Bytes of the payload."""
@@ -66,6 +71,14 @@ class StateTensor:
     def scale_bytes(self) -> int:
         """Bytes of the scales."""
         return 0 if self.scales is None else self.scales.nbytes
+
+
+def cpu_copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU; from CUDA into pinned memory, without waiting for it."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copied.copy_(tensor, non_blocking=True)
 
 
 def space_formats(storage: StorageClass, formats: StorageFormats, *, is_fp8: bool) -> StorageFormats:
@@ -173,6 +186,14 @@ class SpaceState:
         """This rank's part of a parameter's state; `kind` is master, exp_avg or exp_avg_sq."""
         stored: StateTensor = getattr(self, kind)
         return stored.part(fragment)
+
+    def on_cpu(self) -> SpaceState:
+        """Masters and moments of this shard as they are now, on the CPU, to be read through `part` while training goes
+        on; on CUDA complete once the current stream is synchronised. It has no other use."""
+        frozen = copy.copy(self)
+        frozen.exp_avg, frozen.exp_avg_sq = self.exp_avg.on_cpu(), self.exp_avg_sq.on_cpu()
+        frozen.master = self.master.on_cpu()
+        return frozen
 
     def _check_shape(self, slot: Slot, value: Tensor) -> None:
         if value.shape != slot.param.shape:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3, E5M2
-from ..kernels import ops
 from .amax_history import AmaxHistory
 from .scale import scale_from_amax
+from .sources import Payloads, Source, TensorSource
 
 INPUT_DTYPE = E4M3
 WEIGHT_DTYPE = E4M3
@@ -44,40 +44,38 @@ class Quantizer:
     history: AmaxHistory | None = None
     slot: int = 0
 
-    def __call__(
-        self, x: Tensor, *, rowwise: bool = True, transposed: bool = False, sync: AmaxSync | None = None
-    ) -> QuantizedOperand:
-        """Quantise `x` [M, K] in one read, in the layouts asked for.
+    def quantize(self, source: Source[Payloads], *, sync: AmaxSync | None = None) -> tuple[Payloads, Tensor]:
+        """Cast `source`; returns its payloads and the scale, FP32 [1].
 
         Args:
             sync: shares the amax over a tensor-parallel group whose ranks hold parts of one tensor. Delayed scales
                 are shared already, because the history is reduced over that group.
         """
-        history = self.history
+        history, power_of_two = self.history, self.power_of_two
         if history is not None and history.is_warm:
             assert history.amax is not None and history.scale is not None
             scale = history.scale[self.slot : self.slot + 1]
             amax_out = history.amax[self.slot : self.slot + 1]
-            payload, payload_t = ops.quantize_with_scale(
-                x, scale, self.dtype, rowwise=rowwise, transposed=transposed, amax_out=amax_out
-            )
+            payloads, _ = source.quantize(self.dtype, scale, power_of_two=power_of_two, amax_out=amax_out)
             # The history's scale moves on at the end of the step, perhaps before a late backward reads this one.
-            return QuantizedOperand(payload, payload_t, scale.clone())
+            return payloads, scale.clone()
         if sync is None and history is None:
-            return QuantizedOperand(
-                *ops.quantize_current(
-                    x, self.dtype, power_of_two=self.power_of_two, rowwise=rowwise, transposed=transposed
-                )
-            )
-        amax = ops.amax(x)
+            return source.quantize(self.dtype, None, power_of_two=power_of_two, amax_out=None)
+        amax = source.amax()
         if sync is not None:
             sync(amax)
         if history is not None and history.amax is not None:
             slot = history.amax[self.slot : self.slot + 1]
             torch.maximum(slot, amax, out=slot)
-        scale = scale_from_amax(amax, self.dtype, power_of_two=self.power_of_two)
-        payload, payload_t = ops.quantize_with_scale(x, scale, self.dtype, rowwise=rowwise, transposed=transposed)
-        return QuantizedOperand(payload, payload_t, scale)
+        scale = scale_from_amax(amax, self.dtype, power_of_two=power_of_two)
+        return source.quantize(self.dtype, scale, power_of_two=power_of_two, amax_out=None)
+
+    def __call__(
+        self, x: Tensor, *, rowwise: bool = True, transposed: bool = False, sync: AmaxSync | None = None
+    ) -> QuantizedOperand:
+        """Quantise `x` [M, K] in one read, in the layouts asked for."""
+        layouts, scale = self.quantize(TensorSource(x, rowwise, transposed), sync=sync)
+        return QuantizedOperand(layouts.payload, layouts.payload_t, scale)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 from .. import device as devices
 from ..config import Config, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from ..distributed.data_parallel import FP8DataParallel
+from ..distributed.partition import Fragment, Slot
 from ..distributed.topology import Topology, initialized
 from ..models.gpt import ModelChunk
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
+from ..optimizer.state import SpaceState
 from ..training.setup import build_trainable_model
 
 VOCAB_SIZE = 256
@@ -159,13 +162,18 @@ def _forward_step(batches: Iterator[Tensor], chunk: FP8DataParallel) -> tuple[Te
     return chunk(inputs, positions, None, labels=labels), loss_function
 
 
-def whole_weights(gpt: TinyGPT) -> dict[str, Tensor]:
-    """FP32 master weights by their names in the whole model, assembled from all ranks; called by every rank."""
+def whole_weights(gpt: TinyGPT, kind: str = "master") -> dict[str, Tensor]:
+    """FP32 master weights by their names in the whole model, assembled from all ranks; called by every rank.
+
+    Args:
+        kind: the moments exp_avg or exp_avg_sq instead.
+    """
     topology = gpt.topology
-    mine = [
-        (slot.name, topology.tp.rank(), state.get_master(slot).cpu(), sharding_of(slot.param))
-        for state, slot in gpt.optimizer.slots()
-    ]
+    mine = []
+    for state, slot in gpt.optimizer.slots():
+        load = partial(_load_fragment, state, kind, slot)
+        value = state.space.assemble(slot, load, topology.dp).cpu()
+        mine.append((slot.name, topology.tp.rank(), value, sharding_of(slot.param)))
     everyone: list[Any] = [None] * topology.world_size
     torch.distributed.all_gather_object(everyone, mine)
     shards: dict[str, dict[int, Tensor]] = {}
@@ -178,6 +186,10 @@ def whole_weights(gpt: TinyGPT) -> dict[str, Tensor]:
         name: assemble([parts[rank] for rank in sorted(parts)], shardings[name])
         for name, parts in sorted(shards.items())
     }
+
+
+def _load_fragment(state: SpaceState, kind: str, slot: Slot, fragment: Fragment) -> Tensor:
+    return state.part(kind, slot, fragment).load()
 
 
 def sharding_of(param: torch.nn.Parameter) -> tuple[int, int] | None:

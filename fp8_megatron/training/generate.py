@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import device as devices
-from ..checkpoint.checkpoint import read_weights
-from ..checkpoint.files import CheckpointError, iteration_folder, latest_iteration, read_meta
+from ..checkpoint.files import CONFIG, CheckpointError, candidates, iteration_folder
+from ..checkpoint.loading import read_description, read_weights
+from ..checkpoint.placement import placement_of
 from ..config import Config
 from ..config_checks import ConfigError
 from ..config_io import load_config
@@ -37,17 +38,18 @@ def generate_text(
         Prompt and continuation of each, alike on every rank.
 
     Raises:
-        CheckpointError: no checkpoint, or one of a pipeline.
+        CheckpointError: no checkpoint, or a damaged one.
         ConfigError: another number of ranks than the checkpoint's.
     """
-    iteration = latest_iteration(checkpoint_root)
-    if iteration is None:
+    iterations = candidates(checkpoint_root)
+    if not iterations:
         raise CheckpointError(f"no checkpoint under {checkpoint_root}; give the folder that --save named")
-    folder = iteration_folder(checkpoint_root, iteration)
-    config = load_config(folder / "config.yaml")
-    if config.parallel.pipeline_model_parallel_size > 1:
-        raise CheckpointError(f"{folder} was saved with pipeline_model_parallel_size > 1, which generation cannot read")
-    config = replace(config, checkpoint=replace(config.checkpoint, load=None, save=None))
+    folder = iteration_folder(checkpoint_root, iterations[0])
+    config = load_config(folder / CONFIG)
+    parallel = replace(
+        config.parallel, pipeline_model_parallel_size=1, num_layers_per_virtual_pipeline_stage=None
+    )
+    config = replace(config, parallel=parallel, checkpoint=replace(config.checkpoint, load=None, save=None))
     tokenizer = load_tokenizer(config)
     device = devices.select_device()
     with ExitStack() as stack:
@@ -68,9 +70,19 @@ def generate_text(
 
 @torch.no_grad()
 def _load_model(config: Config, folder: Path, topology: Topology, device: torch.device) -> torch.nn.Module:
-    (chunk,) = build_model(config, read_meta(folder)["vocab_size"], topology, device)
+    (chunk,) = build_model(config, read_description(folder)["padded_vocab_size"], topology, device)
     params = named_parameters_of_model(chunk.module)
-    for name, value in read_weights(folder, topology.tp.rank(), 0):
+    placements = {
+        name: placement_of(
+            name,
+            param,
+            num_layers=config.model.num_layers,
+            tensor_rank=topology.tp.rank(),
+            tensor_size=topology.tp.size(),
+        )
+        for name, param in params.items()
+    }
+    for name, value in read_weights(folder, placements):
         params[name].copy_(value.to(device))
     return chunk.module.eval()
 

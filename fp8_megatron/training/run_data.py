@@ -22,6 +22,7 @@ class RunData:
     topology: Topology
     datasets: Datasets
     vocab_size: int
+    unpadded_vocab_size: int
 
     def train_loader(self, consumed_samples: int) -> Iterator[Batch]:
         """Training micro-batches from where `consumed_samples` left off."""
@@ -63,10 +64,15 @@ def load_tokenizer(config: Config) -> Tokenizer:
     return tokenizer
 
 
+def unpadded_vocab(config: Config, tokenizer: Tokenizer) -> int:
+    """Tokens that the model knows."""
+    return config.model.vocab_size or tokenizer.vocab_size
+
+
 def padded_vocab(config: Config, tokenizer: Tokenizer) -> int:
     """Rows of the embedding."""
     return padded_vocab_size(
-        config.model.vocab_size or tokenizer.vocab_size,
+        unpadded_vocab(config, tokenizer),
         config.model.make_vocab_size_divisible_by,
         config.parallel.tensor_model_parallel_size,
     )
@@ -99,4 +105,4 @@ def open_run_data(config: Config, topology: Topology) -> RunData:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return RunData(config, topology, datasets, padded_vocab(config, tokenizer))
+    return RunData(config, topology, datasets, padded_vocab(config, tokenizer), unpadded_vocab(config, tokenizer))

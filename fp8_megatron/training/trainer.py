@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from .. import device as devices
-from ..checkpoint.checkpoint import Progress, Resumable, load_checkpoint, save_checkpoint
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.loading import LoadOptions, load_checkpoint
+from ..checkpoint.run_state import Progress, Resumable
+from ..checkpoint.saving import CheckpointWriter, Retention
 from ..config import Config
 from ..config_checks import check_config
 from ..config_io import format_config, save_config
@@ -24,6 +27,7 @@ from .memory_report import memory_table
 from .metrics import EvalMetrics, MetricsLogger, StepMetrics
 from .metrics_file import METRICS_FILE
 from .plot import plot_losses
+from .profiling import StepProfiler
 from .run_data import RunData, open_run_data
 from .setup import TrainingState, build_training_state, measured_storage
 from .step_results import Mark, PendingStep, StepResult
@@ -92,7 +96,16 @@ class _Run:
             logger.info("configuration (* differs from the default)\n%s", format_config(config))
         self.data: RunData = open_run_data(config, topology)
         self.state: TrainingState = build_training_state(config, self.data.vocab_size, topology, device)
-        self.resumable = Resumable(self.state.optimizer, self.state.histories, topology, device)
+        self.resumable = Resumable(
+            config,
+            self.state.optimizer,
+            self.state.histories,
+            topology,
+            device,
+            vocab_size=self.data.unpadded_vocab_size,
+            padded_vocab_size=self.data.vocab_size,
+        )
+        self.writer = _checkpoint_writer(config, topology)
         self.progress = self._resume()
         self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
         self.batch_size = config.global_batch_size(topology.world_size)
@@ -101,6 +114,7 @@ class _Run:
         self.peak_flops = peak_flops(name, config.precision.precision)
         self.started = time.monotonic()
         self.stop_requested = False
+        self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank)
         self.metrics = MetricsLogger(
             config.logging,
             output_dir,
@@ -123,7 +137,19 @@ class _Run:
             logger.info("%s", memory)
 
     def train(self) -> None:
-        """The loop."""
+        """Train, validate and save; a save in the background has ended when this returns."""
+        try:
+            self._loop()
+        except TrainingDiverged:
+            with suppress(CheckpointError):
+                self._finish_saving()
+            raise
+        try:
+            self._finish_saving()
+        finally:
+            self._finish()
+
+    def _loop(self) -> None:
         training, checkpoint = self.config.training, self.config.checkpoint
         loader = self.data.train_loader(self.progress.consumed_samples) if self._remaining() else iter(())
         first = self.progress.iteration + 1
@@ -133,12 +159,14 @@ class _Run:
         for iteration in range(first, training.train_iters + 1):
             self.watch.at(iteration, "training")
             learning_rate = self.state.optimizer.learning_rate
+            self.profiler.before(iteration)
             values = train_step(
                 self.state,
                 loader,
                 wants_stop=self._wants_stop(),
                 measures_underflow=iteration % self.config.logging.log_interval == 0,
             )
+            self.profiler.after(iteration)
             queued = PendingStep(iteration, learning_rate, values, mark)
             mark = queued.ended
             if pending is not None:
@@ -163,7 +191,6 @@ class _Run:
             self._save()
         if self.progress.iteration == training.train_iters:
             self._evaluate("test")
-        self._finish()
 
     def close(self) -> None:
         """Close every log."""
@@ -231,7 +258,10 @@ class _Run:
         checkpoint = self.config.checkpoint
         if checkpoint.load is None:
             return Progress()
-        progress = load_checkpoint(Path(checkpoint.load), self.resumable, weights_only=checkpoint.finetune)
+        options = LoadOptions(
+            checkpoint.ckpt_step, finetune=checkpoint.finetune, optimizer=checkpoint.load_optim, rng=checkpoint.load_rng
+        )
+        progress = load_checkpoint(Path(checkpoint.load), self.resumable, options)
         if progress is None:
             if self.is_writer:
                 logger.warning("no checkpoint under %s: starting from scratch", checkpoint.load)
@@ -242,21 +272,17 @@ class _Run:
         return progress
 
     def _save(self) -> None:
-        checkpoint = self.config.checkpoint
-        if checkpoint.save is None:
+        if self.writer is None:
             return
-        started = time.monotonic()
         with self.watch.patiently("saving a checkpoint"):
-            folder = save_checkpoint(
-                Path(checkpoint.save),
-                self.resumable,
-                self.progress,
-                config=self.config,
-                vocab_size=self.data.vocab_size,
-                keep_last=checkpoint.keep_last,
-            )
-        if self.is_writer:
-            logger.info("saved %s in %.1f s", folder, time.monotonic() - started)
+            seconds = self.writer.save(self.resumable, self.progress)
+        if self.is_writer and self.config.checkpoint.async_save:
+            logger.info("saving iteration %d; training stood still for %.2f s", self.progress.iteration, seconds)
+
+    def _finish_saving(self) -> None:
+        if self.writer is not None:
+            with self.watch.patiently("waiting for a checkpoint"):
+                self.writer.finish()
 
     def _finish(self) -> None:
         if not self.is_writer:
@@ -270,6 +296,14 @@ class _Run:
         except ValueError as error:
             logger.warning("no loss curve: %s", error)
         logger.info("%s", summary)
+
+
+def _checkpoint_writer(config: Config, topology: Topology) -> CheckpointWriter | None:
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return None
+    retention = Retention(checkpoint.keep_last, checkpoint.save_retain_interval)
+    return CheckpointWriter(Path(checkpoint.save), topology, retention, in_background=checkpoint.async_save)
 
 
 def _output_dir(config: Config) -> Path:

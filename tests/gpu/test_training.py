@@ -118,7 +118,7 @@ def test_nothing_in_a_step_waits_for_the_device(build_state, recipe: str, num_mi
             values = train_step(state, loader, wants_stop=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.isfinite(values).all()
+    assert torch.isfinite(values[:3]).all()  # the others are NaN where nothing measures them
 
 
 def test_persistent_bytes_per_parameter(build_state) -> None:  # type: ignore[no-untyped-def]

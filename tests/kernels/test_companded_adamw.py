@@ -1,4 +1,4 @@
-"""AdamW with companded moments: against FP32, against evenly spaced integers, its skips and its way on a GPU."""
+"""AdamW with companded moments: against FP32, against evenly spaced integers, and its skips."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3
-from fp8_megatron.kernels import companding, ops, reference
+from fp8_megatron.kernels import ops, reference
 from fp8_megatron.quantization.stats import snr_db
 from tests.kernels.cases import claiming_a_gpu
 from tests.kernels.test_companding import BLOCK, INT8, LARGEST, UINT8, stored, table, through
@@ -213,16 +213,6 @@ def test_each_integer_holds_its_own_moment_only() -> None:
             ops.adamw_step_(*operands, **HYPER)  # type: ignore[arg-type]
 
 
-def test_a_gpu_takes_the_kernel_unless_an_operand_is_companded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_lazy_triton", lambda name, module: lambda *args: "triton")
-    monkeypatch.setitem(ops._CPU, "adamw_step_", lambda *args: "reference")
-    variant = ops._cuda_variant("adamw_step_")
-    floats = [torch.zeros(1, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16, E4M3)]
-    assert variant(*floats, None, 0.9, True) == "triton"
-    assert variant(*floats, torch.zeros(1, dtype=INT8)) == variant(*floats, torch.zeros(1, dtype=UINT8)) == "reference"
-    assert ops._cuda_variant("adamw_split_step_") is ops._CPU["adamw_split_step_"]
-
-
 def test_operators_mutate_what_their_schemas_say() -> None:
     n = 2048
     moments = (*stored(torch.randn(n), INT8), *stored(torch.rand(n), UINT8))
@@ -231,28 +221,3 @@ def test_operators_mutate_what_their_schemas_say() -> None:
     torch.library.opcheck(torch.ops.fp8_megatron.adamw_step_.default, arguments, test_utils="test_schema")
     blockwise = torch.ops.fp8_megatron.quantize_blockwise_.default
     torch.library.opcheck(blockwise, (torch.randn(n), *moments[:2]), test_utils="test_schema")
-
-
-@pytest.mark.gpu
-def test_a_gpu_computes_the_same() -> None:
-    """The reference runs there until a kernel does. The noise is equal bit for bit, so that codes differ only where a
-    differently rounded sum crosses it: a share of about 2⁻²⁰ · code, at most one code."""
-    n = 64 * BLOCK
-    for step in (1.0, 2000.0):
-        noise = [companding.rounding_noise(n, torch.tensor([step], device=device), 1) for device in ("cpu", "cuda")]
-        assert torch.equal(noise[0], noise[1].cpu())
-    grad, master = torch.randn(n), torch.randn(n)
-    moments = (*stored(torch.randn(n), INT8), *stored(torch.rand(n), UINT8))
-    states: list[list[Tensor]] = []
-    for device in ("cpu", "cuda"):
-        state = [tensor.clone().to(device) for tensor in (*moments, master)]
-        for factor in (1.0, math.nan):  # the second step is skipped
-            scalars = (torch.tensor([factor], device=device), torch.tensor([3.0], device=device))
-            ops.adamw_step_(grad.to(device), None, *state, None, None, None, *scalars, **HYPER)  # type: ignore[arg-type]
-        states.append([tensor.cpu() for tensor in state])
-    on_cpu, on_gpu = states
-    for index in (0, 2):
-        difference = (on_cpu[index].int() - on_gpu[index].int()).abs()
-        assert difference.max() <= 1 and difference.float().mean() < 1e-3
-    for index in (1, 3, 4):
-        torch.testing.assert_close(on_gpu[index], on_cpu[index], rtol=1e-5, atol=1e-7)

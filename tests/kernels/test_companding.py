@@ -175,6 +175,20 @@ def test_stochastic_rounding_is_right_on_average(dtype: torch.dtype) -> None:
     assert (error > 6 * gap / 63)[regular].float().mean() > 0.5
 
 
+@pytest.mark.parametrize("exponent", [-120, -60, -1, 0, 1, 60])
+def test_square_roots_are_correctly_rounded(exponent: int) -> None:
+    """Neither neighbour is nearer: the halves of the distances to them, squared in float64, lie around the number.
+
+    A half way point has 25 bits and its square 50: exact in float64.
+    """
+    x = torch.ldexp(1 + 3 * torch.rand(2**16, generator=torch.Generator().manual_seed(0)), torch.tensor(exponent))
+    root = companding.square_root(x)
+    above, below = (root.nextafter(torch.tensor(bound)).double() for bound in (math.inf, 0.0))
+    assert (((root.double() + below) / 2).square() <= x.double()).all()
+    assert (((root.double() + above) / 2).square() >= x.double()).all()
+    assert torch.equal(companding.square_root(torch.tensor([0.0, 4.0, math.inf])), torch.tensor([0.0, 2.0, math.inf]))
+
+
 def lowbias32(x: int) -> int:
     x ^= x >> 16
     x = x * 0x7FEB352D % 2**32

@@ -358,6 +358,35 @@ def test_derive_fp8_weights() -> None:
         assert torch.equal(bits(one.view(-1)), bits(weight))
 
 
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 4])
+def test_accumulate_rows(num_rows: int, add: bool) -> None:
+    """One FP32 rounding for each product and each sum, in the order of the rows; nothing but the accumulator moves."""
+    n, factor = 3 * 128, 1.0 / num_rows
+    payload, scales = torch.empty(num_rows * n, dtype=E4M3), torch.empty(num_rows * n // 128)
+    ops.quantize_blockwise_(torch.randn(num_rows * n), payload, scales)
+    before = [payload.view(torch.uint8).clone(), scales.clone()]
+    accumulator = torch.randn(n)
+    expected = accumulator.clone() if add else torch.full((n,), -0.0)  # -0 + x is x
+    for row in range(num_rows):
+        row_scales = (scales.view(num_rows, -1)[row] * factor).repeat_interleave(128)
+        expected = expected + payload.view(num_rows, n)[row].float() * row_scales
+    ops.accumulate_rows_(payload, scales, accumulator, factor=factor, add=add)
+    assert torch.equal(bits(accumulator), bits(expected))
+    assert torch.equal(payload.view(torch.uint8), before[0]) and torch.equal(scales, before[1])
+
+
+@pytest.mark.parametrize("dtype", [*BLOCK_PAYLOADS, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("numel", [1, 256, 300, 1023])
+def test_a_shorter_input_is_filled_up_with_zeros(numel: int, dtype: torch.dtype) -> None:
+    x = torch.rand(numel)
+    payload, scales = torch.empty(1024, dtype=dtype), torch.empty(4)
+    expected, expected_scales = torch.empty(1024, dtype=dtype), torch.empty(4)
+    ops.quantize_blockwise_(x, payload, scales)
+    ops.quantize_blockwise_(torch.cat([x, torch.zeros(1024 - numel)]), expected, expected_scales)
+    assert torch.equal(bits(payload), bits(expected)) and torch.equal(scales, expected_scales)
+
+
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
 def test_operators_mutate_what_their_schemas_say(dtype: torch.dtype) -> None:
     namespace = torch.ops.fp8_megatron
@@ -368,6 +397,7 @@ def test_operators_mutate_what_their_schemas_say(dtype: torch.dtype) -> None:
         (namespace.amax, (x,)),
         (namespace.quantize_blockwise_, (flat, payload, scales)),
         (namespace.squared_norm, (flat, None)),
+        (namespace.accumulate_rows_, (torch.ones(256).to(E4M3), torch.ones(2), torch.ones(128), 0.5, True)),
         (
             namespace.adamw_step_,
             (

@@ -1,0 +1,145 @@
+"""The manifest of a checkpoint: size and checksum of every file, taken while writing and verified before loading.
+
+The checksum is CRC-32, from the standard library: it finds every single flipped bit and every burst of up to 32, misses
+other damage once in 4·10⁹, and runs at 2.9 GB/s on a core where BLAKE2b runs at 0.7. It guards against broken disks and
+transfers, not against forgery: a manifest is as easy to forge as what it describes. What keeps a forged checkpoint
+harmless is that nothing read from one is ever executed (`torch_dist`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from .files import MANIFEST, CheckpointError, write_text
+
+_ALGORITHM = "crc32"
+_READ_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's name in the folder, its bytes and its checksum, eight hexadecimal digits."""
+
+    name: str
+    size: int
+    checksum: str
+
+
+class RecordedFile:
+    """A new binary file that is summed up as it is written, and synced to disk when closed; a context manager.
+
+    It has what `torch.save` asks of a stream. Torch puts its own error in place of the system's; leaving the block puts
+    the system's back.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._name = name
+        self._file = open(folder / name, "xb")  # noqa: SIM115  # closed by `__exit__`
+        self._checksum = 0
+        self._failure: OSError | None = None
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append; returns the number of bytes."""
+        self._checksum = zlib.crc32(data, self._checksum)
+        self.size += len(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self._failure = error
+            raise
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system."""
+        self._file.flush()
+
+    @property
+    def record(self) -> FileRecord:
+        """What was written so far."""
+        return FileRecord(self._name, self.size, f"{self._checksum:08x}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            try:
+                self._file.close()
+            except OSError:  # closing writes what is buffered
+                if error is None:
+                    raise
+        if self._failure is not None and error is not self._failure:
+            raise self._failure from error
+
+
+def write_file(folder: Path, name: str, content: bytes) -> FileRecord:
+    """Write a small file in one go."""
+    with RecordedFile(folder, name) as file:
+        file.write(content)
+    return file.record
+
+
+def write_manifest(folder: Path, records: Iterable[FileRecord]) -> None:
+    """Write the manifest, the last file of a checkpoint."""
+    files = {record.name: {"size": record.size, _ALGORITHM: record.checksum} for record in records}
+    content = {"files": files, _ALGORITHM: _checksum_of(files)}
+    write_text(folder / MANIFEST, json.dumps(content, indent=1, sort_keys=True))
+
+
+def read_manifest(folder: Path) -> list[FileRecord]:
+    """The files that a checkpoint consists of, by name.
+
+    Raises:
+        CheckpointError: missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+        if content[_ALGORITHM] != _checksum_of(content["files"]):
+            raise ValueError(f"its {_ALGORITHM} is not {content[_ALGORITHM]}")
+        records = [FileRecord(name, entry["size"], entry[_ALGORITHM]) for name, entry in content["files"].items()]
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint file {path} is missing; use another iteration (--ckpt-step)") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from None
+    for record in records:
+        if Path(record.name).name != record.name:
+            raise CheckpointError(f"checkpoint file {path} names {record.name!r}, which is not in its folder")
+    return sorted(records, key=lambda record: record.name)
+
+
+def _checksum_of(files: object) -> str:
+    return f"{zlib.crc32(json.dumps(files, sort_keys=True).encode()):08x}"
+
+
+def problem_with(folder: Path, record: FileRecord) -> str | None:
+    """What is wrong with a file, None where nothing is; reads all of it."""
+    path = folder / record.name
+    try:
+        size = path.stat().st_size
+        if size != record.size:
+            return f"checkpoint file {path} is damaged: it has {size} bytes and had {record.size} when it was written"
+        checksum = 0
+        with path.open("rb") as file:
+            while data := file.read(_READ_BYTES):
+                checksum = zlib.crc32(data, checksum)
+    except FileNotFoundError:
+        return f"checkpoint file {path} is missing"
+    except OSError as error:
+        return f"checkpoint file {path} cannot be read ({error})"
+    if f"{checksum:08x}" != record.checksum:
+        return f"checkpoint file {path} is damaged: its {_ALGORITHM} is {checksum:08x}, the manifest's {record.checksum}"
+    return None

@@ -1,0 +1,219 @@
+"""What a rank puts into a checkpoint: its part of the model and of the moments in FP32, and what is its alone.
+
+The stored forms (FP8, scaled FP16, companded integers, a split master) are not written: decoded to FP32 and encoded
+again they have the same values, because scales are powers of two or amaxes (tests/checkpoint/test_resume.py holds every
+form to it). So one representation serves every layout and every level, and resuming is still bitwise. What cannot be
+taken from values, the scales of split masters above all, is in a file of the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from ..config import Config
+from ..distributed.grad_buffer import ShardedGradBuffer
+from ..distributed.partition import Slot
+from ..distributed.topology import Topology
+from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
+from ..optimizer.split_state import SplitSpaceState
+from ..optimizer.state import SpaceState
+from ..quantization.amax_history import AmaxHistory
+from .placement import Placement, placement_of
+from .torch_dist import Chunk
+
+FORMAT_VERSION = 3
+
+#: What is stored of a parameter by kind of state, and the prefix of its key.
+PREFIXES = {"master": "", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+
+#: Linear layers inside a layer, for each of which megatron-core keeps an (empty) object.
+_LINEAR_LAYERS = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """Everything of a run that a checkpoint holds besides its progress.
+
+    Attributes:
+        vocab_size: the tokenizer's; padded_vocab_size: rows of the embedding.
+    """
+
+    config: Config
+    optimizer: FP8DistributedOptimizer
+    histories: list[AmaxHistory | None]
+    topology: Topology
+    device: torch.device
+    vocab_size: int
+    padded_vocab_size: int
+
+    def slots(self) -> Iterator[tuple[SpaceState, Slot, Placement]]:
+        """Every parameter of this model-parallel rank, with where it lies in the model."""
+        for state, slot in self.optimizer.slots():
+            yield state, slot, self.placement(slot)
+
+    def placement(self, slot: Slot) -> Placement:
+        """Where a parameter lies in the model."""
+        return placement_of(
+            slot.name,
+            slot.param,
+            num_layers=self.config.model.num_layers,
+            tensor_rank=self.topology.tp.rank(),
+            tensor_size=self.topology.tp.size(),
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A rank's part of a checkpoint, frozen on the CPU: training may go on while it is written."""
+
+    slots: list[tuple[SpaceState, Slot, Placement]]
+    rank_tensors: dict[str, Tensor]
+    description: dict[str, Any]
+    config: Config
+
+    @classmethod
+    def of(cls, state: Resumable, progress: Progress) -> Snapshot:
+        """Copy what this rank writes; on a GPU this waits for the step and the copies."""
+        frozen = {id(space): space.on_cpu() for space in state.optimizer.states}
+        slots = [(frozen[id(space)], slot, placement) for space, slot, placement in state.slots()]
+        # Tensors that are on the CPU already would go on changing.
+        rank_tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank_tensors_of(state).items()}
+        if state.device.type == "cuda":
+            torch.cuda.current_stream(state.device).synchronize()
+        return cls(slots, rank_tensors, describe(state, progress), state.config)
+
+    def chunks(self) -> Iterator[Chunk | str]:
+        """What this rank writes of the model's tensors, one fragment in FP32 at a time."""
+        for space, slot, placement in self.slots:
+            if not space.space.counts_in_norm:
+                continue  # another rank's copy of the parameter is written
+            for fragment in space.space.fragments(slot):
+                for kind, prefix in PREFIXES.items():
+                    value = space.part(kind, slot, fragment).load()
+                    for part in placement.rectangles(fragment.slot_start, fragment.length):
+                        start = part.start - fragment.slot_start
+                        yield Chunk(
+                            prefix + placement.key,
+                            placement.global_shape,
+                            part.offset,
+                            value[start : start + part.numel].view(part.sizes),
+                        )
+            if space.space.shard_index == 0 and placement.rank == 0:
+                yield from _extra_state(placement)
+
+
+def _extra_state(placement: Placement) -> Iterator[str]:
+    """The key of the object that megatron-core keeps beside a linear weight."""
+    if placement.layer is not None and placement.key.endswith(_LINEAR_LAYERS):
+        index, count = placement.layer
+        yield f"{placement.key.removesuffix('weight')}_extra_state/shard_{index}_{count}"
+
+
+def describe(state: Resumable, progress: Progress) -> dict[str, Any]:
+    """What ``checkpoint.json`` says."""
+    precision = state.config.precision
+    return {
+        "format_version": FORMAT_VERSION,
+        "iteration": progress.iteration,
+        "consumed_samples": progress.consumed_samples,
+        "skipped_steps": progress.skipped_steps,
+        "topology": topology_of(state.topology),
+        "level": precision.level,
+        "vocab_size": state.vocab_size,
+        "padded_vocab_size": state.padded_vocab_size,
+        "optimizer": [name for name in PREFIXES if name != "master"],
+    }
+
+
+def topology_of(topology: Topology) -> dict[str, int | None]:
+    """Sizes of a layout by Megatron's names."""
+    return {
+        "tensor_model_parallel_size": topology.tp.size(),
+        "pipeline_model_parallel_size": topology.pp.size(),
+        "virtual_pipeline_model_parallel_size": topology.virtual_pipeline_size,
+        "data_parallel_size": topology.dp.size(),
+    }
+
+
+def rank_tensors_of(state: Resumable) -> dict[str, Tensor]:
+    """What belongs to this rank alone, or to all ranks alike, by name; views of the running state.
+
+    ``step_count``, ``loss_scale/…``; ``weight_scale/<parameter>`` of split masters; ``autoscale/<parameter>`` FP32
+    [2, buckets]: μ and what saturated last; ``amax_history.<chunk>/…``; ``rng/…``.
+    """
+    optimizer = state.optimizer
+    tensors = {"step_count": optimizer.step_count}
+    if optimizer.loss_scale is not None:
+        tensors |= _under("loss_scale/", optimizer.loss_scale.state_dict())
+    for space, slot in optimizer.slots():
+        if isinstance(space, SplitSpaceState):
+            tensors[f"weight_scale/{slot.name}"] = space.scale_of(slot)
+    tensors |= _under("autoscale/", {name: torch.stack(parts, 1) for name, parts in autoscales_of(optimizer).items()})
+    for index, history in enumerate(state.histories):
+        tensors |= _under(f"amax_history.{index}/", history.state_dict() if history is not None else {})
+    return tensors | _under("rng/", rng_states(state.device))
+
+
+def autoscales_of(optimizer: FP8DistributedOptimizer) -> dict[str, list[Tensor]]:
+    """By parameter, for each bucket that holds a part of it: FP32 [2], μ and what saturated last (copies)."""
+    found: dict[str, list[Tensor]] = {}
+    for buffer in optimizer.buffers:
+        if isinstance(buffer, ShardedGradBuffer):
+            for name, autoscale, index in buffer.autoscaled_parts():
+                values = autoscale.state_dict()
+                found.setdefault(name, []).append(torch.stack([values["mu"][index], values["seen"][index]]))
+    return found
+
+
+def set_autoscales(optimizer: FP8DistributedOptimizer, name: str, saved: Tensor) -> None:
+    """Put a parameter's auto-scaling state back; `saved` is FP32 [2, buckets]."""
+    part = 0
+    for buffer in optimizer.buffers:
+        if not isinstance(buffer, ShardedGradBuffer):
+            continue
+        for owner, autoscale, index in buffer.autoscaled_parts():
+            if owner == name:
+                values = autoscale.state_dict()
+                values["mu"][index] = saved[0, part]
+                values["seen"][index] = saved[1, part]
+                part += 1
+
+
+def rng_states(device: torch.device) -> dict[str, Tensor]:
+    """States of the generators that training draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states | _under("tracker/", get_cuda_rng_tracker().get_states())
+
+
+def set_rng_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Put back what `rng_states` gave."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    get_cuda_rng_tracker().set_states(below("tracker/", states))
+
+
+def below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}

@@ -1,0 +1,228 @@
+"""Saving: every rank writes its part, the first one describes and publishes the whole; at once or in the background.
+
+Ranks meet in a gloo group of their own, so that a save in the background takes no part in training's collectives. They
+meet three times: when the folder is there, when everyone has written, and to hear how it ended. A rank that cannot
+write says so there, and no rank waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from ..config_io import save_config
+from ..distributed.topology import Topology
+from .files import (
+    CONFIG,
+    META,
+    CheckpointError,
+    iteration_folder,
+    publish,
+    rank_file,
+    remove_old,
+    start_writing,
+    sync,
+    temporary_folder,
+)
+from .manifest import FileRecord, write_file, write_manifest
+from .run_state import Progress, Resumable, Snapshot
+from .torch_dist import Written, write_chunks, write_metadata
+
+logger = logging.getLogger(__name__)
+
+#: Ranks wait so long for the slowest writer.
+_TIMEOUT = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest `keep_last` (None: all), and the multiples of `retain_interval`."""
+
+    keep_last: int | None = None
+    retain_interval: int | None = None
+
+
+class CheckpointWriter:
+    """Saves a run's checkpoints under one folder; every rank makes one and calls the same methods in the same order.
+
+    Args:
+        in_background: `save` returns as soon as the state is copied; one save is written at a time.
+    """
+
+    def __init__(
+        self, root: Path, topology: Topology, retention: Retention | None = None, *, in_background: bool = False
+    ) -> None:
+        self.root = root
+        self._topology = topology
+        self._retention = retention or Retention()
+        self._in_background = in_background
+        self._ranks = _Ranks(topology)
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way in the background of this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, state: Resumable, progress: Progress) -> float:
+        """Save the checkpoint of this iteration; called by all ranks together.
+
+        A save that fails is logged by the first rank and leaves the earlier checkpoints as they are; `finish` raises it
+        unless a later one succeeds.
+
+        Returns:
+            Seconds that training stood still.
+        """
+        started = time.monotonic()
+        self._join()
+        snapshot = Snapshot.of(state, progress)
+        if self._in_background:
+            self._thread = threading.Thread(
+                target=self._write, args=(snapshot, started), name="checkpoint writer", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._write(snapshot, started)
+        return time.monotonic() - started
+
+    def finish(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        self._join()
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, snapshot: Snapshot, started: float) -> None:
+        folder = iteration_folder(self.root, snapshot.description["iteration"])
+        self._error = None
+        try:
+            self._write_together(snapshot, folder)
+        except Exception as error:
+            self._error = CheckpointError(f"{folder} was not saved: {error}; earlier checkpoints are as they were")
+            self._error.__cause__ = error
+            if self._topology.rank == 0:
+                logger.error("%s", self._error)
+            return
+        if self._topology.rank == 0:
+            where = " in the background" if self._in_background else ""
+            logger.info("saved %s%s in %.1f s", folder, where, time.monotonic() - started)
+
+    def _write_together(self, snapshot: Snapshot, folder: Path) -> None:
+        temporary = temporary_folder(folder)
+        self._ranks.first_does(lambda: start_writing(folder))
+        parts = self._ranks.gather(lambda: _write_part(temporary, snapshot, self._topology))
+        self._ranks.first_does(lambda: self._complete(snapshot, temporary, folder, parts))
+
+    def _complete(self, snapshot: Snapshot, temporary: Path, folder: Path, parts: list[_Part | str]) -> None:
+        """On the first rank, when all have written."""
+        try:
+            failures = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
+            if failures:
+                raise OSError("; ".join(failures))
+            _write_description(temporary, snapshot, [part for part in parts if isinstance(part, _Part)])
+            publish(temporary, folder)
+        except BaseException:
+            with suppress(OSError):  # room for what else wants to be written
+                shutil.rmtree(temporary)
+            raise
+        keep_last, interval = self._retention.keep_last, self._retention.retain_interval
+        if keep_last is None and interval is None:
+            return
+        try:
+            remove_old(
+                self.root, snapshot.description["iteration"], keep_last=keep_last or 1, retain_interval=interval
+            )
+        except OSError as error:
+            logger.warning("an old checkpoint under %s was not removed: %s", self.root, error)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank wrote."""
+
+    written: list[Written]
+    records: list[FileRecord]
+
+
+def _write_part(folder: Path, snapshot: Snapshot, topology: Topology) -> _Part:
+    written, records = write_chunks(folder, topology.rank, snapshot.chunks())
+    name = rank_file(topology.tp.rank(), topology.pp.rank(), topology.dp.rank())
+    content = safetensors.torch.save({name: value.contiguous() for name, value in snapshot.rank_tensors.items()})
+    return _Part(written, [*records, write_file(folder, name, content)])
+
+
+def _write_description(folder: Path, snapshot: Snapshot, parts: list[_Part]) -> None:
+    """Everything that stands in a checkpoint once, the manifest last."""
+    records = [record for part in parts for record in part.records]
+    written = [item for part in parts for item in part.written]
+    iteration = snapshot.description["iteration"]
+    common = {"checkpoint_version": 3.0, "iteration": iteration, "content_metadata": snapshot.description}
+    records += write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
+    records.append(write_file(folder, META, json.dumps(snapshot.description, indent=2).encode()))
+    save_config(snapshot.config, folder / f".{CONFIG}")
+    records.append(write_file(folder, CONFIG, (folder / f".{CONFIG}").read_bytes()))
+    (folder / f".{CONFIG}").unlink()
+    write_manifest(folder, records)
+    sync(folder)
+
+
+class _Ranks:
+    """The meetings of a save, over a gloo group of all ranks."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._rank, self._size = topology.rank, topology.world_size
+        self._group = None
+        if self._size > 1:
+            self._group = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT, group_desc="checkpoint")
+
+    def first_does(self, action: Callable[[], Any]) -> None:
+        """Let the first rank do something; where it fails, every rank raises."""
+        outcome: list[str | None] = [None]
+        error: Exception | None = None
+        if self._rank == 0:
+            try:
+                action()
+            except Exception as caught:
+                error, outcome = caught, [_text(caught)]
+        if self._group is not None:
+            torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is not None:
+            raise error or OSError(outcome[0])
+
+    def gather(self, action: Callable[[], Any]) -> list[Any]:
+        """Every rank does something: on the first rank all results in rank order, an error as its text; else nothing."""
+        result: Any
+        try:
+            result = action()
+        except Exception as caught:
+            result = _text(caught)
+        if self._group is None:
+            return [result]
+        results: list[Any] | None = [None] * self._size if self._rank == 0 else None
+        torch.distributed.gather_object(result, results, dst=0, group=self._group)
+        return results or []
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

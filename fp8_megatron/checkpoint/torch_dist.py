@@ -1,0 +1,293 @@
+"""megatron-core's ``torch_dist`` format: written so that its readers open it, read so that nothing in it is executed.
+
+A folder holds ``*.distcp`` files of tensors one after the other, each as `torch.save` writes it, and ``.metadata``: a
+pickle of torch.distributed.checkpoint's `Metadata` that says which rectangle of which tensor is where. megatron-core
+adds ``metadata.json``, the format's name, and ``common.pt``.
+
+Written here and not by `megatron.core.dist_checkpointing.save`, which starts processes for each save (they outlive a
+killed trainer and may write into the next one's folder; without psutil they hang) and calls CUDA on a CPU. Read here
+because torch reads ``.metadata`` with plain `pickle`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .files import CheckpointError
+from .manifest import FileRecord, RecordedFile, write_file
+from .placement import Shape
+
+METADATA = ".metadata"
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a tensor to write: `value` FP32 on the CPU, of `sizes`."""
+
+    key: str
+    global_shape: Shape
+    offset: Shape
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where something was written; `global_shape` is None for an object, which has no rectangle."""
+
+    key: str
+    global_shape: Shape | None
+    offset: Shape
+    sizes: Shape
+    file: str
+    start: int
+    length: int
+
+
+def write_chunks(folder: Path, rank: int, chunks: Iterable[Chunk | str]) -> tuple[list[Written], list[FileRecord]]:
+    """Write a rank's file; without chunks there is none.
+
+    Args:
+        chunks: rectangles; a string is the key of an empty object (megatron-core keeps one per linear layer).
+    """
+    name = f"__{rank}_0.distcp"
+    written = []
+    with RecordedFile(folder, name) as file:
+        for chunk in chunks:
+            start = file.size
+            if isinstance(chunk, str):
+                torch.save([None], file)
+                written.append(Written(chunk, None, (), (), name, start, file.size - start))
+            else:
+                value = chunk.value
+                if value.untyped_storage().nbytes() != value.nbytes:
+                    value = value.clone()  # torch saves the whole storage of a view
+                torch.save(value, file)
+                sizes = tuple(value.shape)
+                length = file.size - start
+                written.append(Written(chunk.key, chunk.global_shape, chunk.offset, sizes, name, start, length))
+    return written, [file.record]
+
+
+def write_metadata(
+    folder: Path, written: Iterable[Written], *, common: dict[str, Any], checkpoint_id: str
+) -> list[FileRecord]:
+    """Write what describes all ranks' files, from one rank.
+
+    Args:
+        common: plain numbers and strings for ``common.pt``, which megatron-core's readers want.
+    """
+    tensors: dict[str, Any] = {}
+    storage = {}
+    for item in written:
+        offset = None if item.global_shape is None else torch.Size(item.offset)
+        storage[MetadataIndex(item.key, offset)] = _StorageInfo(item.file, item.start, item.length)
+        if item.global_shape is None:
+            tensors[item.key] = BytesStorageMetadata()
+            continue
+        if item.key not in tensors:
+            properties = TensorProperties(dtype=torch.float32)
+            tensors[item.key] = TensorStorageMetadata(properties, torch.Size(item.global_shape), [])
+        tensors[item.key].chunks.append(ChunkStorageMetadata(torch.Size(item.offset), torch.Size(item.sizes)))
+    metadata = Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(checkpoint_id))
+    metadata.version = CURRENT_DCP_VERSION
+    stream = io.BytesIO()
+    torch.save(common, stream)
+    return [
+        write_file(folder, METADATA, pickle.dumps(metadata)),
+        write_file(folder, "metadata.json", json.dumps(_FORMAT).encode()),
+        write_file(folder, "common.pt", stream.getvalue()),
+    ]
+
+
+#: All that a pickle of `Metadata` names; of these only constructors of data are callable.
+_DTYPES = "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 uint8 int8 int16 int32 int64 bool".split()
+_ADMITTED = {
+    ("torch", "Size"),
+    *(("torch", name) for name in _DTYPES),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    # What megatron-core's own writer adds.
+    ("pathlib", "PosixPath"),
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
+}
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Unpickles `Metadata` and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ADMITTED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
+        return super().find_class(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to objects outside of it")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """A checkpoint's ``.metadata``; classes outside a short list are refused before anything is made of them.
+
+    Raises:
+        CheckpointError: missing, damaged, or not a description of tensors.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _DataUnpickler(file).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint file {path} is missing") from None
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"checkpoint file {path} is not loaded: {error}") from None
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"checkpoint file {path} is not loaded: it holds a {type(metadata).__name__}")
+    return metadata
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A rectangle to read: `target`, flat, takes its elements in order."""
+
+    offset: Shape
+    sizes: Shape
+    target: Tensor
+
+
+class TorchDistReader:
+    """Reads rectangles of the tensors of a checkpoint, however it was cut; a rank for itself.
+
+    Args:
+        files: names that may be read (the manifest's); None admits what is in the folder.
+
+    Attributes:
+        shapes: of every tensor.
+
+    Raises:
+        CheckpointError: as `read_metadata`.
+    """
+
+    def __init__(self, folder: Path, files: Iterable[str] | None = None) -> None:
+        self._folder = folder
+        self._files = {path.name for path in folder.iterdir()} if files is None else set(files)
+        self.shapes: dict[str, Shape] = {}
+        self._chunks: dict[str, dict[int, list[Written]]] = defaultdict(lambda: defaultdict(list))
+        metadata = read_metadata(folder)
+        try:
+            for key, entry in metadata.state_dict_metadata.items():
+                if isinstance(entry, TensorStorageMetadata):
+                    self._add(key, entry, metadata.storage_data)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"checkpoint file {folder / METADATA} is damaged ({error!r})") from None
+
+    def _add(self, key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, Any]) -> None:
+        shape = tuple(entry.size)
+        self.shapes[key] = shape
+        for chunk in entry.chunks:
+            place = storage[MetadataIndex(key, chunk.offsets)]
+            if place.relative_path not in self._files:
+                raise CheckpointError(
+                    f"{self._folder / METADATA} places {key} in {place.relative_path!r}, which is no file of it"
+                )
+            item = Written(
+                key, shape, tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length
+            )
+            # By the first axis, so that a layer's chunks are found among hundreds of layers'.
+            first = item.offset[0] if len(shape) > 1 and item.sizes[0] == 1 else -1
+            self._chunks[key][first].append(item)
+
+    def read(self, key: str, wanted: list[Wanted]) -> None:
+        """Fill every target; every saved chunk that has a part of any is read once.
+
+        Raises:
+            CheckpointError: a part was not saved, or a file is damaged.
+        """
+        groups = self._chunks[key]
+        firsts = {-1} | {first for want in wanted for first in range(want.offset[0], want.offset[0] + want.sizes[0])}
+        missing = sum(math.prod(want.sizes) for want in wanted)
+        for first in sorted(firsts & groups.keys()):
+            for item in groups[first]:
+                overlaps = [(want, box) for want in wanted if (box := _overlap(item, want)) is not None]
+                if not overlaps:
+                    continue
+                value = self._load(item)
+                for want, (offset, sizes) in overlaps:
+                    source = value[_slices(offset, item.offset, sizes)]
+                    want.target.view(want.sizes)[_slices(offset, want.offset, sizes)].copy_(source)
+                    missing -= math.prod(sizes)
+        if missing:
+            raise CheckpointError(f"{self._folder}: {missing} elements of {key} were not saved; use another iteration")
+
+    def read_whole(self, key: str) -> Tensor:
+        """A whole tensor, FP32 on the CPU."""
+        shape = self.shapes[key]
+        value = torch.empty(shape)
+        self.read(key, [Wanted((0,) * len(shape), shape, value.view(-1))])
+        return value
+
+    def _load(self, item: Written) -> Tensor:
+        path = self._folder / item.file
+        try:
+            with path.open("rb") as file:
+                file.seek(item.start)
+                value = torch.load(io.BytesIO(file.read(item.length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises almost anything for a damaged archive
+            raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from error
+        if not isinstance(value, Tensor) or tuple(value.shape) != item.sizes:
+            raise CheckpointError(f"checkpoint file {path} is damaged: {item.key} is not of shape {item.sizes} in it")
+        return value
+
+
+def _overlap(item: Written, want: Wanted) -> tuple[Shape, Shape] | None:
+    """(offset, sizes) of what a saved chunk and a wanted rectangle share."""
+    offset = tuple(max(a, b) for a, b in zip(item.offset, want.offset, strict=True))
+    stop = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(item.offset, item.sizes, want.offset, want.sizes, strict=True)
+    )
+    sizes = tuple(end - start for start, end in zip(offset, stop, strict=True))
+    return (offset, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _slices(offset: Shape, origin: Shape, sizes: Shape) -> tuple[slice, ...]:
+    return tuple(slice(at - start, at - start + n) for at, start, n in zip(offset, origin, sizes, strict=True))

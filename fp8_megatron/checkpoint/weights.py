@@ -1,0 +1,158 @@
+"""A model's weights by megatron-core's standard checkpoint keys, read one layer at a time.
+
+megatron-core stacks the decoder's layers: ``decoder.layers.mlp.linear_fc2.weight`` is one tensor
+[layers, hidden, ffn]. Norms in front of a linear layer carry that layer's name, whichever module holds them, so that
+one checkpoint serves specs with fused and with separate norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..models.layer_spec import CHECKPOINT_KEYS
+from .files import CheckpointError
+from .placement import VOCABULARY_KEYS
+
+LAYERS = "decoder.layers."
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
+POSITION_EMBEDDING = "embedding.position_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm."
+ATTENTION_NORM = LAYERS + "self_attention.linear_qkv.layer_norm_"
+QKV = LAYERS + "self_attention.linear_qkv."
+PROJECTION = LAYERS + "self_attention.linear_proj."
+MLP_NORM = LAYERS + "mlp.linear_fc1.layer_norm_"
+FC1 = LAYERS + "mlp.linear_fc1."
+FC2 = LAYERS + "mlp.linear_fc2."
+
+#: Linear layers of a decoder layer: what FP8 covers.
+LINEAR_WEIGHTS = tuple(prefix + "weight" for prefix in (QKV, PROJECTION, FC1, FC2))
+
+# Standard prefix → what a spec with separate norms (megatron-core's "local" one, this project's) calls its module.
+_MODULE_NAMES = {LAYERS + standard: LAYERS + module for module, standard in CHECKPOINT_KEYS.items()}
+
+
+class WeightReader(Protocol):
+    """A checkpoint whose weights can be read one at a time."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes by standard key, layers stacked."""
+        ...
+
+    def read(self, key: str, layer: int | None) -> Tensor:
+        """One weight in FP32: of `layer` for a key of the decoder's layers, else whole (`layer` None)."""
+        ...
+
+
+def standard_key(key: str) -> str:
+    """The standard key of one that names a separate norm by its module."""
+    for standard, module in _MODULE_NAMES.items():
+        if key.startswith(module):
+            return standard + key.removeprefix(module)
+    return key
+
+
+def module_name(key: str, layer: int | None) -> str:
+    """The parameter's name in a model of this project: separate norms, numbered layers."""
+    for standard, module in _MODULE_NAMES.items():
+        if key.startswith(standard):
+            key = module + key.removeprefix(standard)
+            break
+    return key if layer is None else key.replace(LAYERS, f"{LAYERS}{layer}.", 1)
+
+
+def weight_shapes(model: ModelConfig, padded_vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of every weight that the model has, in the order of the forward pass."""
+    layers, hidden, ffn = model.num_layers, model.hidden_size, model.padded_ffn_hidden_size
+    query_width = model.num_attention_heads * model.head_dim
+    linears = {
+        QKV: (query_width + 2 * model.query_groups * model.head_dim, hidden),
+        PROJECTION: (hidden, query_width),
+        FC1: ((2 if model.swiglu else 1) * ffn, hidden),
+        FC2: (hidden, ffn),
+    }
+    norm_parts = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
+    shapes: dict[str, tuple[int, ...]] = {WORD_EMBEDDING: (padded_vocab_size, hidden)}
+    if model.position_embedding_type == "learned_absolute":
+        shapes[POSITION_EMBEDDING] = (model.max_position_embeddings or model.seq_length, hidden)
+    for linear, norm in ((QKV, ATTENTION_NORM), (PROJECTION, None), (FC1, MLP_NORM), (FC2, None)):
+        if norm is not None:
+            shapes |= {norm + part: (layers, hidden) for part in norm_parts}
+        shapes[linear + "weight"] = (layers, *linears[linear])
+        if not model.disable_bias_linear or (linear == QKV and model.add_qkv_bias):
+            shapes[linear + "bias"] = (layers, linears[linear][0])
+    shapes |= {FINAL_NORM + part: (hidden,) for part in norm_parts}
+    if model.untie_embeddings_and_output_weights:
+        shapes[OUTPUT_LAYER] = (padded_vocab_size, hidden)
+    return shapes
+
+
+def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int | None]]:
+    """(key, layer) of every weight in the order of the forward pass: a layer's weights follow each other."""
+    keys = list(shapes)
+    stacked = [key for key in keys if key.startswith(LAYERS)]
+    if not stacked:
+        yield from ((key, None) for key in keys)
+        return
+    first = keys.index(stacked[0])
+    yield from ((key, None) for key in keys[:first])
+    yield from ((key, layer) for layer in range(shapes[stacked[0]][0]) for key in stacked)
+    yield from ((key, None) for key in keys[first:] if not key.startswith(LAYERS))
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Raise `CheckpointError` naming the first weight that is missing, unknown, or of another shape than the model's.
+
+    The vocabulary may be padded differently.
+    """
+    for key, shape in expected.items():
+        if key not in found:
+            raise CheckpointError(f"{source} has no {key!r}, which this model has; check the configuration")
+        same = found[key][1:] == shape[1:] if key in VOCABULARY_KEYS else found[key] == shape
+        if not same:
+            raise CheckpointError(
+                f"{source}: {key} has shape {found[key]}, this model's is {shape}; check the configuration"
+            )
+    extra = next((key for key in found if key not in expected), None)
+    if extra is not None:
+        raise CheckpointError(f"{source} holds {extra!r}, which this model has not; check the configuration")
+
+
+def with_vocab_rows(weight: Tensor, vocab_size: int, num_rows: int) -> Tensor:
+    """An embedding [≥ vocab_size, hidden] with `num_rows` ≥ vocab_size rows: its vocabulary and new padding.
+
+    Padding rows are the mean of the vocabulary's. Their logit is then the mean of the others at every position, so by
+    Jensen's inequality padding takes at most its share of the rows of the softmax; rows of zeros can take nearly all
+    of it (the logits of many published models are far below zero).
+    """
+    weight = weight[:vocab_size]
+    if num_rows == vocab_size:
+        return weight
+    padding = weight.float().mean(0, keepdim=True).to(weight.dtype).expand(num_rows - vocab_size, -1)
+    return torch.cat([weight, padding])
+
+
+class Repadded:
+    """A reader whose vocabulary is padded to another number of rows.
+
+    Args:
+        vocab_size: rows of the vocabulary itself.
+        num_rows: rows after padding.
+    """
+
+    def __init__(self, reader: WeightReader, vocab_size: int, num_rows: int) -> None:
+        self._reader, self._vocab_size, self._num_rows = reader, vocab_size, num_rows
+        self.shapes = {
+            key: (num_rows, *shape[1:]) if key in VOCABULARY_KEYS else shape for key, shape in reader.shapes.items()
+        }
+
+    def read(self, key: str, layer: int | None) -> Tensor:
+        """As `WeightReader.read`."""
+        weight = self._reader.read(key, layer)
+        return with_vocab_rows(weight, self._vocab_size, self._num_rows) if key in VOCABULARY_KEYS else weight

@@ -1,0 +1,287 @@
+"""GELU and SwiGLU fused with their casts to FP8, and their backward, in Triton: the operators of `activation`.
+
+Bytes an element of the activation, in 16 bits, GELU / SwiGLU: forward 3 / 5; backward 4 + 3 / 6 + 5. Under current
+scaling the inputs are read once more for the amax. σ is computed with the GPU's fast exponential (2 ulp): payloads
+differ from the specification's where a value falls beside a rounding boundary.
+"""
+
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import MAX_FINITE
+from .activation import INPUTS
+from .quantize_triton import (
+    MAX_PARTIALS,
+    encode,
+    larger_magnitude,
+    magnitude_bits,
+    partials_to_amax,
+    raise_amax,
+    reciprocal,
+    store_transposed,
+    take_scale,
+)
+
+# Measured on an H200: larger tiles of the backward leave fewer programs in flight.
+_NUM_WARPS = 4
+_ROWS = 4
+_COLUMNS = 1024
+_TILE_M = 64
+_TILE_K = 64
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LINEAR = tl.constexpr(1.5957691216057308)
+_CUBIC = tl.constexpr(1.5957691216057308 * 0.044715)
+
+
+@triton.jit
+def _load_inputs(z, rows, columns, mask, F, GATED: tl.constexpr):
+    """(z, z) of GELU, or (gate, up), in FP32."""
+    if GATED:
+        offsets = rows.to(tl.int64) * (2 * F) + columns
+        first = tl.load(z + offsets, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(z + offsets + F, mask=mask, other=0.0).to(tl.float32)
+    else:
+        first = tl.load(z + rows.to(tl.int64) * F + columns, mask=mask, other=0.0).to(tl.float32)
+        second = first
+    return first, second
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + e⁻ˣ) in two special-function instructions: the backward kernel has few to spare."""
+    denominator = 1.0 + tl.exp2(-_LOG2_E * x)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _value(first, second, GATED: tl.constexpr):
+    if GATED:
+        return first * _sigmoid(first) * second
+    else:
+        return first * _sigmoid(first * (_LINEAR + _CUBIC * (first * first)))
+
+
+@triton.jit
+def _value_and_derivatives(first, second, GATED: tl.constexpr):
+    """(activation, ∂/∂first, ∂/∂second); the last means nothing for GELU."""
+    if GATED:
+        sigmoid = _sigmoid(first)
+        silu = first * sigmoid
+        return silu * second, second * (sigmoid + (silu - silu * sigmoid)), silu
+    else:
+        squared = first * first
+        gate = _sigmoid(first * (_LINEAR + _CUBIC * squared))
+        value = first * gate
+        return value, gate + (value - value * gate) * (_LINEAR + 3.0 * _CUBIC * squared), gate
+
+
+@triton.jit
+def _tile(index, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    tiles = tl.cdiv(F, COLUMNS)
+    return index // tiles * ROWS + tl.arange(0, ROWS)[:, None], index % tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def _activation_amax(
+    z, grad, partials, T, F, num_tiles,
+    GATED: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Partial amaxes of the activation, or (`BACKWARD`) of the gradient of z."""
+    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        rows, columns = _tile(index, F, ROWS, COLUMNS)
+        mask = (rows < T) & (columns < F)
+        first, second = _load_inputs(z, rows, columns, mask, F, GATED)
+        if BACKWARD:
+            g = tl.load(grad + rows.to(tl.int64) * F + columns, mask=mask, other=0.0).to(tl.float32)
+            _, d_first, d_second = _value_and_derivatives(first, second, GATED)
+            largest = larger_magnitude(largest, g * d_first)
+            if GATED:
+                largest = larger_magnitude(largest, g * d_second)
+        else:
+            largest = larger_magnitude(largest, _value(first, second, GATED))
+    tl.store(partials + tl.program_id(0), tl.max(magnitude_bits(largest)))
+
+
+@triton.jit
+def _activation_quantize(
+    z, payload, scale, partials, amax_out, T, F, num_partials,
+    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD_AMAX: tl.constexpr,
+    GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    rows, columns = _tile(tl.num_programs(0) - 1 - tl.program_id(0), F, ROWS, COLUMNS)
+    mask = (rows < T) & (columns < F)
+    first, second = _load_inputs(z, rows, columns, mask, F, GATED)
+    value = _value(first, second, GATED)
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    quantized = encode(value, inverse, FP_MAX, payload.dtype.element_ty)
+    tl.store(payload + rows.to(tl.int64) * F + columns, quantized, mask=mask)
+    if RECORD_AMAX:
+        raise_amax(amax_out, tl.max(magnitude_bits(value)))
+
+
+@triton.jit
+def _grad_rows(
+    grad, z, payload, rows, columns, mask, F, inverse, activation_inverse,
+    FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, GATED: tl.constexpr,
+    dtype: tl.constexpr, activation_dtype: tl.constexpr,
+):  # fmt: skip
+    """One in four rows of a tile: (activation, gradient by first, by second) in FP8, and both gradients in FP32.
+
+    Writes the gradients' payload.
+    """
+    first, second = _load_inputs(z, rows, columns, mask, F, GATED)
+    g = tl.load(grad + rows.to(tl.int64) * F + columns, mask=mask, other=0.0).to(tl.float32)
+    value, d_first, d_second = _value_and_derivatives(first, second, GATED)
+    g_first, g_second = g * d_first, g * d_second
+    activation = encode(value, activation_inverse, ACTIVATION_MAX, activation_dtype)
+    q_first = encode(g_first, inverse, FP_MAX, dtype)
+    q_second = q_first
+    if GATED:
+        q_second = encode(g_second, inverse, FP_MAX, dtype)
+        offsets = rows.to(tl.int64) * (2 * F) + columns
+        tl.store(payload + offsets, q_first, mask=mask)
+        tl.store(payload + offsets + F, q_second, mask=mask)
+    else:
+        tl.store(payload + rows.to(tl.int64) * F + columns, q_first, mask=mask)
+    return activation, q_first, q_second, g_first, g_second
+
+
+@triton.jit
+def _activation_backward_tiles(
+    grad, z, payload, payload_t, activation_t, scale, activation_scale, partials, amax_out, column_sums,
+    T, F, num_partials,
+    FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    RECORD_AMAX: tl.constexpr, SUM_COLUMNS: tl.constexpr, GATED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tiles_k = tl.cdiv(F, TILE_K)
+    m0 = tile // tiles_k * TILE_M
+    k0 = tile % tiles_k * TILE_K
+    rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
+    columns = k0 + tl.arange(0, TILE_K)[None, :]
+    mask = (rows < T) & (columns < F)
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    a_inverse = reciprocal(tl.load(activation_scale))
+    dtype: tl.constexpr = payload.dtype.element_ty
+    a_dtype: tl.constexpr = activation_t.dtype.element_ty
+    a0, p0, s0, g0, h0 = _grad_rows(
+        grad, z, payload, rows, columns, mask, F, inverse, a_inverse, FP_MAX, ACTIVATION_MAX, GATED, dtype, a_dtype
+    )
+    a1, p1, s1, g1, h1 = _grad_rows(
+        grad, z, payload, rows + 1, columns, mask, F, inverse, a_inverse, FP_MAX, ACTIVATION_MAX, GATED, dtype, a_dtype
+    )
+    a2, p2, s2, g2, h2 = _grad_rows(
+        grad, z, payload, rows + 2, columns, mask, F, inverse, a_inverse, FP_MAX, ACTIVATION_MAX, GATED, dtype, a_dtype
+    )
+    a3, p3, s3, g3, h3 = _grad_rows(
+        grad, z, payload, rows + 3, columns, mask, F, inverse, a_inverse, FP_MAX, ACTIVATION_MAX, GATED, dtype, a_dtype
+    )
+    store_transposed(a0, a1, a2, a3, activation_t, m0, k0, T, F, TILE_M, TILE_K)
+    store_transposed(p0, p1, p2, p3, payload_t, m0, k0, T, F, TILE_M, TILE_K)
+    if GATED:
+        store_transposed(s0, s1, s2, s3, payload_t + F.to(tl.int64) * T, m0, k0, T, F, TILE_M, TILE_K)
+    if RECORD_AMAX:
+        largest = larger_magnitude(larger_magnitude(larger_magnitude(tl.abs(g0), g1), g2), g3)
+        if GATED:
+            largest = larger_magnitude(larger_magnitude(larger_magnitude(larger_magnitude(largest, h0), h1), h2), h3)
+        raise_amax(amax_out, tl.max(magnitude_bits(largest)))
+    if SUM_COLUMNS:
+        k = k0 + tl.arange(0, TILE_K)
+        width = 2 * F if GATED else F
+        base = column_sums + (tile // tiles_k).to(tl.int64) * width + k
+        tl.store(base, tl.sum((g0 + g1) + (g2 + g3), axis=0), mask=k < F)
+        if GATED:
+            tl.store(base + F, tl.sum((h0 + h1) + (h2 + h3), axis=0), mask=k < F)
+
+
+def _partial_amaxes(z: Tensor, grad: Tensor | None, kind: str) -> tuple[Tensor, int]:
+    T, F = z.shape[0], z.shape[1] // INPUTS[kind]
+    num_tiles = triton.cdiv(T, _ROWS) * triton.cdiv(F, _COLUMNS)
+    num_partials = min(num_tiles, MAX_PARTIALS)
+    partials = torch.empty(num_partials, dtype=torch.int32, device=z.device)
+    _activation_amax[(num_partials,)](
+        z, z if grad is None else grad, partials, T, F, num_tiles, INPUTS[kind] == 2, grad is not None, _ROWS, _COLUMNS,
+        num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    return partials, num_partials
+
+
+def activation_amax(z: Tensor, kind: str) -> Tensor:
+    """`activation.activation_amax`: FP32 [1]."""
+    return partials_to_amax(*_partial_amaxes(z.contiguous(), None, kind))
+
+
+def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
+    """`activation.activation_backward_amax`: FP32 [1]."""
+    return partials_to_amax(*_partial_amaxes(z.contiguous(), grad.contiguous(), kind))
+
+
+def activation_quantize(
+    z: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`activation.activation_quantize`: one launch with a given scale, two under current scaling."""
+    z = z.contiguous()
+    T, F = z.shape[0], z.shape[1] // INPUTS[kind]
+    payload = torch.empty((T, F), dtype=dtype, device=z.device)
+    current = scale is None
+    taken = torch.empty(1 if current else 0, dtype=torch.float32, device=z.device)
+    partials, num_partials = _partial_amaxes(z, None, kind) if current else (z, 0)
+    used = taken if scale is None else scale
+    _activation_quantize[(triton.cdiv(T, _ROWS) * triton.cdiv(F, _COLUMNS),)](
+        z, payload, used, partials, used if amax_out is None else amax_out, T, F, num_partials,
+        MAX_FINITE[dtype], current, power_of_two, amax_out is not None, INPUTS[kind] == 2, _ROWS, _COLUMNS,
+        MAX_PARTIALS, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    return payload, taken
+
+
+def activation_backward_quantize(
+    grad: Tensor,
+    z: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+    activation_dtype: torch.dtype,
+    activation_scale: Tensor,
+    column_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`activation.activation_backward_quantize`: one launch (two under current scaling), and one that adds the tiles'
+    column sums up.
+
+    Raises:
+        ValueError: a number of rows that is not a multiple of 4.
+    """
+    grad, z = grad.contiguous(), z.contiguous()
+    (T, Z), F = z.shape, grad.shape[1]
+    if T % 4:
+        raise ValueError(f"a transposed FP8 payload needs M={T} to be a multiple of 4 (the FP8 GEMM: of 16)")
+    payload = torch.empty((T, Z), dtype=dtype, device=z.device)
+    payload_t = torch.empty((Z, T), dtype=dtype, device=z.device)
+    activation_t = torch.empty((F, T), dtype=activation_dtype, device=z.device)
+    current = scale is None
+    taken = torch.empty(1 if current else 0, dtype=torch.float32, device=z.device)
+    partials, num_partials = _partial_amaxes(z, grad, kind) if current else (z, 0)
+    used = taken if scale is None else scale
+    tiles_m = triton.cdiv(T, _TILE_M)
+    sums = torch.empty((tiles_m, Z) if column_sums else (1, 0), dtype=torch.float32, device=z.device)
+    _activation_backward_tiles[(tiles_m * triton.cdiv(F, _TILE_K),)](
+        grad, z, payload, payload_t, activation_t, used, activation_scale, partials,
+        used if amax_out is None else amax_out, sums, T, F, num_partials,
+        MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, amax_out is not None, column_sums,
+        INPUTS[kind] == 2, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    return payload, payload_t, activation_t, sums.sum(dim=0), taken

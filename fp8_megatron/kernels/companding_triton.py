@@ -1,0 +1,150 @@
+"""Companded integers in Triton: `companding.encode`, `decode` and `rounding_noise`, bit for bit.
+
+For kernels compiled with ``enable_fp_fusion=False``: each product and sum is rounded as it stands, and what is to be
+fused says `fma`. This is bound by instructions, not memory, so IEEE's divisions and roots, with their tests for what is
+out of range, are replaced by sequences that are as exact where the result matters; conversions by additions.
+"""
+
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+_INF_BITS = tl.constexpr(0x7F800000)
+# Added to a float in [0, 2²²) it leaves the nearest integer in the low bits.
+_INTEGER = tl.constexpr(8388608.0)
+_INTEGER_BITS = tl.constexpr(0x4B000000)
+
+
+@triton.jit
+def floor(x):
+    """⌊x⌋ of FP32 x in [0, 2²²); no conversion."""
+    nearest = (x + _INTEGER) - _INTEGER
+    return tl.where(nearest > x, nearest - 1.0, nearest)
+
+
+@triton.jit
+def integer(x):
+    """int32 of an FP32 integer in [0, 2²²)."""
+    return (x + _INTEGER).to(tl.int32, bitcast=True) - _INTEGER_BITS
+
+
+@triton.jit
+def _mix(x):
+    """`companding._mix` of uint32."""
+    return _mix_on(x ^ (x >> 16))
+
+
+@triton.jit
+def _mix_on(x):
+    """`_mix` after its first step."""
+    x = x * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def rounding_noise(start, offsets, num_step, STREAM: tl.constexpr):
+    """2²⁴ times `companding.rounding_noise`, of a tile of flat storage at an FP32 step count.
+
+    Args:
+        start: the tile's first element, a multiple of the tile's size; counted modulo 2³².
+        offsets: int32 positions in the tile, whose size is a power of two up to 2¹⁶: then they lie below the bits that
+            the first step of the hash moves, and that step is done once.
+    """
+    key = _mix((num_step.to(tl.int32) * 4 + STREAM).to(tl.uint32, bitcast=True))
+    first = start.to(tl.uint32) ^ key
+    bits = _mix_on(offsets.to(tl.uint32, bitcast=True) ^ (first ^ (first >> 16))) & 0xFFFFFF
+    return bits.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def companded_scale(bits):
+    """The scale of blocks whose amax has these bits (`block_amax_bits`): the amax, 1 for zeros, NaN beyond numbers."""
+    scale = tl.maximum(bits.to(tl.float32, bitcast=True), _SMALLEST_NORMAL)
+    scale = tl.where(bits == 0, 1.0, scale)
+    return tl.where(bits < _INF_BITS, scale, float("nan"))
+
+
+@triton.jit
+def _expand(code, dtype: tl.constexpr):
+    # Quotients in two instructions: the reciprocal in two parts gives all of these codes correctly rounded.
+    if dtype == tl.int8:
+        share = tl.fma(code, 0.007874015718698502, code * 2.9332994366804144e-11)
+        return share * tl.abs(share)
+    else:
+        share = tl.fma(code, 0.003921568859368563, code * -2.319175823606301e-10)
+        return (share * share) * (share * share)
+
+
+@triton.jit
+def decode_companded(payload, scale):
+    """`companding.decode`: FP32."""
+    return _expand(payload.to(tl.float32), payload.dtype) * scale
+
+
+@triton.jit
+def _quotient(x, divisor, inverse):
+    """x / divisor, correctly rounded, where divisor is in [1, 4) and x neither subnormal nor near it.
+
+    Two corrections by the exact remainder (Markstein; what a division does once its operands are found in range).
+    """
+    quotient = x * inverse
+    quotient = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+    return tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+
+
+@triton.jit
+def _square_root(x):
+    """√x, correctly rounded, of x in [2⁻¹⁰⁰, 2¹⁰⁰]: a root with its range test left out."""
+    inverse = tl.rsqrt(x)
+    root = x * inverse
+    return tl.fma(tl.fma(-root, root, x), inverse * 0.5, root)
+
+
+@triton.jit
+def _quotient_is_above(x, divisor, noise):
+    """Whether fl(x / divisor) > noise · 2⁻²⁴, for integers `noise` in [0, 2²⁴); false where divisor is a NaN.
+
+    The quotient of two floats is never half way between two floats. So it is rounded to above 2⁻²⁴ · noise just where
+    the exact one is more than half a unit of it above, and near there the remainder is exact.
+    """
+    divisor = divisor * 5.9604644775390625e-08  # 2⁻²⁴
+    power = (noise.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.fma(-noise, divisor, x) > power * 5.9604644775390625e-08 * divisor
+
+
+@triton.jit
+def encode_companded(x, scale, noise, dtype: tl.constexpr):
+    """`companding.encode` in blocks whose scale is `companded_scale` of their own amax.
+
+    Args:
+        noise: of `rounding_noise`; 2²³ rounds to nearest.
+    """
+    LARGEST: tl.constexpr = 127.0 if dtype == tl.int8 else 255.0
+    if dtype == tl.int8:
+        magnitude = tl.abs(x)
+    else:
+        magnitude = tl.maximum(x, 0.0)
+    # In units of a power of two near the scale nothing that matters is subnormal.
+    exponent = tl.minimum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+    unit = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    divisor = scale * unit
+    share = _quotient(magnitude * unit, divisor, tl.div_rn(1.0, divisor))
+    # A share below 2⁻³³ has code 0, whatever its bits; this one has too, and stands for a NaN.
+    root = _square_root(tl.maximum(share, 8.673617379884035e-19))
+    if dtype == tl.uint8:
+        root = _square_root(root)
+    code = tl.minimum(floor(root * LARGEST), LARGEST - 1.0)
+    below = _expand(code, dtype) * scale * unit
+    above = _expand(code + 1.0, dtype) * scale * unit
+    code = tl.where(_quotient_is_above(magnitude * unit - below, above - below, noise), code + 1.0, code)
+    if dtype == tl.int8:
+        return tl.where(x < 0.0, -integer(code), integer(code)).to(dtype)
+    else:
+        positive = (magnitude > 0.0) & (scale == scale)
+        return integer(tl.where(positive, tl.maximum(code, 1.0), code)).to(dtype)

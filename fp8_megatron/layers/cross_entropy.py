@@ -1,0 +1,58 @@
+"""The language-model loss over a vocabulary that tensor-parallel ranks share.
+
+Ranks exchange three numbers a token. Backward turns the logits into their gradient in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..kernels import ops
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup | None
+) -> Tensor:
+    """−log softmax(logits)[label] of every token; the logits are given up: backward overwrites them.
+
+    Args:
+        logits: BF16 [..., V / tp], this rank's columns. labels: int64 [...], over the whole vocabulary.
+        group: tensor-parallel ranks in the order of their columns; None for one.
+
+    Returns:
+        FP32 [...], alike on all ranks of the group.
+    """
+    return _VocabParallelCrossEntropy.apply(logits, labels, group)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
+        flat = logits.view(-1, logits.shape[-1])
+        local = labels.reshape(-1)
+        is_shared = group is not None and group.size() > 1
+        if is_shared:
+            assert group is not None
+            local = local - group.rank() * flat.shape[1]
+        largest, total, target = ops.cross_entropy_statistics(flat, local)
+        if is_shared:
+            highest = largest.clone()
+            torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
+            sums = torch.stack([total * torch.exp(largest - highest), target])
+            torch.distributed.all_reduce(sums, group=group)
+            largest, (total, target) = highest, sums
+        log_sum_exp = largest + torch.log(total)
+        ctx.save_for_backward(flat, local, log_sum_exp)
+        ctx.shape = logits.shape
+        return (log_sum_exp - target).view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, local, log_sum_exp = ctx.saved_tensors
+        ops.cross_entropy_backward_(logits, local, log_sum_exp, grad.reshape(-1).contiguous())
+        return logits.view(ctx.shape), None, None

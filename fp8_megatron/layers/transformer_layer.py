@@ -1,0 +1,53 @@
+"""megatron-core's transformer layer with each norm fused into the FP8 linear layers behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from .mlp import FP8MLP
+from .norm import Norm
+from .tensor_parallel import FP8NormColumnParallelLinear
+
+
+class FP8TransformerLayer(TransformerLayer):
+    """x ← x + attention(norm(x)); x ← x + MLP(norm(x)), the norms computed where their FP8 output is needed.
+
+    Parameters and their names are megatron-core's (`input_layernorm`, `pre_mlp_layernorm`). The residual branch leaves
+    through the fused function, so that what comes back along it is added inside the norm's backward.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert isinstance(self.input_layernorm, Norm) and isinstance(self.pre_mlp_layernorm, Norm)
+        assert isinstance(self.mlp, FP8MLP)
+        self._linear_qkv().fuse_norm(self.input_layernorm)
+        self.mlp.fuse_norm(self.pre_mlp_layernorm)
+
+    def _linear_qkv(self) -> FP8NormColumnParallelLinear:
+        linear = self.self_attention.linear_qkv
+        assert isinstance(linear, FP8NormColumnParallelLinear)
+        return linear
+
+    def _forward_attention(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        output = self.self_attention(hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
+        return self._add(*output, self._linear_qkv().take_residual(), self.self_attn_bda), context
+
+    def _forward_mlp(self, hidden_states: Tensor, *unused: Any, **unused_kwargs: Any) -> Tensor:
+        return self._add(*self.mlp(hidden_states), self.mlp_bda)
+
+    def _add(self, output: Tensor, bias: Tensor | None, residual: Tensor, bias_dropout_add: Any) -> Tensor:
+        """residual + dropout(output + bias)."""
+        if bias is None and (self.hidden_dropout == 0.0 or not self.training):
+            return residual + output
+        fused = self.config.bias_dropout_fusion
+        return bias_dropout_add(self.training, fused)((output, bias), residual, self.hidden_dropout)

@@ -1,0 +1,60 @@
+"""Small models with random weights made by transformers, which conversions are tested with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB_SIZE = 203
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_positions": 40, "n_embd": 96, "n_layer": 3, "n_head": 4}
+_LLAMA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+#: Name → (class of transformers, settings): tied and untied; multi-head, grouped and multi-query; biases; head width.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2_tied": ("GPT2", {**_GPT2, "layer_norm_epsilon": 1e-4}),
+    "gpt2_untied": ("GPT2", {**_GPT2, "n_inner": 160, "tie_word_embeddings": False}),
+    "llama_mha": ("Llama", {**_LLAMA, "num_key_value_heads": 4, "rms_norm_eps": 1e-4}),
+    "llama_gqa": ("Llama", {**_LLAMA, "num_key_value_heads": 2, "rope_theta": 50000.0}),
+    "llama_gqa_tied": ("Llama", {**_LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama_mqa_wide_heads": ("Llama", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 32}),
+    "llama_biases": ("Llama", {**_LLAMA, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+}
+
+
+def make_model(name: str) -> Any:
+    """A transformers model in FP32, every parameter moved away from its initial 0 or 1."""
+    import transformers
+
+    kind, settings = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**settings, bos_token_id=None, eos_token_id=None)
+    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else "LlamaForCausalLM")(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.float().eval()
+
+
+def save_model(model: Any, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB") -> Path:
+    """Save as transformers does, in another dtype if asked."""
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    model.float()
+    return folder
+
+
+@torch.no_grad()
+def load_logits(folder: Path, tokens: Tensor, **options: Any) -> Tensor:
+    """Logits of a folder through transformers' whole model in FP32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()(tokens).logits

@@ -1,0 +1,161 @@
+"""Every damaged, missing or foreign file is found before training, and named."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_megatron.checkpoint.files import CheckpointError
+from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
+from fp8_megatron.checkpoint.manifest import FileRecord, RecordedFile, problem_with, read_manifest, write_manifest
+from fp8_megatron.config import ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.testing.ranks import RankError, RankPool
+from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, train_steps, whole_state
+from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, tiny_config
+
+MODEL = replace(GPT3_STYLE, num_layers=1)
+CONFIG = tiny_config(MODEL, precision=PrecisionConfig(fp8_recipe="delayed"))
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {"truncated": _truncate, "flipped": _flip_a_bit, "missing": Path.unlink}
+
+
+def test_a_recorded_file_is_summed_up_as_it_is_written(tmp_path: Path) -> None:
+    with RecordedFile(tmp_path, "file") as file:
+        for part in (b"abc", memoryview(b"defg"), b""):
+            file.write(part)
+    assert file.record.size == 7
+    assert problem_with(tmp_path, file.record) is None
+    for damage in DAMAGES.values():
+        (tmp_path / "file").write_bytes(b"abcdefg")
+        damage(tmp_path / "file")
+        assert "file" in (problem_with(tmp_path, file.record) or "")
+
+
+def _load_damaged(root: Path) -> list[str]:
+    """What loading says to every damage of every file; the model is as it was before."""
+    folder = root / "iter_0000002"
+    messages = []
+    with tiny_resumable(CONFIG, 2) as (gpt, state):
+        before = whole_state(gpt)
+        for path in sorted(folder.iterdir()):
+            for damage in DAMAGES.values():
+                content = path.read_bytes()
+                damage(path)
+                try:
+                    load_checkpoint(root, state)
+                except CheckpointError as error:
+                    assert path.name in str(error), error
+                    messages.append(str(error))
+                path.write_bytes(content)
+        after = whole_state(gpt)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert load_checkpoint(root, state) is not None
+    return messages
+
+
+def test_every_damage_of_every_file_is_found(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(run_tiny_on_a_rank, CONFIG, 2, None, tmp_path, num_ranks=2)
+    files = sorted(path.name for path in (tmp_path / "iter_0000002").iterdir())
+    assert files == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "checkpoint.json",
+        "common.pt",
+        "config.yaml",
+        "manifest.json",
+        "metadata.json",
+        "rank_tp00_pp000_dp0000.safetensors",
+        "rank_tp00_pp000_dp0001.safetensors",
+    ]
+    (messages,) = ranks.run(_load_damaged, tmp_path, num_ranks=1)
+    assert len(messages) == len(DAMAGES) * len(files)
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_an_older_one_is_taken_instead(
+    ranks: RankPool, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks, of which one verifies the damaged file; both go back. Asked for by number, it is an error."""
+    ranks.run(run_tiny_on_a_rank, CONFIG, 2, None, tmp_path, num_ranks=1)
+    ranks.run(run_tiny_on_a_rank, CONFIG, 2, tmp_path, tmp_path, num_ranks=1)
+    DAMAGES[damage](tmp_path / "iter_0000004" / "__0_0.distcp")
+    for run in ranks.run(run_tiny_on_a_rank, CONFIG, 1, tmp_path, None, num_ranks=2):
+        assert run.progress.iteration == 2
+    with pytest.raises(RankError, match=r"iter_0000004/__0_0.distcp is .*; use another iteration \(--ckpt-step\)"):
+        ranks.run(run_tiny_on_a_rank, CONFIG, 1, tmp_path, None, LoadOptions(iteration=4), num_ranks=2)
+
+
+def _load_and_log(root: Path) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fp8_megatron.checkpoint")
+    logger.addHandler(handler)
+    with tiny_resumable(CONFIG, 2) as (_, state):
+        load_checkpoint(root, state)
+    logger.removeHandler(handler)
+    return lines
+
+
+def test_what_is_ignored_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(run_tiny_on_a_rank, CONFIG, 2, None, tmp_path, num_ranks=1)
+    ranks.run(run_tiny_on_a_rank, CONFIG, 2, tmp_path, tmp_path, num_ranks=1)
+    shutil.copytree(tmp_path / "iter_0000004", tmp_path / "iter_0000006.tmp")
+    (tmp_path / "iter_0000004" / "common.pt").unlink()
+    (lines,) = ranks.run(_load_and_log, tmp_path, num_ranks=1)
+    assert lines == [
+        f"ignoring {tmp_path}/iter_0000006.tmp: saving it was cut short",
+        f"ignoring {tmp_path}/iter_0000004, trying iter_0000002: checkpoint file "
+        f"{tmp_path}/iter_0000004/common.pt is missing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (
+            replace(MODEL, hidden_size=64),
+            r"embedding\.word_embeddings\.weight has shape \(256, 128\), this model's is \(256, 64\)",
+        ),
+        (replace(MODEL, num_layers=2), r"decoder\.layers\..* has shape \(1, .*\), this model's is \(2, .*\)"),
+        (replace(MODEL, ffn_hidden_size=256), r"mlp\.linear_fc1\.weight has shape \(1, 512, 128\), .* \(1, 256, 128\)"),
+        (
+            replace(MODEL, untie_embeddings_and_output_weights=True),
+            r"has no tensor 'output_layer.weight', which this model has: it is another model's",
+        ),
+        (replace(MODEL, disable_bias_linear=True), r"holds 'decoder.*bias', which this model has not: it is another"),
+    ],
+    ids=["width", "depth", "ffn", "head", "biases"],
+)
+def test_another_models_checkpoint(ranks: RankPool, tmp_path: Path, model: ModelConfig, expected: str) -> None:
+    """The first tensor that differs is named with both shapes, alike on every rank."""
+    ranks.run(run_tiny_on_a_rank, CONFIG, 2, None, tmp_path, num_ranks=1)
+    config = tiny_config(model, parallel=ParallelConfig(tensor_model_parallel_size=2))
+    with pytest.raises(RankError, match=expected) as error:
+        ranks.run(run_tiny_on_a_rank, config, 1, tmp_path, None, num_ranks=2)
+    assert "then rank" not in str(error.value) or "CheckpointError" in str(error.value).splitlines()[-1]
+
+
+def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:
+    write_manifest(tmp_path, [FileRecord("../x", 1, "00000000")])
+    with pytest.raises(CheckpointError, match=r"'\.\./x', which is not in its folder"):
+        read_manifest(tmp_path)
+

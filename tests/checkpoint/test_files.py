@@ -1,0 +1,106 @@
+"""Which folder is taken, which are kept, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.checkpoint.files import (
+    MANIFEST,
+    TRACKER,
+    CheckpointError,
+    candidates,
+    iteration_folder,
+    publish,
+    remove_old,
+    saved_iterations,
+    start_writing,
+    unfinished_folders,
+)
+
+
+def save(root: Path, iteration: int, content: str = "") -> None:
+    folder = iteration_folder(root, iteration)
+    temporary = start_writing(folder)
+    (temporary / MANIFEST).write_text(content)
+    publish(temporary, folder)
+
+
+def test_the_tracker_decides_and_older_ones_follow(tmp_path: Path) -> None:
+    for iteration in (10, 20, 12345678):
+        save(tmp_path, iteration)
+    assert candidates(tmp_path) == [12345678, 20, 10]
+    (tmp_path / TRACKER).write_text("20")
+    assert candidates(tmp_path) == [20, 10]
+    assert candidates(tmp_path, 10) == [10]
+
+
+def test_without_a_tracker_whole_folders_are_found(tmp_path: Path) -> None:
+    """Killed between the first folder's rename and the tracker's."""
+    assert candidates(tmp_path) == []
+    save(tmp_path, 10)
+    (tmp_path / TRACKER).unlink()
+    assert candidates(tmp_path) == [10]
+
+
+def test_a_tracker_that_leads_nowhere(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (tmp_path / TRACKER).write_text("30")
+    assert candidates(tmp_path) == [30, 10]
+    (tmp_path / TRACKER).write_text("latest")
+    with pytest.raises(CheckpointError, match="holds 'latest', not an iteration; write the number of a folder"):
+        candidates(tmp_path)
+
+
+def test_an_iteration_that_is_not_there(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    with pytest.raises(CheckpointError, match=r"ckpt_step\(5\) is no whole checkpoint under .*; there are: 10"):
+        candidates(tmp_path, 5)
+
+
+def test_the_format_before_is_named(tmp_path: Path) -> None:
+    folder = iteration_folder(tmp_path, 10)
+    folder.mkdir()
+    (folder / "meta.json").write_text('{"format": 2}')
+    (tmp_path / TRACKER).write_text("10")
+    with pytest.raises(CheckpointError, match="format version 2 .*this version reads 3"):
+        candidates(tmp_path)
+
+
+def test_what_was_cut_short_is_ignored_and_cleared(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (start_writing(iteration_folder(tmp_path, 20)) / "half").write_text("")
+    iteration_folder(tmp_path, 5).mkdir()  # no manifest: not a checkpoint
+    assert candidates(tmp_path) == [10]
+    assert unfinished_folders(tmp_path) == ["iter_0000020.tmp"]
+    save(tmp_path, 30)
+    assert unfinished_folders(tmp_path) == []
+    assert saved_iterations(tmp_path) == [10, 30]
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 10, "first")
+    save(tmp_path, 10, "second")
+    assert (iteration_folder(tmp_path, 10) / MANIFEST).read_text() == "second"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
+
+
+def test_a_kill_while_replacing_leaves_the_old_one(tmp_path: Path) -> None:
+    save(tmp_path, 10, "first")
+    iteration_folder(tmp_path, 10).rename(tmp_path / "iter_0000010.replaced")
+    assert candidates(tmp_path) == [10]
+    assert (iteration_folder(tmp_path, 10) / MANIFEST).read_text() == "first"
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "interval", "kept"), [(2, None, [40, 50, 90]), (1, 20, [20, 40, 50, 90]), (9, None, None)]
+)
+def test_retention(tmp_path: Path, keep_last: int, interval: int | None, kept: list[int] | None) -> None:
+    """Newer ones, of a run that was gone back from, are left alone."""
+    for iteration in (10, 20, 30, 40, 90, 50):
+        save(tmp_path, iteration)
+    remove_old(tmp_path, 50, keep_last=keep_last, retain_interval=interval)
+    assert saved_iterations(tmp_path) == (kept or [10, 20, 30, 40, 50, 90])
+    assert candidates(tmp_path)[0] == 50
+    assert not list(tmp_path.glob("*.removed"))

@@ -1,0 +1,113 @@
+"""Under the layout that saved, going on is bitwise what never stopping is: every storage form, every bit of state.
+
+A checkpoint holds FP32 values alone, so this is the test that decoding and encoding again keep every form's values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_megatron.checkpoint.loading import LoadOptions
+from fp8_megatron.config import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.formats import GradReduceMode, StorageDtype
+from fp8_megatron.testing.ranks import RankPool
+from fp8_megatron.testing.tiny_checkpoint import TinyRun, run_tiny_on_a_rank
+from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, tiny_config
+
+#: Buckets smaller than a space, so that every parameter is in several ranks' shards.
+BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)
+TP2 = replace(BUCKETS, tensor_model_parallel_size=2, sequence_parallel=True)
+COMPANDED = PrecisionConfig(exp_avg_dtype=StorageDtype.INT8, exp_avg_sq_dtype=StorageDtype.UINT8)
+SPLIT = replace(COMPANDED, main_params_dtype=StorageDtype.SPLIT)
+FORMS = {
+    "O3": PrecisionConfig(),
+    "O1": PrecisionConfig(opt_level="O1"),
+    "O2": PrecisionConfig(opt_level="O2"),
+    "bf16": PrecisionConfig(precision="bf16"),
+    "companded": COMPANDED,
+    "split": SPLIT,
+    "delayed": PrecisionConfig(fp8_recipe="delayed"),
+    "fp8_master": PrecisionConfig(main_params_dtype=StorageDtype.FP8),
+    "bf16_master": PrecisionConfig(main_params_dtype=StorageDtype.BF16, exp_avg_sq_dtype=StorageDtype.FP8),
+}
+
+
+def config_of(precision: PrecisionConfig, parallel: ParallelConfig = BUCKETS) -> Config:
+    return tiny_config(replace(GPT3_STYLE, num_layers=1), precision=precision, parallel=parallel)
+
+
+def run(
+    ranks: RankPool,
+    num_ranks: int,
+    config: Config,
+    num_steps: int,
+    load: Path | None,
+    save: Path | None,
+    options: LoadOptions | None = None,
+) -> list[TinyRun]:
+    return ranks.run(run_tiny_on_a_rank, config, num_steps, load, save, options, 4, num_ranks=num_ranks)
+
+
+def assert_goes_on(resumed: TinyRun, straight: TinyRun) -> None:
+    """The resumed run is the end of the straight one."""
+    assert resumed.losses == straight.losses[-len(resumed.losses) :]
+    for name, value in straight.end.items():
+        assert torch.equal(resumed.end[name], value), name
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    config = config_of(FORMS[form])
+    straight = run(ranks, 2, config, 5, None, None)
+    run(ranks, 2, config, 3, None, tmp_path)
+    for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
+        assert_goes_on(resumed, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "config"),
+    [
+        (4, config_of(SPLIT, TP2)),
+        (2, config_of(PrecisionConfig(fp8_recipe="delayed"), TP2)),
+        (2, config_of(PrecisionConfig(), replace(BUCKETS, fp8_grad_reduce=GradReduceMode.NCCL))),
+    ],
+    ids=["tp2_dp2-split", "tp2-delayed", "native_sum"],
+)
+def test_resuming_is_not_noticed_in_other_layouts(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, config: Config
+) -> None:
+    straight = run(ranks, num_ranks, config, 5, None, None)
+    run(ranks, num_ranks, config, 3, None, tmp_path)
+    for resumed, expected in zip(run(ranks, num_ranks, config, 2, tmp_path, None), straight, strict=True):
+        assert_goes_on(resumed, expected)
+
+
+@pytest.mark.parametrize("form", ["O3", "companded", "split"])
+def test_any_number_of_replicas_takes_over_every_bit(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    """Masters, moments, and the FP8 weights that are derived from them."""
+    config = config_of(FORMS[form])
+    straight = run(ranks, 2, config, 2, None, tmp_path)[0]
+    weights = run(ranks, 2, config, 0, tmp_path, None)[0].weights
+    for num_ranks in (1, 4):
+        for loaded in run(ranks, num_ranks, config, 0, tmp_path, None):
+            for name, value in straight.end.items():
+                assert torch.equal(loaded.start[name], value), (num_ranks, name)
+            for name, value in weights.items():
+                assert torch.equal(loaded.weights[name], value), (num_ranks, name)
+
+
+def test_parts_that_are_not_taken(ranks: RankPool, tmp_path: Path) -> None:
+    """--no-load-optim: moments from zero at the same iteration; --finetune: weights alone, iteration 0."""
+    config = config_of(PrecisionConfig())
+    saved = run(ranks, 2, config, 2, None, tmp_path)[0]
+    for options, iteration in ((LoadOptions(optimizer=False), 2), (LoadOptions(finetune=True), 0)):
+        loaded = run(ranks, 2, config, 0, tmp_path, None, options)[0]
+        assert loaded.progress.iteration == iteration
+        for name, value in saved.end.items():
+            expected = value if name.startswith("master/") else torch.zeros_like(value)
+            assert torch.equal(loaded.start[name], expected), (options, name)
+            assert value.any(), name

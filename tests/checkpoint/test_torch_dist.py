@@ -1,0 +1,203 @@
+"""The format: megatron-core's readers open it, any rectangle comes back, and nothing in it is executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fp8_megatron.checkpoint.files import CheckpointError
+from fp8_megatron.checkpoint.torch_dist import (
+    METADATA,
+    Chunk,
+    TorchDistReader,
+    Wanted,
+    read_metadata,
+    write_chunks,
+    write_metadata,
+)
+from fp8_megatron.config import ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.models.gpt import transformer_config
+from fp8_megatron.models.initialization import named_parameters_of_model
+from fp8_megatron.testing.ranks import RankPool
+from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable
+from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, tiny_config
+
+TP2 = ParallelConfig(tensor_model_parallel_size=2, ddp_bucket_size=1 << 15)
+
+
+def write(folder: Path, tensors: dict[str, list[Chunk]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    written, _ = write_chunks(folder, 0, [chunk for chunks in tensors.values() for chunk in chunks])
+    write_metadata(folder, written, common={}, checkpoint_id="here")
+
+
+def cut(key: str, whole: Tensor, generator: torch.Generator) -> list[Chunk]:
+    """A tensor in random rectangles."""
+    boxes = [(tuple(0 for _ in whole.shape), tuple(whole.shape))]
+    for _ in range(6):
+        index = int(torch.randint(len(boxes), (), generator=generator))
+        offset, sizes = boxes.pop(index)
+        axis = int(torch.randint(whole.ndim, (), generator=generator))
+        at = int(torch.randint(sizes[axis], (), generator=generator))
+        for start, size in ((0, at), (at, sizes[axis] - at)):
+            if size:
+                place = tuple(o + start if a == axis else o for a, o in enumerate(offset))
+                boxes.append((place, tuple(size if a == axis else s for a, s in enumerate(sizes))))
+    return [
+        Chunk(key, tuple(whole.shape), offset, whole[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))])
+        for offset, sizes in boxes
+    ]
+
+
+@pytest.mark.parametrize("shape", [(17,), (6, 9), (4, 5, 3)])
+def test_any_rectangle_comes_back(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(5):
+        whole = torch.randn(shape, generator=generator)
+        folder = tmp_path / str(trial)
+        write(folder, {"x": cut("x", whole, generator)})
+        reader = TorchDistReader(folder)
+        assert reader.shapes == {"x": shape}
+        assert torch.equal(reader.read_whole("x"), whole)
+        for _ in range(10):
+            offset = tuple(int(torch.randint(n, (), generator=generator)) for n in shape)
+            sizes = tuple(
+                int(torch.randint(1, n - o + 1, (), generator=generator)) for n, o in zip(shape, offset, strict=True)
+            )
+            target = torch.zeros(torch.Size(sizes).numel())
+            reader.read("x", [Wanted(offset, sizes, target)])
+            box = whole[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))]
+            assert torch.equal(target.view(sizes), box)
+
+
+def test_what_was_not_saved_is_missed(tmp_path: Path) -> None:
+    write(tmp_path, {"x": [Chunk("x", (4, 4), (0, 0), torch.ones(3, 4))]})
+    with pytest.raises(CheckpointError, match="4 elements of x were not saved"):
+        TorchDistReader(tmp_path).read_whole("x")
+
+
+class _Malicious:
+    """Pickles as a call."""
+
+    def __init__(self, function: object, *args: object) -> None:
+        self._call = (function, args)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return self._call
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "named"),
+    [
+        (os.system, ("touch {}",), "system"),
+        (os.mkdir, ("{}",), "mkdir"),
+        (eval, ("__import__('os').mkdir('{}')",), "builtins.eval"),
+        (getattr, (os, "mkdir"), "getattr"),
+        (torch.load, ("{}",), "torch.serialization.load"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_malicious_description_is_not_executed(
+    tmp_path: Path, function: object, args: tuple[object, ...], named: str
+) -> None:
+    """Alone, or inside of a real description."""
+    proof = tmp_path / "proof"
+    write(tmp_path / "iter", {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
+    good = read_metadata(tmp_path / "iter")
+    attack = _Malicious(function, *(arg.format(proof) if isinstance(arg, str) else arg for arg in args[:1]), *args[1:])
+    if function is getattr:
+        attack = _Malicious(getattr, torch.Size, "__new__")
+    for content in (attack, Metadata({"x": attack}, storage_data=good.storage_data)):  # type: ignore[dict-item]
+        (tmp_path / "iter" / METADATA).write_bytes(pickle.dumps(content))
+        with pytest.raises(CheckpointError, match=rf"\.metadata is not loaded: it names .*{named}"):
+            TorchDistReader(tmp_path / "iter")
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_the_attack_works_on_a_plain_pickle(tmp_path: Path, protocol: int) -> None:
+    """Guards the test above, and every protocol's way to name a function."""
+    attack = pickle.dumps(_Malicious(os.mkdir, str(tmp_path / "proof")), protocol=protocol)
+    write(tmp_path / "iter", {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
+    (tmp_path / "iter" / METADATA).write_bytes(attack)
+    with pytest.raises(CheckpointError, match="mkdir"):
+        read_metadata(tmp_path / "iter")
+    assert not (tmp_path / "proof").exists()
+    pickle.loads(attack)
+    assert (tmp_path / "proof").exists()
+
+
+def test_tensors_are_loaded_as_data(tmp_path: Path) -> None:
+    """A call in the place of a tensor."""
+    write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
+    reader = TorchDistReader(tmp_path)
+    (place,) = read_metadata(tmp_path).storage_data.values()
+    torch.save(_Malicious(os.mkdir, str(tmp_path / "proof")), tmp_path / "evil")
+    content = (tmp_path / "evil").read_bytes()
+    (tmp_path / place.relative_path).write_bytes(content)
+    reader._chunks["x"][-1][0].__dict__["length"] = len(content)
+    with pytest.raises(CheckpointError, match=r"is damaged"):
+        reader.read_whole("x")
+    assert not (tmp_path / "proof").exists()
+
+
+def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
+    write(tmp_path / "iter", {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
+    metadata = read_metadata(tmp_path / "iter")
+    (place,) = metadata.storage_data.values()
+    shutil.copy(tmp_path / "iter" / place.relative_path, tmp_path / "outside")
+    place.relative_path = "../outside"
+    (tmp_path / "iter" / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"places x in '\.\./outside', which is no file of it"):
+        TorchDistReader(tmp_path / "iter")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({"a": 1}), b"not a pickle at all"])
+def test_a_damaged_description_is_refused(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata is not loaded"):
+        TorchDistReader(tmp_path)
+
+
+def _load_with_megatron(model: ModelConfig, folder: Path) -> dict[str, Tensor]:
+    """The weights that megatron-core's own model, with its own layers, loads with its own reader; one rank."""
+    config = tiny_config(model, precision=PrecisionConfig(precision="bf16"))
+    with tiny_resumable(config, 1) as (gpt, _):
+        module = GPTModel(
+            transformer_config(config, torch.device("cpu"), None),
+            get_gpt_layer_local_spec(normalization=model.normalization),
+            vocab_size=VOCAB_SIZE,
+            max_sequence_length=model.seq_length,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            pg_collection=gpt.topology.groups,
+        )
+        for param in module.parameters():
+            param.data = torch.full_like(param, torch.nan, dtype=torch.float32)
+        loaded = dist_checkpointing.load({"model": module.sharded_state_dict()}, str(folder))
+        module.load_state_dict(loaded["model"])
+        assert loaded["iteration"] == 2
+        plain = dist_checkpointing.load_plain_tensors(str(folder))
+        assert plain["optimizer.exp_avg.decoder.layers.mlp.linear_fc2.weight"].any()
+        return {name: param.detach().float() for name, param in named_parameters_of_model(module).items()}
+
+
+@pytest.mark.parametrize("model", [GPT3_STYLE, LLAMA_STYLE], ids=["gpt3", "llama"])
+def test_megatrons_readers_open_it(ranks: RankPool, tmp_path: Path, model: ModelConfig) -> None:
+    saved = ranks.run(run_tiny_on_a_rank, tiny_config(model, parallel=TP2), 2, None, tmp_path, None, 4, num_ranks=4)[0]
+    (loaded,) = ranks.run(_load_with_megatron, model, tmp_path / "iter_0000002", num_ranks=1)
+    expected = {name.removeprefix("master/"): value for name, value in saved.end.items() if name.startswith("master/")}
+    assert loaded.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(loaded[name], value), name

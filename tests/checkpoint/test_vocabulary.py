@@ -1,0 +1,76 @@
+"""A vocabulary that another tensor-parallel size pads otherwise: tokens' rows stay, padding rows come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_megatron.checkpoint.files import CheckpointError
+from fp8_megatron.checkpoint.loading import SavedRun
+from fp8_megatron.checkpoint.placement import Placement
+from fp8_megatron.config_io import parse_config
+from fp8_megatron.testing.ranks import RankError, RankPool
+from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training.trainer import Trainer
+
+KEY = "embedding.word_embeddings.weight"
+
+
+def _fit(output_dir: Path, overrides: dict) -> list[float]:
+    Trainer(parse_config(tiny_flags(output_dir, **overrides))).fit()
+    records = read_records(output_dir / METRICS_FILE)
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def fit(ranks: RankPool, output_dir: Path, num_ranks: int, **overrides: object) -> list[float]:
+    return ranks.run(_fit, output_dir, overrides, num_ranks=num_ranks)[0]
+
+
+#: 40 tokens: 48 rows on one rank, 64 on two.
+SETTINGS = {"vocab_size": 40, "make_vocab_size_divisible_by": 16, "ffn_hidden_size": 256, "hidden_size": 64}
+
+
+def whole(folder: Path, key: str) -> torch.Tensor:
+    return SavedRun(folder).reader.read_whole(key)
+
+
+def test_padding_comes_and_goes(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path / "one", 1, save=tmp_path / "saved", train_iters=3, **SETTINGS)
+    first = tmp_path / "saved" / "iter_0000003"
+    resumed = {"load": tmp_path / "saved", "train_iters": 4, "exit_interval": 1, **SETTINGS}
+    fit(ranks, tmp_path / "two", 2, save=tmp_path / "saved2", tensor_model_parallel_size=2, **resumed)
+    second = tmp_path / "saved2" / "iter_0000004"
+    assert whole(first, KEY).shape == (48, 64) and whole(second, KEY).shape == (64, 64)
+    resumed |= {"load": tmp_path / "saved2", "train_iters": 5}
+    fit(ranks, tmp_path / "back", 1, save=tmp_path / "saved3", **resumed)
+    third = tmp_path / "saved3" / "iter_0000005"
+    # A step moves a weight by about the learning rate, so rows are still those that were saved.
+    for key in (KEY, f"optimizer.exp_avg.{KEY}"):
+        for before, after in ((first, second), (second, third)):
+            a, b = whole(before, key)[:40], whole(after, key)[:40]
+            assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.5, key
+    assert whole(third, KEY).shape == (48, 64)
+
+
+def test_new_padding_is_the_old_paddings(ranks: RankPool, tmp_path: Path) -> None:
+    """What training made of padding rows (unlikely tokens) goes for more of them; without any they are zero."""
+    fit(ranks, tmp_path, 1, save=tmp_path, train_iters=3, **SETTINGS)
+    fit(ranks, tmp_path / "full", 1, save=tmp_path / "full", train_iters=3, **{**SETTINGS, "vocab_size": 48})
+    for folder, last_is_padding in ((tmp_path, True), (tmp_path / "full", False)):
+        saved = SavedRun(folder / "iter_0000003")
+        table = saved.reader.read_whole(KEY)
+        part = saved.read(Placement(KEY, (32, 64), None, (0, 1), 1, 2), "master", 0, 32 * 64).view(32, 64)
+        assert torch.equal(part[:16], table[32:])
+        assert torch.equal(part[16:], table[47].expand(16, 64) if last_is_padding else torch.zeros(16, 64))
+        # A fragment that begins inside of the padding, and inside of a row.
+        fragment = saved.read(Placement(KEY, (32, 64), None, (0, 1), 1, 2), "master", 20 * 64 + 3, 200)
+        assert torch.equal(fragment, part.flatten()[20 * 64 + 3 :][:200])
+
+
+def test_another_vocabulary_is_another_model(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, 1, save=tmp_path, train_iters=1, **SETTINGS)
+    with pytest.raises(RankError, match=rf"{CheckpointError.__name__}: .*word_embeddings.weight has shape \(48, 64\), "):
+        fit(ranks, tmp_path / "b", 1, load=tmp_path, train_iters=2, **{**SETTINGS, "vocab_size": 50})

@@ -1,0 +1,126 @@
+"""The specifications of fused norms, activations and cross-entropy, against float64 autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.kernels import activation, ops, reference
+from fp8_megatron.quantization.stats import snr_db
+
+#: FP32 arithmetic on sums of some hundred terms keeps more than this; BF16 and FP8 roundings far less.
+FP32_DB = 110.0
+#: One rounding to BF16: 54.6 dB where values spread over binades evenly, less for the sample.
+BF16_DB = 53.5
+E4M3_DB, E5M2_DB = 31.0, 25.0
+T, K = 48, 96
+
+
+def normal(*shape: int, seed: int, size: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size).bfloat16()
+
+
+def double_norm(x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool) -> Tensor:
+    if rms:
+        y = torch.nn.functional.rms_norm(x, (K,), weight, 1e-5)
+        return y if bias is None else y + bias
+    return torch.nn.functional.layer_norm(x, (K,), weight, bias, 1e-5)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_norm(rms: bool, has_bias: bool) -> None:
+    x, weight = normal(T, K, seed=1, size=3.0) + 0.5, 1 + normal(K, seed=2, size=0.3)
+    bias = normal(K, seed=3) if has_bias else None
+    grad, residual = normal(T, K, seed=4, size=1e-3), normal(T, K, seed=5, size=1e-3)
+    leaves = [tensor.double().requires_grad_() for tensor in (x, weight) + (() if bias is None else (bias,))]
+    expected = double_norm(leaves[0], leaves[1], leaves[2] if has_bias else None, rms)
+    expected.backward(grad.double())
+
+    payload, scale, mean, rstd = ops.norm_quantize(x, weight, bias, E4M3, eps=1e-5, rms=rms, scale=None)
+    assert payload.dtype == E4M3 and mean.numel() == (0 if rms else T)
+    assert snr_db(reference.decode(payload, scale), expected.detach()) > E4M3_DB
+    largest = expected.detach().abs().max().float().view(1)
+    torch.testing.assert_close(scale * 448.0, largest, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ops.norm_amax(x, weight, bias, eps=1e-5, rms=rms), largest, rtol=1e-5, atol=0)
+
+    grad_x, grad_weight, grad_bias = ops.norm_backward(grad, residual, x, weight, mean, rstd, has_bias=has_bias)
+    assert grad_x.dtype == torch.bfloat16
+    assert snr_db(grad_x, leaves[0].grad + residual.double()) > BF16_DB
+    alone = ops.norm_backward(grad, None, x, weight, mean, rstd, has_bias=has_bias)[0]
+    assert snr_db(alone, leaves[0].grad) > BF16_DB
+    assert snr_db(grad_weight, leaves[1].grad) > FP32_DB
+    if has_bias:
+        assert snr_db(grad_bias, leaves[2].grad) > FP32_DB
+
+    amax_out = torch.zeros(1)
+    given, taken, *_ = ops.norm_quantize(x, weight, bias, E4M3, eps=1e-5, rms=rms, scale=2 * scale, amax_out=amax_out)
+    assert taken.numel() == 0 and torch.equal(amax_out, ops.norm_amax(x, weight, bias, eps=1e-5, rms=rms))
+    again = ops.norm_requantize(x, weight, bias, mean, rstd, 2 * scale, E4M3, transposed=False)
+    assert torch.equal(again.view(torch.uint8), given.view(torch.uint8))
+    turned = ops.norm_requantize(x, weight, bias, mean, rstd, 2 * scale, E4M3, transposed=True)
+    assert torch.equal(turned.view(torch.uint8), given.view(torch.uint8).t())
+
+
+def double_activation(z: Tensor, kind: str) -> Tensor:
+    if kind == "gelu":
+        return torch.nn.functional.gelu(z, approximate="tanh")
+    gate, up = z.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("kind", list(activation.INPUTS))
+@pytest.mark.parametrize("size", [0.01, 3.0, 300.0])
+def test_activation(kind: str, size: float) -> None:
+    z, grad = normal(T, activation.INPUTS[kind] * K, seed=1, size=size), normal(T, K, seed=2, size=1e-4)
+    exact = z.double().requires_grad_()
+    expected = double_activation(exact, kind)
+    expected.backward(grad.double())
+    payload, scale = ops.activation_quantize(z, kind, E4M3, scale=None)
+    assert snr_db(reference.decode(payload, scale), expected.detach()) > E4M3_DB
+    torch.testing.assert_close(
+        ops.activation_amax(z, kind), expected.detach().abs().max().float().view(1), rtol=1e-5, atol=0
+    )
+    result = ops.activation_backward_quantize(
+        grad, z, kind, E5M2, scale=None, activation_dtype=E4M3, activation_scale=scale, column_sums=True
+    )
+    grad_z, grad_z_t, activation_t, sums, grad_scale = result
+    assert snr_db(reference.decode(grad_z, grad_scale), exact.grad) > E5M2_DB
+    assert torch.equal(grad_z_t.view(torch.uint8), grad_z.view(torch.uint8).t())
+    assert torch.equal(activation_t.view(torch.uint8), payload.view(torch.uint8).t())
+    assert snr_db(sums, exact.grad.sum(dim=0)) > FP32_DB - 10  # sums of both signs cancel
+    largest = exact.grad.abs().max().float().view(1)
+    torch.testing.assert_close(ops.activation_backward_amax(grad, z, kind), largest, rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad_scale * 57344.0, largest, rtol=1e-5, atol=0)
+
+
+def test_grad_output_in_one_read() -> None:
+    g = normal(T, K, seed=1, size=1e-3)
+    payload, payload_t, sums, scale = ops.quantize_grad_output(g, E5M2, scale=None)
+    plain = ops.quantize_current(g, E5M2, transposed=True)
+    for mine, theirs in zip((payload, payload_t), plain[:2], strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    assert torch.equal(scale, plain[2]) and snr_db(sums, g.double().sum(dim=0)) > FP32_DB
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_cross_entropy(num_shards: int) -> None:
+    logits, vocab = normal(T, 64, seed=1, size=3.0), 64
+    labels = torch.randint(vocab, (T,), generator=torch.Generator().manual_seed(2))
+    grad = torch.rand(T, generator=torch.Generator().manual_seed(3))
+    exact = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    expected.backward(grad.double())
+    shards = [shard.contiguous() for shard in logits.chunk(num_shards, dim=1)]
+    width = vocab // num_shards
+    found = [ops.cross_entropy_statistics(shard, labels - index * width) for index, shard in enumerate(shards)]
+    highest = torch.stack([largest for largest, _, _ in found]).amax(dim=0)
+    total = sum(total * torch.exp(largest - highest) for largest, total, _ in found)
+    log_sum_exp = highest + torch.log(total)
+    target = sum(target for _, _, target in found)
+    assert snr_db(log_sum_exp - target, expected.detach()) > FP32_DB
+    for index, shard in enumerate(shards):
+        ops.cross_entropy_backward_(shard, labels - index * width, log_sum_exp, grad)
+    assert snr_db(torch.cat(shards, dim=1), exact.grad) > BF16_DB

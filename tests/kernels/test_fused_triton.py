@@ -1,0 +1,166 @@
+"""Norm and activation fused with their casts, on a GPU against their specification computed on the CPU.
+
+Sums over a row and σ are rounded otherwise there: a payload may differ by one code where a value falls beside a
+rounding boundary, which an FP32 error of 1e-6 makes of about 1e-6 · 2⁴ of the elements; 1e-3 are allowed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.kernels import activation, cross_entropy, norm, ops, reference
+from fp8_megatron.quantization.stats import snr_db
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
+]
+
+SHAPES = [(16, 32), (260, 1008), (1024, 1024), (512, 5120), (2052, 4096)]
+FP32_DB = 110.0
+BF16_DB = 60.0
+
+
+def normal(*shape: int, seed: int, size: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+
+
+def cuda(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.cuda() for tensor in tensors]
+
+
+def assert_same_payload(measured: Tensor, expected: Tensor) -> None:
+    assert measured.shape == expected.shape and measured.dtype == expected.dtype
+    codes, wanted = measured.cpu().view(torch.uint8), expected.view(torch.uint8)
+    differs = codes != wanted
+    assert differs.float().mean() < 1e-3
+    # Codes are ordered as magnitudes are; 0 and −0 differ by the sign bit alone.
+    steps = (codes & 0x7F).int() - (wanted & 0x7F).int()
+    assert steps.abs().max() <= 1
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "pow2"])
+def test_norm_quantize(shape: tuple[int, int], rms: bool, has_bias: bool, power_of_two: bool) -> None:
+    x = normal(*shape, seed=1, size=3.0) + 0.5
+    weight, bias = 1 + normal(shape[1], seed=2, size=0.3), normal(shape[1], seed=3, size=0.3) if has_bias else None
+    settings = (1e-5, rms, E4M3, None, power_of_two, None)
+    payload, scale, mean, rstd = norm.norm_quantize(x, weight, bias, *settings)
+    measured = ops.norm_quantize(*cuda(x, weight, bias), E4M3, eps=1e-5, rms=rms, scale=None, power_of_two=power_of_two)
+    torch.testing.assert_close(measured[1].cpu(), scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(measured[2].cpu(), mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(measured[3].cpu(), rstd, rtol=1e-5, atol=0)
+    assert_same_payload(measured[0], payload)
+    amax = ops.norm_amax(*cuda(x, weight, bias), eps=1e-5, rms=rms)
+    torch.testing.assert_close(amax.cpu(), norm.norm_amax(x, weight, bias, 1e-5, rms), rtol=1e-5, atol=0)
+
+    given, recorded = scale * 2, torch.zeros(1, device="cuda")
+    again = ops.norm_quantize(*cuda(x, weight, bias), E4M3, eps=1e-5, rms=rms, scale=given.cuda(), amax_out=recorded)[0]
+    assert_same_payload(again, norm.norm_quantize(x, weight, bias, 1e-5, rms, E4M3, given, False, None)[0])
+    torch.testing.assert_close(recorded, amax, rtol=1e-6, atol=0)
+    for transposed in (False, True):
+        if transposed and shape[0] % 4:
+            continue
+        requantized = ops.norm_requantize(*cuda(x, weight, bias, mean, rstd, given), E4M3, transposed=transposed)
+        expected = norm.norm_requantize(x, weight, bias, mean, rstd, given, E4M3, transposed)
+        assert_same_payload(requantized, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("has_residual", [False, True], ids=["alone", "residual"])
+def test_norm_backward(shape: tuple[int, int], rms: bool, has_bias: bool, has_residual: bool) -> None:
+    x, weight = normal(*shape, seed=1, size=3.0) + 0.5, 1 + normal(shape[1], seed=2, size=0.3)
+    grad, residual = normal(*shape, seed=4, size=1e-3), normal(*shape, seed=5, size=1e-3) if has_residual else None
+    mean, rstd = norm.statistics(x, 1e-5, rms)
+    expected = norm.norm_backward(grad, residual, x, weight, mean, rstd, has_bias)
+    measured = ops.norm_backward(*cuda(grad, residual, x, weight, mean, rstd), has_bias=has_bias)
+    assert snr_db(measured[0].cpu(), expected[0]) > BF16_DB
+    assert snr_db(measured[1].cpu(), expected[1]) > FP32_DB
+    assert measured[2].shape == expected[2].shape
+    if has_bias:
+        assert snr_db(measured[2].cpu(), expected[2]) > FP32_DB
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", list(activation.INPUTS))
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "pow2"])
+def test_activation(shape: tuple[int, int], kind: str, power_of_two: bool) -> None:
+    rows, width = shape
+    z = normal(rows, activation.INPUTS[kind] * width, seed=1, size=3.0)
+    grad = normal(*shape, seed=2, size=1e-4)
+    payload, scale = activation.activation_quantize(z, kind, E4M3, None, power_of_two, None)
+    measured, taken = ops.activation_quantize(z.cuda(), kind, E4M3, scale=None, power_of_two=power_of_two)
+    torch.testing.assert_close(taken.cpu(), scale, rtol=1e-5, atol=0)
+    assert_same_payload(measured, payload)
+    recorded = torch.zeros(1, device="cuda")
+    again, _ = ops.activation_quantize(z.cuda(), kind, E4M3, scale=taken, amax_out=recorded)
+    assert torch.equal(again.view(torch.uint8), measured.view(torch.uint8))
+    torch.testing.assert_close(recorded, ops.activation_amax(z.cuda(), kind), rtol=1e-6, atol=0)
+
+    settings = (power_of_two, None, E4M3, scale, True)
+    expected = activation.activation_backward_quantize(grad, z, kind, E5M2, None, *settings)
+    result = ops.activation_backward_quantize(
+        *cuda(grad, z), kind, E5M2, scale=None, power_of_two=power_of_two,
+        activation_dtype=E4M3, activation_scale=scale.cuda(), column_sums=True,
+    )  # fmt: skip
+    for index in range(3):
+        assert_same_payload(result[index], expected[index])
+    assert snr_db(result[3].cpu(), expected[3]) > FP32_DB - 10
+    torch.testing.assert_close(result[4].cpu(), expected[4], rtol=1e-5, atol=0)
+    recorded = torch.zeros(1, device="cuda")
+    given = ops.activation_backward_quantize(
+        *cuda(grad, z), kind, E5M2, scale=result[4], amax_out=recorded,
+        activation_dtype=E4M3, activation_scale=scale.cuda(), column_sums=False,
+    )  # fmt: skip
+    assert torch.equal(given[0].view(torch.uint8), result[0].view(torch.uint8)) and given[3].numel() == 0
+    torch.testing.assert_close(recorded, ops.activation_backward_amax(*cuda(grad, z), kind), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (260, 1008), (2052, 4096)], ids=str)
+@pytest.mark.parametrize("current", [True, False], ids=["current", "given"])
+def test_quantize_grad_output(shape: tuple[int, int], current: bool) -> None:
+    x = normal(*shape, seed=1, size=1e-3)
+    scale = None if current else torch.full((1,), 1e-7)
+    expected = reference.quantize_grad_output(x, E5M2, scale, False, None)
+    measured = ops.quantize_grad_output(x.cuda(), E5M2, scale=None if scale is None else scale.cuda())
+    for index in (0, 1):
+        assert torch.equal(measured[index].cpu().view(torch.uint8), expected[index].view(torch.uint8))
+    assert snr_db(measured[2].cpu(), expected[2]) > FP32_DB
+    assert torch.equal(measured[3].cpu(), expected[3])
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (64, 50304), (17, 5000)], ids=str)
+@pytest.mark.parametrize("offset", [0, 100], ids=["whole", "shard"])
+def test_cross_entropy(shape: tuple[int, int], offset: int) -> None:
+    logits = normal(*shape, seed=1, size=5.0)
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(shape[1], (shape[0],), generator=generator) - offset
+    grad = torch.rand(shape[0], generator=generator)
+    expected = cross_entropy.cross_entropy_statistics(logits, labels)
+    on_gpu = logits.cuda()
+    measured = ops.cross_entropy_statistics(on_gpu, labels.cuda())
+    assert torch.equal(measured[0].cpu(), expected[0]) and torch.equal(measured[2].cpu(), expected[2])
+    torch.testing.assert_close(measured[1].cpu(), expected[1], rtol=1e-5, atol=0)
+    log_sum_exp = expected[0] + expected[1].log()
+    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad)
+    ops.cross_entropy_backward_(on_gpu, *(x.cuda() for x in (labels, log_sum_exp, grad)))
+    assert snr_db(on_gpu.cpu(), logits) > BF16_DB
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    """A NaN reaches the payload or the scale, so that the step's check finds it."""
+    x = normal(64, 256, seed=1)
+    x[3, 5] = bad
+    weight = torch.ones(256, dtype=torch.bfloat16)
+    payload, scale, _, _ = ops.norm_quantize(*cuda(x, weight, None), E4M3, eps=1e-5, rms=False, scale=None)
+    assert not torch.isfinite(reference.decode(payload.cpu(), scale.cpu())).all()
+    payload, scale = ops.activation_quantize(x.cuda(), "gelu", E4M3, scale=None)
+    assert not torch.isfinite(reference.decode(payload.cpu(), scale.cpu())).all()
