@@ -178,6 +178,17 @@ def blockwise(bench: Bench, n: int) -> None:
         f"squared_norm E4M3/{GRAD_BLOCK} {at}", (1 + per_scale) * n, lambda _: ops.squared_norm(payload, scales)
     )
     bench.memory(f"squared_norm FP32 {at}", 4 * n, lambda _: ops.squared_norm(x, None))
+    for num_rows in (4, 8):
+        shard = n // num_rows
+        accumulator = torch.zeros(shard, device="cuda")
+        for add in (False, True):
+            bench.memory(
+                f"accumulate_rows_ {num_rows} rows of 2^{shard.bit_length() - 1}{', add' if add else ''}",
+                (num_rows * (1 + per_scale) + 4 * (1 + add)) * shard,
+                lambda _, accumulator=accumulator, num_rows=num_rows, add=add: ops.accumulate_rows_(  # type: ignore[misc]
+                    payload, scales, accumulator, factor=1 / num_rows, add=add
+                ),
+            )
 
 
 def optimizer(bench: Bench, n: int, chunk: int = 4096) -> None:
@@ -211,6 +222,32 @@ def optimizer(bench: Bench, n: int, chunk: int = 4096) -> None:
         f"derive_fp8_weights_ {at}",
         (2 + 1 + 4 / STATE_BLOCK + 4 / chunk) * n,
         lambda _: ops.derive_fp8_weights_(scaled[6], scaled[7], weights, one, chunk_tensor),
+    )
+    companded: list[Tensor] = []
+    for value, dtype in zip(values[1:3], (torch.int8, torch.uint8), strict=True):
+        companded += [torch.empty(n, dtype=dtype, device="cuda"), torch.empty(n // STATE_BLOCK, device="cuda")]
+        ops.quantize_blockwise_(value, *companded[-2:])
+        bench.memory(
+            f"quantize_blockwise_ FP32 → {str(dtype).removeprefix('torch.')}/{STATE_BLOCK} {at}",
+            (4 + 1 + 4 / STATE_BLOCK) * n,
+            lambda _, value=value, state=companded[-2:]: ops.quantize_blockwise_(value, *state),  # type: ignore[misc]
+        )
+    moments = (1 + 2 * (1 + 1) + 4 / GRAD_BLOCK + 2 * 8 / STATE_BLOCK + 4 / chunk) * n
+    bench.memory(
+        f"adamw_step_ O3, int8 + uint8 moments {at}",
+        moments + (2 * 2 + 8 / STATE_BLOCK) * n,
+        lambda _: ops.adamw_step_(*scaled[:2], *companded, *scaled[6:], None, chunk_amax, one, one, **_HYPER),  # type: ignore[arg-type]
+    )
+    correction = torch.zeros(n, dtype=torch.int8, device="cuda")
+    weight_scales, new_weight_scales = (torch.full((1,), 2.0**-11, device="cuda") for _ in range(2))
+    bench.memory(
+        f"adamw_split_step_ int8 + uint8 moments {at}",
+        moments + 2 * (1 + 1) * n,
+        lambda _: ops.adamw_split_step_(
+            *(*scaled[:2], *companded, weights, correction, weight_scales, new_weight_scales),  # type: ignore[arg-type]
+            *(chunk_tensor, chunk_amax, one, one),
+            **_HYPER,  # type: ignore[arg-type]
+        ),
     )
 
 

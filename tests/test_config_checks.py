@@ -45,6 +45,8 @@ def problems(config: Config, world_size: int) -> list[str]:
         (1, "--position-embedding-type rope --rotary-percent 0.5"),
         (1, "--hidden-size 384 --num-attention-heads 10 --kv-channels 32"),
         (1, "--eval-interval 0 --save here --save-interval 5 --keep-last 1 --load here --finetune"),
+        (1, "--save here --save-interval 5 --async-save --save-retain-interval 50 --ckpt-format torch_dist"),
+        (1, "--load here --ckpt-step 5 --no-load-optim --no-load-rng"),
         (1, "--first-last-layers-bf16 --num-layers-at-start-in-bf16 20 --num-layers-at-end-in-bf16 4"),
     ],
 )
@@ -226,6 +228,16 @@ FULL = "--recompute-granularity full "
         # checkpoints
         (1, "--save-interval 5", "save_interval(5) needs a folder to save into; give --save"),
         (1, "--keep-last 2", "keep_last(2) needs a folder to save into; give --save"),
+        (1, "--async-save", "async_save(True) needs a folder to save into; give --save"),
+        (1, "--save-retain-interval 5", "save_retain_interval(5) needs a folder to save into; give --save"),
+        (
+            1,
+            "--save here --save-retain-interval 5",
+            "save_retain_interval(5) chooses among the checkpoints of save_interval, which is not given; "
+            "give --save-interval",
+        ),
+        (1, "--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
+        (1, "--load here --ckpt-step 0", "ckpt_step(0) must be positive"),
         (1, "--finetune", "finetune takes weights from load, which is not given; give --load"),
         # the tokens' split
         (1, "--split 1,2", "split(1,2) is not three weights"),

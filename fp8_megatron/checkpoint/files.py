@@ -1,8 +1,8 @@
 """Checkpoint folders on disk: written aside, synced and renamed, so that a kill at any instant loses nothing saved.
 
 ``<save>/iter_0000100/`` is a checkpoint; it has this name only when it is whole.
-``<save>/latest_checkpointed_iteration.txt`` names the newest one and is replaced last. What a kill leaves behind ends in
-``.tmp``, ``.replaced`` or ``.removed`` and is cleared by the next save.
+``<save>/latest_checkpointed_iteration.txt`` names the newest one and is replaced last. What a kill leaves behind ends
+in ``.tmp``, ``.replaced`` or ``.removed`` and is cleared by the next save.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
         iteration: take this one alone (--ckpt-step).
 
     Raises:
-        CheckpointError: `iteration` is not there, the tracker is unreadable, or the checkpoint is of a format that is no
-            longer read.
+        CheckpointError: `iteration` is not there, the tracker is unreadable, or the checkpoint is of a format that is
+            no longer read.
     """
     _finish_replacing(root)
     saved = saved_iterations(root)
@@ -158,9 +158,13 @@ def _tracked_iteration(root: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{tracker} cannot be read ({error}); write the number of a folder iter_* into it") from None
+        raise CheckpointError(
+            f"{tracker} cannot be read ({error}); write the number of a folder iter_* into it"
+        ) from None
     if not text.isdigit():
-        raise CheckpointError(f"{tracker} holds {text!r}, not an iteration; write the number of a folder iter_* into it")
+        raise CheckpointError(
+            f"{tracker} holds {text!r}, not an iteration; write the number of a folder iter_* into it"
+        )
     return int(text)
 
 

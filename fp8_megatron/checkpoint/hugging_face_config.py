@@ -94,7 +94,9 @@ def model_from_json(settings: Json) -> ModelConfig:
     if family is Family.GPT2:
         tied = settings.get("tie_word_embeddings", True)
         return ModelConfig(
-            **values, ffn_hidden_size=settings.get("n_inner"), untie_embeddings_and_output_weights=not tied
+            **values,
+            ffn_hidden_size=settings.get("n_inner") or 4 * values["hidden_size"],
+            untie_embeddings_and_output_weights=not tied,
         )
     heads = values["num_attention_heads"]
     groups = settings.get("num_key_value_heads") or heads

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..optimizer.split_state import SplitSpaceState
-from ..optimizer.state import SpaceState
 from .files import META, CheckpointError, candidates, iteration_folder, rank_file, unfinished_folders
 from .manifest import problem_with, read_manifest
 from .placement import Placement
@@ -87,16 +86,15 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         return Progress()
     if loads_moments:
         _restore_scalars(saved, state)
-    if options.rng and saved.has_model_layout_of(state):
-        set_rng_states(saved.rank_tensors(state, "rng/"), state.device)
+    rng = saved.rank_tensors(state, "rng/") if saved.has_model_layout_of(state) else {}
+    if options.rng and rng:
+        set_rng_states(rng, state.device)
     elif options.rng and state.topology.rank == 0:
-        logger.info("%s has another layout (%s): random states start anew", folder, saved.layout_text)
+        logger.info("random states start anew: %s was saved with %s", folder, saved.layout_text)
     return Progress(*(saved.description[name] for name in ("iteration", "consumed_samples", "skipped_steps")))
 
 
-def read_weights(
-    folder: Path, placements: dict[str, Placement]
-) -> Iterator[tuple[str, Tensor]]:
+def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tuple[str, Tensor]]:
     """(name, FP32 value) of every parameter by its placement on this rank; a verified checkpoint of any layout.
 
     Raises:
@@ -140,7 +138,8 @@ class SavedRun:
         self.folder = folder
         self.description = read_description(folder)
         self.topology: dict[str, int | None] = self.description["topology"]
-        self.reader = TorchDistReader(folder, [record.name for record in read_manifest(folder)])
+        self._files = {record.name for record in read_manifest(folder)}
+        self.reader = TorchDistReader(folder, self._files)
         self._rank_tensors: dict[str, dict[str, Tensor]] = {}
 
     @property
@@ -176,7 +175,9 @@ class SavedRun:
         """
         key = PREFIXES[kind] + placement.key
         if key not in self.reader.shapes:
-            raise CheckpointError(f"{self.folder} has no {key}: it was saved without; give --no-load-optim")
+            raise CheckpointError(
+                f"{self.folder} has no {key}: it holds weights alone; give --finetune, or --no-load-optim"
+            )
         flat = torch.zeros(length)
         wanted = []
         num_rows = self.reader.shapes[key][0] if placement.has_vocabulary_rows else None
@@ -216,6 +217,8 @@ class SavedRun:
 
     def _tensors_of(self, tensor_rank: int, pipeline_rank: int, data_rank: int) -> dict[str, Tensor]:
         name = rank_file(tensor_rank, pipeline_rank, data_rank)
+        if name not in self._files:
+            return {}  # a converted model's
         if name not in self._rank_tensors:
             path = self.folder / name
             try:
@@ -229,6 +232,8 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
     """Step count and loss scale; amax histories and μ as far as the layout lets them be told apart."""
     optimizer = state.optimizer
     tensors = saved.rank_tensors(state, "")
+    if "step_count" not in tensors:
+        raise CheckpointError(f"{saved.folder} has moments and no step count; give --no-load-optim")
     optimizer.step_count.copy_(tensors["step_count"])
     if optimizer.loss_scale is not None and "loss_scale/scale" in tensors:
         optimizer.loss_scale.load_state_dict(below("loss_scale/", tensors))
@@ -239,8 +244,9 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
         at_stage = saved.stage_tensors(state.topology.pp.rank(), "")
         for index, history in enumerate(state.histories):
             values = below(f"amax_history.{index}/", at_stage)
-            fits = history is not None and history.history is not None and "history" in values
-            if fits and history.history.shape == values["history"].shape:
+            if history is None or history.history is None or "history" not in values:
+                continue
+            if history.history.shape == values["history"].shape:
                 history.load_state_dict(values)
     _restore_autoscales(saved, state)
 

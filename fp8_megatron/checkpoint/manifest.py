@@ -141,5 +141,7 @@ def problem_with(folder: Path, record: FileRecord) -> str | None:
     except OSError as error:
         return f"checkpoint file {path} cannot be read ({error})"
     if f"{checksum:08x}" != record.checksum:
-        return f"checkpoint file {path} is damaged: its {_ALGORITHM} is {checksum:08x}, the manifest's {record.checksum}"
+        return (
+            f"checkpoint file {path} is damaged: its {_ALGORITHM} is {checksum:08x}, the manifest's {record.checksum}"
+        )
     return None

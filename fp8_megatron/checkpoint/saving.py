@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 
 from ..config_io import save_config
+from ..distributed.flight_recorder import BACKGROUND_GROUP
 from ..distributed.topology import Topology
 from .files import (
     CONFIG,
@@ -150,9 +151,7 @@ class CheckpointWriter:
         if keep_last is None and interval is None:
             return
         try:
-            remove_old(
-                self.root, snapshot.description["iteration"], keep_last=keep_last or 1, retain_interval=interval
-            )
+            remove_old(self.root, snapshot.description["iteration"], keep_last=keep_last or 1, retain_interval=interval)
         except OSError as error:
             logger.warning("an old checkpoint under %s was not removed: %s", self.root, error)
 
@@ -194,7 +193,7 @@ class _Ranks:
         self._rank, self._size = topology.rank, topology.world_size
         self._group = None
         if self._size > 1:
-            self._group = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT, group_desc="checkpoint")
+            self._group = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT, group_desc=BACKGROUND_GROUP)
 
     def first_does(self, action: Callable[[], Any]) -> None:
         """Let the first rank do something; where it fails, every rank raises."""
@@ -211,7 +210,7 @@ class _Ranks:
             raise error or OSError(outcome[0])
 
     def gather(self, action: Callable[[], Any]) -> list[Any]:
-        """Every rank does something: on the first rank all results in rank order, an error as its text; else nothing."""
+        """Every rank does something: on the first rank all results by rank, an error as its text; else nothing."""
         result: Any
         try:
             result = action()

@@ -82,13 +82,13 @@ def write_chunks(folder: Path, rank: int, chunks: Iterable[Chunk | str]) -> tupl
         for chunk in chunks:
             start = file.size
             if isinstance(chunk, str):
-                torch.save([None], file)
+                torch.save([None], file)  # type: ignore[arg-type]  # it has what torch asks of a stream
                 written.append(Written(chunk, None, (), (), name, start, file.size - start))
             else:
                 value = chunk.value
                 if value.untyped_storage().nbytes() != value.nbytes:
                     value = value.clone()  # torch saves the whole storage of a view
-                torch.save(value, file)
+                torch.save(value, file)  # type: ignore[arg-type]
                 sizes = tuple(value.shape)
                 length = file.size - start
                 written.append(Written(chunk.key, chunk.global_shape, chunk.offset, sizes, name, start, length))
@@ -282,9 +282,7 @@ class TorchDistReader:
 def _overlap(item: Written, want: Wanted) -> tuple[Shape, Shape] | None:
     """(offset, sizes) of what a saved chunk and a wanted rectangle share."""
     offset = tuple(max(a, b) for a, b in zip(item.offset, want.offset, strict=True))
-    stop = tuple(
-        min(a + n, b + m) for a, n, b, m in zip(item.offset, item.sizes, want.offset, want.sizes, strict=True)
-    )
+    stop = tuple(min(a + n, b + m) for a, n, b, m in zip(item.offset, item.sizes, want.offset, want.sizes, strict=True))
     sizes = tuple(end - start for start, end in zip(offset, stop, strict=True))
     return (offset, sizes) if all(size > 0 for size in sizes) else None
 

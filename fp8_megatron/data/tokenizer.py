@@ -139,7 +139,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
 class NullTokenizer(Tokenizer):

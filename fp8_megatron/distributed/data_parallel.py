@@ -86,9 +86,7 @@ class FP8DataParallel(_BaseDataParallel):
             slot.param: [span.bucket.index for span in gather.space.spans(slot)] for slot in gather.space.slots
         }
         for module in self.module.modules():
-            needed = sorted(
-                {index for param in _weights_read_by(module) for index in buckets_of.get(param, [])}
-            )
+            needed = sorted({index for param in _weights_read_by(module) for index in buckets_of.get(param, [])})
             if needed:
                 module.register_forward_pre_hook(_Await(gather, needed))
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+#: Description of groups whose collectives threads wait in while training goes on: nobody hangs in them.
+BACKGROUND_GROUP = "background"
 #: Collectives each rank remembers. Torch's own default; written out so that the run does not depend on it.
 _NUM_ENTRIES = "2000"
 #: A setting's name now and in older releases.
@@ -111,7 +113,14 @@ def describe_collective(site: CallSite) -> str:
         site: where Python was.
     """
     entries = _entries()
-    running = next((entry for entry in entries if not entry["retired"] and entry["state"] != "completed"), None)
+    running = next(
+        (
+            entry
+            for entry in entries
+            if not entry["retired"] and entry["state"] != "completed" and entry["process_group"][1] != BACKGROUND_GROUP
+        ),
+        None,
+    )
     if running is not None:
         started_at = _site(running) or (site if site.collective else None)
         # On CUDA Python has mostly gone on to wait for something else.

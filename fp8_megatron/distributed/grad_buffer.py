@@ -236,7 +236,7 @@ class ShardedGradBuffer(GradBuffer):
         return [state.autoscale for state in self._buckets if state.autoscale is not None]
 
     def autoscaled_parts(self) -> Iterator[tuple[str, AutoScale, int]]:
-        """In mode nccl, every slot's part of every bucket: the slot's name, the bucket's auto-scaling, its index there."""
+        """In mode nccl, every slot's part of every bucket: its name, the bucket's auto-scaling, its index there."""
         for state in self._buckets:
             if state.autoscale is not None:
                 assert state.autoscale.num_tensors == len(state.parts)

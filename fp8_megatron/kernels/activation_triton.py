@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..formats import MAX_FINITE
 from .activation import INPUTS
+from .grad_output_triton import check_layouts
 from .quantize_triton import (
     MAX_PARTIALS,
     encode,
@@ -29,12 +30,14 @@ from .quantize_triton import (
     take_scale,
 )
 
-# Measured on an H200: larger tiles of the backward leave fewer programs in flight.
+# Measured on an H200. Larger tiles of the backward leave fewer programs in flight; its column sums cross the threads of
+# a tile, which fewer warps do faster.
 _NUM_WARPS = 4
 _ROWS = 4
 _COLUMNS = 1024
-_TILE_M = 64
 _TILE_K = 64
+_TILE_M, _BACKWARD_WARPS = 64, 4
+_SUMMED_TILE_M, _SUMMED_WARPS = 32, 2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LINEAR = tl.constexpr(1.5957691216057308)
@@ -132,29 +135,38 @@ def _activation_quantize(
 
 @triton.jit
 def _grad_rows(
-    grad, z, payload, rows, columns, mask, F, inverse, activation_inverse,
-    FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, GATED: tl.constexpr,
-    dtype: tl.constexpr, activation_dtype: tl.constexpr,
+    grad, z, payload, rows, columns, mask, F, inverse, activation_inverse, largest, sums_first, sums_second,
+    FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, RECORD_AMAX: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+    GATED: tl.constexpr, dtype: tl.constexpr, activation_dtype: tl.constexpr,
 ):  # fmt: skip
-    """One in four rows of a tile: (activation, gradient by first, by second) in FP8, and both gradients in FP32.
+    """One in four rows of a tile: (activation, gradient by first, by second) in FP8, amax and column sums moved on.
 
-    Writes the gradients' payload.
+    Writes the gradients' payload. Amax and sums are taken here so that no FP32 value lives on.
     """
     first, second = _load_inputs(z, rows, columns, mask, F, GATED)
     g = tl.load(grad + rows.to(tl.int64) * F + columns, mask=mask, other=0.0).to(tl.float32)
     value, d_first, d_second = _value_and_derivatives(first, second, GATED)
-    g_first, g_second = g * d_first, g * d_second
     activation = encode(value, activation_inverse, ACTIVATION_MAX, activation_dtype)
+    g_first = g * d_first
+    if RECORD_AMAX:
+        largest = larger_magnitude(largest, g_first)
+    if SUM_COLUMNS:
+        sums_first += g_first
     q_first = encode(g_first, inverse, FP_MAX, dtype)
     q_second = q_first
     if GATED:
+        g_second = g * d_second
+        if RECORD_AMAX:
+            largest = larger_magnitude(largest, g_second)
+        if SUM_COLUMNS:
+            sums_second += g_second
         q_second = encode(g_second, inverse, FP_MAX, dtype)
         offsets = rows.to(tl.int64) * (2 * F) + columns
         tl.store(payload + offsets, q_first, mask=mask)
         tl.store(payload + offsets + F, q_second, mask=mask)
     else:
         tl.store(payload + rows.to(tl.int64) * F + columns, q_first, mask=mask)
-    return activation, q_first, q_second, g_first, g_second
+    return activation, q_first, q_second, largest, sums_first, sums_second
 
 
 @triton.jit
@@ -165,45 +177,50 @@ def _activation_backward_tiles(
     RECORD_AMAX: tl.constexpr, SUM_COLUMNS: tl.constexpr, GATED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles_k = tl.cdiv(F, TILE_K)
-    m0 = tile // tiles_k * TILE_M
-    k0 = tile % tiles_k * TILE_K
-    rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # from the end: what the amax pass read last is still in L2
+    block = program // tiles_k
+    k0 = program % tiles_k * TILE_K
     columns = k0 + tl.arange(0, TILE_K)[None, :]
-    mask = (rows < T) & (columns < F)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     a_inverse = reciprocal(tl.load(activation_scale))
     dtype: tl.constexpr = payload.dtype.element_ty
     a_dtype: tl.constexpr = activation_t.dtype.element_ty
-    a0, p0, s0, g0, h0 = _grad_rows(
-        grad, z, payload, rows, columns, mask, F, inverse, a_inverse, FP_MAX, ACTIVATION_MAX, GATED, dtype, a_dtype
-    )
-    a1, p1, s1, g1, h1 = _grad_rows(
-        grad, z, payload, rows + 1, columns, mask, F, inverse, a_inverse, FP_MAX, ACTIVATION_MAX, GATED, dtype, a_dtype
-    )
-    a2, p2, s2, g2, h2 = _grad_rows(
-        grad, z, payload, rows + 2, columns, mask, F, inverse, a_inverse, FP_MAX, ACTIVATION_MAX, GATED, dtype, a_dtype
-    )
-    a3, p3, s3, g3, h3 = _grad_rows(
-        grad, z, payload, rows + 3, columns, mask, F, inverse, a_inverse, FP_MAX, ACTIVATION_MAX, GATED, dtype, a_dtype
-    )
+    largest = tl.zeros([TILE_M // 4, TILE_K], tl.float32)
+    sums_first = tl.zeros([TILE_M // 4, TILE_K], tl.float32)
+    sums_second = tl.zeros([TILE_M // 4, TILE_K], tl.float32)
+    m0 = block * TILE_M
+    rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
+    mask = (rows < T) & (columns < F)
+    a0, p0, s0, largest, sums_first, sums_second = _grad_rows(
+        grad, z, payload, rows, columns, mask, F, inverse, a_inverse, largest, sums_first, sums_second, FP_MAX,
+        ACTIVATION_MAX, RECORD_AMAX, SUM_COLUMNS, GATED, dtype, a_dtype,
+    )  # fmt: skip
+    a1, p1, s1, largest, sums_first, sums_second = _grad_rows(
+        grad, z, payload, rows + 1, columns, mask, F, inverse, a_inverse, largest, sums_first, sums_second, FP_MAX,
+        ACTIVATION_MAX, RECORD_AMAX, SUM_COLUMNS, GATED, dtype, a_dtype,
+    )  # fmt: skip
+    a2, p2, s2, largest, sums_first, sums_second = _grad_rows(
+        grad, z, payload, rows + 2, columns, mask, F, inverse, a_inverse, largest, sums_first, sums_second, FP_MAX,
+        ACTIVATION_MAX, RECORD_AMAX, SUM_COLUMNS, GATED, dtype, a_dtype,
+    )  # fmt: skip
+    a3, p3, s3, largest, sums_first, sums_second = _grad_rows(
+        grad, z, payload, rows + 3, columns, mask, F, inverse, a_inverse, largest, sums_first, sums_second, FP_MAX,
+        ACTIVATION_MAX, RECORD_AMAX, SUM_COLUMNS, GATED, dtype, a_dtype,
+    )  # fmt: skip
     store_transposed(a0, a1, a2, a3, activation_t, m0, k0, T, F, TILE_M, TILE_K)
     store_transposed(p0, p1, p2, p3, payload_t, m0, k0, T, F, TILE_M, TILE_K)
     if GATED:
         store_transposed(s0, s1, s2, s3, payload_t + F.to(tl.int64) * T, m0, k0, T, F, TILE_M, TILE_K)
     if RECORD_AMAX:
-        largest = larger_magnitude(larger_magnitude(larger_magnitude(tl.abs(g0), g1), g2), g3)
-        if GATED:
-            largest = larger_magnitude(larger_magnitude(larger_magnitude(larger_magnitude(largest, h0), h1), h2), h3)
         raise_amax(amax_out, tl.max(magnitude_bits(largest)))
     if SUM_COLUMNS:
         k = k0 + tl.arange(0, TILE_K)
         width = 2 * F if GATED else F
-        base = column_sums + (tile // tiles_k).to(tl.int64) * width + k
-        tl.store(base, tl.sum((g0 + g1) + (g2 + g3), axis=0), mask=k < F)
+        base = column_sums + block.to(tl.int64) * width + k
+        tl.store(base, tl.sum(sums_first, axis=0), mask=k < F)
         if GATED:
-            tl.store(base + F, tl.sum((h0 + h1) + (h2 + h3), axis=0), mask=k < F)
+            tl.store(base + F, tl.sum(sums_second, axis=0), mask=k < F)
 
 
 def _partial_amaxes(z: Tensor, grad: Tensor | None, kind: str) -> tuple[Tensor, int]:
@@ -263,12 +280,11 @@ def activation_backward_quantize(
     column sums up.
 
     Raises:
-        ValueError: a number of rows that is not a multiple of 4.
+        ValueError: a number of rows that is not a multiple of 4, or of columns that is not one of 16.
     """
     grad, z = grad.contiguous(), z.contiguous()
     (T, Z), F = z.shape, grad.shape[1]
-    if T % 4:
-        raise ValueError(f"a transposed FP8 payload needs M={T} to be a multiple of 4 (the FP8 GEMM: of 16)")
+    check_layouts(T, F)
     payload = torch.empty((T, Z), dtype=dtype, device=z.device)
     payload_t = torch.empty((Z, T), dtype=dtype, device=z.device)
     activation_t = torch.empty((F, T), dtype=activation_dtype, device=z.device)
@@ -276,12 +292,13 @@ def activation_backward_quantize(
     taken = torch.empty(1 if current else 0, dtype=torch.float32, device=z.device)
     partials, num_partials = _partial_amaxes(z, grad, kind) if current else (z, 0)
     used = taken if scale is None else scale
-    tiles_m = triton.cdiv(T, _TILE_M)
-    sums = torch.empty((tiles_m, Z) if column_sums else (1, 0), dtype=torch.float32, device=z.device)
-    _activation_backward_tiles[(tiles_m * triton.cdiv(F, _TILE_K),)](
+    tile_m, num_warps = (_SUMMED_TILE_M, _SUMMED_WARPS) if column_sums else (_TILE_M, _BACKWARD_WARPS)
+    blocks = triton.cdiv(T, tile_m)
+    sums = torch.empty((blocks, Z) if column_sums else (1, 0), dtype=torch.float32, device=z.device)
+    _activation_backward_tiles[(blocks * triton.cdiv(F, _TILE_K),)](
         grad, z, payload, payload_t, activation_t, used, activation_scale, partials,
         used if amax_out is None else amax_out, sums, T, F, num_partials,
         MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, amax_out is not None, column_sums,
-        INPUTS[kind] == 2, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
+        INPUTS[kind] == 2, tile_m, _TILE_K, MAX_PARTIALS, num_warps=num_warps,
     )  # fmt: skip
     return payload, payload_t, activation_t, sums.sum(dim=0), taken

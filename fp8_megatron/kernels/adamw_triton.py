@@ -167,7 +167,7 @@ def adamw_step_(
 ) -> None:
     """`reference.adamw_step_`, one launch. Products may be fused with sums; √ and ÷ are good to 2 ulp.
 
-    Companded moments take `companded_adamw_triton`, which is exact.
+    Companded moments take the exact `companded_adamw_triton.companded_adamw_step_`.
 
     Raises:
         ValueError: more than two sizes of scale block, or chunks that are not whole blocks.
@@ -179,9 +179,10 @@ def adamw_step_(
         (master, master_scales),
     )
     if exp_avg.dtype in COMPANDED_DTYPES or exp_avg_sq.dtype in COMPANDED_DTYPES:
-        tensors = (tensor for operand in operands for tensor in operand)
-        hyper = (lr, beta1, beta2, eps, weight_decay, decoupled)
-        companded_adamw_step_(*tensors, weight, chunk_amax, grad_factor, step, *hyper)  # type: ignore[arg-type]
+        companded_adamw_step_(
+            *(grad, grad_scales, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, master, master_scales),
+            *(weight, chunk_amax, grad_factor, step, lr, beta1, beta2, eps, weight_decay, decoupled),  # type: ignore[arg-type]
+        )
         return
     n = master.numel()
     tiling = Tiling.of(operands, chunk_size(n, chunk_amax))

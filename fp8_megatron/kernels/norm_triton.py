@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import MAX_FINITE
+from .grad_output_triton import check_layouts
 from .quantize_triton import (
     MAX_PARTIALS,
     encode,
@@ -37,6 +38,8 @@ _NUM_WARPS = 4
 _ELEMENTS = 8192
 _BACKWARD_ELEMENTS = 4096
 _BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 2
+_BACKWARD_WARPS = 8
+_BACKWARD_STAGES = 3
 _TILE_M = 128
 _TILE_K = 64
 
@@ -133,13 +136,14 @@ def _norm_requantize_tiles(
 def _norm_backward(
     grad, residual_grad, x, weight, mean, rstd, grad_x, grad_weight, grad_bias, T, K,
     RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     w = tl.load(weight + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
     # Rows apart until the end: a sum over them may cross warps.
     sum_weight = tl.zeros([ROWS, BLOCK], tl.float32)
     sum_bias = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS):
+    for start in tl.range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < T)[:, None] & (columns < K)[None, :]
         offsets = rows[:, None].to(tl.int64) * K + columns[None, :]
@@ -254,7 +258,7 @@ def norm_requantize(
     """`norm.norm_requantize`: one launch.
 
     Raises:
-        ValueError: `transposed` with a number of rows that is not a multiple of 4.
+        ValueError: `transposed` with a number of rows that is not a multiple of 4, or of columns that is not one of 16.
     """
     x = x.contiguous()
     T, K = x.shape
@@ -268,8 +272,7 @@ def norm_requantize(
             *arguments, payload, T, K, *flags, rows, block, num_warps=_NUM_WARPS
         )
         return payload
-    if T % 4:
-        raise ValueError(f"a transposed FP8 payload needs M={T} to be a multiple of 4 (the FP8 GEMM: of 16)")
+    check_layouts(T, K)
     payload_t = torch.empty((K, T), dtype=dtype, device=x.device)
     _norm_requantize_tiles[(triton.cdiv(T, _TILE_M) * triton.cdiv(K, _TILE_K),)](
         *arguments, payload_t, T, K, *flags, _TILE_M, _TILE_K, num_warps=_NUM_WARPS
@@ -297,8 +300,8 @@ def norm_backward(
     has_residual = residual_grad is not None
     _norm_backward[(programs,)](
         grad, residual_grad.contiguous() if residual_grad is not None else grad, x, weight, mean, rstd, grad_x,
-        sums[0], sums[-1], T, K, mean.numel() == 0, has_bias, has_residual, rows, block,
-        num_warps=8 if block < 4096 else 16,
+        sums[0], sums[-1], T, K, mean.numel() == 0, has_bias, has_residual, rows, block, _BACKWARD_STAGES,
+        num_warps=_BACKWARD_WARPS,
     )  # fmt: skip
     total = sums.sum(dim=1)
     return grad_x, total[0], total[1] if has_bias else total.new_empty(0)

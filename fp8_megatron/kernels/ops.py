@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES
-from . import activation, cross_entropy, norm, reference, split_master
+from . import activation, cross_entropy, norm, qkv, reference, split_master
 from .scaled_mm import check_scaled_mm, scaled_mm_cublaslt
 
 _LIBRARY = torch.library.Library("fp8_megatron", "DEF")
@@ -28,6 +28,8 @@ _SCHEMAS = {
     " Tensor(a!)? amax_out) -> (Tensor, Tensor)",
     "quantize_grad_output": "(Tensor x, ScalarType dtype, Tensor? scale, bool power_of_two, Tensor(a!)? amax_out)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_qkv_grad": "(Tensor[] grads, ScalarType dtype, Tensor? scale, bool power_of_two,"
+    " Tensor(a!)? amax_out, bool column_sums) -> (Tensor, Tensor, Tensor, Tensor)",
     "transpose": "(Tensor payload) -> Tensor",
     "norm_amax": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms) -> Tensor",
     "norm_quantize": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms, ScalarType dtype, Tensor? scale,"
@@ -112,6 +114,7 @@ _CPU: dict[str, Callable[..., Any]] = {
     "quantize_current": _reference_quantize_current,
     "quantize_with_scale": _reference_quantize_with_scale,
     "quantize_grad_output": reference.quantize_grad_output,
+    "quantize_qkv_grad": qkv.quantize_qkv_grad,
     "transpose": reference.transpose,
     "norm_amax": norm.norm_amax,
     "norm_quantize": norm.norm_quantize,
@@ -138,7 +141,8 @@ _TRITON = {
     "amax": "quantize_triton",
     "quantize_current": "quantize_triton",
     "quantize_with_scale": "quantize_triton",
-    "quantize_grad_output": "quantize_triton",
+    "quantize_grad_output": "grad_output_triton",
+    "quantize_qkv_grad": "grad_output_triton",
     "transpose": "quantize_triton",
     "norm_amax": "norm_triton",
     "norm_quantize": "norm_triton",
@@ -332,6 +336,20 @@ def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
 def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
     """`cross_entropy.cross_entropy_backward_`: logits → their gradient, in place."""
     _OPS.cross_entropy_backward_(logits, labels, log_sum_exp, grad)
+
+
+def quantize_qkv_grad(
+    grads: list[Tensor],
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    column_sums: bool,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`qkv.quantize_qkv_grad`: payload [T, N], transpose [N, T], column sums [N], the scale taken."""
+    assert len(grads) == 3 and grads[1].shape == grads[2].shape, [grad.shape for grad in grads]
+    return _OPS.quantize_qkv_grad(grads, dtype, scale, power_of_two, amax_out, column_sums)
 
 
 def transpose(payload: Tensor) -> Tensor:

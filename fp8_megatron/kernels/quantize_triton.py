@@ -29,9 +29,6 @@ _CAST_TILE = 8192
 _TILE_M = 128
 _TILE_K = 128
 _NUM_WARPS = 8
-#: With column sums a tile holds more: narrower tiles of fewer warps keep more of them in flight.
-_SUMMED_TILE_K = 64
-_SUMMED_WARPS = 4
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -67,9 +64,15 @@ def reciprocal(scale):
 
 @triton.jit
 def encode(x, inverse, FP_MAX: tl.constexpr, dtype: tl.constexpr):
-    """`reference.encode` with the reciprocal of the scale: clamped (NaN kept), rounded to nearest even."""
+    """`reference.encode` with the reciprocal of the scale: rounded to nearest even, saturated, NaN kept.
+
+    The cast to FP8 is `cvt.rn.satfinite`, which saturates by itself: a clamp would cost two instructions an element.
+    """
     scaled = x.to(tl.float32) * inverse
-    return tl.clamp(scaled, -FP_MAX, FP_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+    if dtype == tl.float8e4nv or dtype == tl.float8e5:
+        return scaled.to(dtype)
+    else:
+        return tl.clamp(scaled, -FP_MAX, FP_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
@@ -191,7 +194,6 @@ def _quantize_tiles(
     scale,
     partials,
     amax_out,
-    column_sums,
     M,
     K,
     num_partials,
@@ -200,7 +202,6 @@ def _quantize_tiles(
     POWER_OF_TWO: tl.constexpr,
     ROWWISE: tl.constexpr,
     RECORD_AMAX: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
@@ -233,10 +234,6 @@ def _quantize_tiles(
             tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
         )
         raise_amax(amax_out, tl.max(bits))
-    if SUM_COLUMNS:
-        sums = tl.sum((x0.to(tl.float32) + x1.to(tl.float32)) + (x2.to(tl.float32) + x3.to(tl.float32)), axis=0)
-        k = k0 + tl.arange(0, TILE_K)
-        tl.store(column_sums + (tile // tiles_k).to(tl.int64) * K + k, sums, mask=k < K)
 
 
 @triton.jit
@@ -256,10 +253,10 @@ def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.
     store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
 
 
-def _partials(x: Tensor) -> tuple[Tensor, int]:
-    """int32 magnitude bits of the amax of each of the parts of contiguous `x`, and their number."""
+def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]:
+    """int32 magnitude bits of the amax of each of at most `most` parts of contiguous `x`, and their number."""
     n = x.numel()
-    num_partials = min(triton.cdiv(n, _AMAX_TILE), MAX_PARTIALS)
+    num_partials = min(triton.cdiv(n, _AMAX_TILE), most)
     partials = torch.empty(num_partials, dtype=torch.int32, device=x.device)
     _partial_amax[(num_partials,)](x, partials, n, _AMAX_TILE, n % _AMAX_TILE == 0, num_warps=_NUM_WARPS)
     return partials, num_partials
@@ -267,7 +264,7 @@ def _partials(x: Tensor) -> tuple[Tensor, int]:
 
 def amax(x: Tensor) -> Tensor:
     """`reference.amax`: FP32 [1]; one launch up to 8192 elements, two above."""
-    return partials_to_amax(*_partials(x.contiguous()))
+    return partials_to_amax(*partial_amaxes(x.contiguous()))
 
 
 def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
@@ -290,7 +287,6 @@ def _quantize(
     rowwise: bool,
     transposed: bool,
     amax_out: Tensor | None,
-    column_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     fp_max = MAX_FINITE[dtype]
@@ -300,15 +296,13 @@ def _quantize(
     if transposed:
         if M % 4:
             raise ValueError(f"a transposed FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
-        tile_k, num_warps = (_TILE_K, _NUM_WARPS) if column_sums is None else (_SUMMED_TILE_K, _SUMMED_WARPS)
-        _quantize_tiles[(triton.cdiv(M, _TILE_M) * triton.cdiv(K, tile_k),)](
+        _quantize_tiles[(triton.cdiv(M, _TILE_M) * triton.cdiv(K, _TILE_K),)](
             x,
             payload,
             payload_t,
             scale,
             partials,
             amax_out if record_amax else scale,
-            scale if column_sums is None else column_sums,
             M,
             K,
             num_partials,
@@ -317,11 +311,10 @@ def _quantize(
             power_of_two,
             rowwise,
             record_amax,
-            column_sums is not None,
             _TILE_M,
-            tile_k,
+            _TILE_K,
             MAX_PARTIALS,
-            num_warps=num_warps,
+            num_warps=_NUM_WARPS,
         )
     else:
         if not rowwise:
@@ -356,7 +349,7 @@ def quantize_current(
         ValueError: `transposed` with M not a multiple of 4, or neither layout asked for.
     """
     x = x.contiguous()
-    partials, num_partials = _partials(x)
+    partials, num_partials = partial_amaxes(x)
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     payload, payload_t = _quantize(
         x, scale, partials, num_partials, dtype, True, power_of_two, rowwise, transposed, None
@@ -373,26 +366,6 @@ def quantize_with_scale(
         ValueError: `transposed` with M not a multiple of 4, or neither layout asked for.
     """
     return _quantize(x.contiguous(), scale, scale, 0, dtype, False, False, rowwise, transposed, amax_out)
-
-
-def quantize_grad_output(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`reference.quantize_grad_output`: the cast, and one small launch that adds the tiles' column sums up.
-
-    Raises:
-        ValueError: M is not a multiple of 4.
-    """
-    x = x.contiguous()
-    M, K = x.shape
-    current = scale is None
-    partials, num_partials = _partials(x) if current else (x, 0)
-    used = torch.empty(1, dtype=torch.float32, device=x.device) if scale is None else scale
-    sums = torch.empty((triton.cdiv(M, _TILE_M), K), dtype=torch.float32, device=x.device)
-    payload, payload_t = _quantize(
-        x, used, partials, num_partials, dtype, current, power_of_two, True, True, amax_out, sums
-    )
-    return payload, payload_t, sums.sum(dim=0), used if current else used.new_empty(0)
 
 
 def transpose(payload: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ dgrad   grad_input = g·W    g E5M2, Wᵀ made on demand from the FP8 weight, sp
 wgrad   grad_weight = gᵀ·x  both K-major over tokens, split accumulation, straight into `weight.main_grad`
 
 `fp8_linear` keeps x for backward in FP8 only: transposed, as wgrad wants it, or under sequence parallelism this rank's
-part of it. `fp8_norm_linear` has the norm in front of the layer inside: it keeps the norm's input, which the residual
-stream holds anyway, and makes the rest again.
+part of it. Where the norm in front of a layer is fused with it (`norm_fprop`, used by the QKV projection and the MLP),
+backward keeps the norm's input, which the residual stream holds anyway, and makes the rest again.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ class NormParams(NamedTuple):
     rms: bool
 
 
+class LinearParams(NamedTuple):
+    """One linear layer: weight [N, K], bias [N] or None, quantisers."""
+
+    weight: ScaledTensor
+    bias: Tensor | None
+    quantizers: LinearQuantizers
+
+
 class Operand(NamedTuple):
     """A gradient g as the GEMMs take it: payload [T, N], transpose [N, T], scale FP32 [1]."""
 
@@ -70,35 +78,21 @@ def fp8_linear(
     bias: Tensor | None,
     quantizers: LinearQuantizers,
     parallelism: TensorParallelism,
+    *,
+    keeps_input: bool = False,
 ) -> Tensor:
     """y = x·Wᵀ + b in FP8, with the weight gradient written to ``weight.main_grad``.
 
     Args:
         x: BF16 [..., K]; with `gathers_input` [s/tp, b, K].
         weight: [N, K]. bias: [N] or None.
+        keeps_input: backward keeps `x` itself and casts it again, for an x that something else keeps anyway.
 
     Returns:
         BF16 [..., N]; with `gathers_input` [s, b, N].
     """
-    return _FP8Linear.apply(x, weight, bias, quantizers, parallelism, torch.is_grad_enabled())
-
-
-def fp8_norm_linear(
-    x: Tensor,
-    norm: NormParams,
-    weight: ScaledTensor,
-    bias: Tensor | None,
-    quantizers: LinearQuantizers,
-    parallelism: TensorParallelism,
-) -> tuple[Tensor, Tensor]:
-    """y = norm(x)·Wᵀ + b, the norm cast to FP8 as it is computed; otherwise as `fp8_linear`.
-
-    Returns:
-        y, and x again for the residual branch: what comes back along it is added inside the norm's backward.
-    """
-    return _FP8NormLinear.apply(
-        x, norm.weight, norm.bias, weight, bias, norm.eps, norm.rms, quantizers, parallelism, torch.is_grad_enabled()
-    )
+    keeps_input = keeps_input and not parallelism.gathers_input
+    return _FP8Linear.apply(x, weight, bias, quantizers, parallelism, keeps_input, torch.is_grad_enabled())
 
 
 class _FP8Linear(torch.autograd.Function):
@@ -110,16 +104,17 @@ class _FP8Linear(torch.autograd.Function):
         bias: Tensor | None,
         quantizers: LinearQuantizers,
         parallelism: TensorParallelism,
+        keeps_input: bool,
         needs_backward: bool,
     ) -> Tensor:
         x2d = x.reshape(-1, x.shape[-1])
         gathers = parallelism.gathers_input
-        source = TensorSource(x2d, transposed=needs_backward and not gathers)
+        source = TensorSource(x2d, transposed=needs_backward and not gathers and not keeps_input)
         (payload, payload_t), scale = quantizers.input.quantize(source, sync=amax_sync(parallelism))
         y = fprop(gathered(payload, parallelism), scale, weight, bias, x.dtype)
         if needs_backward:
-            ctx.save_for_backward(payload if gathers else payload_t, scale)
-            ctx.weight, ctx.has_bias = weight, bias is not None
+            ctx.save_for_backward(x if keeps_input else payload if gathers else payload_t, scale)
+            ctx.weight, ctx.has_bias, ctx.keeps_input = weight, bias is not None, keeps_input
             ctx.quantizers, ctx.parallelism, ctx.input_shape = quantizers, parallelism, x.shape
         return y.view(*gathered_shape(x, parallelism), y.shape[-1])
 
@@ -133,47 +128,17 @@ class _FP8Linear(torch.autograd.Function):
             gathering = all_gather_fp8(saved, parallelism.group)
         g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.has_bias)
         grad_input, reducing = start_grad_input_reduction(dgrad(g, weight, grad_output.dtype), parallelism)
-        x_t = ops.transpose(gathering.wait()) if gathering is not None else saved
+        if gathering is not None:
+            x_t = ops.transpose(gathering.wait())
+        elif ctx.keeps_input:
+            x2d = saved.reshape(-1, saved.shape[-1])
+            _, x_t = ops.quantize_with_scale(x2d, x_scale, INPUT_DTYPE, rowwise=False, transposed=True)
+        else:
+            x_t = saved
         wgrad(g, x_t, x_scale, weight, grad_output.dtype)
         if reducing is not None:
             reducing.wait()
-        return grad_input.view(ctx.input_shape), None, grad_bias, None, None, None
-
-
-class _FP8NormLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        weight: ScaledTensor,
-        bias: Tensor | None,
-        eps: float,
-        rms: bool,
-        quantizers: LinearQuantizers,
-        parallelism: TensorParallelism,
-        needs_backward: bool,
-    ) -> tuple[Tensor, Tensor]:
-        norm = NormParams(norm_weight, norm_bias, eps, rms)
-        y, kept = norm_fprop(x, norm, weight, bias, quantizers, parallelism)
-        if needs_backward:
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(x, norm_weight, norm_bias, *kept)
-            ctx.norm_settings, ctx.weight, ctx.has_bias = (eps, rms), weight, bias is not None
-            ctx.quantizers, ctx.parallelism = quantizers, parallelism
-        return y.view(*gathered_shape(x, parallelism), y.shape[-1]), x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, norm_weight, norm_bias, *kept = ctx.saved_tensors
-        g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.has_bias)
-        norm = NormParams(norm_weight, norm_bias, *ctx.norm_settings)
-        grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
-            g, residual_grad, x, norm, NormStatistics(*kept), ctx.weight, ctx.parallelism
-        )
-        return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias, None, None, None, None, None
+        return grad_input.view(ctx.input_shape), None, grad_bias, None, None, None, None
 
 
 class NormStatistics(NamedTuple):

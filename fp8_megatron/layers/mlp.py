@@ -7,7 +7,7 @@ writes z's gradient in both layouts, the activation again, transposed, and the g
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -22,6 +22,7 @@ from ..quantization.recipe import INPUT_DTYPE, LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import ActivationGradSource, ActivationSource
 from .linear import (
+    LinearParams,
     NormParams,
     NormStatistics,
     Operand,
@@ -35,15 +36,7 @@ from .linear import (
     wgrad,
 )
 from .norm import Norm
-from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear, as_scaled
-
-
-class LinearParams(NamedTuple):
-    """One linear layer: weight [N, K], bias [N] or None, quantisers."""
-
-    weight: ScaledTensor
-    bias: Tensor | None
-    quantizers: LinearQuantizers
+from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear, as_scaled, column_parallelism
 
 
 def fp8_norm_mlp(
@@ -57,7 +50,8 @@ def fp8_norm_mlp(
         parallelism: of fc1; what fc2 gives is this rank's part of a sum.
 
     Returns:
-        BF16 [s, b, h], and x again for the residual branch (see `fp8_norm_linear`).
+        BF16 [s, b, h], and x again for the residual branch: what comes back along it is added inside the norm's
+        backward.
     """
     return _FP8NormMLP.apply(
         x,
@@ -147,12 +141,7 @@ class FP8MLP(MLP):
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None, Tensor]:  # type: ignore[override]
         """hidden_states [s, b, h] (before the norm) → output [s, b, h], the bias left to add, the residual branch."""
         norm, fc1, fc2 = self.reads_weights_of
-        size = self.tp_group.size()
-        parallelism = TensorParallelism(
-            group=self.tp_group,
-            gathers_input=self.config.sequence_parallel and size > 1,
-            reduces_grad_input=size > 1 and not self.config.sequence_parallel,
-        )
+        parallelism = column_parallelism(self.config, self.tp_group)
         added, left = fc2.bias_in_gemm()
         output, residual = fp8_norm_mlp(
             hidden_states,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..quantization.recipe import WEIGHT_DTYPE, LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
-from .linear import TensorParallelism, fp8_linear, fp8_norm_linear
-from .norm import Norm
+from .linear import TensorParallelism, fp8_linear
 
 
 def _quantize_weight(weight: torch.nn.Parameter, *, is_initialized: bool) -> torch.nn.Parameter:
@@ -73,45 +72,6 @@ class FP8ColumnParallelLinear(_FP8Weight, ColumnParallelLinear):
         return fp8_linear(input, as_scaled(weight), bias, self.quantizers, parallelism)
 
 
-class FP8NormColumnParallelLinear(FP8ColumnParallelLinear):
-    """An `FP8ColumnParallelLinear` with the norm in front of it inside; `fuse_norm` comes before the first forward.
-
-    The forward leaves the residual branch behind for `take_residual`.
-    """
-
-    _residual: Tensor | None = None
-
-    def fuse_norm(self, norm: Norm) -> None:
-        """Take over the norm in front of this layer (not registered here: its parameters stay where they are)."""
-        #: Modules whose parameters the forward reads without calling them.
-        self.reads_weights_of = (norm,)
-
-    def take_residual(self) -> Tensor:
-        """The input of the last forward, for the residual branch."""
-        residual, self._residual = self._residual, None
-        assert residual is not None, "no forward since the last call"
-        return residual
-
-    def _forward_impl(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        **unused: Any,
-    ) -> Tensor:
-        parallelism = TensorParallelism(
-            group=self.tp_group, gathers_input=sequence_parallel, reduces_grad_input=allreduce_dgrad
-        )
-        (norm,) = self.reads_weights_of
-        y, self._residual = fp8_norm_linear(
-            input, norm.norm_params(), as_scaled(weight), bias, self.quantizers, parallelism
-        )
-        return y
-
-
 class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
     """Y = XAᵀ with A split over input columns; the sum over ranks stays in BF16.
 
@@ -120,6 +80,9 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
     Args:
         recipe: scaling of activations and output gradients; the rest is megatron-core's.
     """
+
+    #: Set where backward of what made the input keeps it anyway (attention): see `fp8_linear`.
+    keeps_input = False
 
     def bias_in_gemm(self) -> tuple[Tensor | None, Tensor | None]:
         """(bias that the GEMM adds, bias left to add after the sum over ranks)."""
@@ -130,10 +93,21 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
         added, left = self.bias_in_gemm()
         if added is None or not self.skip_bias_add:
             return super().forward(input_)
-        return fp8_linear(input_, as_scaled(self.weight), added, self.quantizers, TensorParallelism()), left
+        return self._forward_impl(input_, self.weight, added), left
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> Tensor:
-        return fp8_linear(input, as_scaled(weight), bias, self.quantizers, TensorParallelism())
+        weight = as_scaled(weight)
+        return fp8_linear(input, weight, bias, self.quantizers, TensorParallelism(), keeps_input=self.keeps_input)
+
+
+def column_parallelism(config: TransformerConfig, group: torch.distributed.ProcessGroup) -> TensorParallelism:
+    """What a column-parallel layer does around its GEMMs in `group`."""
+    is_shared = group.size() > 1
+    return TensorParallelism(
+        group=group,
+        gathers_input=is_shared and config.sequence_parallel,
+        reduces_grad_input=is_shared and not config.sequence_parallel,
+    )
 
 
 def as_scaled(weight: Tensor) -> ScaledTensor:

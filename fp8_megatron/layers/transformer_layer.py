@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .mlp import FP8MLP
 from .norm import Norm
-from .tensor_parallel import FP8NormColumnParallelLinear
+from .self_attention import FP8SelfAttention
 
 
 class FP8TransformerLayer(TransformerLayer):
@@ -22,14 +22,9 @@ class FP8TransformerLayer(TransformerLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert isinstance(self.input_layernorm, Norm) and isinstance(self.pre_mlp_layernorm, Norm)
-        assert isinstance(self.mlp, FP8MLP)
-        self._linear_qkv().fuse_norm(self.input_layernorm)
+        assert isinstance(self.self_attention, FP8SelfAttention) and isinstance(self.mlp, FP8MLP)
+        self.self_attention.fuse_norm(self.input_layernorm)
         self.mlp.fuse_norm(self.pre_mlp_layernorm)
-
-    def _linear_qkv(self) -> FP8NormColumnParallelLinear:
-        linear = self.self_attention.linear_qkv
-        assert isinstance(linear, FP8NormColumnParallelLinear)
-        return linear
 
     def _forward_attention(
         self,
@@ -40,7 +35,7 @@ class FP8TransformerLayer(TransformerLayer):
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         output = self.self_attention(hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
-        return self._add(*output, self._linear_qkv().take_residual(), self.self_attn_bda), context
+        return self._add(*output, self.self_attention.take_residual(), self.self_attn_bda), context
 
     def _forward_mlp(self, hidden_states: Tensor, *unused: Any, **unused_kwargs: Any) -> Tensor:
         return self._add(*self.mlp(hidden_states), self.mlp_bda)

@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from ..layers.attention import AttentionBackend, CoreAttention
 from ..layers.mlp import FP8MLP
 from ..layers.norm import Norm
-from ..layers.tensor_parallel import FP8ColumnParallelLinear, FP8NormColumnParallelLinear, FP8RowParallelLinear
+from ..layers.self_attention import FP8SelfAttention
+from ..layers.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from ..layers.transformer_layer import FP8TransformerLayer
 from ..quantization.recipe import Recipe
 
@@ -29,12 +30,12 @@ CHECKPOINT_KEYS = {
 def layer_spec(recipe: Recipe | None, attention_backend: AttentionBackend) -> ModuleSpec:
     """One transformer layer; linear layers in FP8 under `recipe`, or megatron-core's own in BF16 when it is None."""
     if recipe is None:
-        layer, mlp = TransformerLayer, MLP
-        qkv = column = ModuleSpec(module=ColumnParallelLinear)
+        layer, attention, mlp = TransformerLayer, SelfAttention, MLP
+        column = ModuleSpec(module=ColumnParallelLinear)
         row = ModuleSpec(module=RowParallelLinear)
     else:
-        layer, mlp, params = FP8TransformerLayer, FP8MLP, {"recipe": recipe}
-        qkv = ModuleSpec(module=FP8NormColumnParallelLinear, params=params)
+        layer, attention, mlp = FP8TransformerLayer, FP8SelfAttention, FP8MLP
+        params = {"recipe": recipe}
         column = ModuleSpec(module=FP8ColumnParallelLinear, params=params)
         row = ModuleSpec(module=FP8RowParallelLinear, params=params)
     return ModuleSpec(
@@ -42,10 +43,10 @@ def layer_spec(recipe: Recipe | None, attention_backend: AttentionBackend) -> Mo
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=attention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=qkv,
+                    linear_qkv=column,
                     core_attention=ModuleSpec(module=CoreAttention, params={"backend": attention_backend}),
                     linear_proj=row,
                     q_layernorm=IdentityOp,

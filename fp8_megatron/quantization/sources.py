@@ -106,6 +106,30 @@ class GradSource:
 
 
 @dataclass(frozen=True)
+class QKVGradSource:
+    """Gradients of query [s, b, groups, heads a group · d], key and value [s, b, groups, d], of any strides."""
+
+    grads: list[Tensor]
+    column_sums: bool = False
+
+    def amax(self) -> Tensor:
+        return torch.stack([ops.amax(grad) for grad in self.grads]).amax(dim=0)
+
+    def quantize(
+        self, dtype: torch.dtype, scale: Tensor | None, *, power_of_two: bool, amax_out: Tensor | None
+    ) -> tuple[Grads, Tensor]:
+        payload, payload_t, sums, taken = ops.quantize_qkv_grad(
+            self.grads,
+            dtype,
+            scale=scale,
+            power_of_two=power_of_two,
+            amax_out=amax_out,
+            column_sums=self.column_sums,
+        )
+        return Grads(payload, payload_t, sums if self.column_sums else None), taken if scale is None else scale
+
+
+@dataclass(frozen=True)
 class NormSource:
     """LayerNorm or RMSNorm of `x` [T, K]."""
 

@@ -46,9 +46,7 @@ def generate_text(
         raise CheckpointError(f"no checkpoint under {checkpoint_root}; give the folder that --save named")
     folder = iteration_folder(checkpoint_root, iterations[0])
     config = load_config(folder / CONFIG)
-    parallel = replace(
-        config.parallel, pipeline_model_parallel_size=1, num_layers_per_virtual_pipeline_stage=None
-    )
+    parallel = replace(config.parallel, pipeline_model_parallel_size=1, num_layers_per_virtual_pipeline_stage=None)
     config = replace(config, parallel=parallel, checkpoint=replace(config.checkpoint, load=None, save=None))
     tokenizer = load_tokenizer(config)
     device = devices.select_device()

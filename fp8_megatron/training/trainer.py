@@ -268,7 +268,10 @@ class _Run:
             return Progress()
         self.state.scheduler.step(progress.iteration)
         if self.is_writer:
-            logger.info("resumed from %s at iteration %d", checkpoint.load, progress.iteration)
+            if checkpoint.finetune:
+                logger.info("took the weights of %s", checkpoint.load)
+            else:
+                logger.info("resumed from %s at iteration %d", checkpoint.load, progress.iteration)
         return progress
 
     def _save(self) -> None:

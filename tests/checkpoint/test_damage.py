@@ -16,7 +16,7 @@ from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.manifest import FileRecord, RecordedFile, problem_with, read_manifest, write_manifest
 from fp8_megatron.config import ModelConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.testing.ranks import RankError, RankPool
-from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, train_steps, whole_state
+from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, whole_state
 from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, tiny_config
 
 MODEL = replace(GPT3_STYLE, num_layers=1)
@@ -158,4 +158,3 @@ def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:
     write_manifest(tmp_path, [FileRecord("../x", 1, "00000000")])
     with pytest.raises(CheckpointError, match=r"'\.\./x', which is not in its folder"):
         read_manifest(tmp_path)
-

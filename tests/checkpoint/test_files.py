@@ -64,7 +64,7 @@ def test_the_format_before_is_named(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "meta.json").write_text('{"format": 2}')
     (tmp_path / TRACKER).write_text("10")
-    with pytest.raises(CheckpointError, match="format version 2 .*this version reads 3"):
+    with pytest.raises(CheckpointError, match=r"format version 2 .*this version reads 3"):
         candidates(tmp_path)
 
 

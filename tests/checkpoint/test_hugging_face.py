@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +17,17 @@ pytest.importorskip("transformers", reason="models are made and compared with tr
 
 from safetensors.torch import load_file, save_file
 
-from fp8_megatron.checkpoint import hugging_face_fp8 as fp8
-from fp8_megatron.checkpoint import safetensors_files
 from fp8_megatron.checkpoint.conversion import Format, Source, find_format, open_source
 from fp8_megatron.checkpoint.files import CheckpointError
-from fp8_megatron.checkpoint.hugging_face import Heads, Rule
-from fp8_megatron.checkpoint.hugging_face_config import export_rules, family_of, json_from_model, model_from_json
+from fp8_megatron.checkpoint.hugging_face import Heads
+from fp8_megatron.checkpoint.hugging_face_config import family_of, json_from_model, model_from_json
 from fp8_megatron.checkpoint.hugging_face_folder import Export, HuggingFaceWeights, write_hugging_face
 from fp8_megatron.checkpoint.hugging_face_fp8 import FP8Layout
 from fp8_megatron.checkpoint.logits import logits_of_folder, logits_of_weights, random_tokens
-from fp8_megatron.checkpoint.safetensors_files import SafetensorsFolder, SafetensorsWriter, TensorSpec
 from fp8_megatron.checkpoint.torch_dist_weights import TorchDistWeights, write_torch_dist
 from fp8_megatron.checkpoint.weights import (
     FC1,
     OUTPUT_LAYER,
-    QKV,
     WORD_EMBEDDING,
     Repadded,
     places,
@@ -41,8 +36,6 @@ from fp8_megatron.checkpoint.weights import (
 )
 from fp8_megatron.config import Config
 from fp8_megatron.formats import E4M3
-from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.testing.hugging_face_models import MODELS, VOCAB_SIZE, load_logits, make_model, save_model
 
 TOKENS = random_tokens(VOCAB_SIZE, batch_size=2, length=32, seed=1)
@@ -73,6 +66,7 @@ def test_logits_equal_those_of_transformers(folders: dict[str, Path], name: str)
 def test_a_round_trip_gives_every_bit_back(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     """Theirs → ours as torch_dist, padded → theirs; written in shards, read by safetensors itself."""
     weights = HuggingFaceWeights(folders[name])
+    (tmp_path / "ours").mkdir()
     write_torch_dist(tmp_path / "ours", Repadded(weights, VOCAB_SIZE, 256), common={})
     ours = TorchDistWeights(tmp_path / "ours")
     assert ours.shapes == weight_shapes(weights.model, 256)
@@ -242,129 +236,6 @@ def test_padding_rows_take_no_more_than_their_share() -> None:
     assert (hidden @ zeros.t()).softmax(-1)[:, 50:].sum(-1).min() > 0.99
 
 
-# FP8
-
-
-def quantizable() -> Any:
-    """A Llama whose widths blocks divide."""
-    import transformers
-
-    settings = {**MODELS["llama_gqa"][1], "hidden_size": 256, "intermediate_size": 384}
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, bos_token_id=None, eos_token_id=None))
-
-
-@pytest.mark.parametrize("layout", FP8Layout)
-def test_fp8_export_is_read_back(tmp_path: Path, layout: FP8Layout) -> None:
-    weights = HuggingFaceWeights(save_model(quantizable(), tmp_path / "in"))
-    export = Export(torch.bfloat16, layout, layers_in_16_bits=(1,))
-    write_hugging_face(tmp_path / "out", weights, weights.model, VOCAB_SIZE, export)
-    stored = _tensors(tmp_path / "out")
-    again = HuggingFaceWeights(tmp_path / "out")
-    for key, layer in places(weights.shapes):
-        before, after = weights.read(key, layer), again.read(key, layer)
-        if key.endswith(("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")):
-            # E4M3 of normal weights: 31.5 dB; BF16: 50 and more.
-            low, high = (30.0, 34.0) if layer != 1 else (48.0, 60.0)
-            assert low < snr_db(after, before) < high, (key, layer)
-        else:
-            assert torch.equal(after, before.bfloat16().float()), key
-    fp8_names = {name for name, tensor in stored.items() if tensor.dtype is E4M3}
-    assert len(fp8_names) == 2 * 7 and not any("layers.1." in name or "lm_head" in name for name in fp8_names)
-    assert all(stored[name + layout.scale_suffix].dtype is torch.float32 for name in fp8_names)
-    quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    unquantized = quantization["ignore" if layout is FP8Layout.COMPRESSED_TENSORS else "modules_to_not_convert"]
-    assert "lm_head" in unquantized and "model.layers.1.mlp.up_proj" in unquantized and len(unquantized) == 8
-
-
-def test_per_tensor_payload_is_the_weight_that_training_holds(tmp_path: Path) -> None:
-    weights = HuggingFaceWeights(save_model(quantizable(), tmp_path / "in"))
-    write_hugging_face(
-        tmp_path / "out", weights, weights.model, VOCAB_SIZE, Export(torch.bfloat16, FP8Layout.COMPRESSED_TENSORS)
-    )
-    stored = _tensors(tmp_path / "out")
-    rules: dict[str, Rule] = {rule.key: rule for rule in export_rules(weights.model, VOCAB_SIZE)}
-    for key in (QKV + "weight", FC1 + "weight"):
-        trained = ScaledTensor.quantize(weights.read(key, 2))
-        names = rules[key].names_of(2)
-        for name, part in zip(names, rules[key].split(trained.payload), strict=True):
-            assert torch.equal(stored[name].view(torch.uint8), part.contiguous().view(torch.uint8)), name
-            assert torch.equal(stored[name + "_scale"], trained.scale)
-
-
-def test_blocks_against_one_block_at_a_time() -> None:
-    weight = torch.randn(256, 384) * torch.logspace(-3, 3, 384)
-    payload, scales = fp8.quantize_blocks(weight)
-    assert payload.dtype is E4M3 and scales.shape == (2, 3)
-    values = fp8.dequantize(payload, scales)
-    for row in range(2):
-        for column in range(3):
-            box = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
-            one, scale = fp8.quantize_tensor(weight[box], power_of_two=False)
-            assert scale.item() == scales[row, column].item() == pytest.approx(weight[box].abs().max().item() / 448)
-            assert torch.equal(values[box], one.float() * scale)
-    small = torch.randn(32, 256)  # one row of blocks
-    assert fp8.quantize_blocks(small)[1].shape == (1, 2)
-    with pytest.raises(CheckpointError, match=r"shape \(160, 96\) does not divide into blocks of 128 × 128"):
-        fp8.specs(FP8Layout.BLOCKS, "w", (160, 96))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", FP8Layout)
-def test_transformers_reads_fp8(tmp_path: Path, layout: FP8Layout) -> None:
-    from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
-
-    package = "compressed_tensors" if layout is FP8Layout.COMPRESSED_TENSORS else "accelerate"
-    pytest.importorskip(package, reason=f"transformers reads {layout.value} with {package}: pip install {package}")
-    weights = HuggingFaceWeights(save_model(quantizable(), tmp_path / "in"))
-    write_hugging_face(tmp_path / "out", weights, weights.model, VOCAB_SIZE, Export(torch.float32, layout))
-    again = HuggingFaceWeights(tmp_path / "out")
-    config = CompressedTensorsConfig if layout is FP8Layout.COMPRESSED_TENSORS else FineGrainedFP8Config
-    theirs = load_logits(tmp_path / "out", TOKENS, quantization_config=config(dequantize=True))
-    assert differ_by(theirs, logits_of_weights(again, again.model, TOKENS)) < FP32_TOLERANCE
-
-
-def test_compressed_tensors_own_decompressor(tmp_path: Path) -> None:
-    compressors = pytest.importorskip("compressed_tensors.compressors", reason="pip install compressed-tensors")
-    from compressed_tensors.quantization import QuantizationConfig
-
-    weights = HuggingFaceWeights(save_model(quantizable(), tmp_path / "in"))
-    write_hugging_face(
-        tmp_path / "out", weights, weights.model, VOCAB_SIZE, Export(torch.float32, FP8Layout.COMPRESSED_TENSORS)
-    )
-    quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationConfig.model_validate(quantization).config_groups["group_0"]
-    name, stored, again = (
-        "model.layers.0.mlp.down_proj.weight",
-        _tensors(tmp_path / "out"),
-        HuggingFaceWeights(tmp_path / "out"),
-    )
-    state = {"weight": stored[name], "weight_scale": stored[name + "_scale"]}
-    compressor = compressors.BaseCompressor.get_value_from_registry("float-quantized")
-    assert torch.equal(compressor.decompress(state, scheme)["weight"].float(), again.read_theirs(name))
-
-
-def test_gpt2_is_not_exported_in_fp8(folders: dict[str, Path], tmp_path: Path) -> None:
-    weights = HuggingFaceWeights(folders["gpt2_tied"])
-    with pytest.raises(CheckpointError, match="gpt2 has Conv1D"):
-        write_hugging_face(
-            tmp_path, weights, weights.model, VOCAB_SIZE, Export(torch.bfloat16, FP8Layout.COMPRESSED_TENSORS)
-        )
-
-
-@pytest.mark.parametrize(
-    ("quantization", "message"),
-    [
-        ({"quant_method": "gptq"}, r"quant_method 'gptq' is not supported; only compressed-tensors and fp8"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format 'pack-quantized'"),
-        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size\(\[64, 64\]\)"),
-    ],
-)
-def test_other_quantizations_are_refused(quantization: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        fp8.check_readable(quantization)
-
-
 # Files
 
 
@@ -447,37 +318,13 @@ def test_values_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path: 
         write_hugging_face(tmp_path, weights, weights.model, VOCAB_SIZE, Export(torch.float16))
 
 
-def test_written_files_are_safetensors(tmp_path: Path) -> None:
-    """Mixed widths in any order of writing; read by the safetensors package."""
-    tensors = {
-        "a": torch.randn(3, 5).to(E4M3),
-        "b": torch.randn(7),
-        "c": torch.randn(2, 3).bfloat16(),
-        "d": torch.randn(1).half(),
-        "e": torch.randn(4, 4).t(),
-    }
-    specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
-    with SafetensorsWriter(tmp_path, specs, max_shard_bytes=10**6) as writer:
-        for name in "ceadb":
-            writer.write(name, tensors[name])
-    read = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(read[name].float(), value.float()) for name, value in tensors.items())
-    assert SafetensorsFolder(tmp_path).spec("a") == specs[0]
-    header = struct.unpack("<Q", (tmp_path / "model.safetensors").read_bytes()[:8])[0]
-    assert header % 8 == 0
-    incomplete = SafetensorsWriter(tmp_path / "incomplete", specs, max_shard_bytes=20)
-    with pytest.raises(CheckpointError, match="'b' was never written"), incomplete as writer:
-        for name in "acde":
-            writer.write(name, tensors[name])
-    assert not (tmp_path / "incomplete" / safetensors_files.INDEX_FILE).exists(), "no index of an incomplete folder"
-
-
 # Sources
 
 
 def test_what_a_folder_holds_is_found(folders: dict[str, Path], tmp_path: Path) -> None:
     assert find_format(folders["llama_gqa"]) == (Format.HUGGING_FACE, folders["llama_gqa"])
     weights = HuggingFaceWeights(folders["llama_gqa"])
+    (tmp_path / "iter_0000007").mkdir()
     write_torch_dist(tmp_path / "iter_0000007", weights, common={})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert (
@@ -498,7 +345,7 @@ def test_what_a_folder_holds_is_found(folders: dict[str, Path], tmp_path: Path) 
     small = Config(model=replace(weights.model, vocab_size=500))
     with pytest.raises(CheckpointError, match=r"has 203 rows, fewer than vocab_size\(500\)"):
         open_source(tmp_path, config=small)
-    with pytest.raises(CheckpointError, match="has none of config.json"):
+    with pytest.raises(CheckpointError, match=r"has none of config\.json"):
         find_format(tmp_path.parent)
     with pytest.raises(CheckpointError, match="is not a folder"):
         find_format(tmp_path / "nothing")
@@ -508,13 +355,13 @@ def test_norms_are_found_under_their_modules_names(folders: dict[str, Path], tmp
     """As a layer spec without `sharded_state_dict_keys_map` saves them."""
     weights = HuggingFaceWeights(folders["llama_gqa"])
 
+    def renamed(key: str) -> str:
+        key = key.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        return key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
     class Renamed:
-        shapes = {
-            key.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.").replace(
-                "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
-            ): shape
-            for key, shape in weights.shapes.items()
-        }
+        def __init__(self) -> None:
+            self.shapes = {renamed(key): shape for key, shape in weights.shapes.items()}
 
         def read(self, key: str, layer: int | None) -> Tensor:
             return weights.read(dict(zip(self.shapes, weights.shapes, strict=True))[key], layer)

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from fp8_megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.formats import GradReduceMode, StorageDtype
+from fp8_megatron.formats import StorageDtype
 from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
+from fp8_megatron.testing.tiny_checkpoint import TinyRun, run_tiny_on_a_rank
 from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 
 #: Buckets smaller than a space, so that every parameter is in several ranks' shards.

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_megatron.checkpoint.loading import LoadOptions
+from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
+from fp8_megatron.checkpoint.run_state import Progress, autoscales_of
+from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.distributed.grad_buffer import ShardedGradBuffer
 from fp8_megatron.formats import GradReduceMode, StorageDtype
+from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_checkpoint import TinyRun, run_tiny_on_a_rank
+from fp8_megatron.testing.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
 from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, tiny_config
 
 #: Buckets smaller than a space, so that every parameter is in several ranks' shards.
@@ -111,3 +115,60 @@ def test_parts_that_are_not_taken(ranks: RankPool, tmp_path: Path) -> None:
             expected = value if name.startswith("master/") else torch.zeros_like(value)
             assert torch.equal(loaded.start[name], expected), (options, name)
             assert value.any(), name
+
+
+def _native_sum_state(folder: Path, num_steps: int, load: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    """μ and what was seen to saturate by parameter, after loading or after training and saving; replicas."""
+    parallel = replace(BUCKETS, fp8_grad_reduce=GradReduceMode.NCCL)
+    config = config_of(PrecisionConfig(), parallel)
+    with tiny_resumable(config, 4) as (gpt, state):
+        if load:
+            load_checkpoint(folder, state)
+        else:
+            train_steps(gpt, config, 0, num_steps, 4)
+            for value in (buffer for buffer in gpt.optimizer.buffers if isinstance(buffer, ShardedGradBuffer)):
+                for index, autoscale in enumerate(value.autoscales):
+                    autoscale.mu.mul_(1 + index + 0.25 * torch.arange(autoscale.num_tensors))
+            writer = CheckpointWriter(folder, gpt.topology)
+            writer.save(state, Progress(num_steps))
+            writer.finish()
+        values = {name: torch.stack(parts, 1) for name, parts in autoscales_of(gpt.optimizer).items()}
+        return gpt.topology.dp.size(), values
+
+
+def test_mu_is_taken_over(ranks: RankPool, tmp_path: Path) -> None:
+    """Under the same layout to the bit and by bucket; under more replicas the least μ of a tensor, over them."""
+    saved = ranks.run(_native_sum_state, tmp_path, 2, False, num_ranks=2)
+    assert len({value[0, 0].item() for value in saved[0][1].values()}) > 2
+    again = ranks.run(_native_sum_state, tmp_path, 0, True, num_ranks=2)
+    for (_, loaded), (_, expected) in zip(again, saved, strict=True):
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    for _, loaded in ranks.run(_native_sum_state, tmp_path, 0, True, num_ranks=4):
+        for name, value in saved[0][1].items():
+            assert torch.equal(loaded[name][0], (value[0].min() / 2).expand_as(loaded[name][0])), name
+
+
+def _split_scales(folder: Path, load: bool) -> dict[str, tuple[float, torch.Tensor]]:
+    """Scale and payload of every split weight, with scales that the values alone would not give."""
+    config = config_of(SPLIT)
+    with tiny_resumable(config, 4) as (gpt, state):
+        spaces = [(space, slot) for space, slot in gpt.optimizer.slots() if isinstance(space, SplitSpaceState)]
+        if load:
+            load_checkpoint(folder, state)
+        else:
+            for space, slot in spaces:
+                space.set_master(slot, space.get_master(slot), 4.0 * space.scale_of(slot))
+            writer = CheckpointWriter(folder, gpt.topology)
+            writer.save(state, Progress(1))
+            writer.finish()
+        return {slot.name: (space.scale_of(slot).item(), slot.param.dequantize()) for space, slot in spaces}
+
+
+def test_scales_of_split_masters_are_taken_over(ranks: RankPool, tmp_path: Path) -> None:
+    saved = ranks.run(_split_scales, tmp_path, False, num_ranks=2)[0]
+    assert saved
+    for num_ranks in (2, 1):
+        for loaded in ranks.run(_split_scales, tmp_path, True, num_ranks=num_ranks):
+            for name, (scale, weight) in saved.items():
+                assert loaded[name][0] == scale and torch.equal(loaded[name][1], weight), name

@@ -54,7 +54,9 @@ def cut(key: str, whole: Tensor, generator: torch.Generator) -> list[Chunk]:
                 place = tuple(o + start if a == axis else o for a, o in enumerate(offset))
                 boxes.append((place, tuple(size if a == axis else s for a, s in enumerate(sizes))))
     return [
-        Chunk(key, tuple(whole.shape), offset, whole[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))])
+        Chunk(
+            key, tuple(whole.shape), offset, whole[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))]
+        )
         for offset, sizes in boxes
     ]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.loading import SavedRun
 from fp8_megatron.checkpoint.placement import Placement
 from fp8_megatron.config_io import parse_config
@@ -72,5 +71,5 @@ def test_new_padding_is_the_old_paddings(ranks: RankPool, tmp_path: Path) -> Non
 
 def test_another_vocabulary_is_another_model(ranks: RankPool, tmp_path: Path) -> None:
     fit(ranks, tmp_path, 1, save=tmp_path, train_iters=1, **SETTINGS)
-    with pytest.raises(RankError, match=rf"{CheckpointError.__name__}: .*word_embeddings.weight has shape \(48, 64\), "):
+    with pytest.raises(RankError, match=r"CheckpointError: .*word_embeddings.weight has shape \(48, 64\), "):
         fit(ranks, tmp_path / "b", 1, load=tmp_path, train_iters=2, **{**SETTINGS, "vocab_size": 50})

@@ -77,12 +77,13 @@ def test_every_level_follows_bf16(tmp_path: Path, level: dict, style: dict) -> N
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_resume_is_bitwise(tmp_path: Path, recipe: str) -> None:
-    """12 steps straight equal 7 and 5 resumed, in deterministic mode."""
+    """12 steps straight equal 7 and 5 resumed, in deterministic mode; saved at once, and in the background."""
     settings = {"fp8_recipe": recipe, "train_iters": 12, "deterministic_mode": True}
     straight = fit(tmp_path / "straight", **settings)
     checkpoints = tmp_path / "checkpoints"
-    fit(tmp_path / "halves", save=checkpoints, exit_interval=7, **settings)
-    assert fit(tmp_path / "halves", save=checkpoints, load=checkpoints, **settings) == straight
+    saving = {"save": checkpoints, "save_interval": 3, "async_save": recipe == "delayed"}
+    fit(tmp_path / "halves", exit_interval=7, **saving, **settings)
+    assert fit(tmp_path / "halves", load=checkpoints, **saving, **settings) == straight
 
 
 @pytest.fixture

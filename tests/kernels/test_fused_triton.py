@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2
-from fp8_megatron.kernels import activation, cross_entropy, norm, ops, reference
+from fp8_megatron.kernels import activation, cross_entropy, norm, ops, qkv, reference
 from fp8_megatron.quantization.stats import snr_db
 
 pytestmark = [
@@ -134,6 +134,29 @@ def test_quantize_grad_output(shape: tuple[int, int], current: bool) -> None:
         assert torch.equal(measured[index].cpu().view(torch.uint8), expected[index].view(torch.uint8))
     assert snr_db(measured[2].cpu(), expected[2]) > FP32_DB
     assert torch.equal(measured[3].cpu(), expected[3])
+
+
+@pytest.mark.parametrize("widths", [(64, 64, 64), (256, 128, 128), (160, 80, 80)], ids=str)
+@pytest.mark.parametrize("layout", ["sbgw", "bgsw"])
+@pytest.mark.parametrize("current", [True, False], ids=["current", "given"])
+def test_quantize_qkv_grad(widths: tuple[int, ...], layout: str, current: bool) -> None:
+    """Bitwise, from contiguous gradients and from attention's own layout [b, groups, s, width]."""
+    grads = [normal(36, 3, 2, width, seed=seed, size=1e-3) for seed, width in enumerate(widths)]
+    if layout == "bgsw":
+        grads = [grad.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) for grad in grads]
+    scale = None if current else torch.full((1,), 1e-7)
+    expected = qkv.quantize_qkv_grad(grads, E5M2, scale, False, None, True)
+    recorded = None if current else torch.zeros(1, device="cuda")
+    measured = ops.quantize_qkv_grad(
+        [grad.cuda() for grad in grads], E5M2, scale=None if scale is None else scale.cuda(), amax_out=recorded,
+        column_sums=True,
+    )  # fmt: skip
+    for index in (0, 1):
+        assert torch.equal(measured[index].cpu().view(torch.uint8), expected[index].view(torch.uint8))
+    assert snr_db(measured[2].cpu(), expected[2]) > FP32_DB
+    assert torch.equal(measured[3].cpu(), expected[3])
+    if recorded is not None:
+        assert recorded.item() == max(grad.abs().max().item() for grad in grads)
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (64, 50304), (17, 5000)], ids=str)

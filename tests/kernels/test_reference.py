@@ -397,7 +397,6 @@ def test_operators_mutate_what_their_schemas_say(dtype: torch.dtype) -> None:
         (namespace.amax, (x,)),
         (namespace.quantize_blockwise_, (flat, payload, scales)),
         (namespace.squared_norm, (flat, None)),
-        (namespace.accumulate_rows_, (torch.ones(256).to(E4M3), torch.ones(2), torch.ones(128), 0.5, True)),
         (
             namespace.adamw_step_,
             (

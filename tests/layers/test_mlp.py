@@ -1,4 +1,4 @@
-"""The fused MLP and the linear layer with its norm inside, against float64: values and every gradient.
+"""The fused MLP and the QKV projection with its norm inside, against float64: values and every gradient.
 
 Noise adds up along the path: fprop has two E4M3 operands a GEMM (28.5 dB each), dgrad and wgrad an E5M2 and an E4M3
 one (24.5 dB). Bounds are those powers added over the GEMMs on the way, less 1 dB for the sample.
@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.layers.linear import NormParams, TensorParallelism, fp8_norm_linear
-from fp8_megatron.layers.mlp import LinearParams, fp8_norm_mlp
+from fp8_megatron.layers.linear import LinearParams, NormParams, TensorParallelism
+from fp8_megatron.layers.mlp import fp8_norm_mlp
+from fp8_megatron.layers.self_attention import fp8_norm_qkv
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -59,16 +60,20 @@ def quantizers():  # type: ignore[no-untyped-def]
     return Recipe("tensorwise", power_of_two=False).linear_quantizers()
 
 
+GROUPS, WIDTHS = 2, (96, 16, 16)
+
+
 @pytest.mark.parametrize("has_bias", [True, False], ids=["layernorm_bias", "rmsnorm"])
-def test_norm_linear(has_bias: bool) -> None:
+def test_norm_qkv(has_bias: bool) -> None:
     x, x64 = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0) + 0.3)
     norm_weight, norm_weight64 = leaf(1 + normal(HIDDEN, seed=2, size=0.2))
     norm_bias, norm_bias64 = leaf(normal(HIDDEN, seed=3, size=0.2)) if has_bias else (None, None)
     bias, bias64 = leaf(normal(WIDE, seed=4, size=0.2)) if has_bias else (None, None)
     weight, weight64 = fp8_weight(WIDE, HIDDEN, seed=5)
-    y, residual = fp8_norm_linear(
-        x, NormParams(norm_weight, norm_bias, 1e-5, not has_bias), weight, bias, quantizers(), TensorParallelism()
-    )
+    norm, linear = NormParams(norm_weight, norm_bias, 1e-5, not has_bias), LinearParams(weight, bias, quantizers())
+    *parts, residual = fp8_norm_qkv(x, norm, linear, WIDTHS, TensorParallelism())
+    assert [part.shape for part in parts] == [(SEQ, BATCH, GROUPS, width) for width in WIDTHS]
+    y = torch.cat(parts, dim=3).view(SEQ, BATCH, WIDE)
     product = exact_norm(x64, norm_weight64, norm_bias64) @ weight64.t()
     expected = product if bias64 is None else product + bias64
     g, r = (normal(*shape, seed=6, size=1e-3).bfloat16() for shape in (y.shape, x.shape))
@@ -83,17 +88,6 @@ def test_norm_linear(has_bias: bool) -> None:
         assert norm_bias is not None and norm_bias64 is not None and bias is not None and bias64 is not None
         assert snr_db(norm_bias.grad, norm_bias64.grad) > 23.0
         assert snr_db(bias.grad, bias64.grad) > 53.0
-
-
-def test_residual_that_nothing_uses() -> None:
-    x, _ = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0))
-    weight, _ = fp8_weight(WIDE, HIDDEN, seed=5)
-    norm_weight, _ = leaf(torch.ones(HIDDEN))
-    y, _ = fp8_norm_linear(
-        x, NormParams(norm_weight, None, 1e-5, True), weight, None, quantizers(), TensorParallelism()
-    )
-    y.sum().backward()
-    assert x.grad is not None and torch.isfinite(x.grad).all()
 
 
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])

@@ -46,7 +46,7 @@ TOLERANCE = {"bf16": 1e-3, "fp8": 5e-3}
 def losses(output_dir: Path, num_gpus: int, **overrides: object) -> list[float]:
     """Losses of a run on `num_gpus` GPUs."""
     flags = tiny_flags(output_dir, **{**MODEL, **overrides})
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_gpus)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
     root = Path(pretrain_gpt.__file__).parent
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
     subprocess.run([*command, "pretrain_gpt.py", *flags], cwd=root, env=environment, check=True, timeout=300)

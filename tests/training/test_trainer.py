@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from fp8_megatron.checkpoint import saving
+from fp8_megatron.checkpoint.files import CheckpointError, saved_iterations
 from fp8_megatron.config_io import parse_config
 from fp8_megatron.testing.runs import tiny_flags
 from fp8_megatron.testing.token_files import write_token_files
@@ -103,6 +106,64 @@ def test_resume_is_bitwise(tmp_path: Path, recipe: str, num_micro_batches: int) 
     evals = [(r["iteration"], r["loss"]) for r in straight if r["kind"] == "eval"]
     assert evals == [(r["iteration"], r["loss"]) for r in resumed if r["kind"] == "eval"]
     assert len(evals) == 3
+
+
+@pytest.mark.parametrize("settings", [{"async_save": True}, {"precision": "bf16"}], ids=["async", "bf16"])
+def test_ten_and_ten_are_twenty(tmp_path: Path, settings: dict) -> None:
+    """Tokens from files, in order; with checkpoints in between, of which the resumed run takes the latest."""
+    write_token_files(tmp_path / "tokens", [[(start * i) % 64 for i in range(40)] for start in range(1, 30)])
+    data = {"mock_data": None, "data_path": [tmp_path / "tokens"], "tokenizer_type": "NullTokenizer", "split": "1,0,0"}
+    settings = {"train_iters": 20, "hidden_dropout": 0.1, "lr_warmup_iters": 5, **data, **settings}
+    straight = fit(tmp_path / "straight", save=tmp_path / "unused", save_interval=3, **settings)
+    saving = {"save": tmp_path / "checkpoints", "save_interval": 4}
+    fit(tmp_path / "halves", exit_interval=10, **saving, **settings)
+    resumed = fit(tmp_path / "halves", load=tmp_path / "checkpoints", **saving, **settings)
+    assert steps(resumed) == steps(straight)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names[:3] == ["iter_0000004", "iter_0000008", "iter_0000010"] and names[-1].startswith("latest_")
+
+
+def test_sigterm_waits_for_a_pending_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save in the background is as slow as ten steps; SIGTERM in the next one ends with both checkpoints whole."""
+    write_chunks, train_step, calls = saving.write_chunks, trainer_module.train_step, 0
+
+    def slowly(*args: object) -> object:
+        time.sleep(1.0)
+        return write_chunks(*args)  # type: ignore[arg-type]
+
+    def interrupted(*args: object, **kwargs: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saving, "write_chunks", slowly)
+    monkeypatch.setattr(trainer_module, "train_step", interrupted)
+    checkpoints = tmp_path / "checkpoints"
+    stopped = steps(fit(tmp_path, train_iters=40, save=checkpoints, save_interval=3, async_save=True))
+    assert saved_iterations(checkpoints) == [3, len(stopped)]
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(len(stopped))
+
+
+def test_a_checkpoint_that_is_not_saved_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on after a failure in between; one of the last checkpoint is the run's error, after its curve."""
+    write_chunks, failing = saving.write_chunks, [2]
+
+    def fail(folder: Path, *args: object) -> object:
+        if any(f"iter_{iteration:07d}" in folder.name for iteration in failing):
+            raise OSError("No space left on device")
+        return write_chunks(folder, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saving, "write_chunks", fail)
+    settings = {"train_iters": 4, "save_interval": 2, "save": tmp_path / "saved", "async_save": True}
+    assert len(steps(fit(tmp_path / "a", **settings))) == 4
+    assert saved_iterations(tmp_path / "saved") == [4]
+    failing.append(6)
+    with pytest.raises(CheckpointError, match=r"iter_0000006 was not saved: .*No space left on device"):
+        fit(tmp_path / "b", load=tmp_path / "saved", **{**settings, "train_iters": 6})
+    assert (tmp_path / "b" / "loss.png").exists()
+    assert saved_iterations(tmp_path / "saved") == [4]
 
 
 def test_a_different_seed_gives_other_losses(tmp_path: Path) -> None:

@@ -1,0 +1,225 @@
+"""A run's tokenizer as files that Hugging Face's tools load, and theirs as a run's.
+
+A SentencePiece model becomes a ``tokenizer.json`` only if that gives the same ids: it is made, tried on awkward texts
+and on the model's own pieces, and not written where one differs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config import DataConfig
+from .tokenizer import SentencePieceTokenizer
+
+_SPACE = "\u2581"
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_TEXTS = (
+    "Hello, world! It's 2024-01-31; 3.14159 times 100000.",
+    "  leading and   inner    spaces\tand\ttabs \n\n\nnew lines  \n",
+    "def f(x):\n\treturn {'a': [1, 2, x ** 3]}  # comment",
+    "naïve café, Straße, Ελληνικά, русский, 漢字かな, العربية, עברית, 😀🏽 \u00a0 \ufeff \u200b e\u0301",
+    "a" * 50 + " " * 50 + "!" * 50,
+    "",
+    " ",
+    "\n",
+)
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """What became of a tokenizer.
+
+    Attributes:
+        message: for the user.
+        token_ids: ``eos_token_id`` and the like, for config.json.
+        is_complete: whether Hugging Face's tools can load it.
+    """
+
+    message: str
+    token_ids: dict[str, int] = field(default_factory=dict)
+    is_complete: bool = False
+
+
+def export_tokenizer(data: DataConfig, folder: Path) -> ExportedTokenizer:
+    """Put a run's tokenizer beside an exported model, as far as it can be expressed there.
+
+    Raises:
+        ValueError: the tokenizer's files cannot be read.
+    """
+    if data.tokenizer_model is None or data.tokenizer_type == "NullTokenizer":
+        return ExportedTokenizer(
+            "no tokenizer: the run has none (NullTokenizer or random tokens), its text is token ids"
+        )
+    model = Path(data.tokenizer_model)
+    if not model.exists():
+        return ExportedTokenizer(f"no tokenizer: {model}, which the run used, is not here; put its files into {folder}")
+    if data.tokenizer_type == "HuggingFaceTokenizer":
+        copied = _copy_files(model, folder)
+        return ExportedTokenizer(f"tokenizer: {', '.join(copied)} of {model}", _their_token_ids(model), bool(copied))
+    tokenizer = SentencePieceTokenizer(str(model))
+    shutil.copyfile(model, folder / "tokenizer.model")
+    ids = {"eos_token_id": tokenizer.eod}
+    try:
+        converted, settings = _convert(model)
+        problem = _difference(converted, tokenizer, model)
+    except _NotExpressibleError as error:
+        problem = str(error)
+    except ImportError:
+        problem = "the tokenizers package is not installed (pip install tokenizers)"
+    if problem is not None:
+        return ExportedTokenizer(f"tokenizer: tokenizer.model alone, without tokenizer.json: {problem}", ids)
+    converted.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return ExportedTokenizer(f"tokenizer: {model} and a tokenizer.json that gives the same ids", ids, True)
+
+
+@dataclass(frozen=True)
+class ImportedTokenizer:
+    """A tokenizer of theirs as a run's.
+
+    Attributes:
+        message: for the user.
+        tokenizer_type, tokenizer_model: the run's settings, None where there is no tokenizer.
+    """
+
+    message: str
+    tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer"] | None = None
+    tokenizer_model: str | None = None
+
+    def data_section(self, data: DataConfig) -> DataConfig:
+        """`data` with this tokenizer, if there is one."""
+        if self.tokenizer_type is None:
+            return data
+        return replace(data, tokenizer_type=self.tokenizer_type, tokenizer_model=self.tokenizer_model)
+
+
+def import_tokenizer(folder: Path, target: Path) -> ImportedTokenizer:
+    """Copy the tokenizer of a Hugging Face folder into the folder `target`."""
+    if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        copied = ", ".join(_copy_files(folder, target))
+        return ImportedTokenizer(f"tokenizer: {copied} in {target}", "HuggingFaceTokenizer", str(target))
+    if (folder / "tokenizer.model").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        model = target / "tokenizer.model"
+        shutil.copyfile(folder / "tokenizer.model", model)
+        return ImportedTokenizer(f"tokenizer: {model}", "SentencePieceTokenizer", str(model))
+    return ImportedTokenizer(f"no tokenizer: {folder} has none; give --tokenizer-type and --tokenizer-model to the run")
+
+
+def _copy_files(folder: Path, target: Path) -> list[str]:
+    found = [name for name in _FILES if (folder / name).is_file()]
+    for name in found:
+        shutil.copyfile(folder / name, target / name)
+    return found
+
+
+def _their_token_ids(folder: Path) -> dict[str, int]:
+    """The ids of the special tokens that a folder names, from its added tokens."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    found = {}
+    for kind in ("bos", "eos", "pad"):
+        token = settings.get(f"{kind}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if text in ids:
+            found[f"{kind}_token_id"] = ids[text]
+    return found
+
+
+class _NotExpressibleError(ValueError):
+    """A SentencePiece model that has no equivalent tokenizer.json, and why."""
+
+
+def _convert(path: Path) -> tuple[Any, dict[str, Any]]:
+    """(tokenizers.Tokenizer, tokenizer_config.json) of a SentencePiece model."""
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto.ParseFromString(path.read_bytes())
+    rules, trainer = proto.normalizer_spec, proto.trainer_spec
+    if rules.name != "identity" or rules.remove_extra_whitespaces or trainer.treat_whitespace_as_suffix:
+        raise _NotExpressibleError(
+            f"its normalisation ({rules.name}, remove_extra_whitespaces={rules.remove_extra_whitespaces}) has no exact "
+            f"equivalent there"
+        )
+    pieces = proto.pieces
+    unknown = next(piece.piece for piece in pieces if piece.type == _UNKNOWN)
+    if trainer.model_type != trainer.BPE:
+        raise _NotExpressibleError("only BPE gives the same ids there (unigram splits close to each other differ)")
+    vocabulary = {piece.piece: index for index, piece in enumerate(pieces)}
+    model = models.BPE(
+        vocabulary, list(_merges(pieces)), unk_token=unknown, fuse_unk=True, byte_fallback=trainer.byte_fallback
+    )
+    tokenizer = Tokenizer(model)
+    prefix = [normalizers.Prepend(_SPACE)] if rules.add_dummy_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    for piece in pieces:
+        if piece.type in (_CONTROL, _UNKNOWN):
+            tokenizer.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
+        elif piece.type == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(piece.piece, normalized=False)])
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": pieces[trainer.eos_id].piece,
+        "unk_token": unknown,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,
+    }
+    if trainer.bos_id >= 0:
+        settings["bos_token"] = pieces[trainer.bos_id].piece
+    return tokenizer, settings
+
+
+def _merges(pieces: Any) -> Iterator[tuple[str, str]]:
+    """The merges of a BPE model: every way to put a piece together from two, best pieces first."""
+    normal = sorted((piece for piece in pieces if piece.type == _NORMAL), key=lambda piece: -piece.score)
+    known = {piece.piece for piece in normal}
+    for piece in normal:
+        text = piece.piece
+        for cut in range(1, len(text)):
+            if text[:cut] in known and text[cut:] in known:
+                yield text[:cut], text[cut:]
+
+
+def _difference(converted: Any, tokenizer: SentencePieceTokenizer, path: Path) -> str | None:
+    """The first text for which ids or their text differ, None where all agree."""
+    draw = random.Random(0)
+    drawn = [[draw.randrange(tokenizer.vocab_size) for _ in range(40)] for _ in range(200)]
+    special = {token.content for token in converted.get_added_tokens_decoder().values() if token.special}
+    texts = [*_TEXTS, *(tokenizer.decode(ids) for ids in drawn)]
+    for text in texts:
+        if any(token in text for token in special):
+            continue
+        ids = tokenizer.encode(text)
+        if converted.encode(text, add_special_tokens=False).ids != ids:
+            return f"its ids of {text[:40]!r} differ from those of {path}"
+        if converted.decode(ids, skip_special_tokens=False) != tokenizer.decode(ids):
+            return f"its text of the ids of {text[:40]!r} differs from that of {path}"
+    return None

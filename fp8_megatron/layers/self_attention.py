@@ -1,0 +1,140 @@
+"""megatron-core's self-attention with the norm in front of it inside, and no copy between attention and its linears.
+
+The QKV projection gives query, key and value as views of one tensor; backward casts their three gradients to FP8 where
+attention left them, as the one gradient of the projection.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..quantization.recipe import LinearQuantizers
+from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.sources import QKVGradSource
+from .linear import (
+    LinearParams,
+    NormParams,
+    NormStatistics,
+    Operand,
+    TensorParallelism,
+    gathered_shape,
+    norm_fprop,
+    norm_linear_backward,
+)
+from .norm import Norm
+from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear, as_scaled, column_parallelism
+
+
+def fp8_norm_qkv(
+    x: Tensor, norm: NormParams, qkv: LinearParams, widths: tuple[int, int, int], parallelism: TensorParallelism
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key and value of norm(x) in FP8; the weight gradient goes to ``qkv.weight.main_grad``.
+
+    Args:
+        x: BF16 [s, b, h]; with `gathers_input` [s/tp, b, h].
+        qkv: weight [groups · sum of widths, h], interleaved by group.
+        widths: columns of query, key and value in one group.
+
+    Returns:
+        BF16 [s, b, groups, width] each, and x again for the residual branch: what comes back along it is added inside
+        the norm's backward.
+    """
+    return _FP8NormQKV.apply(
+        x,
+        norm.weight,
+        norm.bias,
+        qkv.weight,
+        qkv.bias,
+        (norm.eps, norm.rms),
+        qkv.quantizers,
+        widths,
+        parallelism,
+        torch.is_grad_enabled(),
+    )
+
+
+class _FP8NormQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        weight: ScaledTensor,
+        bias: Tensor | None,
+        norm_settings: tuple[float, bool],
+        quantizers: LinearQuantizers,
+        widths: tuple[int, int, int],
+        parallelism: TensorParallelism,
+        needs_backward: bool,
+    ) -> tuple[Tensor, ...]:
+        norm = NormParams(norm_weight, norm_bias, *norm_settings)
+        y, kept = norm_fprop(x, norm, weight, bias, quantizers, parallelism)
+        if needs_backward:
+            ctx.save_for_backward(x, norm_weight, norm_bias, *kept)
+            ctx.norm_settings, ctx.weight, ctx.has_bias = norm_settings, weight, bias is not None
+            ctx.quantizers, ctx.parallelism = quantizers, parallelism
+        grouped = y.view(*gathered_shape(x, parallelism), -1, sum(widths))
+        return *grouped.split(widths, dim=-1), x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm_weight, norm_bias, *kept = ctx.saved_tensors
+        *qkv_grads, residual_grad = grads
+        source = QKVGradSource(qkv_grads, column_sums=ctx.has_bias)
+        (payload, payload_t, grad_bias), scale = ctx.quantizers.grad_output.quantize(source)
+        grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
+            Operand(payload, payload_t, scale),
+            residual_grad,
+            x,
+            NormParams(norm_weight, norm_bias, *ctx.norm_settings),
+            NormStatistics(*kept),
+            ctx.weight,
+            ctx.parallelism,
+        )
+        return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias, *[None] * 5
+
+
+class FP8SelfAttention(SelfAttention):
+    """megatron-core's SelfAttention over `fp8_norm_qkv`; `fuse_norm` comes before the first forward."""
+
+    linear_qkv: FP8ColumnParallelLinear
+    linear_proj: FP8RowParallelLinear
+    _residual: Tensor | None = None
+
+    def fuse_norm(self, norm: Norm) -> None:
+        """Take over the norm in front of this layer (not registered here: its parameters stay where they are)."""
+        #: Modules whose parameters the forward reads without calling them.
+        self.reads_weights_of = (norm, self.linear_qkv)
+        self.linear_proj.keeps_input = True  # core attention keeps its output
+
+    def take_residual(self) -> Tensor:
+        """The input of the last forward, for the residual branch."""
+        residual, self._residual = self._residual, None
+        assert residual is not None, "no forward since the last call"
+        return residual
+
+    def get_query_key_value_tensors(  # type: ignore[no-untyped-def,override]
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ):
+        """hidden_states [s, b, h] (before the norm) → query [s, b, heads, d], key and value [s, b, groups, d]."""
+        norm, linear = self.reads_weights_of
+        if self.config.num_query_groups < self.world_size:  # a rank holds part of a group: megatron-core gathers it
+            self._residual = hidden_states
+            return super().get_query_key_value_tensors(norm(hidden_states), *args, **kwargs)
+        width = self.hidden_size_per_attention_head
+        heads = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+        query, key, value, self._residual = fp8_norm_qkv(
+            hidden_states,
+            norm.norm_params(),
+            LinearParams(as_scaled(linear.weight), linear.bias, linear.quantizers),
+            (heads * width, width, width),
+            column_parallelism(self.config, linear.tp_group),
+        )
+        return query.reshape(*query.shape[:2], -1, width), key, value

@@ -1,0 +1,290 @@
+"""The tool from the outside: every pair of formats, the trained model in FP8, and what a wrong command says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="models are made and compared with transformers (pip install -e '.[dev]')")
+
+from safetensors.torch import load_file
+
+from fp8_megatron.checkpoint import logits as logits_module
+from fp8_megatron.checkpoint.conversion import open_source
+from fp8_megatron.checkpoint.hugging_face_folder import HuggingFaceWeights
+from fp8_megatron.checkpoint.logits import logits_of_weights, random_tokens
+from fp8_megatron.checkpoint.torch_dist_weights import TorchDistWeights
+from fp8_megatron.checkpoint.weights import module_name, places
+from fp8_megatron.config import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
+from fp8_megatron.config_io import load_config, parse_config, save_config
+from fp8_megatron.data.tokenizer import build_tokenizer
+from fp8_megatron.device import runtime
+from fp8_megatron.distributed.topology import initialized
+from fp8_megatron.models.gpt import build_model
+from fp8_megatron.models.initialization import named_parameters_of_model
+from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.testing.hugging_face_models import VOCAB_SIZE, load_logits, make_model, save_model
+from fp8_megatron.testing.ranks import RankPool
+from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank
+from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
+from fp8_megatron.training.trainer import Trainer
+from tools import convert_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def convert(source: Path, output: Path, to: str, *flags: str) -> int:
+    return convert_checkpoint.main(["--input", str(source), "--output", str(output), "--to", to, *flags])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_model("llama_gqa"), tmp_path_factory.mktemp("llama") / "in", max_shard_size="60KB")
+
+
+@pytest.mark.parametrize("name", ["gpt2_tied", "llama_gqa"])
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    theirs = save_model(make_model(name), tmp_path / "theirs")
+    flags = ("--precision", "fp8", "--opt-level", "O2", "--tensor-model-parallel-size", "2", "--seq-length", "32")
+    assert convert(theirs, tmp_path / "ours", "ours", *flags) == 0
+    assert capsys.readouterr().err.count("agree: ") == 2
+    folder = tmp_path / "ours" / "iter_0000000"
+    config, description = load_config(folder / "config.yaml"), json.loads((folder / "checkpoint.json").read_text())
+    assert (config.precision.level, config.parallel.tensor_model_parallel_size) == ("O2", 2)
+    assert (config.model.seq_length, config.model.vocab_size) == (32, VOCAB_SIZE)
+    assert config.model.max_position_embeddings == json.loads((theirs / "config.json").read_text()).get(
+        "n_positions", 64
+    )
+    assert (description["padded_vocab_size"], description["level"]) == (256, "O2")
+    assert convert(tmp_path / "ours", tmp_path / "back", "hf", "--dtype", "fp32") == 0
+    before, after = HuggingFaceWeights(theirs), HuggingFaceWeights(tmp_path / "back")
+    assert all(torch.equal(before.read(*place), after.read(*place)) for place in places(before.shapes))
+
+
+@pytest.mark.parametrize("flags", [(), ("--dtype", "fp16"), ("--fp8", "compressed-tensors")], ids=" ".join)
+def test_rounded_exports_are_compared_too(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    assert convert(llama, tmp_path / "out", "hf", *flags) == 0
+    text = capsys.readouterr().err
+    assert text.count("agree: this project and transformers") == 2 and "weights rounded to" in text
+
+
+def test_a_wrong_conversion_is_noticed(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up exchanged on the way in, which no shape shows."""
+    from fp8_megatron.checkpoint import hugging_face
+
+    monkeypatch.setattr(hugging_face, "join_gate_and_up", lambda parts: torch.cat([parts[1], parts[0]]))
+    assert convert(llama, tmp_path / "out", "ours", "--precision", "bf16") == 1
+    assert "DIFFER: this project and transformers on" in capsys.readouterr().err
+
+
+def test_wrong_commands(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for source, output, to, flags, message in (
+        (llama, tmp_path / "full", "ours", (), "is not an empty folder; give a new one"),
+        (tmp_path / "none", tmp_path / "a", "hf", (), "is not a folder"),
+        (llama, tmp_path / "a", "ours", ("--tensor-model-parallel-size", "4"), "num_query_groups(2) % tensor_model"),
+        (llama, tmp_path / "a", "hf", ("--fp8", "fp8"), "does not divide into blocks of 128 × 128"),
+        (llama, tmp_path / "a", "ours", ("--config", "none.yaml"), "cannot read the configuration file"),
+    ):
+        assert convert(source, output, to, *flags) == 1
+        error = capsys.readouterr().err
+        assert "error: " in error and message in error
+    assert not (tmp_path / "a").exists() and not (tmp_path / "a.partial").exists(), "nothing is left behind"
+
+
+def _train(ranks: RankPool, config: Config, folder: Path, num_steps: int) -> None:
+    """A tiny run of this project, saved."""
+    ranks.run(run_tiny_on_a_rank, config, num_steps, None, folder, num_ranks=1)
+
+
+@pytest.mark.parametrize("model", [GPT3_STYLE, LLAMA_STYLE], ids=["gpt2", "llama"])
+def test_trained_o3_leaves_and_agrees_within_fp8s_error(
+    ranks: RankPool, tmp_path: Path, model: ModelConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers in FP32 on the exported masters, and this project's FP8 model at O3.
+
+    E4M3 leaves 31.5 dB of a normal tensor. A linear layer multiplies two such: 28.5 dB. Its error is one of eight in
+    the residual stream (two layers of four GEMMs), whose other parts, embeddings and what earlier layers wrote, are
+    exact or as good: no worse than 28.5 dB − 10·log10(8) ≈ 19.5 dB, if errors were as large as the stream itself.
+    """
+    config = tiny_config(model, precision=PrecisionConfig())
+    _train(ranks, config, tmp_path / "run", 4)
+    assert convert(tmp_path / "run", tmp_path / "out", "hf", "--dtype", "fp32") == 0
+    assert capsys.readouterr().err.count("agree: ") == 2
+    source = open_source(tmp_path / "run")
+    tokens = random_tokens(source.vocab_size, batch_size=2, length=32, seed=1)
+    exported = load_logits(tmp_path / "out", tokens)
+    assert torch.allclose(exported, logits_of_weights(source.weights, model, tokens), atol=1e-5), "FP32, both sides"
+    in_fp8 = _logits_at_o3(config, source.weights, tokens)[..., : source.vocab_size]
+    assert 19.5 < snr_db(in_fp8, exported) < 45.0, "within FP8's error, and FP8 indeed"
+
+
+@torch.no_grad()
+def _logits_at_o3(config: Config, weights: TorchDistWeights, tokens: Tensor) -> Tensor:
+    with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
+        (chunk,) = build_model(config, weights.shapes["embedding.word_embeddings.weight"][0], topology, CPU)
+        params = named_parameters_of_model(chunk.module)
+        for key, layer in places(weights.shapes):
+            params[module_name(key, layer)].copy_(weights.read(key, layer))
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return chunk.module.eval()(tokens, positions, None).float()
+
+
+def test_ours_to_another_level_and_layout_keeps_everything(ranks: RankPool, tmp_path: Path) -> None:
+    config = replace(
+        tiny_config(LLAMA_STYLE),
+        data=DataConfig(mock_data=True),
+        checkpoint=CheckpointConfig(load=str(tmp_path / "earlier"), finetune=True),
+    )
+    _train(ranks, config, tmp_path / "a", 2)
+    assert convert(tmp_path / "a", tmp_path / "b", "ours", "--precision", "bf16", "--no-verify") == 0
+    before, after = tmp_path / "a" / "iter_0000002", tmp_path / "b" / "iter_0000002"
+    rewritten = load_config(after / "config.yaml")
+    assert rewritten.precision.precision == "bf16"
+    assert rewritten.checkpoint == CheckpointConfig(), "--load resumes it, whatever the first run did"
+    for file in before.iterdir():
+        if file.name not in ("config.yaml", "manifest.json"):
+            assert (after / file.name).read_bytes() == file.read_bytes(), file.name
+    resumed = tiny_config(LLAMA_STYLE, precision=PrecisionConfig(precision="bf16"))
+    (run,) = ranks.run(run_tiny_on_a_rank, resumed, 1, tmp_path / "b", None, num_ranks=1)
+    assert run.progress.iteration == 2 and run.losses[0] < 6.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [GPT3_STYLE, LLAMA_STYLE], ids=["gpt3", "llama"])
+def test_megatron_cores_own_checkpoints(tmp_path: Path, model: ModelConfig) -> None:
+    """Saved by megatron-core → ours → trained on → megatron-core's format again."""
+    config = tiny_config(replace(model, vocab_size=200))
+    config = replace(config, data=DataConfig(mock_data=True))
+    save_config(config, tmp_path / "model.yaml")
+    script, values = Path(__file__).with_name("save_with_megatron.py"), tmp_path / "values.safetensors"
+    command = [sys.executable, script, tmp_path / "model.yaml", tmp_path / "mcore", values]
+    subprocess.run(command, check=True, timeout=200)
+    saved = load_file(values)
+    flags = ("--config", str(tmp_path / "model.yaml"))
+    assert convert(tmp_path / "mcore", tmp_path / "ours", "ours", *flags) == 0
+    ours = open_source(tmp_path / "ours")
+    assert ours.vocab_size == 200
+    for key, layer in places(ours.weights.shapes):
+        value, expected = ours.weights.read(key, layer), saved[module_name(key, layer)]
+        rows = slice(200) if value.shape[0] == 256 and value.ndim == 2 and "linear" not in key else slice(None)
+        assert torch.equal(value[rows], expected[rows].float()), key
+    assert convert(tmp_path / "ours", tmp_path / "back", "mcore") == 0
+    back = TorchDistWeights(tmp_path / "back" / "iter_0000000")
+    assert all(torch.equal(back.read(*place), ours.weights.read(*place)) for place in places(back.shapes))
+    assert {file.name for file in (tmp_path / "back" / "iter_0000000").iterdir()} == {
+        ".metadata",
+        "metadata.json",
+        "common.pt",
+        "__0_0.distcp",
+    }
+
+
+def test_without_transformers_ours_is_compared_alone(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp8_megatron.checkpoint import verification
+
+    monkeypatch.setattr(verification, "has_transformers", lambda: False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert convert(llama, tmp_path / "out", "ours", "--precision", "bf16") == 0
+    text = capsys.readouterr().err
+    assert "transformers is not installed" in text and text.count("agree: ") == 1
+    with pytest.raises(ValueError, match="needs transformers"):
+        logits_module.logits_of_folder(llama, torch.zeros(1, 4, dtype=torch.long))
+
+
+# Tokenizers
+
+
+def test_a_sentencepiece_tokenizer_travels(
+    tokenizer_model: str, documents: list[str], ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    data = DataConfig(tokenizer_model=tokenizer_model, mock_data=True)
+    config = replace(tiny_config(replace(LLAMA_STYLE, vocab_size=512)), data=data)
+    _train(ranks, config, tmp_path / "run", 1)
+    assert convert(tmp_path / "run", tmp_path / "out", "hf", "--no-verify") == 0
+    assert "a tokenizer.json that gives the same ids" in " ".join(capsys.readouterr().err.split())
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = build_tokenizer("SentencePieceTokenizer", tokenizer_model)
+    for text in documents:
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == ours.encode(text) and theirs.decode(ids) == text
+    assert theirs.eos_token_id == ours.eod
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == ours.eod
+    assert convert(tmp_path / "out", tmp_path / "again", "ours", "--no-verify") == 0
+    again = load_config(tmp_path / "again" / "iter_0000000" / "config.yaml").data
+    assert again.tokenizer_type == "HuggingFaceTokenizer"
+    tokenizer = build_tokenizer(again.tokenizer_type, again.tokenizer_model)
+    assert tokenizer.encode_batch(documents[:3]) == ours.encode_batch(documents[:3]) and tokenizer.eod == ours.eod
+
+
+def test_a_unigram_tokenizer_is_copied_and_said_to_be_incomplete(documents: list[str], tmp_path: Path) -> None:
+    from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer
+    from tools.train_tokenizer import train
+
+    model = tmp_path / "unigram.model"
+    model.write_bytes(train(documents[:10], vocab_size=500, model_type="unigram", num_threads=1))
+    (tmp_path / "out").mkdir()
+    exported = export_tokenizer(DataConfig(tokenizer_model=str(model)), tmp_path / "out")
+    assert not exported.is_complete and "tokenizer.model alone, without tokenizer.json: only BPE" in exported.message
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokenizer.model"]
+    none = export_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), tmp_path / "out")
+    assert none.message.startswith("no tokenizer: ")
+
+
+@pytest.mark.slow
+def test_lm_evaluation_harness_runs_on_an_exported_folder(tokenizer_model: str, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install lm_eval")
+    llama = {name: getattr(LLAMA_STYLE, name) for name in ("swiglu", "normalization", "position_embedding_type")}
+    flags = tiny_flags(
+        tmp_path / "log",
+        **llama,
+        disable_bias_linear=True,
+        seq_length=128,
+        vocab_size=512,
+        tokenizer_model=tokenizer_model,
+        train_iters=3,
+        save=tmp_path / "run",
+    )
+    Trainer(parse_config(flags)).fit()
+    assert convert(tmp_path / "run", tmp_path / "out", "hf") == 0
+    task = {
+        "task": "arithmetic_words",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "question",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "arithmetic_words.yaml").write_text(json.dumps(task))
+    questions = [{"question": f"{n} and one is", "choices": [str(n), str(n + 1)], "answer": 1} for n in range(8)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "4"]
+    command += ["--model_args", f"pretrained={tmp_path / 'out'},dtype=float32", "--tasks", "arithmetic_words"]
+    command += ["--include_path", str(tmp_path / "tasks"), "--output_path", str(tmp_path / "results")]
+    subprocess.run(command, check=True, timeout=600)
+    (report,) = (tmp_path / "results").rglob("results_*.json")
+    accuracy = json.loads(report.read_text())["results"]["arithmetic_words"]["acc,none"]
+    assert 0.0 <= accuracy <= 1.0
+    shutil.rmtree(tmp_path / "out")
