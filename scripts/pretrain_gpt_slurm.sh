@@ -23,9 +23,6 @@ MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST}" | head -n 1)
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export MASTER_ADDR MASTER_PORT
 
-# One hardware queue: a collective starts in the order it was issued, ahead of the GEMM it overlaps with.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 
 exec srun --kill-on-bad-exit=1 "${PY:-.venv/bin/python}" -m torch.distributed.run \

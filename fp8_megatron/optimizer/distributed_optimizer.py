@@ -102,6 +102,12 @@ class FP8DistributedOptimizer:
         for state in self.states:
             state.derive_weights()
 
+    def _by_first_use(self) -> list[tuple[GradBuffer, SpaceState, dict[str, Any]]]:
+        """Buffers, states and groups with the weights that the next forward needs first (embedding, norms) in front:
+        what is updated first is gathered first."""
+        together = zip(self.buffers, self.states, self.param_groups, strict=True)
+        return sorted(together, key=lambda three: _first_use(three[1].space.storage))
+
     @torch.no_grad()
     def step(self) -> Tensor:
         """Clip, update and send the weights; returns the gradient norm before clipping, FP32 [1] on the device.
@@ -115,9 +121,13 @@ class FP8DistributedOptimizer:
             factor = clip_factor(norm, self.config.clip_grad) / self.loss_scale.scale
             self.loss_scale.update(~torch.isfinite(norm))
         self.step_count += torch.isfinite(factor)
-        for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
+        for buffer, state, group in self._by_first_use():
             state.update(buffer, group, self.config, grad_factor=factor, step_count=self.step_count)
         return norm
+
+
+def _first_use(storage: StorageClass) -> int:
+    return 1 if storage is StorageClass.LINEAR else 0
 
 
 def _decay_multiplier(state: SpaceState) -> float:

@@ -51,7 +51,10 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to `train_iters`, or until a signal, a time limit or divergence ends it; saves on the way out."""
+        warning = devices.prepare_cuda_environment(self.config.parallel.tensor_model_parallel_size)
         device = devices.select_device()
+        if warning is not None and device.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            logger.warning("%s", warning)
         if self.config.precision.precision == "fp8":
             devices.check_fp8_support(device)
         if self.config.training.deterministic_mode:

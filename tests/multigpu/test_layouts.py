@@ -48,7 +48,7 @@ def losses(output_dir: Path, num_gpus: int, **overrides: object) -> list[float]:
     flags = tiny_flags(output_dir, **{**MODEL, **overrides})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
     root = Path(pretrain_gpt.__file__).parent
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
     subprocess.run([*command, "pretrain_gpt.py", *flags], cwd=root, env=environment, check=True, timeout=300)
     return [r["loss"] for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
 

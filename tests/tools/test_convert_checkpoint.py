@@ -15,6 +15,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="models are made and compared with transformers (pip install -e '.[dev]')")
 
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file
 
 from fp8_megatron.checkpoint import logits as logits_module
@@ -28,7 +31,7 @@ from fp8_megatron.config_io import load_config, parse_config, save_config
 from fp8_megatron.data.tokenizer import build_tokenizer
 from fp8_megatron.device import runtime
 from fp8_megatron.distributed.topology import initialized
-from fp8_megatron.models.gpt import build_model
+from fp8_megatron.models.gpt import build_model, transformer_config
 from fp8_megatron.models.initialization import named_parameters_of_model
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.testing.hugging_face_models import VOCAB_SIZE, load_logits, make_model, save_model
@@ -40,6 +43,21 @@ from fp8_megatron.training.trainer import Trainer
 from tools import convert_checkpoint
 
 CPU = torch.device("cpu")
+SCRIPT = Path(__file__).with_name("save_with_megatron.py")
+
+
+def stock_model(config: Config) -> GPTModel:
+    """megatron-core's own layers, the vocabulary unpadded."""
+    model = config.model
+    assert model.vocab_size is not None
+    return GPTModel(
+        transformer_config(config, CPU, None),
+        get_gpt_layer_local_spec(normalization=model.normalization),
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.seq_length,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+    )
 
 
 def convert(source: Path, output: Path, to: str, *flags: str) -> int:
@@ -164,6 +182,29 @@ def test_ours_to_another_level_and_layout_keeps_everything(ranks: RankPool, tmp_
     assert run.progress.iteration == 2 and run.losses[0] < 6.0
 
 
+def _load_with_megatron(config: Config, folder: Path) -> dict[str, Tensor]:
+    """What megatron-core's own reader puts into a stock model; on a rank."""
+    with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU):
+        module = stock_model(config).float()
+        for param in module.parameters():
+            param.data.fill_(torch.nan)
+        loaded = dist_checkpointing.load({"model": module.sharded_state_dict()}, str(folder))
+        module.load_state_dict(loaded["model"])
+        return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["gpt2_untied", "llama_gqa"])
+def test_megatron_core_reads_what_came_from_hugging_face(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    theirs = save_model(make_model(name), tmp_path / "theirs")
+    assert convert(theirs, tmp_path / "mcore", "mcore", "--no-verify") == 0
+    weights = HuggingFaceWeights(theirs)
+    config = tiny_config(weights.model, precision=PrecisionConfig(precision="bf16"))
+    folder = tmp_path / "mcore" / "iter_0000000"
+    (loaded,) = ranks.run(_load_with_megatron, config, folder, num_ranks=1)
+    for key, layer in places(weights.shapes):
+        assert torch.equal(loaded[module_name(key, layer)], weights.read(key, layer)), key
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [GPT3_STYLE, LLAMA_STYLE], ids=["gpt3", "llama"])
 def test_megatron_cores_own_checkpoints(tmp_path: Path, model: ModelConfig) -> None:
@@ -171,8 +212,8 @@ def test_megatron_cores_own_checkpoints(tmp_path: Path, model: ModelConfig) -> N
     config = tiny_config(replace(model, vocab_size=200))
     config = replace(config, data=DataConfig(mock_data=True))
     save_config(config, tmp_path / "model.yaml")
-    script, values = Path(__file__).with_name("save_with_megatron.py"), tmp_path / "values.safetensors"
-    command = [sys.executable, script, tmp_path / "model.yaml", tmp_path / "mcore", values]
+    values = tmp_path / "values.safetensors"
+    command = [sys.executable, SCRIPT, tmp_path / "model.yaml", tmp_path / "mcore", values]
     subprocess.run(command, check=True, timeout=200)
     saved = load_file(values)
     flags = ("--config", str(tmp_path / "model.yaml"))

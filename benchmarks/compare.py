@@ -1,0 +1,267 @@
+"""Train one model in turn as this project, in BF16 and with its peers, on the same GPUs, and compare them side by side.
+
+python benchmarks/compare.py --model 7b --nproc-per-node 4 --micro-batch-size 4 --num-micro-batches 4 \
+    --runs O3-delayed O3 bf16 te-delayed --output-dir runs/compare-7b
+
+A peer that is another program takes part too: ``--peer "name=command"``, whose output has a line
+``JSON {"tok_s_gpu": …, "step_ms": …, "tflops_gpu": …, "tflops_causal": …, "mem_gb": …, "losses": […]}``.
+Everything after -- goes to pretrain_gpt.py (data, for instance; without any, random tokens).
+
+Writes comparison.json (commands, commit, versions, every figure, time by kind of kernel), comparison.md and
+comparison.png. Speed is the median over the steps after the first ones, profiled steps left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8_megatron.config_io import parse_config
+from fp8_megatron.training.flops import model_flops_per_token, peak_flops
+from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+
+MODELS = {"345m": "gpt_345m", "7b": "gpt_7b", "13b": "gpt_13b", "llama-7b": "llama_7b"}
+RUNS = {
+    "O3": ["--precision", "fp8"],
+    "O3-delayed": ["--precision", "fp8", "--fp8-recipe", "delayed"],
+    "O1": ["--precision", "fp8", "--opt-level", "O1"],
+    "O2": ["--precision", "fp8", "--opt-level", "O2"],
+    "bf16": ["--precision", "bf16"],
+    "te-delayed": ["--precision", "te", "--fp8-recipe", "delayed"],
+    "te-tensorwise": ["--precision", "te", "--fp8-recipe", "tensorwise"],
+}
+#: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.
+WARM_UP_STEPS = 5
+PROFILED_STEPS = 2
+
+
+@dataclass
+class Result:
+    """One run. Memory in 10^9 bytes; TFLOP/s count attention in full (Megatron's convention) and causally."""
+
+    name: str
+    command: str
+    tokens_per_second_per_gpu: float
+    step_ms: float
+    tflops_per_gpu: float
+    causal_tflops_per_gpu: float
+    mfu: float | None
+    peak_gb: float
+    final_loss: float
+    losses: list[float]
+    ms_by_kind_of_kernel: dict[str, float] = field(default_factory=dict)
+
+
+def main() -> int:
+    """Run, then print and write the comparison; returns the exit status."""
+    args = _parse()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    results: list[Result] = []
+    status = 0
+    for name in args.runs:
+        command = _own_command(args, name)
+        if _run(name, command, args.output_dir / f"{name}.log", args.timeout):
+            results.append(_own_result(args, name, command))
+        else:
+            status = 1
+    for peer in args.peer:
+        name, command = peer.split("=", 1)
+        log = args.output_dir / f"{name}.log"
+        if _run(name, shlex.split(command), log, args.timeout):
+            results.append(_peer_result(name, command, log))
+        else:
+            status = 1
+        _write(args, results)
+    if results:
+        _write(args, results)
+        Console(width=150).print(_table(args, results))
+    return status
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare training speed and memory side by side.")
+    parser.add_argument("--model", choices=list(MODELS), required=True)
+    parser.add_argument("--runs", nargs="*", choices=list(RUNS), default=["O3-delayed", "bf16", "te-delayed"])
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another program")
+    parser.add_argument("--nproc-per-node", type=int, default=1)
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--num-micro-batches", type=int, default=1, help="per rank and step")
+    parser.add_argument("--train-iters", type=int, default=14)
+    parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    own, passed = sys.argv[1:], []
+    if "--" in own:
+        own, passed = own[: own.index("--")], own[own.index("--") + 1 :]
+    args = parser.parse_args(own)
+    args.passed = passed or ["--mock-data"]
+    if args.train_iters < WARM_UP_STEPS + PROFILED_STEPS + 3:
+        parser.error(f"--train-iters {args.train_iters}: give at least {WARM_UP_STEPS + PROFILED_STEPS + 3}")
+    return args
+
+
+def _flags(args: argparse.Namespace, name: str) -> list[str]:
+    config = Path(__file__).parent.parent / "configs" / f"{MODELS[args.model]}.yaml"
+    parallel = parse_config(["--config", str(config), *args.passed]).parallel
+    replicas = args.nproc_per_node // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    batch = args.micro_batch_size * args.num_micro_batches * replicas
+    first_profiled = args.train_iters - PROFILED_STEPS + 1
+    return [
+        *("--config", f"configs/{config.name}", *args.passed, *RUNS[name]),
+        *("--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(batch)),
+        *("--train-iters", str(args.train_iters), "--lr-warmup-iters", "2", "--eval-interval", "0"),
+        *("--log-interval", str(args.train_iters + 1), "--no-tensorboard", "--output-dir", str(args.output_dir / name)),
+        *("--profile", "--profile-step-start", str(first_profiled)),
+        *("--profile-step-end", str(args.train_iters + 1)),
+    ]
+
+
+def _own_command(args: argparse.Namespace, name: str) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc_per_node)]
+    return [sys.executable, *launcher, "pretrain_gpt.py", *_flags(args, name)]
+
+
+def _run(name: str, command: list[str], log: Path, timeout: int) -> bool:
+    print(f"== {name}: {_shown(command)}", flush=True)
+    with log.open("w") as output:
+        try:
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"error: {name} took longer than {timeout} s", file=sys.stderr, flush=True)
+            return False
+    if done.returncode != 0:
+        print(f"error: {name} ended with status {done.returncode}; the end of {log}:", file=sys.stderr)
+        print("\n".join(log.read_text().splitlines()[-15:]), file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _shown(command: list[str]) -> str:
+    return shlex.join(["python" if part == sys.executable else part for part in command])
+
+
+def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Result:
+    """Figures of a run from its metrics and its profile; the profiled steps (and the one before) are not timed."""
+    folder = args.output_dir / name
+    steps = [record for record in read_records(folder / METRICS_FILE) if record["kind"] == "train"]
+    timed = steps[WARM_UP_STEPS : len(steps) - PROFILED_STEPS - 1]
+    config = parse_config(["--config", str(folder / "config.yaml")])
+    vocab = config.model.vocab_size or 0
+    rate = statistics.median(record["tokens_per_second_per_gpu"] for record in timed)
+    full, causal = (model_flops_per_token(config.model, causal=c, padded_vocab_size=vocab) for c in (False, True))
+    peak = peak_flops(_device_name(), config.precision.precision)
+    kinds: dict[str, float] = defaultdict(float)
+    for kernel in json.loads((folder / "profile_rank0.json").read_text()):
+        kinds[kernel["category"]] += kernel["ms_per_step"]
+    return Result(
+        name=name,
+        command=_shown(command),
+        tokens_per_second_per_gpu=rate,
+        step_ms=1e3 * statistics.median(record["step_seconds"] for record in timed),
+        tflops_per_gpu=rate * full / 1e12,
+        causal_tflops_per_gpu=rate * causal / 1e12,
+        mfu=None if peak is None else rate * full / peak,
+        peak_gb=max(record["peak_memory_gib"] for record in steps) * 2**30 / 1e9,
+        final_loss=steps[-1]["loss"],
+        losses=[record["loss"] for record in steps],
+        ms_by_kind_of_kernel=dict(sorted(kinds.items(), key=lambda item: -item[1])),
+    )
+
+
+def _peer_result(name: str, command: str, log: Path) -> Result:
+    line = next(line for line in log.read_text().splitlines() if line.startswith("JSON "))
+    values = json.loads(line.removeprefix("JSON "))
+    peak = peak_flops(_device_name(), "bf16" if "bf16" in name else "fp8")
+    return Result(
+        name=name,
+        command=command,
+        tokens_per_second_per_gpu=values["tok_s_gpu"],
+        step_ms=values["step_ms"],
+        tflops_per_gpu=values["tflops_gpu"],
+        causal_tflops_per_gpu=values["tflops_causal"],
+        mfu=None if peak is None else values["tflops_gpu"] * 1e12 / peak,
+        peak_gb=values["mem_gb"],
+        final_loss=values["losses"][-1],
+        losses=values["losses"],
+    )
+
+
+def _device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def _table(args: argparse.Namespace, results: list[Result]) -> Table:
+    work = f"GPT-{args.model}, {args.nproc_per_node} GPUs, micro {args.micro_batch_size} × {args.num_micro_batches}"
+    table = Table(title=work)
+    for heading in ("run", "tok/s/GPU", "step ms", "TFLOP/s/GPU", "causal", "MFU", "peak GB", "last loss"):
+        table.add_column(heading, justify="left" if heading == "run" else "right")
+    for result in results:
+        table.add_row(
+            result.name,
+            f"{result.tokens_per_second_per_gpu:,.0f}",
+            f"{result.step_ms:.1f}",
+            f"{result.tflops_per_gpu:.0f}",
+            f"{result.causal_tflops_per_gpu:.0f}",
+            "-" if result.mfu is None else f"{result.mfu:.1%}",
+            f"{result.peak_gb:.1f}",
+            f"{result.final_loss:.4f}",
+        )
+    return table
+
+
+def _write(args: argparse.Namespace, results: list[Result]) -> None:
+    import torch
+
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit.stdout.strip() or None,
+        "device": _device_name(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "results": [asdict(result) for result in results],
+    }
+    (args.output_dir / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
+    with (args.output_dir / "comparison.md").open("w") as file:
+        Console(file=file, width=150).print(_table(args, results))
+    _plot(args, results)
+
+
+def _plot(args: argparse.Namespace, results: list[Result]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [result.name for result in results]
+    figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(11, 0.5 * len(names) + 1.6), sharey=True)
+    for axes, values, title in (
+        (speed, [result.tokens_per_second_per_gpu for result in results], "tokens/s/GPU"),
+        (memory, [result.peak_gb for result in results], "peak memory, GB"),
+    ):
+        bars = axes.barh(names, values, color=["#2a6f97" if name.startswith("O") else "#b8b8b8" for name in names])
+        axes.bar_label(bars, fmt="{:,.0f}" if axes is speed else "{:.1f}", padding=3)
+        axes.set_title(title)
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    speed.invert_yaxis()
+    figure.suptitle(f"GPT-{args.model}, micro {args.micro_batch_size} × {args.num_micro_batches}")
+    figure.tight_layout()
+    figure.savefig(args.output_dir / "comparison.png", dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
