@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..collectives.all_gather import AllGatherWork, all_gather_fp8
 from ..collectives.scale_sync import max_over_group_
 from ..kernels import ops
-from ..quantization.recipe import INPUT_DTYPE, LinearQuantizers
+from ..quantization.recipe import INPUT_DTYPE, AmaxSync, LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import GradSource, NormSource, TensorSource
 
@@ -210,7 +210,8 @@ def dgrad(g: Operand, weight: ScaledTensor, dtype: torch.dtype) -> Tensor:
 
 def wgrad(g: Operand, x_t: Tensor, x_scale: Tensor, weight: ScaledTensor, dtype: torch.dtype) -> None:
     """Write grad_weight [N, K] where it belongs."""
-    weight.main_grad.accumulate_(ops.scaled_mm(g.payload_t, x_t, g.scale, x_scale, out_dtype=dtype))
+    main_grad: MainGrad = weight.main_grad  # type: ignore[attr-defined]
+    main_grad.accumulate_(ops.scaled_mm(g.payload_t, x_t, g.scale, x_scale, out_dtype=dtype))
 
 
 def quantized_grad(
@@ -222,9 +223,12 @@ def quantized_grad(
     return Operand(payload, payload_t, scale), column_sums
 
 
-def amax_sync(parallelism: TensorParallelism) -> partial[None] | None:
+def amax_sync(parallelism: TensorParallelism) -> AmaxSync | None:
     """How the ranks whose parts are gathered share one scale."""
-    return partial(max_over_group_, group=parallelism.group) if parallelism.gathers_input else None
+    if not parallelism.gathers_input:
+        return None
+    assert parallelism.group is not None
+    return partial(max_over_group_, group=parallelism.group)
 
 
 def gathered(payload: Tensor, parallelism: TensorParallelism) -> Tensor:

@@ -138,7 +138,7 @@ class FP8MLP(MLP):
         #: Modules whose parameters the forward reads without calling them.
         self.reads_weights_of = (norm, self.linear_fc1, self.linear_fc2)
 
-    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None, Tensor]:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """hidden_states [s, b, h] (before the norm) → output [s, b, h], the bias left to add, the residual branch."""
         norm, fc1, fc2 = self.reads_weights_of
         parallelism = column_parallelism(self.config, self.tp_group)

@@ -120,7 +120,7 @@ class FP8SelfAttention(SelfAttention):
         assert residual is not None, "no forward since the last call"
         return residual
 
-    def get_query_key_value_tensors(  # type: ignore[no-untyped-def,override]
+    def get_query_key_value_tensors(  # type: ignore[no-untyped-def]
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ):
         """hidden_states [s, b, h] (before the norm) → query [s, b, heads, d], key and value [s, b, groups, d]."""

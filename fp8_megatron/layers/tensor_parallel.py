@@ -35,6 +35,7 @@ class _FP8Weight(torch.nn.Module):
     config: TransformerConfig
     tp_group: torch.distributed.ProcessGroup
     weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
     quantizers: LinearQuantizers
 
     def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any) -> None:

@@ -34,11 +34,12 @@ class FP8TransformerLayer(TransformerLayer):
         rotary_pos_emb: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        output = self.self_attention(hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
-        return self._add(*output, self.self_attention.take_residual(), self.self_attn_bda), context
+        output, bias = self.self_attention(hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
+        return self._add(output, bias, self.self_attention.take_residual(), self.self_attn_bda), context
 
     def _forward_mlp(self, hidden_states: Tensor, *unused: Any, **unused_kwargs: Any) -> Tensor:
-        return self._add(*self.mlp(hidden_states), self.mlp_bda)
+        output, bias, residual = self.mlp(hidden_states)
+        return self._add(output, bias, residual, self.mlp_bda)
 
     def _add(self, output: Tensor, bias: Tensor | None, residual: Tensor, bias_dropout_add: Any) -> Tensor:
         """residual + dropout(output + bias)."""
