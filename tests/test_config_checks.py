@@ -47,6 +47,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         (1, "--eval-interval 0 --save here --save-interval 5 --keep-last 1 --load here --finetune"),
         (1, "--save here --save-interval 5 --async-save --save-retain-interval 50 --ckpt-format torch_dist"),
         (1, "--load here --ckpt-step 5 --no-load-optim --no-load-rng"),
+        (1, "--train-iters 5 --profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 1"),
         (1, "--first-last-layers-bf16 --num-layers-at-start-in-bf16 20 --num-layers-at-end-in-bf16 4"),
     ],
 )
@@ -236,6 +237,20 @@ FULL = "--recompute-granularity full "
             "save_retain_interval(5) chooses among the checkpoints of save_interval, which is not given; "
             "give --save-interval",
         ),
+        # profiles
+        (
+            1,
+            "--train-iters 5 --profile",
+            "profile_step_start(10) and profile_step_end(12) are not a range of steps within train_iters(5); steps "
+            "count from 1 and the end is not profiled itself",
+        ),
+        (
+            1,
+            "--profile --profile-step-start 4 --profile-step-end 4",
+            "profile_step_start(4) and profile_step_end(4) are not a range of steps within train_iters(1000); "
+            "steps count from 1 and the end is not profiled itself",
+        ),
+        (1, "--profile --profile-ranks 0 x", "profile_ranks(x) are not ranks; give numbers, e.g. --profile-ranks 0 1"),
         (1, "--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
         (1, "--load here --ckpt-step 0", "ckpt_step(0) must be positive"),
         (1, "--finetune", "finetune takes weights from load, which is not given; give --load"),

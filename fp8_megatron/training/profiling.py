@@ -14,15 +14,20 @@ import torch
 
 from ..config import ProfileConfig
 
-#: What a kernel does, by a pattern of its name; the first match holds.
+#: What a kernel does, by a pattern of its name; the first match holds. cuBLASLt's nvjet kernels name their operands'
+#: types in letters: q E4M3, r E5M2, t 16 bits.
 _CATEGORIES = (
     ("communication", r"nccl"),
-    ("attention", r"flash|fmha|cudnn.*(sdpa|attention)|_sdpa_|fprop_wgmma_f16|dgrad_wgmma|cudnn_generated"),
-    ("FP8 GEMM", r"(?=.*(gemm|nvjet|cutlass|matmul))(?=.*(e4m3|e5m2|fp8|qgmma|nvjet_q|ss_e|_qq))"),
+    ("attention", r"flash|fmha|sdpa|compute_dot_do_o|convert_dq_to"),
+    ("FP8 GEMM", r"nvjet_sm\d+_(qq|qr|rq)|(gemm|cutlass).*(e4m3|e5m2|fp8)"),
     ("16-bit GEMM", r"gemm|nvjet|cutlass|splitkreduce|cublas"),
-    ("quantise, norm, activation", r"_quantize|_transpose_tiles|_partial_amax|_finish_amax|_norm|_activation|_colsum"),
-    ("optimizer", r"_adamw|_derive|_squared_norm"),
-    ("gradient storage", r"_blockwise|_sum_rows"),
+    ("gradient storage", r"_quantize_blocks|_dequantize_blocks|_accumulate_rows"),
+    (
+        "quantise, norm, activation",
+        r"_quantize|_requantize|_transpose_tiles|_partial_amax|_finish_amax|_norm_|_activation_",
+    ),
+    ("loss", r"_cross_entropy"),
+    ("optimizer", r"_adamw|_derive_fp8|_partial_squares|_squared_norm"),
     ("copies", r"memcpy|memset|copy_kernel|direct_copy|catarray"),
 )
 
