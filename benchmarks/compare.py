@@ -36,6 +36,10 @@ MODELS = {"345m": "gpt_345m", "7b": "gpt_7b", "13b": "gpt_13b", "llama-7b": "lla
 RUNS = {
     "O3": ["--precision", "fp8"],
     "O3-delayed": ["--precision", "fp8", "--fp8-recipe", "delayed"],
+    "O3-no-overlap": [
+        *("--precision", "fp8", "--fp8-recipe", "delayed"),
+        *("--no-overlap-grad-reduce", "--no-overlap-param-gather"),
+    ],
     "O1": ["--precision", "fp8", "--opt-level", "O1"],
     "O2": ["--precision", "fp8", "--opt-level", "O2"],
     "bf16": ["--precision", "bf16"],
