@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from .mlp import FP8MLP
@@ -19,8 +24,18 @@ class FP8TransformerLayer(TransformerLayer):
     through the fused function, so that what comes back along it is added inside the norm's backward.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *args: Any,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: Any,
+    ) -> None:
+        # megatron-core knows what to give to MLPs of its own alone.
+        own = replace(submodules, mlp=IdentityOp)
+        super().__init__(config, own, *args, pg_collection=pg_collection, **kwargs)
+        self.mlp = build_module(submodules.mlp, config=config, tp_group=pg_collection.tp)
         assert isinstance(self.input_layernorm, Norm) and isinstance(self.pre_mlp_layernorm, Norm)
         assert isinstance(self.self_attention, FP8SelfAttention) and isinstance(self.mlp, FP8MLP)
         self.self_attention.fuse_norm(self.input_layernorm)
