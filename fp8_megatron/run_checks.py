@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from .config import Config, DataConfig
 
@@ -13,6 +14,7 @@ def run_problems(config: Config) -> Iterator[str]:
     yield from _check_data(config)
     yield from _check_checkpoint(config)
     yield from _check_profile(config)
+    yield from _check_files(config)
 
 
 def _check_schedule(config: Config) -> Iterator[str]:
@@ -109,6 +111,12 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
             yield "finetune takes weights from load, which is not given; give --load"
         if checkpoint.ckpt_step is not None:
             yield f"ckpt_step({checkpoint.ckpt_step}) names a checkpoint of load, which is not given; give --load"
+
+
+def _check_files(config: Config) -> Iterator[str]:
+    path = config.parallel.nccl_communicator_config_path
+    if path is not None and not Path(path).is_file():
+        yield f"nccl_communicator_config_path({path}) is no file; give a YAML such as {{dp_cp: {{max_ctas: 8}}}}"
 
 
 def _check_profile(config: Config) -> Iterator[str]:

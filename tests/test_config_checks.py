@@ -250,6 +250,11 @@ FULL = "--recompute-granularity full "
             "profile_step_start(4) and profile_step_end(4) are not a range of steps within train_iters(1000); "
             "steps count from 1 and the end is not profiled itself",
         ),
+        (
+            1,
+            "--nccl-communicator-config-path nowhere.yaml",
+            "nccl_communicator_config_path(nowhere.yaml) is no file; give a YAML such as {dp_cp: {max_ctas: 8}}",
+        ),
         (1, "--profile --profile-ranks 0 x", "profile_ranks(x) are not ranks; give numbers, e.g. --profile-ranks 0 1"),
         (1, "--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
         (1, "--load here --ckpt-step 0", "ckpt_step(0) must be positive"),

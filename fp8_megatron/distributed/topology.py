@@ -97,6 +97,7 @@ def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device)
             parallel.pipeline_model_parallel_size,
             virtual,
             create_gloo_process_groups=False,
+            nccl_communicator_config_path=parallel.nccl_communicator_config_path if device.type == "cuda" else None,
             distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         )
         yield Topology(
