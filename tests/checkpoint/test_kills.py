@@ -47,7 +47,7 @@ def _run(root: Path, in_background: bool, delay: float | None, victim: int) -> t
         progress = load_checkpoint(root / "saved", state) or Progress()
         is_first = gpt.topology.rank == 0
         if is_first:
-            (root / "resumed_at").write_text(str(progress.iteration))
+            _note(root / "resumed_at", progress.iteration)
         writer = CheckpointWriter(root / "saved", gpt.topology, Retention(keep_last=2), in_background=in_background)
         losses = train_steps(gpt, CONFIG, progress.iteration, 1, BATCHES)
         torch.distributed.barrier()
@@ -59,13 +59,20 @@ def _run(root: Path, in_background: bool, delay: float | None, victim: int) -> t
         if in_background:
             writer.finish()
         if is_first:
-            (root / "finished").write_text(str(progress.iteration + 1))
+            _note(root / "finished", progress.iteration + 1)
         writer.save(state, Progress(progress.iteration + 2))
         writer.finish()
         seconds = time.monotonic() - started
         if delay is not None:
             time.sleep(max(0.0, delay - seconds) + 0.1)
         return progress.iteration, losses, seconds
+
+
+def _note(path: Path, number: int) -> None:
+    """Write a number that is whole whenever the process dies: the old one or the new one."""
+    aside = path.with_suffix(".new")
+    aside.write_text(str(number))
+    aside.replace(path)
 
 
 def kill_and_resume(
