@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ..config import Config
 from ..config_checks import check_config
-from ..config_io import load_config, save_config
+from ..config_io import load_config
 from .files import (
     CONFIG,
     META,
@@ -25,8 +24,9 @@ from .files import (
 )
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
 from .loading import read_description
-from .manifest import FileRecord, problem_with, read_manifest, write_file, write_manifest
+from .manifest import problem_with, read_manifest, write_manifest
 from .run_state import FORMAT_VERSION
+from .saving import write_config, write_last_files
 from .torch_dist import METADATA
 from .torch_dist_weights import TorchDistWeights, write_torch_dist
 from .weights import WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
@@ -180,9 +180,7 @@ def write_ours(
     common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": description}
     weights = Repadded(source.weights, source.vocab_size, padded_vocab_size)
     records = write_torch_dist(temporary, weights, common=common, on_weight=on_weight)
-    records.append(write_file(temporary, META, json.dumps(description, indent=2).encode()))
-    records.append(_write_config(temporary, config))
-    write_manifest(temporary, records)
+    write_last_files(temporary, description, config, records)
     publish(temporary, folder)
     return folder
 
@@ -201,7 +199,7 @@ def rewrite_ours(root: Path, source: Source, config: Config) -> Path:
         problem = problem_with(temporary, record)
         if problem is not None:
             raise CheckpointError(problem)
-    write_manifest(temporary, [*records, _write_config(temporary, config)])
+    write_manifest(temporary, [*records, write_config(temporary, config)])
     publish(temporary, folder)
     return folder
 
@@ -216,12 +214,3 @@ def write_megatron_core(root: Path, source: Source, *, on_weight: Callable[[], N
     temporary.rename(folder)
     write_text(root / TRACKER, str(iteration))
     return folder
-
-
-def _write_config(folder: Path, config: Config) -> FileRecord:
-    draft = folder.with_name(f"{folder.name}.{CONFIG}")
-    save_config(config, draft)
-    try:
-        return write_file(folder, CONFIG, draft.read_bytes())
-    finally:
-        draft.unlink()

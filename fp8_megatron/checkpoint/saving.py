@@ -22,6 +22,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from ..config import Config
 from ..config_io import save_config
 from ..distributed.flight_recorder import BACKGROUND_GROUP
 from ..distributed.topology import Topology
@@ -178,12 +179,23 @@ def _write_description(folder: Path, snapshot: Snapshot, parts: list[_Part]) -> 
     iteration = snapshot.description["iteration"]
     common = {"checkpoint_version": 3.0, "iteration": iteration, "content_metadata": snapshot.description}
     records += write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
-    records.append(write_file(folder, META, json.dumps(snapshot.description, indent=2).encode()))
-    save_config(snapshot.config, folder / f".{CONFIG}")
-    records.append(write_file(folder, CONFIG, (folder / f".{CONFIG}").read_bytes()))
-    (folder / f".{CONFIG}").unlink()
-    write_manifest(folder, records)
+    write_last_files(folder, snapshot.description, snapshot.config, records)
     sync(folder)
+
+
+def write_last_files(folder: Path, description: dict[str, Any], config: Config, records: list[FileRecord]) -> None:
+    """``checkpoint.json`` and ``config.yaml``, then the manifest of these and of `records`."""
+    about = write_file(folder, META, json.dumps(description, indent=2).encode())
+    write_manifest(folder, [*records, about, write_config(folder, config)])
+
+
+def write_config(folder: Path, config: Config) -> FileRecord:
+    """``config.yaml``."""
+    draft = folder / f".{CONFIG}"
+    save_config(config, draft)
+    record = write_file(folder, CONFIG, draft.read_bytes())
+    draft.unlink()
+    return record
 
 
 class _Ranks:
