@@ -113,6 +113,9 @@ class ParallelConfig:
     nccl (native FP8 sum with the paper's auto-scaling, for comparison)."""
     fp8_wire_intra: Literal["bf16", "fp8"] = "bf16"
     """What gradients travel in inside a node under --fp8-grad-reduce hierarchical; across nodes it is always FP8."""
+    dp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
+    """What carries gradients and weights between data-parallel ranks: nccl; copy_engine (GPUs of one node copy from
+    each other, with no multiprocessor taken from the GEMMs); auto (copy_engine inside a node where it works)."""
     nccl_communicator_config_path: str | None = None
     """YAML of NCCL settings by process group, as megatron-core reads it: {dp_cp: {max_ctas: 8}} bounds the
     multiprocessors that data parallelism's collectives take from the GEMMs beside them."""

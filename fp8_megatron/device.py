@@ -15,6 +15,8 @@ import torch
 from megatron.core.tensor_parallel import random as mcore_random
 from torch.overrides import TorchFunctionMode
 
+from .collectives import copy_engine
+
 #: Compute capability of the first GPUs with FP8 tensor cores (Ada); Hopper is (9, 0).
 _FIRST_FP8_CAPABILITY = (8, 9)
 
@@ -93,9 +95,9 @@ def distributed_backend(device: torch.device) -> str:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory this process has held: allocator peak on a GPU, resident set on a CPU; GiB."""
+    """Peak memory this process has held: allocator peak and shared buffers on a GPU, resident set on a CPU; GiB."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return (torch.cuda.max_memory_allocated(device) + copy_engine.uncounted_bytes()) / 2**30
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

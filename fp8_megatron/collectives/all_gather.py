@@ -1,21 +1,23 @@
-"""All-gather of bytes: any dtype, on NCCL and on gloo (which refuses float8)."""
+"""All-gather of bytes: any dtype, on NCCL, by copy engines, and on gloo (which refuses float8)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from . import copy_engine
 from .traffic import count_all_gather
 
 
 @dataclass
 class AllGatherWork:
-    """Handle of `all_gather_into` and `all_gather_fp8`; `wait` returns the gathered tensor."""
+    """Handle of an all-gather in flight; `wait` returns the gathered tensor."""
 
     output: Tensor
-    work: torch.distributed.Work | None
+    work: torch.distributed.Work | copy_engine.CopyWork | None
 
     def wait(self) -> Tensor:
         """Wait for the bytes; on CUDA the current stream waits, not the host."""
@@ -34,15 +36,41 @@ def all_gather_into(full: Tensor, shard: Tensor, group: torch.distributed.Proces
         shard: [n] elements of the same dtype, contiguous: a tensor of its own, or the view of this rank's part of
             `full` (no other part). Left alone until the handle was waited for.
     """
-    assert full.dtype == shard.dtype and full.numel() == group.size() * shard.numel(), (full.shape, shard.shape)
-    target, source = full.view(-1).view(torch.uint8), shard.view(-1).view(torch.uint8)
+    return all_gather_each([(full, shard)], group)[0]
+
+
+def all_gather_each(
+    pairs: Sequence[tuple[Tensor, Tensor]], group: torch.distributed.ProcessGroup
+) -> list[AllGatherWork]:
+    """Start `all_gather_into` for every (full, shard), in order; handles are waited for in any order, all of them.
+
+    Where every `full` lies in memory that the ranks share (`copy_engine.allocate`), copy engines move the bytes.
+    """
+    for full, shard in pairs:
+        assert full.dtype == shard.dtype and full.numel() == group.size() * shard.numel(), (full.shape, shard.shape)
+    as_bytes = [tuple(tensor.view(-1).view(torch.uint8) for tensor in pair) for pair in pairs]
     if group.size() == 1:
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source)
-        return AllGatherWork(full, None)
-    count_all_gather(source.nbytes, group.size())
-    work = torch.distributed.all_gather_into_tensor(target, source, group=group, async_op=True)
-    return AllGatherWork(full, work)
+        for target, source in as_bytes:
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+        return [AllGatherWork(full, None) for full, _ in pairs]
+    for _, source in as_bytes:
+        count_all_gather(source.nbytes, group.size())
+    memories = [copy_engine.memory_of(target, group) for target, _ in as_bytes]
+    shared = [
+        (memory, target, source)
+        for memory, (target, source) in zip(memories, as_bytes, strict=True)
+        if memory is not None
+    ]
+    works: Sequence[torch.distributed.Work | copy_engine.CopyWork | None]
+    if len(shared) == len(pairs):
+        works = copy_engine.start_all_gathers(shared)
+    else:
+        works = [
+            torch.distributed.all_gather_into_tensor(target, source, group=group, async_op=True)
+            for target, source in as_bytes
+        ]
+    return [AllGatherWork(full, work) for (full, _), work in zip(pairs, works, strict=True)]
 
 
 def all_gather_fp8(payload: Tensor, group: torch.distributed.ProcessGroup) -> AllGatherWork:

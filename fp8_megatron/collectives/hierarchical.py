@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..formats import StorageDtype
-from .reduce_scatter import Group, ReduceScatterWork, check_buffers, reduce_scatter_mean, start_all_to_all
+from .reduce_scatter import Group, ReduceScatterWork, Work, check_buffers, reduce_scatter_mean, start_all_to_all
 from .side_stream import side_stream
 from .traffic import TrafficKind
 from .wire import WireTensor, accumulate_rows_
@@ -164,7 +164,7 @@ class _Stages:
         size = self._ranks_per_node * self.shard
         return tensor.slice(node * size, (node + 1) * size)
 
-    def start_intra(self) -> list[torch.distributed.Work]:
+    def start_intra(self) -> list[Work]:
         """Local rank l gets what its node's ranks have for the shards of rank l of every node.
 
         One all-to-all per node of final owners: its shards are contiguous in `sent`, so that nothing is repacked.
@@ -175,7 +175,7 @@ class _Stages:
             works += start_all_to_all(sent, received, self.groups.intra, TrafficKind.REDUCE_SCATTER_INTRA)
         return works
 
-    def start_inter(self, first: list[torch.distributed.Work]) -> list[torch.distributed.Work]:
+    def start_inter(self, first: list[Work]) -> list[Work]:
         """Wait for the first stage, sum it for each node of final owners, and start the second."""
         for work in first:
             work.wait()

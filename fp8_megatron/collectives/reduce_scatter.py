@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ..formats import GRAD_BLOCK
+from . import copy_engine
 from .traffic import TrafficKind, count_all_to_all
 from .wire import WireTensor, accumulate_rows_
 
 Group = torch.distributed.ProcessGroup
+Work = torch.distributed.Work | copy_engine.CopyWork
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class ReduceScatterWork:
 
     shard: int
     device: torch.device
-    pending: Sequence[torch.distributed.Work]
+    pending: Sequence[Work]
     finish: Callable[[Tensor, bool], None]
 
     def wait(self) -> Tensor:
@@ -55,17 +57,24 @@ class ReduceScatterWork:
 
 def start_all_to_all(
     sent: WireTensor, received: WireTensor, group: Group, kind: TrafficKind = TrafficKind.REDUCE_SCATTER
-) -> list[torch.distributed.Work]:
+) -> list[Work]:
     """Start to bring row r of `sent` to rank r and row r of `received` from it: payload, then scales.
+
+    Where `sent` lies in memory that the ranks share (`copy_engine.allocate`), copy engines move the bytes.
 
     Args:
         sent, received: [d · n] of one dtype, different memory.
     """
-    works = []
-    for source, destination in zip(sent.byte_views(), received.byte_views(), strict=True):
+    pairs = list(zip(sent.byte_views(), received.byte_views(), strict=True))
+    for source, _ in pairs:
         count_all_to_all(kind, source.nbytes, group.size())
-        works.append(torch.distributed.all_to_all_single(destination, source, group=group, async_op=True))
-    return works
+    memory = copy_engine.memory_of(sent.payload, group)
+    if memory is not None:
+        return [copy_engine.start_all_to_all(memory, pairs)]
+    return [
+        torch.distributed.all_to_all_single(destination, source, group=group, async_op=True)
+        for source, destination in pairs
+    ]
 
 
 def check_buffers(sent: WireTensor, received: WireTensor, num_ranks: int) -> int:

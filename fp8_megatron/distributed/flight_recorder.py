@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..collectives import copy_engine
+
 #: Description of groups whose collectives threads wait in while training goes on: nobody hangs in them.
 BACKGROUND_GROUP = "background"
 #: Collectives each rank remembers. Torch's own default; written out so that the run does not depend on it.
@@ -126,6 +128,11 @@ def describe_collective(site: CallSite) -> str:
         # On CUDA Python has mostly gone on to wait for something else.
         place = _called_by(started_at) if started_at else f"; Python is in {site.caller}" if site.caller else ""
         return f"in {_describe(running)}{place}"
+    copied = copy_engine.unfinished()
+    if copied is not None:
+        ranks = torch.distributed.get_process_group_ranks(copied.group)
+        place = f"; Python is in {site.caller}" if site.caller else ""
+        return f"in {copied.name} by copy engines among ranks {_list_ranks(ranks)}{place}"
     if site.collective:
         recorded = bool(entries) and site.collective not in _UNRECORDED
         return f"in {_describe(entries[-1], site.collective) if recorded else site.collective}{_called_by(site)}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..collectives.reduce_scatter import ReduceScatterWork
 from ..collectives.wire import WireTensor
 from ..formats import StorageDtype
+from .transport import SendMemory
 
 #: Buckets whose bytes travel while the next one is written.
 _IN_FLIGHT = 2
@@ -50,9 +51,9 @@ class StagingPool:
     adds what arrived to its accumulator. Results are added in the order in which they were sent.
     """
 
-    def __init__(self, dtype: StorageDtype, device: torch.device) -> None:
+    def __init__(self, dtype: StorageDtype, memory: SendMemory) -> None:
         self.dtype = dtype
-        self.device = device
+        self._memory = memory
         self._numel = 0
         self._free: list[Staging] = []
         self._in_flight: deque[_Arrival] = deque()
@@ -71,7 +72,7 @@ class StagingPool:
             self._receive_oldest()
             return self._free.pop()
         self._num_made += 1
-        return self._make(self.device)
+        return self._make(self._memory)
 
     def await_arrival(self, staging: Staging, work: ReduceScatterWork, accumulator: Tensor, *, adds: bool) -> None:
         """Write, or add, the result of `work` to FP32 `accumulator` when it is there; takes `staging` back."""
@@ -85,10 +86,11 @@ class StagingPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers once the pipeline is full; before that, of those that it will make at least."""
-        return self._make(torch.device("meta")).nbytes * max(self._num_made, _IN_FLIGHT)
+        return self._make(SendMemory(torch.device("meta"))).nbytes * max(self._num_made, _IN_FLIGHT)
 
-    def _make(self, device: torch.device) -> Staging:
-        sent, received = (WireTensor.empty(self._numel, self.dtype, device) for _ in range(2))
+    def _make(self, memory: SendMemory) -> Staging:
+        received = WireTensor.empty(self._numel, self.dtype, memory.device)
+        sent = WireTensor(memory.zeros(received.nbytes, torch.uint8), None).carve(self._numel, self.dtype)
         return Staging(sent, received)
 
     def _receive_oldest(self) -> None:
@@ -100,12 +102,12 @@ class StagingPool:
 class StagingPools:
     """A rank's pools, one for each wire dtype in use."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, memory: SendMemory) -> None:
+        self._memory = memory
         self._pools: dict[StorageDtype, StagingPool] = {}
 
     def __getitem__(self, dtype: StorageDtype) -> StagingPool:
-        return self._pools.setdefault(dtype, StagingPool(dtype, self._device))
+        return self._pools.setdefault(dtype, StagingPool(dtype, self._memory))
 
     @property
     def nbytes(self) -> int:

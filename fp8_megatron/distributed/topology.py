@@ -16,6 +16,7 @@ from ..collectives.hierarchical import NodeGroups, new_node_groups
 from ..config import ParallelConfig
 from ..device import distributed_backend
 from ..formats import GradReduceMode
+from .transport import SendMemory, send_memory
 
 Group = torch.distributed.ProcessGroup
 
@@ -28,6 +29,7 @@ class Topology:
         groups: megatron-core's collection (tp, pp, dp_cp, mp, embd, …).
         replica: tensor × data parallel ranks of this pipeline stage: all ranks that run the same layers.
         dp_nodes: `dp` cut by nodes, under --fp8-grad-reduce hierarchical.
+        grad_memory, weight_memory: where gradients are sent from, and weights gathered to.
     """
 
     rank: int
@@ -36,6 +38,8 @@ class Topology:
     replica: Group
     dp_nodes: NodeGroups | None
     virtual_pipeline_size: int | None
+    grad_memory: SendMemory
+    weight_memory: SendMemory
 
     @property
     def tp(self) -> Group:
@@ -100,13 +104,19 @@ def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device)
             nccl_communicator_config_path=parallel.nccl_communicator_config_path if device.type == "cuda" else None,
             distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        hierarchical = parallel.fp8_grad_reduce is GradReduceMode.HIERARCHICAL
+        dp_nodes = _node_groups(timeout) if hierarchical else None
+        weight_memory = send_memory(parallel, groups.dp_cp, device)
         yield Topology(
             rank=torch.distributed.get_rank(),
             world_size=torch.distributed.get_world_size(),
-            groups=ProcessGroupCollection.use_mpu_process_groups(),
+            groups=groups,
             replica=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-            dp_nodes=_node_groups(timeout) if parallel.fp8_grad_reduce is GradReduceMode.HIERARCHICAL else None,
+            dp_nodes=dp_nodes,
             virtual_pipeline_size=virtual,
+            grad_memory=weight_memory if dp_nodes is None else send_memory(parallel, dp_nodes.intra, device),
+            weight_memory=weight_memory,
         )
     finally:
         parallel_state.destroy_model_parallel()

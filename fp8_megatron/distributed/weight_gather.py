@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..collectives.all_gather import AllGatherWork, all_gather_into
+from ..collectives.all_gather import AllGatherWork, all_gather_each
 from .partition import ParamSpace
 
 
@@ -31,10 +31,13 @@ class WeightGather:
     def start(self, shards: list[Tensor]) -> None:
         """Send this rank's shard of each storage, [space.shard_numel / elements of a value]."""
         self.wait()
-        for bucket, works in zip(self.space.buckets, self._works, strict=True):
-            for (storage, block), shard in zip(self._storages, shards, strict=True):
-                full, mine = bucket.of_space(storage, block), bucket.of_shard(shard, block)
-                works.append(all_gather_into(full, mine, self._group))
+        pairs = [
+            (bucket.of_space(storage, block), bucket.of_shard(shard, block))
+            for bucket in self.space.buckets
+            for (storage, block), shard in zip(self._storages, shards, strict=True)
+        ]
+        for index, work in enumerate(all_gather_each(pairs, self._group)):
+            self._works[index // len(shards)].append(work)
 
     def wait_for(self, bucket: int) -> None:
         """Wait for one bucket; on CUDA the current stream waits, not the host."""

@@ -50,7 +50,7 @@ class FP8DistributedOptimizer:
             for buffer in chunk.grad_buffers:
                 formats = space_formats(buffer.space.storage, precision.formats, is_fp8=is_fp8)
                 kind = SplitSpaceState if formats.master_weight is StorageDtype.SPLIT else SpaceState
-                state = kind(buffer.space, formats, topology.dp)
+                state = kind(buffer.space, formats, topology)
                 self.states.append(state)
                 if state.gather is not None:
                     chunk.receive_weights_through(state.gather)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config import OptimizerConfig
 from ..distributed.grad_buffer import GradBuffer
 from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot
+from ..distributed.topology import Topology
 from ..formats import StorageDtype, StorageFormats
 from ..kernels import ops
 from ..kernels.split_master import join_master, next_weight_scales, split_master
@@ -27,9 +28,9 @@ class SplitSpaceState(SpaceState):
         tensor_amax: FP32 [num_slots], the largest magnitude of each master now, over all ranks.
     """
 
-    def __init__(self, space: ParamSpace, formats: StorageFormats, group: torch.distributed.ProcessGroup) -> None:
+    def __init__(self, space: ParamSpace, formats: StorageFormats, topology: Topology) -> None:
         assert formats.weight is StorageDtype.FP8 and formats.master_weight is StorageDtype.SPLIT, formats
-        super().__init__(space, formats, group)
+        super().__init__(space, formats, topology)
         self.tensor_amax = torch.zeros(len(space.slots), device=space.device)
         self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
 

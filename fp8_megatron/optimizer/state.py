@@ -20,6 +20,8 @@ from ..collectives.scale_sync import max_over_group_
 from ..config import OptimizerConfig
 from ..distributed.grad_buffer import GradBuffer
 from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
+from ..distributed.topology import Topology
+from ..distributed.transport import SendMemory
 from ..distributed.weight_gather import WeightGather
 from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops, reference
@@ -36,10 +38,10 @@ class StateTensor:
     scales: Tensor | None
 
     @classmethod
-    def zeros(cls, numel: int, dtype: StorageDtype, device: torch.device) -> StateTensor:
+    def zeros(cls, numel: int, dtype: StorageDtype, memory: SendMemory) -> StateTensor:
         """All zero."""
-        payload = torch.zeros(numel, dtype=dtype.torch_dtype, device=device)
-        return cls(payload, torch.ones(numel // STATE_BLOCK, device=device) if dtype.is_scaled else None)
+        payload = memory.zeros(numel, dtype.torch_dtype)
+        return cls(payload, memory.zeros(numel // STATE_BLOCK, torch.float32).fill_(1.0) if dtype.is_scaled else None)
 
     def part(self, fragment: Fragment) -> StateTensor:
         """A parameter's part of this rank's shard (views)."""
@@ -116,21 +118,23 @@ class SpaceState:
     that is its own master shares the master's storage.
 
     Args:
-        group: the data-parallel ranks that the space is cut over.
+        topology: its data-parallel ranks are those that the space is cut over.
 
     Attributes:
         gather: sends the shard's weights to the other replicas; None with one replica.
     """
 
-    def __init__(self, space: ParamSpace, formats: StorageFormats, group: torch.distributed.ProcessGroup) -> None:
+    def __init__(self, space: ParamSpace, formats: StorageFormats, topology: Topology) -> None:
+        group = topology.dp
         assert group.size() == space.num_shards and group.rank() == space.shard_index, "the space is cut otherwise"
         self.space = space
         self.formats = formats
         self._group = group
         n, device = space.shard_numel, space.device
-        self.exp_avg = StateTensor.zeros(n, formats.exp_avg, device)
-        self.exp_avg_sq = StateTensor.zeros(n, formats.exp_avg_sq, device)
-        self.master = StateTensor.zeros(n, formats.master_weight or formats.weight, device)
+        own, gathered = SendMemory(device), topology.weight_memory
+        self.exp_avg = StateTensor.zeros(n, formats.exp_avg, own)
+        self.exp_avg_sq = StateTensor.zeros(n, formats.exp_avg_sq, own)
+        self.master = StateTensor.zeros(n, formats.master_weight or formats.weight, own)
         self.derives_fp8 = formats.weight is StorageDtype.FP8
         self.weight_scales: Tensor | None = None
         self.chunk_amax: Tensor | None = None
@@ -138,9 +142,9 @@ class SpaceState:
         if is_own_master and space.num_shards == 1:
             self.weight = self.master
         elif is_own_master:
-            self.weight = StateTensor.zeros(space.numel, formats.weight, device)
+            self.weight = StateTensor.zeros(space.numel, formats.weight, gathered)
         else:
-            self.weight = StateTensor(torch.zeros(space.numel, dtype=formats.weight.torch_dtype, device=device), None)
+            self.weight = StateTensor(gathered.zeros(space.numel, formats.weight.torch_dtype), None)
         if self.derives_fp8:
             # cuBLASLt refuses scale pointers that are not 16-byte aligned: one scale for every four floats.
             self.weight_scales = torch.ones(len(space.slots), 4, device=device)

@@ -17,7 +17,7 @@ from ..config import ProfileConfig
 #: What a kernel does, by a pattern of its name; the first match holds. cuBLASLt's nvjet kernels name their operands'
 #: types in letters: q E4M3, r E5M2, t 16 bits.
 _CATEGORIES = (
-    ("communication", r"nccl"),
+    ("communication", r"nccl|memcpy peer|memcpy ptop|barrier_kernel"),
     ("attention", r"flash|fmha|sdpa|compute_dot_do_o|convert_dq_to"),
     ("FP8 GEMM", r"nvjet_sm\d+_(qq|qr|rq)|(gemm|cutlass).*(e4m3|e5m2|fp8)"),
     ("16-bit GEMM", r"gemm|nvjet|cutlass|splitkreduce|cublas"),

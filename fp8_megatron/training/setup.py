@@ -58,7 +58,7 @@ def build_trainable_model(
         num_micro_batches: gradients each parameter will receive per step.
     """
     chunks = build_model(config, vocab_size, topology, device)
-    staging = StagingPools(device)
+    staging = StagingPools(topology.grad_memory)
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
     model = [
         FP8DataParallel(

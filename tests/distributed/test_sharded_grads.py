@@ -17,6 +17,7 @@ from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.distributed.grad_buffer import LocalGradBuffer, ShardedGradBuffer
 from fp8_megatron.distributed.partition import CHUNK, ParamSpace, partition
 from fp8_megatron.distributed.staging import StagingPool
+from fp8_megatron.distributed.transport import SendMemory
 from fp8_megatron.formats import GradReduceMode, StorageDtype
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -59,7 +60,7 @@ def _reduce(
     if mode is GradReduceMode.HIERARCHICAL:
         node_groups = new_node_groups([list(range(group.size()))], 2)
     reducer = GradReducer(mode, group, node_groups)
-    pool = StagingPool(reducer.wire_dtype if dtype is StorageDtype.FP8 else dtype, CPU)
+    pool = StagingPool(reducer.wire_dtype if dtype is StorageDtype.FP8 else dtype, SendMemory(CPU))
     accumulator = LocalGradBuffer(space, StorageDtype.BF16) if local else None
     buffer = ShardedGradBuffer(space, reducer, pool, local=accumulator, num_micro_batches=num_micro_batches)
     buffer.become_main_grad()
@@ -126,7 +127,7 @@ def test_other_ways_to_reduce(ranks: RankPool, mode: GradReduceMode, dtype: Stor
 def _overlap(group: Group) -> tuple[list[int], list[int], int, int]:
     """(buckets under way after each gradient, and after finish), buffers made in ten steps, of how many buckets."""
     space, params = make_space(group, CHUNK * group.size())
-    pool = StagingPool(StorageDtype.FP8, CPU)
+    pool = StagingPool(StorageDtype.FP8, SendMemory(CPU))
     buffer = ShardedGradBuffer(space, GradReducer(GradReduceMode.ALL_TO_ALL, group), pool)
     buffer.become_main_grad()
     started: list[int] = []
@@ -158,7 +159,7 @@ def test_buckets_leave_during_backward_and_buffers_are_reused(ranks: RankPool) -
 
 def _bad_block(group: Group) -> tuple[list[str], Tensor]:
     space, params = make_space(group, 1 << 30)
-    pool = StagingPool(StorageDtype.FP8, CPU)
+    pool = StagingPool(StorageDtype.FP8, SendMemory(CPU))
     buffer = ShardedGradBuffer(space, GradReducer(GradReduceMode.ALL_TO_ALL, group), pool)
     buffer.become_main_grad()
     for name in SHAPES:
@@ -181,7 +182,7 @@ def test_a_bad_block_is_found_and_named(ranks: RankPool) -> None:
 def _padding(group: Group) -> Tensor:
     """The bucket's padding must be zero also where a buffer held another bucket's NaNs."""
     space, params = make_space(group, 1 << 30)
-    pool = StagingPool(StorageDtype.FP8, CPU)
+    pool = StagingPool(StorageDtype.FP8, SendMemory(CPU))
     buffer = ShardedGradBuffer(space, GradReducer(GradReduceMode.ALL_TO_ALL, group), pool)
     buffer.become_main_grad()
     for value in (torch.nan, 1.0):

@@ -83,6 +83,14 @@ def test_replicas_repeat_bit_for_bit(tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.parametrize("settings", [{}, {"first_last_layers_bf16": True}, {"main_params_dtype": "split"}], ids=str)
+def test_copy_engines_bring_what_nccl_brings(tmp_path: Path, settings: dict) -> None:
+    """Bit for bit: the bytes are the same, and so is the order of the sums."""
+    settings = {"precision": "fp8", "deterministic_mode": True, **settings}
+    measured = [losses(tmp_path / way, 2, dp_transport=way, **settings) for way in ("nccl", "copy_engine")]
+    assert measured[0] == measured[1]
+
+
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("precision", list(TOLERANCE))
 def test_layout_trains_as_one_gpu(tmp_path: Path, one_gpu: dict[str, list[float]], precision: str, layout: str) -> None:

@@ -16,6 +16,7 @@ from fp8_megatron.device import runtime
 from fp8_megatron.distributed.data_parallel import FP8DataParallel
 from fp8_megatron.distributed.staging import StagingPools
 from fp8_megatron.distributed.topology import Topology, initialized
+from fp8_megatron.distributed.transport import SendMemory
 from fp8_megatron.formats import E4M3, StorageDtype
 from fp8_megatron.kernels import reference
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
@@ -104,7 +105,7 @@ def make_regression(topology: Topology, precision: PrecisionConfig, config: Opti
         precision=precision,
         parallel=ParallelConfig(),
         topology=topology,
-        staging=StagingPools(CPU),
+        staging=StagingPools(SendMemory(CPU)),
         num_micro_batches=1,
     )
     optimizer = FP8DistributedOptimizer([model], config, precision, topology, CPU)

@@ -22,6 +22,7 @@ from fp8_megatron.distributed.data_parallel import FP8DataParallel
 from fp8_megatron.distributed.partition import Slot, StorageClass
 from fp8_megatron.distributed.staging import StagingPools
 from fp8_megatron.distributed.topology import Topology, initialized
+from fp8_megatron.distributed.transport import SendMemory
 from fp8_megatron.formats import StorageDtype
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.state import SpaceState
@@ -79,7 +80,7 @@ def _train(
             precision=precision,
             parallel=parallel,
             topology=topology,
-            staging=StagingPools(CPU),
+            staging=StagingPools(SendMemory(CPU)),
             num_micro_batches=1,
         )
         optimizer = FP8DistributedOptimizer(
@@ -189,7 +190,7 @@ def _gradient_and_weight_traffic(group_size: int) -> tuple[dict[str, int], int]:
             precision=PrecisionConfig(),
             parallel=parallel,
             topology=topology,
-            staging=StagingPools(CPU),
+            staging=StagingPools(SendMemory(CPU)),
             num_micro_batches=1,
         )
         optimizer = FP8DistributedOptimizer([model], OptimizerConfig(), PrecisionConfig(), topology, CPU)

@@ -1,0 +1,218 @@
+"""Bytes between the GPUs of a node by their copy engines: no multiprocessor is taken from the GEMMs beside them.
+
+NCCL moves bytes with kernels, and while these wait for one another they hold multiprocessors. Here every rank maps the
+others' send buffers (CUDA's virtual memory, through torch's symmetric memory) and pulls what is meant for it with plain
+copies, which the driver hands to a copy engine; before and after stand barriers of a single thread block. What arrives
+is bit for bit what NCCL would bring.
+
+A buffer made by `allocate` takes this way in every collective of its group (`start_all_to_all`, `start_all_gathers`);
+any other buffer goes through NCCL or gloo.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Group = torch.distributed.ProcessGroup
+
+#: Works remembered to say, when a rank hangs, in which of them.
+_NUM_REMEMBERED = 256
+#: Gathers that start after one barrier: the first bytes travel before the last shard is in its place.
+_GATHERS_PER_BARRIER = 8
+
+
+@dataclass(frozen=True, eq=False)
+class PeerMemory:
+    """A buffer that each rank of a group has, where this rank reads those of all.
+
+    Attributes:
+        group: the ranks, on one node.
+        buffers: uint8 [n] by rank; this rank's own is `buffers[group.rank()]`.
+        barrier: called with a channel (0 or 1): on the current stream, wait for the other ranks to come here too.
+    """
+
+    group: Group
+    buffers: Sequence[Tensor]
+    barrier: Callable[[int], None]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are read."""
+        return self.buffers[self.group.rank()].device
+
+    def of_peer(self, rank: int, own: Tensor) -> Tensor:
+        """What `own`, a flat uint8 view of this rank's buffer, is in that of `rank`."""
+        start = own.data_ptr() - self.buffers[self.group.rank()].data_ptr()
+        return self.buffers[rank][start : start + own.numel()]
+
+    def pull_rows(self, source: Tensor, destination: Tensor) -> None:
+        """Row p of `destination` becomes this rank's row of rank p's `source`; both flat uint8 [d · bytes]."""
+        own = self.group.rank()
+        rows = destination.view(self.group.size(), -1)
+        mine = source.view(self.group.size(), -1)[own]
+        for peer in _from_next(own, self.group.size()):
+            rows[peer].copy_(self.of_peer(peer, mine), non_blocking=True)
+
+    def pull_parts(self, full: Tensor) -> None:
+        """Part p of `full` (flat uint8, in this memory) becomes rank p's; this rank's own stays."""
+        own = self.group.rank()
+        parts = full.view(self.group.size(), -1)
+        for peer in _from_next(own, self.group.size()):
+            if peer != own:
+                parts[peer].copy_(self.of_peer(peer, parts[peer]), non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class CopyWork:
+    """Handle of what was queued on the copy stream up to here, in the manner of ``torch.distributed.Work``."""
+
+    name: str
+    group: Group
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Let the current stream wait; the host does not."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+_memories: dict[int, PeerMemory] = {}
+_started: deque[CopyWork] = deque(maxlen=_NUM_REMEMBERED)
+_uncounted_bytes = 0
+
+
+def allocate(nbytes: int, group: Group, device: torch.device, *, timeout_seconds: float) -> Tensor:
+    """Zeroed memory that the ranks of `group` map into each other's address space, uint8 [nbytes]; kept for good.
+
+    Called by every rank of the group, in the same order, with the same size.
+
+    Args:
+        timeout_seconds: a barrier that waits longer stops the device with an error.
+
+    Raises:
+        RuntimeError: the driver cannot share memory between these processes.
+    """
+    global _uncounted_bytes
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    counted = torch.cuda.memory_allocated(device)
+    own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(own, group.group_name)
+    _uncounted_bytes += nbytes - (torch.cuda.memory_allocated(device) - counted)
+    own.zero_()
+    buffers = [
+        own if rank == group.rank() else handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())
+    ]
+    timeout = round(1000 * timeout_seconds)
+    register(PeerMemory(group, buffers, lambda channel: handle.barrier(channel, timeout)))
+    return own
+
+
+def register(memory: PeerMemory) -> None:
+    """Let the collectives of `memory.group` find this buffer."""
+    _memories[_address(memory.buffers[memory.group.rank()])] = memory
+
+
+def uncounted_bytes() -> int:
+    """Bytes of buffers that torch's allocator statistics leave out."""
+    return _uncounted_bytes
+
+
+def memory_of(tensor: Tensor, group: Group) -> PeerMemory | None:
+    """The registered buffer of `group` in which `tensor` lies."""
+    memory = _memories.get(_address(tensor))
+    return memory if memory is not None and memory.group.group_name == group.group_name else None
+
+
+def start_all_to_all(memory: PeerMemory, pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyWork:
+    """Start all-to-alls of (source, destination) pairs; the sources lie in `memory` (see `PeerMemory.pull_rows`).
+
+    Once the work was waited for, every rank has what it needs of this rank's sources too.
+    """
+    with _on_copy_stream(memory.device):
+        memory.barrier(0)
+        for source, destination in pairs:
+            memory.pull_rows(source, destination)
+        memory.barrier(1)
+        return _mark("all_to_all", memory)
+
+
+def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> list[CopyWork]:
+    """Start all-gathers of (memory, full, shard) one after the other, of one group; flat uint8.
+
+    Every `full` lies in its `memory`; `shard` is a tensor of its own, or this rank's part of `full`. Once the last work
+    was waited for, every rank has read this rank's shards.
+    """
+    works = []
+    with _on_copy_stream(gathers[0][0].device):
+        for first in range(0, len(gathers), _GATHERS_PER_BARRIER):
+            together = gathers[first : first + _GATHERS_PER_BARRIER]
+            for memory, full, shard in together:
+                mine = full.view(memory.group.size(), -1)[memory.group.rank()]
+                if mine.data_ptr() != shard.data_ptr():
+                    mine.copy_(shard, non_blocking=True)
+                    _used_on_copy_stream(shard)
+            together[0][0].barrier(0)
+            for index, (memory, full, _) in enumerate(together, first):
+                memory.pull_parts(full)
+                if index == len(gathers) - 1:
+                    memory.barrier(1)
+                works.append(_mark("all_gather", memory))
+    return works
+
+
+def unfinished() -> CopyWork | None:
+    """The oldest collective that the device has not ended, among the last few."""
+    return next((work for work in tuple(_started) if work.event is not None and not work.event.query()), None)
+
+
+@contextmanager
+def _on_copy_stream(device: torch.device) -> Iterator[None]:
+    """What the block queues comes after all that the current stream has queued, and does not hold it up.
+
+    One stream a device, so that every rank meets the others in the same order; its barriers go before other kernels.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream_of(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _used_on_copy_stream(tensor: Tensor) -> None:
+    """Keep the allocator from handing out `tensor`, which the caller may drop, before the copy stream has read it."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(_stream_of(tensor.device))
+
+
+def _mark(name: str, memory: PeerMemory) -> CopyWork:
+    event = None
+    if memory.device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record()
+    work = CopyWork(name, memory.group, event)
+    _started.append(work)
+    return work
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _from_next(rank: int, num_ranks: int) -> list[int]:
+    """All ranks from the one after `rank` to itself, so that no two ranks read the same peer at once."""
+    return [(rank + step) % num_ranks for step in range(1, num_ranks + 1)]
