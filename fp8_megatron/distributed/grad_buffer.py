@@ -23,7 +23,6 @@ from ..collectives.wire import WireTensor
 from ..formats import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.autoscale import AutoScale
-from ..quantization.stats import underflow_counts
 from .partition import Bucket, ParamSpace, Slot, Span
 from .staging import Staging, StagingPool
 
@@ -52,7 +51,7 @@ class GradBuffer(ABC):
 
     def __init__(self, space: ParamSpace) -> None:
         self.space = space
-        #: FP32 [2] while underflow is measured: non-zero elements given, and how many of them became zero.
+        #: int64 [2] while underflow is measured: non-zero elements given, and how many of them became zero.
         self.underflow: Tensor | None = None
 
     def become_main_grad(self) -> None:
@@ -95,11 +94,14 @@ class GradBuffer(ABC):
     def non_finite_slots(self) -> list[str]:
         """Names of the parameters whose gradient holds a NaN or an inf on this rank; waits for the device."""
 
+    def _start_underflow(self, measures: bool) -> None:
+        self.underflow = torch.zeros(2, dtype=torch.int64, device=self.payload.device) if measures else None
+
     def _quantize(self, grad: Tensor, payload: Tensor, scales: Tensor) -> None:
         """Write flat `grad` to FP8 storage that may be longer: the rest becomes zero."""
         ops.quantize_blockwise_(grad, payload, scales)
         if self.underflow is not None:
-            self.underflow += underflow_counts(grad, payload[: grad.numel()])
+            ops.count_underflow_(grad, payload[: grad.numel()], self.underflow)
 
 
 class LocalGradBuffer(GradBuffer):
@@ -130,8 +132,7 @@ class LocalGradBuffer(GradBuffer):
 
     def reset(self, *, measures_underflow: bool = False) -> None:
         self._written.clear()
-        measures = measures_underflow and self.scales is not None
-        self.underflow = torch.zeros(2, device=self.payload.device) if measures else None
+        self._start_underflow(measures_underflow and self.scales is not None)
 
     def finish(self) -> None:
         for slot in self.space.slots:
@@ -310,8 +311,7 @@ class ShardedGradBuffer(GradBuffer):
             assert state.staging is None, "a step ended without finish"
             state.reduced = False
             state.num_local = 0
-        measures = measures_underflow and self._pool.dtype is StorageDtype.FP8
-        self.underflow = torch.zeros(2, device=self.payload.device) if measures else None
+        self._start_underflow(measures_underflow and self._pool.dtype is StorageDtype.FP8)
 
     def finish(self) -> None:
         for state in reversed(self._buckets):

@@ -217,6 +217,13 @@ def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, *, fa
     _OPS.accumulate_rows_(payload, scales, accumulator, factor, add)
 
 
+def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
+    """`underflow.count_underflow_`: adds to int64 [2], in place."""
+    assert value.ndim == 1 and payload.shape == value.shape and payload.dtype in FP8_DTYPES, (value, payload)
+    assert counts.dtype == torch.int64 and counts.shape == (2,), (counts.dtype, counts.shape)
+    _OPS.count_underflow_(value, payload, counts)
+
+
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     """`reference.squared_norm`: Σ x², FP32 [1]."""
     return _OPS.squared_norm(payload, scales)

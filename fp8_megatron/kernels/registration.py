@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import activation, cross_entropy, norm, qkv, reference, split_master
+from . import activation, cross_entropy, norm, qkv, reference, split_master, underflow
 from .scaled_mm import scaled_mm_cublaslt
 
 _LIBRARY = torch.library.Library("fp8_megatron", "DEF")
@@ -49,6 +49,7 @@ _SCHEMAS = {
     "quantize_blockwise_": "(Tensor x, Tensor(a!) payload, Tensor(b!) scales) -> ()",
     "dequantize_blockwise": "(Tensor payload, Tensor scales) -> Tensor",
     "accumulate_rows_": "(Tensor payload, Tensor scales, Tensor(a!) accumulator, float factor, bool add) -> ()",
+    "count_underflow_": "(Tensor value, Tensor payload, Tensor(a!) counts) -> ()",
     "squared_norm": "(Tensor payload, Tensor? scales) -> Tensor",
     "adamw_step_": "(Tensor grad, Tensor? grad_scales, Tensor(a!) exp_avg, Tensor(b!)? exp_avg_scales,"
     " Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_sq_scales, Tensor(e!) master, Tensor(f!)? master_scales,"
@@ -127,6 +128,7 @@ _CPU: dict[str, Callable[..., Any]] = {
     "quantize_blockwise_": reference.quantize_blockwise_,
     "dequantize_blockwise": reference.dequantize_blockwise,
     "accumulate_rows_": _reference_accumulate_rows_,
+    "count_underflow_": underflow.count_underflow_,
     "squared_norm": reference.squared_norm,
     "adamw_step_": _reference_adamw_step_,
     "adamw_split_step_": _reference_adamw_split_step_,
@@ -154,6 +156,7 @@ _TRITON = {
     "quantize_blockwise_": "blockwise_triton",
     "dequantize_blockwise": "blockwise_triton",
     "accumulate_rows_": "wire_triton",
+    "count_underflow_": "underflow_triton",
     "squared_norm": "blockwise_triton",
     "adamw_step_": "adamw_triton",
     "adamw_split_step_": "split_adamw_triton",

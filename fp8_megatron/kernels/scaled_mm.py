@@ -1,4 +1,7 @@
-"""The FP8 GEMM on CUDA: cuBLASLt through ``torch._scaled_mm``, and the limits of Hopper's FP8 tensor cores."""
+"""The FP8 GEMM on CUDA, and the limits of Hopper's FP8 tensor cores.
+
+It is cuBLASLt's (see `cublaslt`); where that cannot be reached directly, through ``torch._scaled_mm``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
+from . import cublaslt
 
 
 def check_scaled_mm(a: Tensor, b: Tensor) -> None:
@@ -38,6 +42,18 @@ def scaled_mm_cublaslt(
     use_fast_accum: bool,
 ) -> Tensor:
     """`reference.scaled_mm` on cuBLASLt: tensorwise scales, FP32 (or, fast, shortened) accumulation."""
-    return torch._scaled_mm(
-        a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
-    )
+    if not cublaslt.is_available():
+        return torch._scaled_mm(
+            a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+    out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    cublaslt.matmul(a, b, scale_a, scale_b, bias, out, use_fast_accum=use_fast_accum)
+    return out
+
+
+def scaled_mm_into_cublaslt_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
+    """`scaled_mm_cublaslt` with FP32 accumulation, written to `out`, which is contiguous."""
+    if not cublaslt.is_available():
+        torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
+        return
+    cublaslt.matmul(a, b, scale_a, scale_b, None, out, use_fast_accum=False)

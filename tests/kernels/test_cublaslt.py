@@ -1,0 +1,54 @@
+"""cuBLASLt called directly: bit for bit what torch's own call gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.kernels import cublaslt
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def _operands(m: int, n: int, k: int, a_dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(m + n + k)
+    a, b = (torch.randn(rows, k, device="cuda", generator=generator) for rows in (m, n))
+    scales = (torch.rand(2, 4, device="cuda", generator=generator) + 0.5)[:, :1]  # 16 bytes apart
+    return a.to(a_dtype), b.to(E4M3), scales[0], scales[1]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("use_fast_accum", [False, True])
+@pytest.mark.parametrize("a_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(16, 16, 16), (512, 1536, 256), (4096, 1024, 8192)], ids=str)
+def test_equal_to_torch(
+    shape: tuple[int, int, int], a_dtype: torch.dtype, use_fast_accum: bool, out_dtype: torch.dtype
+) -> None:
+    a, b, scale_a, scale_b = _operands(*shape, a_dtype)
+    for bias in (None, torch.randn(shape[1], device="cuda").bfloat16()):
+        if bias is not None and out_dtype is torch.float32:
+            continue  # torch refuses it
+        expected = torch._scaled_mm(
+            a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+        out = torch.full_like(expected, torch.nan)
+        for _ in range(2):  # the plan is made, then used
+            cublaslt.matmul(a, b, scale_a, scale_b, bias, out, use_fast_accum=use_fast_accum)
+            assert torch.equal(out, expected)
+
+
+def test_each_call_takes_its_own_scales() -> None:
+    a, b, scale_a, scale_b = _operands(256, 128, 64)
+    once, twice = (torch.empty(256, 128, dtype=torch.float32, device="cuda") for _ in range(2))
+    cublaslt.matmul(a, b, scale_a, scale_b, None, once, use_fast_accum=False)
+    cublaslt.matmul(a, b, (2 * scale_a).clone(), scale_b, None, twice, use_fast_accum=False)
+    assert torch.equal(twice, 2 * once)
+
+
+def test_a_refusal_names_the_problem() -> None:
+    a, b, scale_a, _ = _operands(256, 128, 64)
+    unaligned = torch.ones(4, device="cuda")[1:2]
+    out = torch.empty(256, 128, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(RuntimeError, match=r"cuBLASLt .* float8_e4m3fn \[256, 64\] × .* \[128, 64\]ᵀ"):
+        cublaslt.matmul(a, b, scale_a, unaligned, None, out, use_fast_accum=False)
