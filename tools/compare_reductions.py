@@ -40,6 +40,7 @@ SETTLING_REDUCTIONS = 10
 NUM_MICRO_BATCHES = 256
 ACCUMULATION_RANKS = 4
 ACCUMULATION_OF_OURS = "each reduced in E4M3 into FP32"
+ACCUMULATION_IN_BF16 = "each reduced in E4M3 into BF16"
 CPU = torch.device("cpu")
 
 
@@ -192,15 +193,15 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def measure_accumulation(
     num_micro_batches: int, *, correlated: bool, blocks_per_tensor: int = BLOCKS_PER_TENSOR
 ) -> dict[str, float]:
-    """dB of the mean over micro-batches and ranks by way of accumulating; all but the last way add on each rank and
-    reduce once, in E4M3."""
+    """dB of the mean over micro-batches and ranks by way of accumulating; all but the last two ways add on each rank
+    and reduce once, in E4M3."""
     source = GradientSource(correlated=correlated, blocks_per_tensor=blocks_per_tensor)
     numel = source.numel
     in_e4m3 = WireTensor.empty(ACCUMULATION_RANKS * numel, StorageDtype.FP8, CPU)
     in_e4m3.store_(torch.zeros(in_e4m3.numel))
     in_bf16 = torch.zeros(ACCUMULATION_RANKS, numel, dtype=torch.bfloat16)
     in_fp32 = torch.zeros(ACCUMULATION_RANKS, numel)
-    sharded = torch.zeros(numel)
+    sharded, sharded_bf16 = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
     exact = torch.zeros(numel, dtype=torch.float64)
     rows = WireTensor.empty(ACCUMULATION_RANKS * numel, StorageDtype.FP8, CPU)
     for _ in range(num_micro_batches):
@@ -210,12 +211,14 @@ def measure_accumulation(
         in_bf16 += values.bfloat16()
         in_fp32 += values
         rows.store_(values.view(-1))
-        accumulate_rows_(rows, ACCUMULATION_RANKS, sharded, factor=1.0 / ACCUMULATION_RANKS, add=True)
+        for shard in (sharded, sharded_bf16):
+            accumulate_rows_(rows, ACCUMULATION_RANKS, shard, factor=1.0 / ACCUMULATION_RANKS, add=True)
     results = {
         "added in E4M3": reduce_all_to_all(in_e4m3.load().view(ACCUMULATION_RANKS, numel)),
         "added in BF16, then E4M3 once": reduce_all_to_all(in_bf16.float()),
         "added in FP32, then E4M3 once": reduce_all_to_all(in_fp32),
         ACCUMULATION_OF_OURS: sharded,
+        ACCUMULATION_IN_BF16: sharded_bf16,
     }
     return {way: worst_snr_db(result, exact) for way, result in results.items()}
 

@@ -31,7 +31,7 @@ class ReduceScatterWork:
         shard: elements this rank gets.
         device: where they are.
         pending: what the current stream (on a CPU: the host) waits for.
-        finish: called after that with (accumulator FP32 [shard], add); writes or adds the mean.
+        finish: called after that with (accumulator FP32 or BF16 [shard], add); writes or adds the mean.
     """
 
     shard: int
@@ -46,7 +46,8 @@ class ReduceScatterWork:
         return mean
 
     def wait_into(self, accumulator: Tensor, *, add: bool) -> None:
-        """Wait as `wait` does, and write the mean into `accumulator` (FP32 [shard]) or add it; buffers are then free.
+        """Wait as `wait` does, and write the mean into `accumulator` (FP32 or BF16 [shard]) or add it; buffers are then
+        free.
 
         Bitwise the same on each call with the same bytes.
         """

@@ -108,21 +108,26 @@ def shard_size(numel: int, world_size: int) -> int:
 
 
 def accumulate_rows_(rows: WireTensor, num_rows: int, accumulator: Tensor, *, factor: float, add: bool) -> None:
-    """``accumulator (+)= factor · Σ rows``, in FP32, in the order of the rows, in place.
+    """``accumulator (+)= factor · Σ rows``, summed in FP32 in the order of the rows, in place.
 
     A NaN (in BF16 and FP32 also an inf) in any row stays in the sum.
 
     Args:
         rows: [num_rows · n], one rank's version a row.
-        accumulator: FP32 [n].
+        accumulator: FP32 [n], or BF16: rounded to once, at the end.
         factor: 1/d for a mean; rounded to FP32 once, and exact where d is a power of two. In E4M3 it multiplies the
             scales, else the values.
         add: False overwrites what the accumulator holds.
     """
     n = accumulator.numel()
-    assert accumulator.dtype == torch.float32 and rows.numel == num_rows * n, (accumulator.shape, rows.numel, num_rows)
+    assert rows.numel == num_rows * n, (accumulator.shape, rows.numel, num_rows)
     if rows.scales is not None:
         ops.accumulate_rows_(rows.payload, rows.scales, accumulator, factor=factor, add=add)
+        return
+    if accumulator.dtype != torch.float32:
+        total = accumulator.float() if add else torch.empty(n, device=accumulator.device)
+        accumulate_rows_(rows, num_rows, total, factor=factor, add=add)
+        accumulator.copy_(total)
         return
     for row, payload in enumerate(rows.payload.view(num_rows, n)):
         value = payload.float() if factor == 1.0 else payload.float() * factor

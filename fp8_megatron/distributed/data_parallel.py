@@ -140,6 +140,7 @@ def _make_sharded(
         space,
         reducer,
         staging[wire_dtype],
+        dtype=shard_grad_dtype(space.storage, precision),
         local=local,
         num_micro_batches=num_micro_batches,
         overlap=parallel.overlap_grad_reduce,
@@ -158,12 +159,19 @@ def _wire_dtype(storage: StorageClass, precision: PrecisionConfig) -> StorageDty
     return precision.formats.main_grad if storage is StorageClass.LINEAR else StorageDtype.BF16
 
 
+def shard_grad_dtype(storage: StorageClass, precision: PrecisionConfig) -> StorageDtype:
+    """Storage of one rank's shard of a space's gradients: FP32 unless linear weights' were asked for in less."""
+    if storage is not StorageClass.LINEAR or precision.grad_accumulation_dtype is None:
+        return StorageDtype.FP32
+    return StorageDtype(precision.grad_accumulation_dtype)
+
+
 def local_grad_dtype(storage: StorageClass, precision: PrecisionConfig, num_micro_batches: int) -> StorageDtype:
     """Storage of one space's gradients on the rank that computes them."""
     main_grad = precision.formats.main_grad
     if storage is StorageClass.VECTOR or precision.precision != "fp8":
         return StorageDtype.FP32
-    accumulator = StorageDtype(precision.grad_accumulation_dtype)
+    accumulator = StorageDtype(precision.grad_accumulation_dtype or StorageDtype.BF16)
     if storage is StorageClass.MATRIX:
         return StorageDtype.BF16 if num_micro_batches == 1 else accumulator
     if main_grad is StorageDtype.FP8 and num_micro_batches > 1:

@@ -5,8 +5,8 @@ Who owns the storage decides its form; layers only write (`main_grad.accumulate_
 - `LocalGradBuffer`, one replica: all of the space. FP8 takes one micro-batch, quantised once, straight from wgrad. Over
   several micro-batches gradients are added in BF16 or FP32, never in FP8 (256 of them added in E4M3 keep 10.6 dB).
 - `ShardedGradBuffer`, several replicas: wgrad is quantised straight into the send buffer of its bucket, the bucket is
-  reduced as soon as its last gradient is written, during backward, and every micro-batch's mean is added to an FP32
-  accumulator of this rank's shard. Or gradients are first added locally, and reduced once a step.
+  reduced as soon as its last gradient is written, during backward, and every micro-batch's mean is added to this rank's
+  shard, in FP32 or BF16. Or gradients are first added locally, and reduced once a step.
 """
 
 from __future__ import annotations
@@ -191,9 +191,10 @@ class _BucketState:
 
 
 class ShardedGradBuffer(GradBuffer):
-    """This rank's shard of the mean gradients, FP32 [space.shard_numel], reduced bucket by bucket during backward.
+    """This rank's shard of the mean gradients, [space.shard_numel], reduced bucket by bucket during backward.
 
     Args:
+        dtype: of the shard, FP32 or BF16; sums over ranks are FP32, and rounded once a micro-batch.
         reducer: the collective.
         pool: buffers in the reducer's wire dtype (any wider one, for gradients that are not reduced in FP8).
         local: adds the micro-batches up on this rank before one reduction a step; None reduces each of them.
@@ -207,12 +208,13 @@ class ShardedGradBuffer(GradBuffer):
         reducer: GradReducer,
         pool: StagingPool,
         *,
+        dtype: StorageDtype = StorageDtype.FP32,
         local: LocalGradBuffer | None = None,
         num_micro_batches: int = 1,
         overlap: bool = True,
     ) -> None:
         super().__init__(space)
-        self.payload = torch.zeros(space.shard_numel, device=space.device)
+        self.payload = torch.zeros(space.shard_numel, dtype=dtype.torch_dtype, device=space.device)
         self.local = local
         self._reducer = reducer
         self._pool = pool

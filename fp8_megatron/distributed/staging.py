@@ -75,7 +75,7 @@ class StagingPool:
         return self._make(self._memory)
 
     def await_arrival(self, staging: Staging, work: ReduceScatterWork, accumulator: Tensor, *, adds: bool) -> None:
-        """Write, or add, the result of `work` to FP32 `accumulator` when it is there; takes `staging` back."""
+        """Write, or add, the result of `work` to `accumulator` when it is there; takes `staging` back."""
         self._in_flight.append(_Arrival(staging, work, accumulator, adds))
 
     def drain(self) -> None:

@@ -210,9 +210,10 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
 
 
 def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, *, factor: float, add: bool) -> None:
-    """`reference.accumulate_rows_`: FP8 rows [d · n] with block scales into an FP32 accumulator [n], in place."""
+    """`reference.accumulate_rows_`: FP8 rows [d · n] with block scales into an accumulator [n], in place."""
     n = accumulator.numel()
-    assert accumulator.dtype == torch.float32 and payload.dtype in FP8_DTYPES, (accumulator.dtype, payload.dtype)
+    assert accumulator.dtype in (torch.float32, torch.bfloat16), accumulator.dtype
+    assert payload.dtype in FP8_DTYPES, payload.dtype
     assert payload.numel() % n == 0 and n % (payload.numel() // scales.numel()) == 0, (payload.shape, scales.shape, n)
     _OPS.accumulate_rows_(payload, scales, accumulator, factor, add)
 

@@ -192,20 +192,22 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
 def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, *, factor: float, add: bool) -> None:
     """``accumulator (+)= Σ_r payload_r · (scales_r · factor)`` in FP32, one row after another, in place.
 
+    A BF16 accumulator is rounded to once, at the end.
+
     Args:
         payload: flat FP8 [d · n], one version of the sum's n elements after another.
         scales: FP32 [d · n / block], the block scales of each row.
-        accumulator: FP32 [n], n a multiple of the block. Unless `add`, row 0 takes the place of what it holds.
+        accumulator: FP32 or BF16 [n], n a multiple of the block. Unless `add`, row 0 takes the place of what it holds.
         factor: rounded to FP32; multiplies the scales.
     """
     num_rows = payload.numel() // accumulator.numel()
     rows = zip(payload.view(num_rows, -1), scales.view(num_rows, -1), strict=True)
-    for row, (values, row_scales) in enumerate(rows):
+    total = accumulator.float() if add else None
+    for values, row_scales in rows:
         value = dequantize_blockwise(values, row_scales * factor)
-        if row == 0 and not add:
-            accumulator.copy_(value)
-        else:
-            accumulator.add_(value)
+        total = value if total is None else total + value
+    assert total is not None
+    accumulator.copy_(total)
 
 
 def load_state(payload: Tensor, scales: Tensor | None) -> Tensor:

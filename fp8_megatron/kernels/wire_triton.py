@@ -1,7 +1,7 @@
 """The sum over ranks of a gradient reduction in Triton: `reference.accumulate_rows_`.
 
 Every received byte is read once and the accumulator once each way: d · (1 + 4/128) + 4 bytes an element of the shard, 4
-more to add. Bitwise the reference's: products and sums are rounded apart (no contraction), in the order of the rows.
+more to add (2 and 2 in BF16). Bitwise the reference's: products and sums are rounded apart (no contraction), in the order of the rows.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -46,7 +46,7 @@ def _accumulate_rows(
     payload += start
     scales += start // BLOCK
     if ADD:
-        total = tl.load(accumulator + start + offsets, mask=mask)
+        total = tl.load(accumulator + start + offsets, mask=mask).to(tl.float32)
     else:
         total = tl.full([ROWS, BLOCK], -0.0, tl.float32)  # -0 + x is x, for x = -0 too
     for _ in range(NUM_GROUPS):
@@ -56,7 +56,7 @@ def _accumulate_rows(
             total += value * (scale * factor)
         payload += GROUP * length
         scales += GROUP * (length // BLOCK)
-    tl.store(accumulator + start + offsets, total, mask=mask)
+    tl.store(accumulator + start + offsets, total.to(accumulator.dtype.element_ty), mask=mask)
 
 
 def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, factor: float, add: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import Config, ModelConfig, PrecisionConfig
-from ..distributed.data_parallel import accumulates_locally, local_grad_dtype
+from ..distributed.data_parallel import accumulates_locally, local_grad_dtype, shard_grad_dtype
 from ..distributed.partition import StorageClass
 from ..formats import GRAD_BLOCK, STATE_BLOCK, StorageDtype
 from ..optimizer.state import space_formats
@@ -83,7 +83,7 @@ def _predict(
     is_own_master = formats.master_weight is None
     master = formats.master_weight or formats.weight
     local = local_grad_dtype(storage, precision, num_micro_batches)
-    gradients = [] if replicas == 1 else [(StorageDtype.FP32, count // replicas)]
+    gradients = [] if replicas == 1 else [(shard_grad_dtype(storage, precision), count // replicas)]
     if replicas == 1 or accumulates_locally(precision, num_micro_batches):
         gradients.append((local, count))
     state = [(dtype, count // replicas) for dtype in (formats.exp_avg, formats.exp_avg_sq, master)]

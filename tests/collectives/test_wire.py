@@ -106,6 +106,9 @@ def test_rows_are_summed_in_order(dtype: StorageDtype, num_rows: int) -> None:
     result = torch.full((size,), math.nan)
     accumulate_rows_(rows, num_rows, result, factor=factor, add=False)
     assert torch.equal(result, expected)
+    rounded = result.bfloat16()
+    accumulate_rows_(rows, num_rows, rounded, factor=factor, add=False)
+    assert torch.equal(rounded, expected.bfloat16())
     before = result.clone()
     accumulate_rows_(rows, num_rows, result, factor=factor, add=True)
     # The rows are added one after another to what is there: another order than adding their sum.

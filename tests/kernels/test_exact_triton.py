@@ -68,14 +68,20 @@ def test_accumulate_rows(num_rows: int, n: int, add: bool) -> None:
     rows_are_summed(num_rows, n, add)
 
 
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("num_rows", "n"), [(4, 37 * 128), (2, 4096)])
+def test_accumulate_rows_in_bf16(num_rows: int, n: int, add: bool) -> None:
+    rows_are_summed(num_rows, n, add, torch.bfloat16)
+
+
 @pytest.mark.parametrize("num_rows", [3, 4])
 def test_accumulate_many_rows(num_rows: int) -> None:
     rows_are_summed(num_rows, LARGE, True)
 
 
-def rows_are_summed(num_rows: int, n: int, add: bool) -> None:
+def rows_are_summed(num_rows: int, n: int, add: bool, dtype: torch.dtype = torch.float32) -> None:
     payload, scales = wire_rows(num_rows, n)
-    accumulator = torch.randn(n)
+    accumulator = torch.randn(n).to(dtype)
     accumulator[::3] = -0.0
     for factor in (1.0, 1.0 / num_rows):
         guards = Guards()
