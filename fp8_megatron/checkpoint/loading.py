@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ..distributed.partition import Fragment, Slot
 from ..optimizer.split_state import SplitSpaceState
+from ..optimizer.state import SpaceState
+from .concurrency import NUM_READERS, in_order
 from .files import META, CheckpointError, candidates, iteration_folder, rank_file, unfinished_folders
 from .manifest import problem_with, read_manifest
 from .placement import Placement
@@ -32,6 +36,9 @@ from .run_state import (
 from .torch_dist import TorchDistReader, Wanted
 
 logger = logging.getLogger(__name__)
+
+#: What is read before its turn holds no more than this, but for the last of it.
+_READ_AHEAD_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -69,17 +76,10 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     saved = SavedRun(folder)
     _check_model(saved, state)
     loads_moments = options.optimizer and not options.finetune
-    takes_scales = saved.has_model_layout_of(state)
-    for space, slot, placement in state.slots():
-        for kind in PREFIXES if loads_moments else ("master",):
-            if kind == "master" and isinstance(space, SplitSpaceState):
-                value = saved.read(placement, kind, 0, slot.numel)
-                scale = saved.rank_tensor(state, f"weight_scale/{slot.name}") if takes_scales else None
-                space.set_master(slot, value.view(slot.param.shape).to(state.device), scale)
-                continue
-            for fragment in space.space.fragments(slot):
-                value = saved.read(placement, kind, fragment.slot_start, fragment.length)
-                space.part(kind, slot, fragment).store_(value.to(state.device))
+    parts = list(_parts(state, tuple(PREFIXES) if loads_moments else ("master",)))
+    values = saved.read([part.elements for part in parts], pinned=state.device.type == "cuda")
+    for part, value in zip(parts, values, strict=True):
+        _take(part, value, saved, state)
     for space in state.optimizer.states:
         space.derive_weights()
     if options.finetune:
@@ -94,6 +94,50 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     return Progress(*(saved.description[name] for name in ("iteration", "consumed_samples", "skipped_steps")))
 
 
+@dataclass(frozen=True)
+class Elements:
+    """Elements [start, start + length) of a rank's flat parameter; `kind` is master, exp_avg or exp_avg_sq."""
+
+    placement: Placement
+    kind: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is read at once of a rank's state; `fragment` is None for a parameter that is taken whole."""
+
+    space: SpaceState
+    slot: Slot
+    fragment: Fragment | None
+    elements: Elements
+
+
+def _parts(state: Resumable, kinds: tuple[str, ...]) -> Iterator[_Part]:
+    """All of this rank's masters and moments."""
+    for space, slot, placement in state.slots():
+        for kind in kinds:
+            if kind == "master" and isinstance(space, SplitSpaceState):
+                yield _Part(space, slot, None, Elements(placement, kind, 0, slot.numel))
+                continue
+            for fragment in space.space.fragments(slot):
+                yield _Part(space, slot, fragment, Elements(placement, kind, fragment.slot_start, fragment.length))
+
+
+def _take(part: _Part, value: Tensor, saved: SavedRun, state: Resumable) -> None:
+    """Put FP32 [elements.length] from the CPU into its place, rounded to storage."""
+    value = value.to(state.device, non_blocking=True)
+    space, slot = part.space, part.slot
+    if part.fragment is not None:
+        space.part(part.elements.kind, slot, part.fragment).store_(value)
+        return
+    assert isinstance(space, SplitSpaceState)
+    same_layout = saved.has_model_layout_of(state)
+    scale = saved.rank_tensor(state, f"weight_scale/{slot.name}") if same_layout else None
+    space.set_master(slot, value.view(slot.param.shape), scale)
+
+
 def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tuple[str, Tensor]]:
     """(name, FP32 value) of every parameter by its placement on this rank; a verified checkpoint of any layout.
 
@@ -102,9 +146,11 @@ def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tup
     """
     _raise_first([problem for record in read_manifest(folder) if (problem := problem_with(folder, record)) is not None])
     saved = SavedRun(folder)
-    for name, placement in placements.items():
+    for placement in placements.values():
         _raise_first(saved.mismatch(placement, None))
-        yield name, saved.read(placement, "master", 0, math.prod(placement.local_shape)).view(placement.local_shape)
+    wanted = [Elements(placement, "master", 0, math.prod(placement.local_shape)) for placement in placements.values()]
+    for (name, placement), value in zip(placements.items(), saved.read(wanted), strict=True):
+        yield name, value.view(placement.local_shape)
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -168,20 +214,36 @@ class SavedRun:
             "load it with the configuration saved beside it (config.yaml)"
         )
 
-    def read(self, placement: Placement, kind: str, start: int, length: int) -> Tensor:
-        """FP32 [length] on the CPU: elements of this rank's flat parameter, zeros in the padding after its end.
+    def read(self, wanted: Iterable[Elements], *, pinned: bool = False) -> Iterator[Tensor]:
+        """FP32 [length] on the CPU of each, in order; the next ones are read while one is used.
 
-        Rows of a vocabulary that was padded less are those of the last padding row, or zeros where there was none.
+        Padding after a parameter's end is zero. Rows of a vocabulary that was padded less are those of the last padding
+        row, or zeros where there was none.
+
+        Args:
+            pinned: in pinned memory, for copies to a GPU.
         """
-        key = PREFIXES[kind] + placement.key
+        with ThreadPoolExecutor(NUM_READERS) as threads:
+
+            def tasks() -> Iterator[tuple[int, Future[Tensor]]]:
+                for elements in wanted:
+                    value = torch.empty(elements.length, pin_memory=pinned)
+                    yield value.nbytes, threads.submit(self._filled, elements, value)
+
+            yield from in_order(tasks(), limit_bytes=_READ_AHEAD_BYTES)
+
+    def _filled(self, elements: Elements, flat: Tensor) -> Tensor:
+        """Fill `flat`, and return it."""
+        placement, start = elements.placement, elements.start
+        key = PREFIXES[elements.kind] + placement.key
         if key not in self.reader.shapes:
             raise CheckpointError(
                 f"{self.folder} has no {key}: it holds weights alone; give --finetune, or --no-load-optim"
             )
-        flat = torch.zeros(length)
+        flat.zero_()
         wanted = []
         num_rows = self.reader.shapes[key][0] if placement.has_vocabulary_rows else None
-        for part in placement.rectangles(start, length):
+        for part in placement.rectangles(start, elements.length):
             target = flat[part.start - start : part.start - start + part.numel]
             if num_rows is None or part.offset[0] + part.sizes[0] <= num_rows:
                 wanted.append(Wanted(part.offset, part.sizes, target))

@@ -8,6 +8,7 @@ taken from values, the scales of split masters above all, is in a file of the ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from ..config import Config
 from ..distributed.grad_buffer import ShardedGradBuffer
-from ..distributed.partition import Slot
+from ..distributed.partition import Fragment, Slot
 from ..distributed.topology import Topology
+from ..formats import STATE_BLOCK
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
@@ -31,6 +33,9 @@ FORMAT_VERSION = 3
 
 #: What is stored of a parameter by kind of state, and the prefix of its key.
 PREFIXES = {"master": "", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+
+#: Elements of a chunk that is written, unless a row has more.
+_CHUNK_NUMEL = 1 << 22
 
 #: Linear layers inside a layer, for each of which megatron-core keeps an (empty) object.
 _LINEAR_LAYERS = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
@@ -98,15 +103,16 @@ class Snapshot:
         return cls(slots, rank_tensors, describe(state, progress), state.config)
 
     def chunks(self) -> Iterator[Chunk | str]:
-        """What this rank writes of the model's tensors, one fragment in FP32 at a time."""
+        """What this rank writes of the model's tensors, one piece of a fragment in FP32 at a time."""
         for space, slot, placement in self.slots:
             if not space.space.counts_in_norm:
                 continue  # another rank's copy of the parameter is written
-            for fragment in space.space.fragments(slot):
+            columns = math.prod(placement.local_shape[1:])
+            for piece in (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, columns)):
                 for kind, prefix in PREFIXES.items():
-                    value = space.part(kind, slot, fragment).load()
-                    for part in placement.rectangles(fragment.slot_start, fragment.length):
-                        start = part.start - fragment.slot_start
+                    value = space.part(kind, slot, piece).load()
+                    for part in placement.rectangles(piece.slot_start, piece.length):
+                        start = part.start - piece.slot_start
                         yield Chunk(
                             prefix + placement.key,
                             placement.global_shape,
@@ -115,6 +121,18 @@ class Snapshot:
                         )
             if space.space.shard_index == 0 and placement.rank == 0:
                 yield from _extra_state(placement)
+
+
+def _pieces(fragment: Fragment, columns: int) -> Iterator[Fragment]:
+    """A fragment cut at multiples of rows of `columns` elements and of scale blocks: small enough to be read and
+    written side by side, and so that other layouts do not read much more than their part."""
+    unit = math.lcm(columns, STATE_BLOCK)
+    step = max(1, _CHUNK_NUMEL // unit) * unit
+    start, end = fragment.slot_start, fragment.slot_start + fragment.length
+    while start < end:
+        stop = min((start // step + 1) * step, end)
+        yield Fragment(fragment.shard_start + start - fragment.slot_start, start, stop - start)
+        start = stop
 
 
 def _extra_state(placement: Placement) -> Iterator[str]:

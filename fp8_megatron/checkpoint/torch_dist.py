@@ -14,12 +14,15 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,11 +37,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .concurrency import in_order
 from .files import CheckpointError
 from .manifest import FileRecord, RecordedFile, write_file
 from .placement import Shape
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 METADATA = ".metadata"
+#: A rank writes so many files side by side; a further one is begun when those before have so many bytes.
+_NUM_FILES = 4
+_MIN_FILE_BYTES = 1 << 24
+#: Chunks that wait to be written hold no more than this, but for the last of them.
+_UNWRITTEN_BYTES = 1 << 27
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -71,28 +83,62 @@ class Written:
 
 
 def write_chunks(folder: Path, rank: int, chunks: Iterable[Chunk | str]) -> tuple[list[Written], list[FileRecord]]:
-    """Write a rank's file; without chunks there is none.
+    """Write a rank's files, each from a thread of its own; without chunks there is none.
 
     Args:
-        chunks: rectangles; a string is the key of an empty object (megatron-core keeps one per linear layer).
+        chunks: rectangles; a string is the key of an empty object (megatron-core keeps one per linear layer). The next
+            ones are drawn while these are written.
     """
-    name = f"__{rank}_0.distcp"
-    written = []
-    with RecordedFile(folder, name) as file:
-        for chunk in chunks:
-            start = file.size
-            if isinstance(chunk, str):
-                torch.save([None], file)  # type: ignore[arg-type]  # it has what torch asks of a stream
-                written.append(Written(chunk, None, (), (), name, start, file.size - start))
-            else:
-                value = chunk.value
-                if value.untyped_storage().nbytes() != value.nbytes:
-                    value = value.clone()  # torch saves the whole storage of a view
-                torch.save(value, file)  # type: ignore[arg-type]
-                sizes = tuple(value.shape)
-                length = file.size - start
-                written.append(Written(chunk.key, chunk.global_shape, chunk.offset, sizes, name, start, length))
-    return written, [file.record]
+    files: list[_ChunkFile] = []
+    with ExitStack() as open_files, ExitStack() as threads:
+
+        def tasks() -> Iterator[tuple[int, Future[Written]]]:
+            for chunk in chunks:
+                file = min(files, key=lambda file: file.num_bytes, default=None)
+                if file is None or (file.num_bytes >= _MIN_FILE_BYTES and len(files) < _NUM_FILES):
+                    file = _ChunkFile(folder, f"__{rank}_{len(files)}.distcp", open_files, threads)
+                    files.append(file)
+                yield file.submit(chunk)
+
+        written = list(in_order(tasks(), limit_bytes=_UNWRITTEN_BYTES))
+    return written, [file.record for file in files]
+
+
+class _ChunkFile:
+    """A file that a thread appends chunks to.
+
+    Args:
+        open_files, threads: close the file and end the thread; the thread has to end first.
+    """
+
+    def __init__(self, folder: Path, name: str, open_files: ExitStack, threads: ExitStack) -> None:
+        self._name = name
+        self._file = open_files.enter_context(RecordedFile(folder, name))
+        self._thread = threads.enter_context(ThreadPoolExecutor(1))
+        self.num_bytes = 0
+
+    @property
+    def record(self) -> FileRecord:
+        return self._file.record
+
+    def submit(self, chunk: Chunk | str) -> tuple[int, Future[Written]]:
+        """Have a chunk written: its bytes, and where it is."""
+        num_bytes = 0 if isinstance(chunk, str) else chunk.value.nbytes
+        self.num_bytes += num_bytes
+        return num_bytes, self._thread.submit(self._write, chunk)
+
+    def _write(self, chunk: Chunk | str) -> Written:
+        start = self._file.size
+        if isinstance(chunk, str):
+            torch.save([None], self._file)  # type: ignore[arg-type]  # it has what torch asks of a stream
+            return Written(chunk, None, (), (), self._name, start, self._file.size - start)
+        value = chunk.value
+        if value.untyped_storage().nbytes() != value.nbytes:
+            value = value.clone()  # torch saves the whole storage of a view
+        torch.save(value, self._file)  # type: ignore[arg-type]
+        sizes = tuple(value.shape)
+        length = self._file.size - start
+        return Written(chunk.key, chunk.global_shape, chunk.offset, sizes, self._name, start, length)
 
 
 def write_metadata(
@@ -196,7 +242,7 @@ class Wanted:
 
 
 class TorchDistReader:
-    """Reads rectangles of the tensors of a checkpoint, however it was cut; a rank for itself.
+    """Reads rectangles of the tensors of a checkpoint, however it was cut; a rank for itself, from several threads.
 
     Args:
         files: names that may be read (the manifest's); None admits what is in the folder.
@@ -269,14 +315,43 @@ class TorchDistReader:
     def _load(self, item: Written) -> Tensor:
         path = self._folder / item.file
         try:
-            with path.open("rb") as file:
-                file.seek(item.start)
-                value = torch.load(io.BytesIO(file.read(item.length)), map_location="cpu", weights_only=True)
+            with path.open("rb", buffering=0) as file:
+                part = _PartOfFile(file, item.start, item.length)
+                value = torch.load(part, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         except Exception as error:  # torch raises almost anything for a damaged archive
             raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from error
         if not isinstance(value, Tensor) or tuple(value.shape) != item.sizes:
             raise CheckpointError(f"checkpoint file {path} is damaged: {item.key} is not of shape {item.sizes} in it")
         return value
+
+
+class _PartOfFile(io.RawIOBase):
+    """Bytes [start, start + length) of an open file as a stream; torch reads a tensor's straight into its storage."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill as much of `buffer` as there is; a system call alone stops at 2 GiB."""
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        self._file.seek(self._start + self._position)
+        filled = 0
+        while filled < len(view) and (num_read := self._file.readinto(view[filled:])):
+            filled += num_read
+        self._position += filled
+        return filled
 
 
 def _overlap(item: Written, want: Wanted) -> tuple[Shape, Shape] | None:

@@ -63,7 +63,7 @@ class TorchDistWeights:
 def write_torch_dist(
     folder: Path, reader: WeightReader, *, common: dict[str, Any], on_weight: Callable[[], None] = lambda: None
 ) -> list[FileRecord]:
-    """Write a model's weights in FP32, one in memory at a time, as megatron-core reads them.
+    """Write a model's weights in FP32, a few of them or one large one in memory, as megatron-core reads them.
 
     Args:
         common: plain numbers and strings for ``common.pt``.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8_megatron.checkpoint import manifest
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
-from fp8_megatron.checkpoint.manifest import FileRecord, RecordedFile, problem_with, read_manifest, write_manifest
+from fp8_megatron.checkpoint.manifest import (
+    FileRecord,
+    RecordedFile,
+    combined_checksum,
+    problem_with,
+    read_manifest,
+    write_file,
+    write_manifest,
+)
 from fp8_megatron.config import ModelConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.testing.ranks import RankError, RankPool
 from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, whole_state
@@ -46,6 +57,34 @@ def test_a_recorded_file_is_summed_up_as_it_is_written(tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"abcdefg")
         damage(tmp_path / "file")
         assert "file" in (problem_with(tmp_path, file.record) or "")
+
+
+def test_checksums_of_runs_of_bytes_combine() -> None:
+    generator = random.Random(0)
+    for size in (0, 1, 2, 63, 64, 1000, 4097):
+        first, second = generator.randbytes(generator.randrange(100)), generator.randbytes(size)
+        combined = combined_checksum(zlib.crc32(first), zlib.crc32(second), size)
+        assert combined == zlib.crc32(first + second), size
+
+
+@pytest.mark.parametrize("size", [999, 1000, 1001, 4 * 1000, 12_345])
+def test_a_file_is_summed_up_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A flipped bit is found in whichever piece it is, and so is a file that shrinks while it is read."""
+    monkeypatch.setattr(manifest, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(manifest, "_READ_BYTES", 300)
+    monkeypatch.setattr(manifest, "_WRITEBACK_BYTES", 500)
+    content = random.Random(size).randbytes(size)
+    record = write_file(tmp_path, "file", content)
+    assert record.checksum == f"{zlib.crc32(content):08x}"
+    assert problem_with(tmp_path, record) is None
+    for place in (0, size // 3, size - 1):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        (tmp_path / "file").write_bytes(damaged)
+        assert "is damaged: its crc32 is" in (problem_with(tmp_path, record) or "")
+    (tmp_path / "file").write_bytes(content[:-1])
+    with pytest.raises(OSError, match="became shorter"):
+        manifest._checksum_of_file(tmp_path / "file", size)
 
 
 def _load_damaged(root: Path) -> list[str]:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="models are made and compared with tr
 
 from safetensors.torch import load_file, save_file
 
+from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.conversion import Format, Source, find_format, open_source
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.hugging_face import Heads
@@ -209,18 +210,20 @@ class RandomWeights:
 
 
 @pytest.mark.parametrize("target", ["theirs", "ours"])
-def test_memory_is_bounded_by_the_largest_weights(tmp_path: Path, target: str) -> None:
-    """24 layers pass; no more than two weights are alive at any time."""
+def test_memory_is_bounded_by_the_largest_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """24 layers pass; of weights that are as large as what may wait to be written, three at most are alive: one that
+    waits, one that is read, and one that a thread has written and lets go of."""
     model = replace(model_from_json({**MODELS["llama_gqa"][1], "model_type": "llama"}), num_layers=24)
     weights = RandomWeights(weight_shapes(model, 256))
+    largest = 4 * 2 * 160 * 96  # gate and up, FP32
+    monkeypatch.setattr(torch_dist, "_UNWRITTEN_BYTES", largest)
     if target == "theirs":
         write_hugging_face(
             tmp_path / "out", weights, model, VOCAB_SIZE, Export(torch.float32, FP8Layout.COMPRESSED_TENSORS)
         )
     else:
         write_torch_dist(tmp_path, weights, common={})
-    largest = 4 * 2 * 160 * 96  # gate and up, FP32
-    assert 0 < weights.most_bytes_alive <= 2 * largest
+    assert 0 < weights.most_bytes_alive <= (2 if target == "theirs" else 3) * largest
 
 
 def test_padding_rows_take_no_more_than_their_share() -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from fp8_megatron.checkpoint import run_state, torch_dist
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.run_state import Progress, autoscales_of
 from fp8_megatron.checkpoint.saving import CheckpointWriter
@@ -61,6 +63,36 @@ def assert_goes_on(resumed: TinyRun, straight: TinyRun) -> None:
     assert resumed.losses == straight.losses[-len(resumed.losses) :]
     for name, value in straight.end.items():
         assert torch.equal(resumed.end[name], value), name
+
+
+def _run_and_save_in_pieces(config: Config, num_steps: int, save: Path) -> TinyRun:
+    """Parameters cut in small pieces, that lie in several files of a rank."""
+    with (
+        mock.patch.object(run_state, "_CHUNK_NUMEL", 1000),
+        mock.patch.object(torch_dist, "_MIN_FILE_BYTES", 20_000),
+        mock.patch.object(torch_dist, "_UNWRITTEN_BYTES", 30_000),
+    ):
+        return run_tiny_on_a_rank(config, num_steps, None, save, None, 4)
+
+
+@pytest.mark.parametrize(("parallel", "form"), [(BUCKETS, "O3"), (BUCKETS, "split"), (TP2, "O3")])
+def test_state_is_written_in_pieces(ranks: RankPool, tmp_path: Path, parallel: ParallelConfig, form: str) -> None:
+    """No chunk is larger than it should be, and the run goes on as if it had not stopped."""
+    config = config_of(FORMS[form], parallel)
+    straight = run(ranks, 2, config, 4, None, None)
+    ranks.run(_run_and_save_in_pieces, config, 2, tmp_path, num_ranks=2)
+    folder = tmp_path / "iter_0000002"
+    assert {path.name for path in folder.glob("*.distcp")} == {
+        f"__{rank}_{index}.distcp" for rank in range(2) for index in range(4)
+    }
+    chunks = [
+        chunk.sizes.numel()
+        for entry in torch_dist.read_metadata(folder).state_dict_metadata.values()
+        for chunk in getattr(entry, "chunks", [])
+    ]
+    assert max(chunks) <= 1024  # the least that is whole rows of 128 or more elements and whole scale blocks
+    for resumed, before in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
+        assert_goes_on(resumed, before)
 
 
 @pytest.mark.parametrize("form", list(FORMS))

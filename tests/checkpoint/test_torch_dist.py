@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import load as load_with_torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
+from fp8_megatron.checkpoint.manifest import RecordedFile, problem_with
 from fp8_megatron.checkpoint.torch_dist import (
     METADATA,
     Chunk,
@@ -80,6 +86,40 @@ def test_any_rectangle_comes_back(tmp_path: Path, shape: tuple[int, ...]) -> Non
             reader.read("x", [Wanted(offset, sizes, target)])
             box = whole[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))]
             assert torch.equal(target.view(sizes), box)
+
+
+def test_a_rank_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once there is enough to write; torch's own reader finds everything in them."""
+    monkeypatch.setattr(torch_dist, "_MIN_FILE_BYTES", 2000)
+    monkeypatch.setattr(torch_dist, "_UNWRITTEN_BYTES", 5000)
+    whole = torch.randn(40, 100, generator=torch.Generator().manual_seed(0))
+    chunks = [Chunk("x", (40, 100), (row, 0), whole[row : row + 1]) for row in range(40)]
+    written, records = write_chunks(tmp_path, 3, iter(chunks))
+    write_metadata(tmp_path, written, common={}, checkpoint_id="here")
+    assert [record.name for record in records] == [f"__3_{index}.distcp" for index in range(4)]
+    assert [problem_with(tmp_path, record) for record in records] == [None] * 4
+    assert max(record.size for record in records) < 1.2 * min(record.size for record in records)
+    assert [item.offset for item in written] == [chunk.offset for chunk in chunks]
+    assert torch.equal(TorchDistReader(tmp_path).read_whole("x"), whole)
+    loaded = {"x": torch.zeros(40, 100)}
+    load_with_torch(loaded, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    assert torch.equal(loaded["x"], whole)
+
+
+def test_one_of_several_files_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's error comes out, not torch's, and no thread stays."""
+    monkeypatch.setattr(torch_dist, "_MIN_FILE_BYTES", 2000)
+    write, num_threads = RecordedFile.write, threading.active_count()
+
+    def full(file: RecordedFile, data: bytes | memoryview) -> int:
+        if file.record.name.endswith("_2.distcp") and file.size > 3000:
+            monkeypatch.setattr(file, "_file", open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+        return write(file, data)
+
+    chunks = (Chunk("x", (100, 100), (row, 0), torch.ones(1, 100)) for row in range(100))
+    with mock.patch.object(RecordedFile, "write", full), pytest.raises(OSError, match="No space left on device"):
+        write_chunks(tmp_path, 0, chunks)
+    assert threading.active_count() == num_threads
 
 
 def test_what_was_not_saved_is_missed(tmp_path: Path) -> None:

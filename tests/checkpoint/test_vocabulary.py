@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_megatron.checkpoint.loading import SavedRun
+from fp8_megatron.checkpoint.loading import Elements, SavedRun
 from fp8_megatron.checkpoint.placement import Placement
 from fp8_megatron.config_io import parse_config
 from fp8_megatron.testing.ranks import RankError, RankPool
@@ -61,11 +61,13 @@ def test_new_padding_is_the_old_paddings(ranks: RankPool, tmp_path: Path) -> Non
     for folder, last_is_padding in ((tmp_path, True), (tmp_path / "full", False)):
         saved = SavedRun(folder / "iter_0000003")
         table = saved.reader.read_whole(KEY)
-        part = saved.read(Placement(KEY, (32, 64), None, (0, 1), 1, 2), "master", 0, 32 * 64).view(32, 64)
+        placement = Placement(KEY, (32, 64), None, (0, 1), 1, 2)
+        # The whole, and a fragment that begins inside of the padding, and inside of a row.
+        wanted = [Elements(placement, "master", 0, 32 * 64), Elements(placement, "master", 20 * 64 + 3, 200)]
+        whole, fragment = saved.read(wanted)
+        part = whole.view(32, 64)
         assert torch.equal(part[:16], table[32:])
         assert torch.equal(part[16:], table[47].expand(16, 64) if last_is_padding else torch.zeros(16, 64))
-        # A fragment that begins inside of the padding, and inside of a row.
-        fragment = saved.read(Placement(KEY, (32, 64), None, (0, 1), 1, 2), "master", 20 * 64 + 3, 200)
         assert torch.equal(fragment, part.flatten()[20 * 64 + 3 :][:200])
 
 
