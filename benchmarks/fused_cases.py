@@ -1,0 +1,168 @@
+"""Cases of `kernels.py` for kernels that compute something and cast it to FP8 in the same pass, and for the loss.
+
+With a known scale (delayed scaling) an operand is read once; current scaling reads it once more for the amax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from kernel_timing import Case, Rotating
+from torch import Tensor
+
+from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.kernels import activation, ops
+
+
+class _Scaling:
+    """A known scale with room for the amax, or none: what the operators take beside their operands."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((1,), 0.01, device=device)
+        self.amax = torch.zeros(1, device=device)
+
+    def __iter__(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """(name, passes over the operands, arguments)."""
+        yield "known scale", 1, dict(scale=self.scale, amax_out=self.amax)
+        yield "current", 2, dict(scale=None)
+
+
+def norms(device: torch.device, tokens: int, hidden: int) -> Iterator[Case]:
+    """LayerNorm and RMSNorm of [tokens, hidden]: to FP8, again transposed for wgrad, backward."""
+    for rms in (False, True):
+        yield from _norm(device, tokens, hidden, rms=rms)
+
+
+def _norm(device: torch.device, tokens: int, hidden: int, *, rms: bool) -> Iterator[Case]:
+    kind, n = "RMSNorm" if rms else "LayerNorm", tokens * hidden
+    at = f"{tokens}×{hidden}"
+    x = _rotating(device, tokens, hidden)
+    grad, residual = _rotating(device, tokens, hidden), _rotating(device, tokens, hidden)
+    weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
+    bias = None if rms else torch.zeros_like(weight)
+    statistics = (4 if rms else 8) * tokens
+    scaling = _Scaling(device)
+    for name, passes, scale in scaling:
+        yield _norm_quantize(
+            f"{kind} → E4M3, {name} {at}", x, weight, bias, rms, scale, (2 * passes + 1) * n + statistics
+        )
+    _, _, mean, rstd = ops.norm_quantize(x(0), weight, bias, E4M3, eps=1e-5, rms=rms, scale=scaling.scale)
+    yield Case(
+        f"{kind} again → E4M3 transposed {at}",
+        lambda i: ops.norm_requantize(x(i), weight, bias, mean, rstd, scaling.scale, E4M3, transposed=True),
+        (2 + 1) * n + statistics,
+    )
+    yield Case(
+        f"{kind} backward with residual gradient {at}",
+        lambda i: ops.norm_backward(grad(i), residual(i), x(i), weight, mean, rstd, has_bias=not rms),
+        (3 * 2 + 2) * n + statistics,
+    )
+
+
+def _norm_quantize(
+    name: str, x: Rotating, weight: Tensor, bias: Tensor | None, rms: bool, scale: dict[str, Any], num_bytes: float
+) -> Case:
+    return Case(name, lambda i: ops.norm_quantize(x(i), weight, bias, E4M3, eps=1e-5, rms=rms, **scale), num_bytes)
+
+
+def gradients(device: torch.device, tokens: int, width: int) -> Iterator[Case]:
+    """Output gradients [tokens, width] to FP8 in both layouts, with a bias's gradient and without."""
+    n, at = tokens * width, f"{tokens}×{width}"
+    g = _rotating(device, tokens, width)
+    scaling = _Scaling(device)
+    for name, passes, scale in scaling:
+        yield _grad_output(f"gradient → E5M2 both layouts, bias sums, {name} {at}", g, scale, (2 * passes + 2) * n)
+    yield Case(
+        f"gradient → E5M2 both layouts, known scale {at}",
+        lambda i: ops.quantize_with_scale(g(i), scaling.scale, E5M2, transposed=True, amax_out=scaling.amax),
+        (2 + 2) * n,
+    )
+    yield Case(
+        f"gradient → E5M2 both layouts, current {at}",
+        lambda i: ops.quantize_current(g(i), E5M2, transposed=True),
+        (2 * 2 + 2) * n,
+    )
+
+
+def _grad_output(name: str, g: Rotating, scale: dict[str, Any], num_bytes: float) -> Case:
+    return Case(name, lambda i: ops.quantize_grad_output(g(i), E5M2, **scale), num_bytes)
+
+
+def qkv_gradients(device: torch.device, tokens: int, hidden: int, *, head_dim: int = 128) -> Iterator[Case]:
+    """Gradients of query, key and value as the projection's one gradient, from either layout that attention leaves."""
+    batch, heads = 4, hidden // head_dim
+    seq, n, at = tokens // batch, 3 * tokens * hidden, f"3 × {tokens}×{hidden}"
+    by_head = [torch.randn(batch, heads, seq, head_dim, device=device).bfloat16().permute(2, 0, 1, 3) for _ in range(3)]
+    by_token = [torch.randn(seq, batch, heads, head_dim, device=device).bfloat16() for _ in range(3)]
+    for layout, grads in (("[b, h, s, d]", by_head), ("[s, b, h, d]", by_token)):
+        for sums in (True, False):
+            for name, passes, scale in _Scaling(device):
+                title = f"QKV gradients {layout} → E5M2{', bias sums' if sums else ''}, {name} {at}"
+                yield _qkv(title, grads, scale, (2 * passes + 2) * n, column_sums=sums)
+
+
+def _qkv(name: str, grads: list[Tensor], scale: dict[str, Any], num_bytes: float, *, column_sums: bool) -> Case:
+    return Case(name, lambda _: ops.quantize_qkv_grad(grads, E5M2, column_sums=column_sums, **scale), num_bytes)
+
+
+def activations(device: torch.device, tokens: int, width: int, kind: str) -> Iterator[Case]:
+    """GELU or SwiGLU with an output of [tokens, width]: to FP8; backward in both layouts, the activation again."""
+    columns, at = activation.INPUTS[kind], f"{tokens}×{width}"
+    n = tokens * width
+    z = _rotating(device, tokens, columns * width)
+    grad = _rotating(device, tokens, width)
+    title = {"gelu": "GELU", "swiglu": "SwiGLU"}[kind]
+    scaling = _Scaling(device)
+    for name, passes, scale in scaling:
+        yield _activation(f"{title} → E4M3, {name} {at}", z, kind, scale, (2 * columns * passes + 1) * n)
+    for sums in (True, False):
+        for name, passes, scale in scaling:
+            yield _activation_backward(
+                f"{title} backward → E5M2{', bias sums' if sums else ''}, {name} {at}",
+                (grad, z, kind, scaling.scale),
+                scale,
+                ((2 + 2 * columns) * passes + 2 * columns + 1) * n,
+                column_sums=sums,
+            )
+
+
+def _activation(name: str, z: Rotating, kind: str, scale: dict[str, Any], num_bytes: float) -> Case:
+    return Case(name, lambda i: ops.activation_quantize(z(i), kind, E4M3, **scale), num_bytes)
+
+
+def _activation_backward(
+    name: str,
+    operands: tuple[Rotating, Rotating, str, Tensor],
+    scale: dict[str, Any],
+    num_bytes: float,
+    *,
+    column_sums: bool,
+) -> Case:
+    grad, z, kind, activation_scale = operands
+    again = dict(activation_dtype=E4M3, activation_scale=activation_scale, column_sums=column_sums)
+    return Case(
+        name, lambda i: ops.activation_backward_quantize(grad(i), z(i), kind, E5M2, **again, **scale), num_bytes
+    )
+
+
+def cross_entropy(device: torch.device, tokens: int, vocab_size: int) -> Iterator[Case]:
+    """The loss: what a row of logits is reduced to, and the gradient in place of the logits."""
+    at = f"{tokens}×{vocab_size}"
+    logits = torch.randn(tokens, vocab_size, device=device, dtype=torch.bfloat16)
+    labels = torch.randint(vocab_size, (tokens,), device=device)
+    log_sum_exp = torch.full((tokens,), 12.0, device=device)
+    grad = torch.full((tokens,), 1.0 / tokens, device=device)
+    yield Case(
+        f"cross-entropy statistics {at}", lambda _: ops.cross_entropy_statistics(logits, labels), 2 * logits.numel()
+    )
+    yield Case(
+        f"cross-entropy backward {at}",
+        lambda _: ops.cross_entropy_backward_(logits, labels, log_sum_exp, grad),
+        4 * logits.numel(),
+    )
+
+
+def _rotating(device: torch.device, rows: int, columns: int) -> Rotating:
+    return Rotating(lambda: torch.randn(rows, columns, device=device, dtype=torch.bfloat16))

@@ -1,0 +1,186 @@
+"""benchmarks/kernels.py without a GPU: every case runs, its bytes are its operands', failures stay rows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+#: Operands of these operators that are written and not read; any other that is written is read too.
+WRITE_ONLY = {
+    "quantize_blockwise_": {"payload", "scales"},
+    "adamw_step_": {"weight", "chunk_amax"},
+    "adamw_split_step_": {"chunk_amax"},
+    "derive_fp8_weights_": {"payload"},
+}
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of the benchmark, which import each other as scripts of one folder do."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    names = ("kernel_timing", "kernel_cases", "fused_cases", "linear_cases", "kernels")
+    yield {name: importlib.import_module(name) for name in names}
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+class CountedOperands(TorchDispatchMode):
+    """Bytes of the operands of this project's operators: read, and written (results included)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = self.written = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "fp8_megatron":
+            return result
+        name = func._schema.name.split("::")[1]
+        for argument, value in zip(func._schema.arguments, args, strict=True):
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, Tensor):
+                    self._count(name, argument, tensor, args)
+        results = result if isinstance(result, tuple | list) else [result]
+        self.written += sum(tensor.nbytes for tensor in results if isinstance(tensor, Tensor))
+        return result
+
+    def _count(self, name: str, argument: Any, tensor: Tensor, args: Any) -> None:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        adds = name != "accumulate_rows_" or args[-1]
+        if is_written:
+            self.written += tensor.nbytes
+        if not is_written or (argument.name not in WRITE_ONLY.get(name, ()) and adds):
+            self.read += tensor.nbytes
+
+
+def all_cases(benchmark: Any) -> Iterator[Any]:
+    """Every memory-bound case at sizes that a CPU takes, large enough that vectors beside the matrices vanish."""
+    kernels, fused = benchmark["kernel_cases"], benchmark["fused_cases"]
+    yield from kernels.quantization(CPU, 256, 512)
+    yield from fused.norms(CPU, 512, 512)
+    yield from fused.gradients(CPU, 512, 512)
+    yield from fused.qkv_gradients(CPU, 512, 128, head_dim=32)
+    yield from fused.activations(CPU, 512, 512, "gelu")
+    yield from fused.activations(CPU, 512, 256, "swiglu")
+    yield from fused.cross_entropy(CPU, 64, 2048)
+    yield from kernels.blockwise(CPU, 2**16)
+    yield from kernels.optimizer(CPU, 2**16)
+
+
+def test_bytes_are_the_operands(benchmark: Any) -> None:
+    """What is read once and what is written; current scaling reads twice. 1% is for scales, amaxes and vectors."""
+    names = []
+    for case in all_cases(benchmark):
+        case.call(0)
+        with CountedOperands() as counted:
+            case.call(1)
+        passes = 2 if "current" in case.name else 1
+        assert case.num_bytes == pytest.approx(passes * counted.read + counted.written, rel=0.01), case.name
+        names.append(case.name)
+    assert len(names) == len(set(names)), "two rows of one name"
+    for what in ("LayerNorm → E4M3, known", "RMSNorm → E4M3, current", "again → E4M3 transposed", "residual gradient"):
+        assert any(what in name for name in names), what
+
+
+def test_gemm_cases_run(benchmark: Any) -> None:
+    for case in benchmark["kernel_cases"].gemms(CPU, 32, 48, 64):
+        case.call(0)
+        assert case.num_flops == 2 * 32 * 48 * 64
+
+
+def test_linear_layers_run_and_a_missing_peer_is_a_row(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = benchmark["linear_cases"]
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    seconds = {linear.BF16: 3.3e-3, linear.FP8_DELAYED: 2e-3, linear.FP8_CURRENT: 2.4e-3}
+    steps = []
+
+    def timer(step: Any) -> tuple[float, str]:
+        for index in range(3):  # the delayed layer is warm after the first
+            step(index)
+        steps.append(step)
+        return list(seconds.values())[(len(steps) - 1) // 2], "graph"
+
+    shapes = [linear.Shape(32, 64, 128), linear.Shape(32, 128, 64)]
+    rows = list(linear.measure(shapes, CPU, timer))
+    assert [row.name for row in rows[:5]] == list(linear.STEPS)
+    by_name = {row.name: row for row in rows if row.shape == str(shapes[1])}
+    fp8 = by_name[linear.FP8_DELAYED]
+    assert fp8.over_bf16 == pytest.approx(1.65) and fp8.over_te is None
+    assert fp8.tflop_per_s == pytest.approx(6 * 32 * 64 * 128 / 2e-3 / 1e12)
+    assert by_name[linear.TE].error.startswith("ModuleNotFoundError")
+    total = next(row for row in rows if row.shape == linear.ALL_SHAPES and row.name == linear.FP8_DELAYED)
+    assert total.milliseconds == pytest.approx(4.0)
+    text = linear.table(rows)
+    assert "≥ 1.65 × BF16 met, ≥ 1.00 × TE (not measured)" in text and "ModuleNotFoundError" in text
+
+
+def test_ratios_are_speeds(benchmark: Any) -> None:
+    linear = benchmark["linear_cases"]
+    rows = [linear.LinearRow("s", name, ms, 1.0) for name, ms in ((linear.BF16, 3.0), (linear.TE, 1.8))]
+    rows.append(linear.LinearRow("s", linear.FP8_DELAYED, 2.0, 1.0))
+    linear.with_ratios(rows)
+    assert (rows[2].over_bf16, rows[2].over_te) == (1.5, 0.9)
+    assert "≥ 1.65 × BF16 missed, ≥ 1.00 × TE missed" in linear.table(rows)
+
+
+def test_what_fails_is_a_row_and_the_rest_is_measured(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timing, kernels = benchmark["kernel_timing"], benchmark["kernels"]
+    monkeypatch.setattr(timing, "seconds_per_call", lambda call: call(0) or 2e-6)
+    monkeypatch.setattr(timing, "host_seconds_per_call", lambda call: 1e-6)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    bench = object.__new__(timing.Bench)
+    bench.rows, bench.copy_bytes_per_second = [], 4e12
+
+    def bad_call(_: int) -> None:
+        raise RuntimeError("out of\nregisters")
+
+    def cases() -> Iterator[Any]:
+        yield timing.Case("bad", bad_call, 4e6)
+        yield timing.Case("good", lambda _: None, 4e6)
+        raise MemoryError("no room")
+
+    bench.measure("section", cases())
+    bench.measure("next", iter([timing.Case("gemm", lambda _: None, num_flops=2e6)]))
+    bad, good, rest, gemm = bench.rows
+    assert (bad.error, bad.microseconds) == ("RuntimeError: out of registers", None)
+    assert (good.microseconds, good.floor_microseconds, good.gb_per_s) == pytest.approx((2.0, 1.0, 2000.0))
+    assert rest.name == "section: the rest" and "MemoryError" in rest.error
+    assert gemm.tflop_per_s == pytest.approx(1.0) and gemm.gb_per_s is None
+    lines = kernels.table(bench.rows).splitlines()
+    assert "out of registers" in lines[1] and lines[2].split() == ["good", "2.0", "1.0", "2.00", "2000", "1.0"]
+
+
+def test_command_line(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = benchmark["kernels"]
+    assert kernels.parse([]).only == list(kernels.SECTIONS)
+    assert kernels.parse(["--only", "linear", "norms"]).only == ["linear", "norms"]
+    with pytest.raises(SystemExit):
+        kernels.parse(["--only", "nothing"])
+    assert "invalid choice" in capsys.readouterr().err
+    for section in kernels.SECTIONS:
+        if section != kernels.LINEAR:
+            kernels.cases(section, CPU, 16)  # a generator: nothing is made yet
+    with pytest.raises(ValueError, match="no section other"):
+        next(kernels.cases("other", CPU, 16))
+    versions = kernels.versions()
+    assert versions["torch"] == torch.__version__ and "triton" in json.loads(json.dumps(versions))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing on a CPU")
+def test_without_a_gpu_it_says_so() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--only", "norms"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and "there is no GPU here" in done.stderr
