@@ -143,6 +143,9 @@ class PrecisionConfig:
     """Storage of master weights. split: one byte of correction beside the FP8 weight."""
     main_grads_dtype: StorageDtype | None = None
     """Storage of linear weight gradients with one micro-batch, and their form on the wire."""
+    release_gradients: bool = False
+    """Update each linear weight during backward, as soon as its gradient is there, and store no gradients of linear
+    weights. Needs one data-parallel rank, one micro-batch a step and --clip-grad 0."""
     exp_avg_dtype: StorageDtype | None = None
     """Storage of Adam's first moment. int8 is companded."""
     exp_avg_sq_dtype: StorageDtype | None = None
@@ -162,6 +165,9 @@ class PrecisionConfig:
     """How delayed scaling reads its history."""
     fp8_power_of_two_scales: bool = False
     """Round scales up to a power of two."""
+    fp8_lm_head: bool = False
+    """Run the three GEMMs of the LM head in FP8 too: its weight stays in 16 bits and is cast where a GEMM takes it, the
+    gradient of the logits is cast to FP8 where cross-entropy makes it. Under --precision fp8."""
     first_last_layers_bf16: bool = False
     """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
     num_layers_at_start_in_bf16: int = 1

@@ -111,6 +111,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         return
     yield from _check_virtual_stages(config, config.num_micro_batches(world_size))
     yield from _check_reduction(config)
+    yield from _check_release(config, data_parallel_size, config.num_micro_batches(world_size))
 
 
 def _check_reduction(config: Config) -> Iterator[str]:
@@ -126,6 +127,30 @@ def _check_reduction(config: Config) -> Iterator[str]:
         yield (
             f"fp8_wire_intra({parallel.fp8_wire_intra}) has no effect under fp8_grad_reduce({mode.value}); "
             f"drop it or choose --fp8-grad-reduce hierarchical"
+        )
+
+
+def _check_release(config: Config, data_parallel_size: int, num_micro_batches: int) -> Iterator[str]:
+    """What gradients that are released into the optimizer during backward rule out."""
+    precision, clip_grad = config.precision.precision, config.optimizer.clip_grad
+    if not config.precision.release_gradients:
+        return
+    name = "release_gradients updates weights during backward"
+    if precision == "fp16":
+        yield f"{name}, before an overflow of the loss scale can be known; choose --precision fp8"
+    elif precision != "fp8":
+        yield f"release_gradients is for FP8's linear weights, precision is {precision}; drop it or choose fp8"
+    if clip_grad > 0:
+        yield f"{name}, before the norm that clip_grad({clip_grad}) clips by is known; give --clip-grad 0, or drop it"
+    if num_micro_batches > 1:
+        yield (
+            f"{name}, but a step has {num_micro_batches} micro-batches to add up; "
+            f"choose global_batch_size = micro_batch_size({config.training.micro_batch_size}), or drop it"
+        )
+    if data_parallel_size > 1:
+        yield (
+            f"{name}, but {data_parallel_size} data-parallel ranks have gradients to reduce first; drop it (they hold "
+            f"4 / {data_parallel_size} bytes of gradients a parameter), or raise tensor_model_parallel_size"
         )
 
 
@@ -229,6 +254,22 @@ def _check_gemm_sizes(config: Config) -> Iterator[str]:
             f"FP8 GEMM: seq_length({model.seq_length}) × micro_batch_size({config.training.micro_batch_size}) = "
             f"{tokens} tokens is not a multiple of {FP8_GEMM_MULTIPLE}; choose another seq_length or micro_batch_size"
         )
+    if config.precision.fp8_lm_head:
+        yield from _check_vocabulary(config)
+
+
+def _check_vocabulary(config: Config) -> Iterator[str]:
+    """Every rank's rows of an LM head in FP8; without --vocab-size those of any tokenizer."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    divisor = model.make_vocab_size_divisible_by
+    rows = divisor if model.vocab_size is None else -(-model.vocab_size // (divisor * tp)) * divisor
+    if rows % FP8_GEMM_MULTIPLE:
+        size = "the tokenizer's vocabulary" if model.vocab_size is None else f"vocab_size({model.vocab_size})"
+        yield (
+            f"fp8_lm_head: {size} padded by make_vocab_size_divisible_by({divisor}) is not sure to leave each of "
+            f"tensor_model_parallel_size({tp}) ranks a multiple of {FP8_GEMM_MULTIPLE} rows; choose a "
+            f"make_vocab_size_divisible_by that is one ({_multiple_near(divisor, FP8_GEMM_MULTIPLE)})"
+        )
 
 
 def _check_recompute(config: Config) -> Iterator[str]:
@@ -272,6 +313,11 @@ def _check_precision(config: Config) -> Iterator[str]:
             dtype = getattr(precision, name)
             if dtype is not None:
                 yield f"{name}({dtype.value}) has no effect under precision({precision.precision}); drop it or use fp8"
+        if precision.fp8_lm_head:
+            yield (
+                f"fp8_lm_head runs this project's FP8 GEMMs, which precision({precision.precision}) does not use; "
+                f"drop it or choose --precision fp8"
+            )
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     if precision.first_last_layers_bf16:
         if start + end > num_layers:

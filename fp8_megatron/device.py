@@ -15,8 +15,6 @@ import torch
 from megatron.core.tensor_parallel import random as mcore_random
 from torch.overrides import TorchFunctionMode
 
-from .collectives import copy_engine
-
 #: Compute capability of the first GPUs with FP8 tensor cores (Ada); Hopper is (9, 0).
 _FIRST_FP8_CAPABILITY = (8, 9)
 
@@ -94,10 +92,19 @@ def distributed_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+_shared_bytes = 0
+
+
+def count_shared_memory(nbytes: int) -> None:
+    """Add what lasting memory, shared with other ranks, takes beside torch's allocator."""
+    global _shared_bytes
+    _shared_bytes += nbytes
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Peak memory this process has held: allocator peak and shared buffers on a GPU, resident set on a CPU; GiB."""
     if device.type == "cuda":
-        return (torch.cuda.max_memory_allocated(device) + copy_engine.uncounted_bytes()) / 2**30
+        return (torch.cuda.max_memory_allocated(device) + _shared_bytes) / 2**30
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -49,6 +49,8 @@ def problems(config: Config, world_size: int) -> list[str]:
         (1, "--load here --ckpt-step 5 --no-load-optim --no-load-rng"),
         (1, "--train-iters 5 --profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 1"),
         (1, "--first-last-layers-bf16 --num-layers-at-start-in-bf16 20 --num-layers-at-end-in-bf16 4"),
+        (2, "--fp8-lm-head --fp8-recipe delayed --tensor-model-parallel-size 2"),
+        (1, "--fp8-lm-head --make-vocab-size-divisible-by 1"),  # of 512 tokens
     ],
 )
 def test_what_works_passes(world_size: int, flags: str) -> None:
@@ -190,6 +192,14 @@ FULL = "--recompute-granularity full "
         ),
         (1, "--recompute-granularity selective --recompute-num-layers 2", "recompute_num_layers(2) belong to"),
         # precision
+        (1, "--bf16 --fp8-lm-head", "fp8_lm_head runs this project's FP8 GEMMs, which precision(bf16) does not use"),
+        (
+            2,
+            "--fp8-lm-head --make-vocab-size-divisible-by 20 --tensor-model-parallel-size 2",
+            "fp8_lm_head: vocab_size(512) padded by make_vocab_size_divisible_by(20) is not sure to leave each of "
+            "tensor_model_parallel_size(2) ranks a multiple of 16 rows; choose a make_vocab_size_divisible_by that is "
+            "one (16 or 32)",
+        ),
         (1, "--bf16 --params-dtype fp8", "params_dtype(fp8) has no effect under precision(bf16)"),
         (1, "--bf16 --exp-avg-sq-dtype fp16", "exp_avg_sq_dtype(fp16) has no effect under precision(bf16)"),
         (
@@ -236,6 +246,33 @@ FULL = "--recompute-granularity full "
             "--save here --save-retain-interval 5",
             "save_retain_interval(5) chooses among the checkpoints of save_interval, which is not given; "
             "give --save-interval",
+        ),
+        # gradients released during backward
+        (
+            1,
+            "--release-gradients",
+            "release_gradients updates weights during backward, before the norm that clip_grad(1.0) clips by is known; "
+            "give --clip-grad 0, or drop it",
+        ),
+        (
+            1,
+            "--release-gradients --clip-grad 0 --micro-batch-size 2 --global-batch-size 8",
+            "but a step has 4 micro-batches to add up; choose global_batch_size = micro_batch_size(2), or drop it",
+        ),
+        (
+            4,
+            "--release-gradients --clip-grad 0",
+            "but 4 data-parallel ranks have gradients to reduce first; drop it (they hold 4 / 4 bytes of gradients",
+        ),
+        (
+            1,
+            "--release-gradients --clip-grad 0 --precision bf16",
+            "release_gradients is for FP8's linear weights, precision is bf16; drop it or choose fp8",
+        ),
+        (
+            1,
+            "--release-gradients --clip-grad 0 --precision fp16",
+            "before an overflow of the loss scale can be known; choose --precision fp8",
         ),
         # profiles
         (

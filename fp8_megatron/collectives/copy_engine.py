@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..device import count_shared_memory
+
 Group = torch.distributed.ProcessGroup
 
 #: Works remembered to say, when a rank hangs, in which of them.
@@ -85,7 +87,6 @@ class CopyWork:
 
 _memories: dict[int, PeerMemory] = {}
 _started: deque[CopyWork] = deque(maxlen=_NUM_REMEMBERED)
-_uncounted_bytes = 0
 
 
 def allocate(nbytes: int, group: Group, device: torch.device, *, timeout_seconds: float) -> Tensor:
@@ -99,13 +100,12 @@ def allocate(nbytes: int, group: Group, device: torch.device, *, timeout_seconds
     Raises:
         RuntimeError: the driver cannot share memory between these processes.
     """
-    global _uncounted_bytes
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     counted = torch.cuda.memory_allocated(device)
     own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(own, group.group_name)
-    _uncounted_bytes += nbytes - (torch.cuda.memory_allocated(device) - counted)
+    count_shared_memory(nbytes - (torch.cuda.memory_allocated(device) - counted))
     own.zero_()
     buffers = [
         own if rank == group.rank() else handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())
@@ -118,11 +118,6 @@ def allocate(nbytes: int, group: Group, device: torch.device, *, timeout_seconds
 def register(memory: PeerMemory) -> None:
     """Let the collectives of `memory.group` find this buffer."""
     _memories[_address(memory.buffers[memory.group.rank()])] = memory
-
-
-def uncounted_bytes() -> int:
-    """Bytes of buffers that torch's allocator statistics leave out."""
-    return _uncounted_bytes
 
 
 def memory_of(tensor: Tensor, group: Group) -> PeerMemory | None:

@@ -14,6 +14,7 @@ from ..config import ParallelConfig, PrecisionConfig
 from ..formats import GradReduceMode, StorageDtype
 from .grad_buffer import GradBuffer, LocalGradBuffer, ShardedGradBuffer
 from .partition import ParamSpace, StorageClass, partition
+from .released_grads import ReleasedGradBuffer
 from .staging import StagingPools
 from .topology import Topology
 from .weight_gather import WeightGather
@@ -53,7 +54,7 @@ class FP8DataParallel(_BaseDataParallel):
             bucket_numel=parallel.ddp_bucket_size,
         )
         self.grad_buffers: list[GradBuffer] = [
-            LocalGradBuffer(space, local_grad_dtype(space.storage, precision, num_micro_batches))
+            _make_local(space, precision, num_micro_batches)
             if topology.dp.size() == 1
             else _make_sharded(space, precision, parallel, topology, staging, num_micro_batches)
             for space in spaces
@@ -115,6 +116,15 @@ class _Await:
             self._gather.wait_for(bucket)
 
 
+def _make_local(space: ParamSpace, precision: PrecisionConfig, num_micro_batches: int) -> GradBuffer:
+    """Gradients of a model that no other rank has a replica of."""
+    dtype = local_grad_dtype(space.storage, precision, num_micro_batches)
+    if not releases_gradients(space.storage, precision):
+        return LocalGradBuffer(space, dtype)
+    assert num_micro_batches == 1, f"{num_micro_batches} micro-batches cannot be added to gradients that are released"
+    return ReleasedGradBuffer(space, dtype)
+
+
 def _make_sharded(
     space: ParamSpace,
     precision: PrecisionConfig,
@@ -124,6 +134,7 @@ def _make_sharded(
     num_micro_batches: int,
 ) -> ShardedGradBuffer:
     """Gradients of a model that other ranks have replicas of."""
+    assert not precision.release_gradients, "gradients of several replicas are not released"
     wire_dtype = _wire_dtype(space.storage, precision)
     if wire_dtype is StorageDtype.FP8:
         mode, intra = parallel.fp8_grad_reduce, StorageDtype(parallel.fp8_wire_intra)
@@ -145,6 +156,11 @@ def _make_sharded(
         num_micro_batches=num_micro_batches,
         overlap=parallel.overlap_grad_reduce,
     )
+
+
+def releases_gradients(storage: StorageClass, precision: PrecisionConfig) -> bool:
+    """Whether gradients go into the optimizer as soon as they are written (`ReleasedGradBuffer`)."""
+    return precision.release_gradients and storage is StorageClass.LINEAR
 
 
 def accumulates_locally(precision: PrecisionConfig, num_micro_batches: int) -> bool:

@@ -7,6 +7,7 @@ Who owns the storage decides its form; layers only write (`main_grad.accumulate_
 - `ShardedGradBuffer`, several replicas: wgrad is quantised straight into the send buffer of its bucket, the bucket is
   reduced as soon as its last gradient is written, during backward, and every micro-batch's mean is added to this rank's
   shard, in FP32 or BF16. Or gradients are first added locally, and reduced once a step.
+- `released_grads.ReleasedGradBuffer`, one replica: no storage, the optimizer takes each gradient as it is written.
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ class GradBuffer(ABC):
     @abstractmethod
     def finish(self) -> None:
         """After the last backward of a step: zero what no gradient reached, and reduce what is left to reduce."""
+
+    def squared_norm(self) -> Tensor:
+        """After `finish`: Σ x² of this rank's shard, FP32 [1]; NaN or inf where any element is."""
+        return ops.squared_norm(self.payload, self.scales)
 
     @property
     @abstractmethod

@@ -163,6 +163,26 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor,
     _OPS.cross_entropy_backward_(logits, labels, log_sum_exp, grad)
 
 
+def cross_entropy_backward_quantize(
+    logits: Tensor,
+    labels: Tensor,
+    log_sum_exp: Tensor,
+    grad: Tensor,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_entropy.cross_entropy_backward_quantize`: payload [T, V], transpose [V, T], the scale taken."""
+    assert logits.is_contiguous() and labels.shape == log_sum_exp.shape == grad.shape == logits.shape[:1], (
+        logits.shape,
+        labels.shape,
+        grad.shape,
+    )
+    assert grad.dtype == torch.float32 and dtype in FP8_DTYPES, (grad.dtype, dtype)
+    return _OPS.cross_entropy_backward_quantize(logits, labels, log_sum_exp, grad, dtype, scale, power_of_two)
+
+
 def quantize_qkv_grad(
     grads: list[Tensor],
     dtype: torch.dtype,
@@ -196,6 +216,13 @@ def scaled_mm(
     """`reference.scaled_mm`: a [M, K] · b [N, K]ᵀ → [M, N]; the limits of Hopper's GEMM hold on every device."""
     check_scaled_mm(a, b)
     return _OPS.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
+
+
+def scaled_mm_into_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
+    """`reference.scaled_mm` written to contiguous `out` [M, N], in its dtype."""
+    check_scaled_mm(a, b)
+    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
+    _OPS.scaled_mm_into_(out, a, b, scale_a, scale_b)
 
 
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
@@ -302,6 +329,7 @@ def adamw_split_step_(
     """`split_master.adamw_split_step_`: one Adam(W) pass over FP8 weights with a byte of correction, in place."""
     _check_moments(exp_avg, exp_avg_sq)
     assert weight.dtype == E4M3 and correction.dtype == torch.int8, (weight.dtype, correction.dtype)
+    assert weight_scales.is_contiguous() and new_weight_scales.is_contiguous(), weight_scales.stride()
     _OPS.adamw_split_step_(
         grad,
         grad_scales,

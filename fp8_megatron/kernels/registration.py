@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import activation, cross_entropy, norm, qkv, reference, split_master, underflow
-from .scaled_mm import scaled_mm_cublaslt
+from .scaled_mm import scaled_mm_cublaslt, scaled_mm_into_cublaslt_
 
 _LIBRARY = torch.library.Library("fp8_megatron", "DEF")
 
@@ -44,8 +44,11 @@ _SCHEMAS = {
     " bool column_sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "cross_entropy_statistics": "(Tensor logits, Tensor labels) -> (Tensor, Tensor, Tensor)",
     "cross_entropy_backward_": "(Tensor(a!) logits, Tensor labels, Tensor log_sum_exp, Tensor grad) -> ()",
+    "cross_entropy_backward_quantize": "(Tensor logits, Tensor labels, Tensor log_sum_exp, Tensor grad,"
+    " ScalarType dtype, Tensor? scale, bool power_of_two) -> (Tensor, Tensor, Tensor)",
     "scaled_mm": "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " bool use_fast_accum) -> Tensor",
+    "scaled_mm_into_": "(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b) -> ()",
     "quantize_blockwise_": "(Tensor x, Tensor(a!) payload, Tensor(b!) scales) -> ()",
     "dequantize_blockwise": "(Tensor payload, Tensor scales) -> Tensor",
     "accumulate_rows_": "(Tensor payload, Tensor scales, Tensor(a!) accumulator, float factor, bool add) -> ()",
@@ -89,6 +92,10 @@ def _reference_scaled_mm(
     return reference.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
 
+def _reference_scaled_mm_into_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
+    out.copy_(reference.scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=out.dtype, use_fast_accum=False))
+
+
 def _reference_accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, factor: float, add: bool) -> None:
     reference.accumulate_rows_(payload, scales, accumulator, factor=factor, add=add)
 
@@ -124,7 +131,9 @@ _CPU: dict[str, Callable[..., Any]] = {
     "activation_backward_quantize": activation.activation_backward_quantize,
     "cross_entropy_statistics": cross_entropy.cross_entropy_statistics,
     "cross_entropy_backward_": cross_entropy.cross_entropy_backward_,
+    "cross_entropy_backward_quantize": cross_entropy.cross_entropy_backward_quantize,
     "scaled_mm": _reference_scaled_mm,
+    "scaled_mm_into_": _reference_scaled_mm_into_,
     "quantize_blockwise_": reference.quantize_blockwise_,
     "dequantize_blockwise": reference.dequantize_blockwise,
     "accumulate_rows_": _reference_accumulate_rows_,
@@ -153,6 +162,7 @@ _TRITON = {
     "activation_backward_quantize": "activation_triton",
     "cross_entropy_statistics": "cross_entropy_triton",
     "cross_entropy_backward_": "cross_entropy_triton",
+    "cross_entropy_backward_quantize": "cross_entropy_triton",
     "quantize_blockwise_": "blockwise_triton",
     "dequantize_blockwise": "blockwise_triton",
     "accumulate_rows_": "wire_triton",
@@ -161,6 +171,11 @@ _TRITON = {
     "adamw_step_": "adamw_triton",
     "adamw_split_step_": "split_adamw_triton",
     "derive_fp8_weights_": "adamw_triton",
+}
+
+_CUBLASLT: dict[str, Callable[..., Any]] = {
+    "scaled_mm": scaled_mm_cublaslt,
+    "scaled_mm_into_": scaled_mm_into_cublaslt_,
 }
 
 
@@ -179,8 +194,8 @@ def _lazy_triton(name: str, module: str) -> Callable[..., Any]:
 
 
 def _cuda_variant(name: str) -> Callable[..., Any]:
-    if name == "scaled_mm":
-        return scaled_mm_cublaslt
+    if name in _CUBLASLT:
+        return _CUBLASLT[name]
     return _lazy_triton(name, _TRITON[name])
 
 

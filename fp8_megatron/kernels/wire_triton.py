@@ -1,7 +1,8 @@
 """The sum over ranks of a gradient reduction in Triton: `reference.accumulate_rows_`.
 
 Every received byte is read once and the accumulator once each way: d · (1 + 4/128) + 4 bytes an element of the shard, 4
-more to add (2 and 2 in BF16). Bitwise the reference's: products and sums are rounded apart (no contraction), in the order of the rows.
+more to add (2 and 2 in BF16). Bitwise the reference's: products and sums are rounded apart (no contraction), in the
+order of the rows.
 """
 
 # The parameters of a Triton kernel have no Python types.

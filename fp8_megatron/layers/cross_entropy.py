@@ -33,19 +33,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
         flat = logits.view(-1, logits.shape[-1])
-        local = labels.reshape(-1)
-        is_shared = group is not None and group.size() > 1
-        if is_shared:
-            assert group is not None
-            local = local - group.rank() * flat.shape[1]
-        largest, total, target = ops.cross_entropy_statistics(flat, local)
-        if is_shared:
-            highest = largest.clone()
-            torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
-            sums = torch.stack([total * torch.exp(largest - highest), target])
-            torch.distributed.all_reduce(sums, group=group)
-            largest, (total, target) = highest, sums
-        log_sum_exp = largest + torch.log(total)
+        local = local_labels(labels, flat.shape[1], group)
+        log_sum_exp, target = agree_on_statistics(*ops.cross_entropy_statistics(flat, local), group)
         ctx.save_for_backward(flat, local, log_sum_exp)
         ctx.shape = logits.shape
         return (log_sum_exp - target).view(labels.shape)
@@ -56,3 +45,27 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits, local, log_sum_exp = ctx.saved_tensors
         ops.cross_entropy_backward_(logits, local, log_sum_exp, grad.reshape(-1).contiguous())
         return logits.view(ctx.shape), None, None
+
+
+def local_labels(labels: Tensor, num_columns: int, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    """int64 [tokens], counted from this rank's first column."""
+    flat = labels.reshape(-1)
+    return flat if group is None or group.size() == 1 else flat - group.rank() * num_columns
+
+
+def agree_on_statistics(
+    largest: Tensor, total: Tensor, target: Tensor, group: torch.distributed.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """log Σ exp and the label's logit over the whole vocabulary, FP32 [tokens] each.
+
+    Args:
+        largest, total, target: of this rank's columns, as `ops.cross_entropy_statistics` gives them.
+        group: ranks that hold the others; a MAX and a SUM over it.
+    """
+    if group is not None and group.size() > 1:
+        highest = largest.clone()
+        torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
+        sums = torch.stack([total * torch.exp(largest - highest), target])
+        torch.distributed.all_reduce(sums, group=group)
+        largest, (total, target) = highest, sums
+    return largest + torch.log(total), target

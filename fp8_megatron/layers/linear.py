@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..collectives.all_gather import AllGatherWork, all_gather_fp8
 from ..collectives.scale_sync import max_over_group_
 from ..kernels import ops
-from ..quantization.recipe import INPUT_DTYPE, AmaxSync, LinearQuantizers
+from ..quantization.recipe import INPUT_DTYPE, AmaxSync, LinearQuantizers, Quantizer
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import GradSource, NormSource, TensorSource
 
@@ -158,10 +158,17 @@ def norm_fprop(
     parallelism: TensorParallelism,
 ) -> tuple[Tensor, NormStatistics]:
     """y [T, N] = norm(x)·Wᵀ + b, T over the gathered sequence, and what backward needs beside x."""
+    payload, kept = quantized_norm(x, norm, quantizers.input, parallelism)
+    return fprop(payload, kept.scale, weight, bias, x.dtype), kept
+
+
+def quantized_norm(
+    x: Tensor, norm: NormParams, quantizer: Quantizer, parallelism: TensorParallelism
+) -> tuple[Tensor, NormStatistics]:
+    """norm(x) in FP8 over the gathered sequence [T, K], and what backward needs beside x."""
     source = NormSource(x.reshape(-1, x.shape[-1]), *norm)
-    (payload, mean, rstd), scale = quantizers.input.quantize(source, sync=amax_sync(parallelism))
-    y = fprop(gathered(payload, parallelism), scale, weight, bias, x.dtype)
-    return y, NormStatistics(mean, rstd, scale)
+    (payload, mean, rstd), scale = quantizer.quantize(source, sync=amax_sync(parallelism))
+    return gathered(payload, parallelism), NormStatistics(mean, rstd, scale)
 
 
 def norm_linear_backward(
@@ -174,21 +181,39 @@ def norm_linear_backward(
     parallelism: TensorParallelism,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x (the residual branch's added), of the norm's weight and of its bias; the weight's is written."""
-    x2d = x.reshape(-1, x.shape[-1])
-    gathering: AllGatherWork | None = None
-    if parallelism.gathers_input:
-        assert parallelism.group is not None
-        payload = ops.norm_requantize(x2d, norm.weight, norm.bias, *kept, INPUT_DTYPE, transposed=False)
-        gathering = all_gather_fp8(payload, parallelism.group)
+    gathering = start_norm_again(x, norm, kept, parallelism)
     grad_input, reducing = start_grad_input_reduction(dgrad(g, weight, x.dtype), parallelism)
-    if gathering is not None:
-        x_t = ops.transpose(gathering.wait())
-    else:
-        x_t = ops.norm_requantize(x2d, norm.weight, norm.bias, *kept, INPUT_DTYPE, transposed=True)
-    wgrad(g, x_t, kept.scale, weight, x.dtype)
-    del x_t
+    wgrad(g, transposed_norm(gathering, x, norm, kept), kept.scale, weight, x.dtype)
     if reducing is not None:
         reducing.wait()
+    return norm_backward(grad_input, residual_grad, x, norm, kept)
+
+
+def start_norm_again(
+    x: Tensor, norm: NormParams, kept: NormStatistics, parallelism: TensorParallelism
+) -> AllGatherWork | None:
+    """Start to gather norm(x) in FP8 again where a rank keeps its part of the sequence; see `transposed_norm`."""
+    if not parallelism.gathers_input:
+        return None
+    assert parallelism.group is not None
+    x2d = x.reshape(-1, x.shape[-1])
+    payload = ops.norm_requantize(x2d, norm.weight, norm.bias, *kept, INPUT_DTYPE, transposed=False)
+    return all_gather_fp8(payload, parallelism.group)
+
+
+def transposed_norm(gathering: AllGatherWork | None, x: Tensor, norm: NormParams, kept: NormStatistics) -> Tensor:
+    """norm(x) [K, T] as wgrad wants it, from what `start_norm_again` gave."""
+    if gathering is not None:
+        return ops.transpose(gathering.wait())
+    x2d = x.reshape(-1, x.shape[-1])
+    return ops.norm_requantize(x2d, norm.weight, norm.bias, *kept, INPUT_DTYPE, transposed=True)
+
+
+def norm_backward(
+    grad_input: Tensor, residual_grad: Tensor | None, x: Tensor, norm: NormParams, kept: NormStatistics
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x (the residual branch's added), of the norm's weight and of its bias."""
+    x2d = x.reshape(-1, x.shape[-1])
     residual = None if residual_grad is None else residual_grad.reshape(x2d.shape)
     grad_x, grad_weight, grad_bias = ops.norm_backward(
         grad_input, residual, x2d, norm.weight, kept.mean, kept.rstd, has_bias=norm.bias is not None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..config import Config, ModelConfig, PrecisionConfig
 from ..distributed.topology import Topology
 from ..layers.cross_entropy import vocab_parallel_cross_entropy
+from ..layers.lm_head import FP8OutputLayer
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe
 from .layer_spec import block_submodules, te_block_submodules
@@ -24,6 +26,19 @@ from .layer_spec import block_submodules, te_block_submodules
 
 class GPT(GPTModel):
     """megatron-core's GPTModel with this project's loss."""
+
+    output_layer: ColumnParallelLinear
+
+    def use_fp8_head(self, recipe: Recipe) -> None:
+        """Compute the final norm, the LM head and the loss as one FP8 function; the decoder defers its norm."""
+        self.output_layer = FP8OutputLayer(self.output_layer, self.decoder.final_layernorm, recipe)
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **others: Any) -> Tensor:
+        if labels is None or not self.post_process or not isinstance(self.output_layer, FP8OutputLayer):
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        loss, _ = self.output_layer(hidden_states, weight, labels=labels.transpose(0, 1))
+        return loss.transpose(0, 1).contiguous()
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels int64 [b, s], logits BF16 [s, b, V / tp] (given up) → FP32 [b, s]."""
@@ -159,7 +174,7 @@ def _build_chunk(
         submodules = te_block_submodules(count)
     else:
         recipes = [recipe if _is_fp8_layer(config, offset + index) else None for index in range(count)]
-        submodules = block_submodules(recipes, model.attention_backend)
+        submodules = block_submodules(recipes, model.attention_backend, defers_final_norm=config.precision.fp8_lm_head)
     model_class = GPTModel if config.precision.precision == "te" else GPT
     module = model_class(
         mcore_config,
@@ -175,6 +190,8 @@ def _build_chunk(
         pg_collection=topology.groups,
         vp_stage=vp_stage,
     )
+    if config.precision.fp8_lm_head and module.post_process:
+        module.use_fp8_head(recipe)
     _tag_vocab_parallel(module)
     if module.pre_process and module.embedding.add_position_embedding:
         # The one parameter that megatron-core leaves in FP32 on the CPU.

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from ..layers.attention import AttentionBackend, CoreAttention
 from ..layers.mlp import FP8MLP
-from ..layers.norm import Norm
+from ..layers.norm import DeferredNorm, Norm
 from ..layers.self_attention import FP8SelfAttention
 from ..layers.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from ..layers.transformer_layer import FP8TransformerLayer
@@ -74,9 +74,14 @@ def te_block_submodules(num_layers: int) -> TransformerBlockSubmodules:
 
 
 def block_submodules(
-    layer_recipes: list[Recipe | None], attention_backend: AttentionBackend
+    layer_recipes: list[Recipe | None], attention_backend: AttentionBackend, *, defers_final_norm: bool = False
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, each with its own recipe, and the final norm."""
+    """The layers of one model chunk, each with its own recipe, and the final norm.
+
+    Args:
+        defers_final_norm: the LM head computes it (see `layers.lm_head`).
+    """
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(recipe, attention_backend) for recipe in layer_recipes], layer_norm=Norm
+        layer_specs=[layer_spec(recipe, attention_backend) for recipe in layer_recipes],
+        layer_norm=DeferredNorm if defers_final_norm else Norm,
     )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..distributed.grad_buffer import GradBuffer
-from ..kernels import ops
 
 
 def global_grad_norm(buffers: Iterable[GradBuffer], device: torch.device) -> Tensor:
@@ -20,7 +19,7 @@ def global_grad_norm(buffers: Iterable[GradBuffer], device: torch.device) -> Ten
     total = torch.zeros(1, device=device)
     for buffer in buffers:
         if buffer.space.counts_in_norm:
-            total += ops.squared_norm(buffer.payload, buffer.scales)
+            total += buffer.squared_norm()
     if torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(total)
     return total.sqrt()

@@ -7,6 +7,7 @@ is the case d = 1 of the same code. Clipping, the non-finite check and the step 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..config import OptimizerConfig, PrecisionConfig
 from ..distributed.data_parallel import FP8DataParallel
 from ..distributed.grad_buffer import GradBuffer
 from ..distributed.partition import Slot, StorageClass
+from ..distributed.released_grads import ReleasedGrad, ReleasedGradBuffer
 from ..distributed.topology import Topology
 from ..formats import StorageDtype
 from .clip_grads import clip_factor, global_grad_norm
@@ -67,6 +69,8 @@ class FP8DistributedOptimizer:
             for state in self.states
         ]
         self.step_count = torch.zeros(1, device=device)
+        self._releases = precision.release_gradients  # alike on all ranks: a stage may have no linear weight in FP8
+        self._take_released()
         self.loss_scale = build_loss_scale(config, precision, device)
 
     @property
@@ -102,6 +106,35 @@ class FP8DistributedOptimizer:
         for state in self.states:
             state.derive_weights()
 
+    def _take_released(self) -> None:
+        """Let each parameter of a released space be updated when its gradient is there."""
+        for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
+            if isinstance(buffer, ReleasedGradBuffer):
+                assert self.config.clip_grad == 0, (
+                    f"clip_grad({self.config.clip_grad}) with gradients that are released"
+                )
+                buffer.release_to(partial(self._update_released, state, group))
+
+    @torch.no_grad()
+    def _update_released(self, state: SpaceState, group: dict[str, Any], grad: ReleasedGrad) -> None:
+        """One parameter's step, inside its backward; skipped where its own gradient is not finite."""
+        factor = clip_factor(grad.squared_norm, max_norm=0.0)
+        state.update_slot(grad, group, self.config, grad_factor=factor, step_count=self.step_count + 1)
+
+    def _moved(self, factor: Tensor) -> Tensor:
+        """bool [1], alike on all ranks: whether anything is updated in this step."""
+        moved = torch.isfinite(factor)
+        if not self._releases:
+            return moved
+        for buffer in self.buffers:
+            if isinstance(buffer, ReleasedGradBuffer):
+                moved = moved | torch.isfinite(buffer.squared_norms).any()
+        if self.topology.world_size > 1:
+            count = moved.float()
+            torch.distributed.all_reduce(count)
+            moved = count > 0
+        return moved
+
     def _by_first_use(self) -> list[tuple[GradBuffer, SpaceState, dict[str, Any]]]:
         """Buffers, states and groups with the weights that the next forward needs first (embedding, norms) in front:
         what is updated first is gathered first."""
@@ -112,7 +145,8 @@ class FP8DistributedOptimizer:
     def step(self) -> Tensor:
         """Clip, update and send the weights; returns the gradient norm before clipping, FP32 [1] on the device.
 
-        A norm that is not finite skips the step on the device: nothing changes, nothing waits.
+        A norm that is not finite skips the step on the device: nothing changes, nothing waits. Spaces whose gradients
+        are released were updated during backward, each parameter that had a finite gradient.
         """
         norm = global_grad_norm(self.buffers, self.device)
         factor = clip_factor(norm, self.config.clip_grad)
@@ -120,8 +154,11 @@ class FP8DistributedOptimizer:
             norm = norm / self.loss_scale.scale
             factor = clip_factor(norm, self.config.clip_grad) / self.loss_scale.scale
             self.loss_scale.update(~torch.isfinite(norm))
-        self.step_count += torch.isfinite(factor)
+        self.step_count += self._moved(factor)
         for buffer, state, group in self._by_first_use():
+            if isinstance(buffer, ReleasedGradBuffer):
+                state.finish_update()
+                continue
             state.update(buffer, group, self.config, grad_factor=factor, step_count=self.step_count)
         return norm
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from ..config import OptimizerConfig
 from ..distributed.grad_buffer import GradBuffer
 from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot
+from ..distributed.released_grads import ReleasedGrad
 from ..distributed.topology import Topology
 from ..formats import StorageDtype, StorageFormats
 from ..kernels import ops
 from ..kernels.split_master import join_master, next_weight_scales, split_master
-from .state import SpaceState, StateTensor, cpu_copy, hyperparameters
+from .state import SpaceState, StateTensor, cpu_copy, hyperparameters, whole
 
 
 class SplitSpaceState(SpaceState):
@@ -33,6 +34,8 @@ class SplitSpaceState(SpaceState):
         super().__init__(space, formats, topology)
         self.tensor_amax = torch.zeros(len(space.slots), device=space.device)
         self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
+        #: FP32 [num_slots] between a step's first `update_slot` and `finish_update`.
+        self._next_scales: Tensor | None = None
 
     @property
     def scales(self) -> Tensor:
@@ -94,8 +97,8 @@ class SplitSpaceState(SpaceState):
     ) -> None:
         assert self.chunk_amax is not None
         hyper = hyperparameters(group, config)
-        bound = {name: hyper[name] for name in ("lr", "beta1", "beta2")}
         shard = self._own_weights()
+        scales = self.scales.contiguous()  # a kernel counts tensors, not the four floats that each one's scale takes
         ops.adamw_split_step_(
             buffer.payload,
             buffer.scales,
@@ -105,17 +108,64 @@ class SplitSpaceState(SpaceState):
             self.exp_avg_sq.scales,
             shard,
             self.master.payload,
-            self.scales,
-            next_weight_scales(self.tensor_amax, **bound, previous=self.scales),
+            scales,
+            self._foretold_scales(hyper),
             self.chunk_slots,
             self.chunk_amax,
             grad_factor,
             step_count,
             **hyper,
         )
+        self.scales.copy_(scales)
         if self.gather is not None:
             self.gather.start([shard])
         self.tensor_amax.copy_(self._tensor_amax())
+
+    def update_slot(
+        self,
+        grad: ReleasedGrad,
+        group: dict[str, Any],
+        config: OptimizerConfig,
+        *,
+        grad_factor: Tensor,
+        step_count: Tensor,
+    ) -> None:
+        """As `SpaceState.update_slot`; the weight itself is new when this returns, and its scale."""
+        assert self.chunk_amax is not None
+        hyper = hyperparameters(group, config)
+        if self._next_scales is None:
+            self._next_scales = self._foretold_scales(hyper)
+        place = whole(grad.slot)
+        start, stop = place.shard_start, place.shard_start + place.length
+        exp_avg, exp_avg_sq, master = (held.part(place) for held in (self.exp_avg, self.exp_avg_sq, self.master))
+        chunk_amax = self.chunk_amax[start // CHUNK : stop // CHUNK]
+        index = self._index[grad.slot.offset]
+        ops.adamw_split_step_(
+            grad.payload,
+            grad.scales,
+            exp_avg.payload,
+            exp_avg.scales,
+            exp_avg_sq.payload,
+            exp_avg_sq.scales,
+            self.weight.payload[start:stop],
+            master.payload,
+            self.scale_of(grad.slot),
+            self._next_scales[index : index + 1],
+            torch.zeros_like(chunk_amax, dtype=torch.int32),
+            chunk_amax,
+            grad_factor,
+            step_count,
+            **hyper,
+        )
+
+    def finish_update(self) -> None:
+        self._next_scales = None
+        self.tensor_amax.copy_(self._tensor_amax())
+
+    def _foretold_scales(self, hyper: dict[str, Any]) -> Tensor:
+        """FP32 [num_slots], what this step's weights are written with."""
+        bound = {name: hyper[name] for name in ("lr", "beta1", "beta2")}
+        return next_weight_scales(self.tensor_amax, **bound, previous=self.scales)
 
     def byte_counts(self) -> dict[str, int]:
         counts = super().byte_counts()

@@ -20,6 +20,7 @@ from ..collectives.scale_sync import max_over_group_
 from ..config import OptimizerConfig
 from ..distributed.grad_buffer import GradBuffer
 from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
+from ..distributed.released_grads import ReleasedGrad
 from ..distributed.topology import Topology
 from ..distributed.transport import SendMemory
 from ..distributed.weight_gather import WeightGather
@@ -109,6 +110,11 @@ def hyperparameters(group: dict[str, Any], config: OptimizerConfig) -> dict[str,
         "weight_decay": float(group["weight_decay"]),
         "decoupled": config.optimizer == "adamw",
     }
+
+
+def whole(slot: Slot) -> Fragment:
+    """A parameter's place in a shard that is the whole space."""
+    return Fragment(slot.offset, 0, slot.padded)
 
 
 class SpaceState:
@@ -269,22 +275,58 @@ class SpaceState:
             step_count: FP32 [1], this step's number.
         """
         written = self._weights_to_write()
+        shard = Fragment(0, 0, self.space.shard_numel)
+        self._step(shard, buffer, written, hyperparameters(group, config), grad_factor, step_count)
+        self._publish_weights(written)
+
+    def update_slot(
+        self,
+        grad: ReleasedGrad,
+        group: dict[str, Any],
+        config: OptimizerConfig,
+        *,
+        grad_factor: Tensor,
+        step_count: Tensor,
+    ) -> None:
+        """`update` of one parameter, during backward; after all of a step's, `finish_update`. For one replica.
+
+        Its bits are those of `update` but for state that is rounded stochastically, by an element's place in what the
+        operator is given.
+        """
+        written = self._weights_to_write()
+        self._step(whole(grad.slot), grad, written, hyperparameters(group, config), grad_factor, step_count)
+
+    def finish_update(self) -> None:
+        """What `update_slot` leaves for the end of a step: FP8 weights from the new masters."""
+        self._publish_weights(self._weights_to_write())
+
+    def _step(
+        self,
+        place: Fragment,
+        grad: GradBuffer | ReleasedGrad,
+        written: Tensor | None,
+        hyper: dict[str, Any],
+        grad_factor: Tensor,
+        step_count: Tensor,
+    ) -> None:
+        """The fused pass over one part of the shard; `grad` is of that part, `written` of the shard."""
+        start, stop = place.shard_start, place.shard_start + place.length
+        exp_avg, exp_avg_sq, master = (held.part(place) for held in (self.exp_avg, self.exp_avg_sq, self.master))
         ops.adamw_step_(
-            buffer.payload,
-            buffer.scales,
-            self.exp_avg.payload,
-            self.exp_avg.scales,
-            self.exp_avg_sq.payload,
-            self.exp_avg_sq.scales,
-            self.master.payload,
-            self.master.scales,
-            written,
-            self.chunk_amax,
+            grad.payload,
+            grad.scales,
+            exp_avg.payload,
+            exp_avg.scales,
+            exp_avg_sq.payload,
+            exp_avg_sq.scales,
+            master.payload,
+            master.scales,
+            None if written is None else written[start:stop],
+            None if self.chunk_amax is None else self.chunk_amax[start // CHUNK : stop // CHUNK],
             grad_factor,
             step_count,
-            **hyperparameters(group, config),
+            **hyper,
         )
-        self._publish_weights(written)
 
     def _derived_fp8_shard(self) -> Tensor:
         assert self.weight_scales is not None

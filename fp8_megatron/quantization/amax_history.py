@@ -7,6 +7,7 @@ arXiv 2310.18313, section 2.1).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -34,6 +35,8 @@ class AmaxHistory:
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
         self._fp_max: Tensor | None = None
+        self._amaxes: Sequence[Tensor] = ()
+        self._scales: Sequence[Tensor] = ()
 
     def add_slot(self, dtype: torch.dtype) -> int:
         """Reserve a slot for a tensor quantised to `dtype`; returns its index."""
@@ -45,9 +48,26 @@ class AmaxHistory:
         """Make the tensors: amax, scale, fp_max FP32 [num_slots], history FP32 [length, num_slots]."""
         num_slots = len(self._dtypes)
         self.amax = torch.zeros(num_slots, device=device)
-        self.scale = torch.ones(num_slots, device=device)
+        self._amaxes = self.amax.view(-1, 1).unbind()
+        self._take_scales(torch.ones(num_slots, device=device))
         self.history = torch.zeros(self.length, num_slots, device=device)
         self._fp_max = torch.tensor([MAX_FINITE[dtype] for dtype in self._dtypes], device=device)
+
+    def amax_of(self, slot: int) -> Tensor:
+        """FP32 [1], where this step's amax of `slot` is recorded (a view)."""
+        return self._amaxes[slot]
+
+    def scale_of(self, slot: int) -> Tensor:
+        """FP32 [1], the scale of `slot` in this step; 16-byte aligned, as cuBLASLt wants it.
+
+        A later step has other memory, so that a late backward still reads what its forward took.
+        """
+        return self._scales[slot]
+
+    def _take_scales(self, scale: Tensor) -> None:
+        """Scales for the next step, FP32 [num_slots]."""
+        self.scale = scale
+        self._scales = torch.nn.functional.pad(scale[:, None], (0, 3))[:, :1].unbind()
 
     def update(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Close a step: MAX of the amaxes over `group`, push them into the history, take the new scales.
@@ -68,7 +88,7 @@ class AmaxHistory:
             amax = finite.amax(dim=0)
         else:
             amax = self.amax
-        self.scale.copy_(updated_scale(amax, self.scale, self._fp_max, power_of_two=self.power_of_two))
+        self._take_scales(updated_scale(amax, self.scale, self._fp_max, power_of_two=self.power_of_two))
         self.amax.zero_()
         self.is_warm = True
 
@@ -89,5 +109,5 @@ class AmaxHistory:
             return
         assert self.history is not None and self.scale is not None
         self.history.copy_(state["history"])
-        self.scale.copy_(state["scale"])
+        self._take_scales(state["scale"].to(self.scale))
         self.is_warm = True

@@ -53,19 +53,16 @@ class Quantizer:
         """
         history, power_of_two = self.history, self.power_of_two
         if history is not None and history.is_warm:
-            assert history.amax is not None and history.scale is not None
-            scale = history.scale[self.slot : self.slot + 1]
-            amax_out = history.amax[self.slot : self.slot + 1]
+            scale, amax_out = history.scale_of(self.slot), history.amax_of(self.slot)
             payloads, _ = source.quantize(self.dtype, scale, power_of_two=power_of_two, amax_out=amax_out)
-            # The history's scale moves on at the end of the step, perhaps before a late backward reads this one.
-            return payloads, scale.clone()
+            return payloads, scale
         if sync is None and history is None:
             return source.quantize(self.dtype, None, power_of_two=power_of_two, amax_out=None)
         amax = source.amax()
         if sync is not None:
             sync(amax)
         if history is not None and history.amax is not None:
-            slot = history.amax[self.slot : self.slot + 1]
+            slot = history.amax_of(self.slot)
             torch.maximum(slot, amax, out=slot)
         scale = scale_from_amax(amax, self.dtype, power_of_two=power_of_two)
         return source.quantize(self.dtype, scale, power_of_two=power_of_two, amax_out=None)
@@ -99,10 +96,10 @@ class Recipe:
 
     def linear_quantizers(self) -> LinearQuantizers:
         """Quantisers of a new layer; under delayed scaling they take two slots of the history."""
+        return LinearQuantizers(self.quantizer(INPUT_DTYPE), self.quantizer(GRAD_OUTPUT_DTYPE))
 
-        def quantizer(dtype: torch.dtype) -> Quantizer:
-            if self.history is None:
-                return Quantizer(dtype, self.power_of_two)
-            return Quantizer(dtype, self.power_of_two, self.history, self.history.add_slot(dtype))
-
-        return LinearQuantizers(quantizer(INPUT_DTYPE), quantizer(GRAD_OUTPUT_DTYPE))
+    def quantizer(self, dtype: torch.dtype) -> Quantizer:
+        """A new quantiser; under delayed scaling it takes a slot of the history."""
+        if self.history is None:
+            return Quantizer(dtype, self.power_of_two)
+        return Quantizer(dtype, self.power_of_two, self.history, self.history.add_slot(dtype))

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import Config, ModelConfig, PrecisionConfig
-from ..distributed.data_parallel import accumulates_locally, local_grad_dtype, shard_grad_dtype
+from ..distributed.data_parallel import (
+    accumulates_locally,
+    local_grad_dtype,
+    releases_gradients,
+    shard_grad_dtype,
+)
 from ..distributed.partition import StorageClass
 from ..formats import GRAD_BLOCK, STATE_BLOCK, StorageDtype
 from ..optimizer.state import space_formats
@@ -86,6 +91,8 @@ def _predict(
     gradients = [] if replicas == 1 else [(shard_grad_dtype(storage, precision), count // replicas)]
     if replicas == 1 or accumulates_locally(precision, num_micro_batches):
         gradients.append((local, count))
+    if releases_gradients(storage, precision):
+        gradients = []
     state = [(dtype, count // replicas) for dtype in (formats.exp_avg, formats.exp_avg_sq, master)]
     if is_own_master and replicas > 1:
         state.append((master, count))  # the scales of every replica's weights

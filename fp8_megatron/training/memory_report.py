@@ -90,6 +90,8 @@ def memory_table(
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     dtypes = _dtype_names(formats)
+    if measured.linear.num_params and not measured.linear.gradients:
+        dtypes["gradients"] = "released"
     for kind, name in (*_KINDS.items(), ("total", "total")):
         if kind == "total":
             table.add_section()

@@ -62,8 +62,9 @@ def fit(output_dir: Path, **overrides: object) -> list[tuple[float, float]]:
         {"opt_level": "O3"},
         {"opt_level": "O3", "fp8_recipe": "delayed"},
         {"opt_level": "O3", "global_batch_size": 12},
+        {"opt_level": "O3", "fp8_lm_head": True},
     ],
-    ids=["O1", "O2", "O3", "O3-delayed", "O3-accumulation"],
+    ids=["O1", "O2", "O3", "O3-delayed", "O3-accumulation", "O3-head"],
 )
 def test_every_level_follows_bf16(tmp_path: Path, level: dict, style: dict) -> None:
     """30 steps from one seed. One step's loss differs by the forward's quantisation noise, 28 dB on each GEMM of the
@@ -107,9 +108,12 @@ def build_state():  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_nothing_in_a_step_waits_for_the_device(build_state, recipe: str, num_micro_batches: int) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("fp8_lm_head", [False, True])
+def test_nothing_in_a_step_waits_for_the_device(  # type: ignore[no-untyped-def]
+    build_state, recipe: str, num_micro_batches: int, fp8_lm_head: bool
+) -> None:
     """With PyTorch's synchronisation checks set to raise, warm steps run."""
-    state, loader, _ = build_state(fp8_recipe=recipe, global_batch_size=4 * num_micro_batches)
+    state, loader, _ = build_state(fp8_recipe=recipe, global_batch_size=4 * num_micro_batches, fp8_lm_head=fp8_lm_head)
     for _ in range(3):
         train_step(state, loader, wants_stop=False)
     torch.cuda.synchronize()

@@ -50,5 +50,5 @@ def test_a_refusal_names_the_problem() -> None:
     a, b, scale_a, _ = _operands(256, 128, 64)
     unaligned = torch.ones(4, device="cuda")[1:2]
     out = torch.empty(256, 128, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(RuntimeError, match=r"cuBLASLt .* float8_e4m3fn \[256, 64\] × .* \[128, 64\]ᵀ"):
+    with pytest.raises(RuntimeError, match=r"cuBLASLt .*float8_e4m3fn \[256, 64\] × .* \[128, 64\]ᵀ"):
         cublaslt.matmul(a, b, scale_a, unaligned, None, out, use_fast_accum=False)

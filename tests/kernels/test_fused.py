@@ -1,4 +1,4 @@
-"""The specifications of fused norms, activations and cross-entropy, against float64 autograd."""
+"""The specifications of fused norms, activations and cross-entropy, against float64."""
 
 from __future__ import annotations
 
@@ -124,3 +124,51 @@ def test_cross_entropy(num_shards: int) -> None:
     for index, shard in enumerate(shards):
         ops.cross_entropy_backward_(shard, labels - index * width, log_sum_exp, grad)
     assert snr_db(torch.cat(shards, dim=1), exact.grad) > BF16_DB
+
+
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "pow2"])
+def test_cross_entropy_gradient_in_fp8(power_of_two: bool) -> None:
+    """Of a shard, with a scale that bounds it; tokens' gradients of either sign, some zero."""
+    logits, width = normal(T, 64, seed=1, size=3.0), 64
+    labels = torch.randint(-width, width, (T,), generator=torch.Generator().manual_seed(2))
+    grad = torch.randn(T, generator=torch.Generator().manual_seed(3)) * 1e-3
+    grad[::7] = 0.0
+    log_sum_exp = torch.logsumexp(torch.cat([logits, normal(T, 64, seed=4)], dim=1).double(), dim=1)
+    onehot = (torch.arange(width) == labels[:, None]).double()
+    exact = (torch.exp(logits.double() - log_sum_exp[:, None]) - onehot) * grad.double()[:, None]
+    operands = (logits, labels, log_sum_exp.float(), grad)
+    payload, payload_t, scale = ops.cross_entropy_backward_quantize(
+        *operands, E5M2, scale=None, power_of_two=power_of_two
+    )
+    bound = grad.abs().max().view(1)
+    assert torch.equal(scale, reference.scale_from_amax(bound, E5M2, power_of_two=power_of_two))
+    assert payload.dtype == E5M2 and snr_db(reference.decode(payload, scale), exact) > E5M2_DB - 1.0  # 48 labels
+    assert torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
+    assert not reference.decode(payload[::7]).any()
+    again, _, taken = ops.cross_entropy_backward_quantize(*operands, E5M2, scale=scale)
+    assert taken.numel() == 0 and torch.equal(again.view(torch.uint8), payload.view(torch.uint8))
+    plain = logits.clone().float()
+    ops.cross_entropy_backward_(plain, *operands[1:])
+    assert torch.equal(reference.encode(plain, scale, E5M2).view(torch.uint8), payload.view(torch.uint8))
+
+
+def test_cross_entropy_gradient_of_small_probabilities() -> None:
+    """A bound far above the gradient costs nothing: probabilities down to 2⁻²⁹ keep E5M2's relative steps (within
+    2⁻³), those below 2⁻³³ become zero."""
+    exponents = torch.arange(-40, 0)
+    logits = (exponents * 0.6931471805599453).view(1, -1).repeat(4, 1)
+    labels, log_sum_exp, grad = torch.full((4,), -1), torch.zeros(4), torch.tensor([1.0, 0.5, 1e-3, 0.0])
+    payload, _, scale = ops.cross_entropy_backward_quantize(logits, labels, log_sum_exp, grad, E5M2, scale=None)
+    measured, exact = reference.decode(payload, scale)[0], torch.exp2(exponents.float())
+    normal_range = exponents >= -29
+    assert ((measured - exact).abs() <= exact / 8)[normal_range].all()
+    assert (measured[exponents >= -32] > 0).all() and not measured[exponents < -33].any()
+
+
+def test_scaled_mm_into_rows() -> None:
+    a, b = normal(32, 48, seed=1), normal(16, 48, seed=2)
+    (x, _, scale_x), (y, _, scale_y) = ops.quantize_current(a, E5M2), ops.quantize_current(b, E4M3)
+    out = torch.full((64, 16), 7.0, dtype=torch.bfloat16)
+    ops.scaled_mm_into_(out[16:48], x, y, scale_x, scale_y)
+    assert torch.equal(out[16:48], ops.scaled_mm(x, y, scale_x, scale_y))
+    assert (out[:16] == 7.0).all() and (out[48:] == 7.0).all()

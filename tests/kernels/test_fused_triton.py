@@ -177,6 +177,97 @@ def test_cross_entropy(shape: tuple[int, int], offset: int) -> None:
     assert snr_db(on_gpu.cpu(), logits) > BF16_DB
 
 
+CROSS_ENTROPY_SHAPES = [(16, 32), (4, 16), (64, 50304), (260, 1008), (1000, 16768)]
+
+
+def cross_entropy_operands(shape: tuple[int, int], offset: int, *, size: float = 5.0) -> tuple[Tensor, ...]:
+    """Logits, labels (some of another shard), log Σ exp over this shard and another, gradients of either sign."""
+    logits = normal(*shape, seed=1, size=size)
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(shape[1], (shape[0],), generator=generator) - offset
+    log_sum_exp = torch.logsumexp(logits.float(), dim=1) + 0.5
+    grad = torch.randn(shape[0], generator=generator) * 1e-3
+    grad[::5] = 0.0
+    return logits, labels, log_sum_exp, grad
+
+
+@pytest.mark.parametrize("shape", CROSS_ENTROPY_SHAPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 10], ids=["whole", "shard"])
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "pow2"])
+def test_cross_entropy_backward_quantize(shape: tuple[int, int], offset: int, power_of_two: bool) -> None:
+    """Its scale and what it makes of the gradient are exact, and so are both layouts; the gradient's exponential is
+    the GPU's."""
+    operands = cross_entropy_operands(shape, offset)
+    logits, labels, log_sum_exp, grad = (operand.cuda() for operand in operands)
+    expected = cross_entropy.cross_entropy_backward_quantize(*operands, E5M2, None, power_of_two)
+    payload, payload_t, scale = ops.cross_entropy_backward_quantize(
+        logits, labels, log_sum_exp, grad, E5M2, scale=None, power_of_two=power_of_two
+    )
+    assert torch.equal(scale.cpu(), expected[2])
+    assert_same_payload(payload, expected[0])
+    assert torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
+    # Bitwise: the same arithmetic in the kernel that writes the gradient itself, then the reference's cast.
+    values = logits.float()
+    ops.cross_entropy_backward_(values, labels, log_sum_exp, grad)
+    assert torch.equal(
+        payload.cpu().view(torch.uint8), reference.encode(values.cpu(), expected[2], E5M2).view(torch.uint8)
+    )
+    assert torch.equal(logits.cpu(), operands[0])  # only read
+    given = torch.full((1,), 3e-8, device="cuda")
+    again = ops.cross_entropy_backward_quantize(logits, labels, log_sum_exp, grad, E5M2, scale=given)
+    assert torch.equal(
+        again[0].cpu().view(torch.uint8), reference.encode(values.cpu(), given.cpu(), E5M2).view(torch.uint8)
+    )
+    assert torch.equal(again[1].view(torch.uint8), again[0].view(torch.uint8).t()) and again[2].numel() == 0
+
+
+@pytest.mark.parametrize("where", ["logits", "log_sum_exp", "grad"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_cross_entropy_backward_quantize_of_what_is_not_finite(where: str, bad: float) -> None:
+    """In one place: a NaN stays in its row, or with a bad gradient the scale is one, as in the reference."""
+    operands = cross_entropy_operands((64, 256), 0)
+    operands[["logits", "", "log_sum_exp", "grad"].index(where)][3] = bad
+    expected = cross_entropy.cross_entropy_backward_quantize(*operands, E5M2, None, False)
+    payload, payload_t, scale = ops.cross_entropy_backward_quantize(*cuda(*operands), E5M2, scale=None)
+    torch.testing.assert_close(scale.cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
+    values, wanted = reference.decode(payload.cpu()), reference.decode(expected[0])
+    assert torch.equal(values.isnan(), wanted.isnan())
+    assert torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
+    finite = ~wanted.isnan()
+    if finite.any():
+        assert_same_payload(payload.cpu()[finite], expected[0][finite])
+
+
+@pytest.mark.parametrize("shape", [(6, 64), (16, 40)], ids=str)
+def test_cross_entropy_backward_quantize_refuses(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="multiple of"):
+        ops.cross_entropy_backward_quantize(*cuda(*cross_entropy_operands(shape, 0)), E5M2, scale=None)
+
+
+def test_cross_entropy_backward_quantize_beyond_two_billion_elements() -> None:
+    """Offsets of 64 bits: the last rows lie beyond 2³¹ elements of either layout."""
+    tokens, width = 2**15 + 64, 2**16
+    logits = normal(4, width, seed=1).cuda().repeat(tokens // 4, 1)
+    labels, log_sum_exp, grad = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), 12.0), torch.ones(tokens)
+    payload, payload_t, _ = ops.cross_entropy_backward_quantize(
+        logits, *cuda(labels, log_sum_exp, grad), E5M2, scale=None
+    )
+    codes, turned = payload.view(torch.uint8), payload_t.view(torch.uint8)
+    for rows in (slice(0, 64), slice(tokens - 64, tokens)):
+        assert torch.equal(codes[rows], codes[:64]) and torch.equal(turned[:, rows], codes[:64].t())
+
+
+@pytest.mark.parametrize("first", [0, 16, 48])
+def test_scaled_mm_into_rows(first: int) -> None:
+    """cuBLASLt writes to rows of a larger tensor what it would write to one of its own, and nothing beside them."""
+    a, b = normal(256, 512, seed=1).cuda(), normal(128, 512, seed=2).cuda()
+    (x, _, scale_x), (y, _, scale_y) = ops.quantize_current(a, E5M2), ops.quantize_current(b, E4M3)
+    out = torch.full((320, 128), 7.0, dtype=torch.bfloat16, device="cuda")
+    ops.scaled_mm_into_(out[first : first + 256], x, y, scale_x, scale_y)
+    assert torch.equal(out[first : first + 256], ops.scaled_mm(x, y, scale_x, scale_y))
+    assert (out[:first] == 7.0).all() and (out[first + 256 :] == 7.0).all()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     """A NaN reaches the payload or the scale, so that the step's check finds it."""

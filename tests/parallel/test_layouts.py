@@ -43,6 +43,8 @@ PRECISIONS = {
     "O3": PrecisionConfig(opt_level="O3"),
     "delayed": PrecisionConfig(fp8_recipe="delayed"),
     "power_of_two": PrecisionConfig(fp8_power_of_two_scales=True),
+    "head": PrecisionConfig(fp8_lm_head=True),
+    "head_delayed": PrecisionConfig(fp8_lm_head=True, fp8_recipe="delayed"),
 }
 LAYOUTS = {
     "tp2_sp": (2, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
@@ -171,11 +173,14 @@ def test_layout_trains_as_one_rank(ranks: RankPool, single: Single, model: str, 
     [
         ("gpt3", "tp2_sp", "O1"),
         ("gpt3", "tp2_sp", "delayed"),
+        ("gpt3", "tp2_sp", "head"),
+        ("gpt3", "pp2", "head"),
+        ("llama", "tp2", "head_delayed"),
         *[
             slow(model, layout, precision)
             for model in MODELS
             for layout in ("pp2_vpp2", "tp2_dp2")
-            for precision in ("O1", "O2", "delayed", "power_of_two")
+            for precision in ("O1", "O2", "delayed", "power_of_two", "head", "head_delayed")
         ],
     ],
 )

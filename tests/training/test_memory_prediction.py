@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from fp8_megatron.config import Config, ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.device import runtime
 from fp8_megatron.distributed.topology import initialized
 from fp8_megatron.formats import StorageDtype
@@ -32,7 +32,8 @@ STRETCH = PrecisionConfig(
 
 
 def make_config(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batches: int) -> Config:
-    config = tiny_config(model, parallel=parallel, precision=precision)
+    unclipped = OptimizerConfig(clip_grad=0.0)  # what gradients that are released need
+    config = tiny_config(model, parallel=parallel, precision=precision, optimizer=unclipped)
     return replace(config, training=replace(config.training, micro_batch_size=1, global_batch_size=micro_batches))
 
 
@@ -51,6 +52,7 @@ def _compare(config: Config) -> tuple[MemoryByKind, MemoryByKind]:
         ("gpt3", 4, ParallelConfig(), PrecisionConfig(), 4),
         ("llama", 2, ParallelConfig(), PrecisionConfig(opt_level="O1"), 2),
         ("gpt3", 1, ParallelConfig(), STRETCH, 1),
+        ("gpt3", 1, ParallelConfig(), replace(STRETCH, release_gradients=True), 1),
         ("gpt3", 2, ParallelConfig(), STRETCH, 2),
         ("gpt3", 2, ParallelConfig(), PrecisionConfig(grad_accumulation="local"), 4),
         ("gpt3", 2, ParallelConfig(), PrecisionConfig(precision="bf16"), 2),
@@ -77,12 +79,13 @@ def test_predicted_is_measured(
 
 def test_sharded_bytes_per_parameter() -> None:
     """The levels' arithmetic at O3: 7 bytes on one rank; 1 + 9/4 on four (weight 1, FP32 shard of gradients 4/4,
-    master and moments 5/4), with less than 0.1 of scales; 5 in the stretch form."""
+    master and moments 5/4), with less than 0.1 of scales; 5 in the stretch form, 4 with gradients released."""
     model = replace(MODELS["gpt3"], num_layers=32, hidden_size=4096, num_attention_heads=32)
     for precision, world_size, least in (
         (PrecisionConfig(), 1, 7.0),
         (PrecisionConfig(), 4, 1 + 9 / 4),
         (STRETCH, 1, 5.0),
+        (replace(STRETCH, release_gradients=True), 1, 4.0),
     ):
         config = make_config(model, ParallelConfig(), precision, world_size)
         linear = predict_memory(config, 50304, world_size=world_size).linear

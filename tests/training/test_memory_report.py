@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fp8_megatron.formats import LEVELS
@@ -49,6 +51,12 @@ def test_sharded_state_is_compared_with_sharded_bf16() -> None:
 def test_level_without_master_and_stage_without_linear_weights() -> None:
     table = memory_table(MemoryByKind(bf16_bytes(0), bf16_bytes(NUM_REST)), LEVELS["O2"])
     assert row(table, "master weights")[1:3] == ["= weight", "-"]
+
+
+def test_released_gradients_are_called_so() -> None:
+    table = memory_table(MemoryByKind(replace(O3, gradients=0), bf16_bytes(NUM_REST)), LEVELS["O3"])
+    assert row(table, "gradients")[1:4] == ["released", "0.000", "4.000"]
+    assert row(table, "total")[2] == "6.031"
 
 
 def test_text_needs_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

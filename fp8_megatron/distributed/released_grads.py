@@ -1,0 +1,105 @@
+"""Gradients that the optimizer takes as soon as backward has written them: none is stored, whatever the model's size.
+
+The gradient of one parameter exists between its GEMM and its update. So nothing that has to be known of all gradients
+before the first update can be had: no clipping by their norm, no step that is skipped as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..formats import GRAD_BLOCK, StorageDtype
+from ..kernels import ops
+from .grad_buffer import GradBuffer
+from .partition import ParamSpace, Slot
+
+
+@dataclass(frozen=True)
+class ReleasedGrad:
+    """One parameter's gradient on its way to the optimizer.
+
+    Attributes:
+        payload: flat [slot.padded], zero beyond the parameter. scales: FP32 [slot.padded / 128] under FP8.
+        squared_norm: FP32 [1], not finite where any element is not.
+    """
+
+    slot: Slot
+    payload: Tensor
+    scales: Tensor | None
+    squared_norm: Tensor
+
+
+class ReleasedGradBuffer(GradBuffer):
+    """`LocalGradBuffer` without the storage: every gradient is handed on when it is written, once per step.
+
+    It calls `release_to`'s receiver inside `main_grad.accumulate_`, which may change the weight: whoever writes a
+    weight's gradient has read the weight for the last time in this step.
+
+    Args:
+        dtype: what gradients are rounded to on the way: FP8 as `LocalGradBuffer` stores them (the same bits), or wider,
+            straight from the GEMM.
+    """
+
+    def __init__(self, space: ParamSpace, dtype: StorageDtype) -> None:
+        super().__init__(space)
+        self.dtype = dtype
+        self.payload = torch.empty(0, dtype=dtype.torch_dtype, device=space.device)
+        #: FP32 [num_slots] of this step.
+        self.squared_norms = torch.zeros(len(space.slots), device=space.device)
+        self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
+        self._written: set[int] = set()
+        self._receive: Callable[[ReleasedGrad], None] | None = None
+
+    def release_to(self, receive: Callable[[ReleasedGrad], None]) -> None:
+        """Hand every gradient to `receive`, which is done with it when it returns (on CUDA: has queued all of it)."""
+        self._receive = receive
+
+    def _write(self, slot: Slot, grad: Tensor) -> None:
+        assert slot.offset not in self._written, (
+            f"{slot.name}: a second gradient in one step, but the first one is already in the weight; "
+            f"gradients of a weight that is used twice, or of several micro-batches, cannot be released"
+        )
+        assert self._receive is not None, "nobody takes the gradients"
+        self._written.add(slot.offset)
+        payload, scales = self._rounded(slot, grad)
+        index = self._index[slot.offset]
+        squared_norm = self.squared_norms[index : index + 1]
+        squared_norm.copy_(ops.squared_norm(payload, scales))
+        self._receive(ReleasedGrad(slot, payload, scales, squared_norm))
+
+    def _rounded(self, slot: Slot, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.dtype is StorageDtype.FP8:
+            payload = torch.empty(slot.padded, dtype=self.dtype.torch_dtype, device=grad.device)
+            scales = torch.empty(slot.padded // GRAD_BLOCK, device=grad.device)
+            self._quantize(grad, payload, scales)
+            return payload, scales
+        payload = grad.to(self.dtype.torch_dtype)
+        return torch.nn.functional.pad(payload, (0, slot.padded - slot.numel)), None
+
+    def reset(self, *, measures_underflow: bool = False) -> None:
+        self._written.clear()
+        self._start_underflow(measures_underflow and self.dtype is StorageDtype.FP8)
+
+    def finish(self) -> None:
+        for slot in self.space.slots:
+            if slot.offset not in self._written:
+                self._write(slot, torch.zeros(slot.numel, device=self.payload.device))
+
+    def squared_norm(self) -> Tensor:
+        return self.squared_norms.sum().reshape(1)
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.squared_norms.nbytes
+
+    def non_finite_slots(self) -> list[str]:
+        finite = torch.isfinite(self.squared_norms).tolist()
+        return [slot.name for slot, is_finite in zip(self.space.slots, finite, strict=True) if not is_finite]
