@@ -36,6 +36,11 @@ MODELS = {"345m": "gpt_345m", "7b": "gpt_7b", "13b": "gpt_13b", "llama-7b": "lla
 RUNS = {
     "O3": ["--precision", "fp8"],
     "O3-delayed": ["--precision", "fp8", "--fp8-recipe", "delayed"],
+    "O3-lean": [
+        *("--precision", "fp8", "--fp8-recipe", "delayed"),
+        *("--fp8-lm-head", "--grad-accumulation-dtype", "bf16"),
+    ],
+    "O3-nccl": ["--precision", "fp8", "--fp8-recipe", "delayed", "--dp-transport", "nccl"],
     "O3-no-overlap": [
         *("--precision", "fp8", "--fp8-recipe", "delayed"),
         *("--no-overlap-grad-reduce", "--no-overlap-param-gather"),
@@ -66,6 +71,7 @@ class Result:
     final_loss: float
     losses: list[float]
     ms_by_kind_of_kernel: dict[str, float] = field(default_factory=dict)
+    profiled_step_ms: dict[str, float] = field(default_factory=dict)
 
 
 def main() -> int:
@@ -166,7 +172,8 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
     full, causal = (model_flops_per_token(config.model, causal=c, padded_vocab_size=vocab) for c in (False, True))
     peak = peak_flops(_device_name(), config.precision.precision)
     kinds: dict[str, float] = defaultdict(float)
-    for kernel in json.loads((folder / "profile_rank0.json").read_text()):
+    profile = json.loads((folder / "profile_rank0.json").read_text())
+    for kernel in profile["kernels"]:
         kinds[kernel["category"]] += kernel["ms_per_step"]
     return Result(
         name=name,
@@ -180,6 +187,7 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
         final_loss=steps[-1]["loss"],
         losses=[record["loss"] for record in steps],
         ms_by_kind_of_kernel=dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        profiled_step_ms=profile["step"],
     )
 
 

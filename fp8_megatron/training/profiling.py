@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ _CATEGORIES = (
     ("attention", r"flash|fmha|sdpa|compute_dot_do_o|convert_dq_to"),
     ("FP8 GEMM", r"nvjet_sm\d+_(qq|qr|rq)|(gemm|cutlass).*(e4m3|e5m2|fp8)"),
     ("16-bit GEMM", r"gemm|nvjet|cutlass|splitkreduce|cublas"),
-    ("gradient storage", r"_quantize_blocks|_dequantize_blocks|_accumulate_rows"),
+    ("gradient storage", r"_quantize_blocks|_dequantize_blocks|_accumulate_rows|_count_underflow"),
     (
         "quantise, norm, activation",
         r"_quantize|_requantize|_transpose_tiles|_partial_amax|_finish_amax|_norm_|_activation_",
@@ -42,11 +43,27 @@ class KernelTime:
     ms_per_step: float
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """How a step's time on the device is spent, ms: between the first kernel and the last, whatever the stream.
+
+    Attributes:
+        compute: some kernel other than communication runs.
+        exposed_communication: communication runs (or waits for another rank) and nothing else does.
+        idle: nothing runs.
+    """
+
+    span: float
+    compute: float
+    exposed_communication: float
+    idle: float
+
+
 class StepProfiler:
     """Runs `torch.profiler` over steps [step_start, step_end) of a run and writes what it saw into `folder`.
 
-    Files, per profiled rank R: ``profile_rankR.json`` (every kernel's time and calls per step), ``profile_rankR.txt``
-    (the table a person reads) and, if asked for, ``trace_rankR.json.gz`` for Perfetto.
+    Files, per profiled rank R: ``profile_rankR.json`` (`StepTimes`, and every kernel's time and calls per step),
+    ``profile_rankR.txt`` (the table a person reads) and, if asked for, ``trace_rankR.json.gz`` for Perfetto.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, *, rank: int) -> None:
@@ -77,11 +94,14 @@ class StepProfiler:
             torch.cuda.synchronize()
         self._profiler.stop()
         num_steps = self._config.profile_step_end - self._config.profile_step_start
-        kernels = kernel_times(self._profiler.events() or [], num_steps)
+        events = list(self._profiler.events() or [])
+        kernels, times = kernel_times(events, num_steps), step_times(events, num_steps)
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"profile_rank{self._rank}"
-        (self._folder / f"{stem}.json").write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=1))
-        (self._folder / f"{stem}.txt").write_text(kernel_table(kernels) + "\n")
+        (self._folder / f"{stem}.json").write_text(
+            json.dumps({"step": asdict(times), "kernels": list(map(asdict, kernels))}, indent=1)
+        )
+        (self._folder / f"{stem}.txt").write_text(kernel_table(kernels, times) + "\n")
         if self._config.profile_trace:
             self._profiler.export_chrome_trace(str(self._folder / f"trace_rank{self._rank}.json.gz"))
         self._profiler = None
@@ -110,13 +130,43 @@ def kernel_times(events: Iterable[Any], num_steps: int) -> list[KernelTime]:
     )
 
 
-def kernel_table(kernels: list[KernelTime], *, longest: int = 40) -> str:
+def step_times(events: Iterable[Any], num_steps: int) -> StepTimes:
+    """`StepTimes` of `torch.profiler` events over `num_steps` steps; zeros where nothing ran on a device."""
+    intervals: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times = (event.time_range.start, event.time_range.end)
+            intervals[category_of(event.name) == "communication"].append(times)
+    every = intervals[True] + intervals[False]
+    if not every:
+        return StepTimes(0.0, 0.0, 0.0, 0.0)
+    span = max(end for _, end in every) - min(start for start, _ in every)
+    compute, busy = _covered(intervals[False]), _covered(every)
+    return StepTimes(*(us / 1e3 / num_steps for us in (span, compute, busy - compute, span - busy)))
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def kernel_table(kernels: list[KernelTime], times: StepTimes, *, longest: int = 40) -> str:
     """Time by category, then the longest kernels; ms per step, streams added up."""
     total = sum(kernel.ms_per_step for kernel in kernels)
     by_category: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         by_category[kernel.category] += kernel.ms_per_step
-    lines = [f"{total:10.2f} ms a step in kernels, all streams added up", ""]
+    lines = []
+    if times.span:
+        lines += [
+            f"{times.span:10.2f} ms from a step's first kernel to its last: {times.compute:.2f} compute, "
+            f"{times.exposed_communication:.2f} communication beside none, {times.idle:.2f} idle"
+        ]
+    lines += [f"{total:10.2f} ms a step in kernels, all streams added up", ""]
     lines += [
         f"{ms:10.2f} ms {100 * ms / total:5.1f}%  {category}"
         for category, ms in sorted(by_category.items(), key=lambda item: -item[1])
