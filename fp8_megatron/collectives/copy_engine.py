@@ -15,7 +15,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class PeerMemory:
     group: Group
     buffers: Sequence[Tensor]
     barrier: Callable[[int], None]
+    #: Views made once: buffers and weights stay where they are, and making views costs the host more than the copies.
+    _copies: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -55,20 +57,32 @@ class PeerMemory:
         return self.buffers[rank][start : start + own.numel()]
 
     def pull_rows(self, source: Tensor, destination: Tensor) -> None:
-        """Row p of `destination` becomes this rank's row of rank p's `source`; both flat uint8 [d · bytes]."""
-        own = self.group.rank()
-        rows = destination.view(self.group.size(), -1)
-        mine = source.view(self.group.size(), -1)[own]
-        for peer in _from_next(own, self.group.size()):
-            rows[peer].copy_(self.of_peer(peer, mine), non_blocking=True)
+        """Row p of `destination` becomes this rank's row of rank p's `source`; both flat uint8 [d · bytes].
+
+        Both are buffers that last.
+        """
+        key = (source.data_ptr(), destination.data_ptr(), source.numel())
+        copies = self._copies.get(key)
+        if copies is None:
+            own = self.group.rank()
+            rows = destination.view(self.group.size(), -1)
+            mine = source.view(self.group.size(), -1)[own]
+            peers = _from_next(own, self.group.size())
+            copies = self._copies[key] = [(rows[peer], self.of_peer(peer, mine)) for peer in peers]
+        for target, origin in copies:
+            target.copy_(origin, non_blocking=True)
 
     def pull_parts(self, full: Tensor) -> None:
         """Part p of `full` (flat uint8, in this memory) becomes rank p's; this rank's own stays."""
-        own = self.group.rank()
-        parts = full.view(self.group.size(), -1)
-        for peer in _from_next(own, self.group.size()):
-            if peer != own:
-                parts[peer].copy_(self.of_peer(peer, parts[peer]), non_blocking=True)
+        key = (full.data_ptr(), full.numel())
+        copies = self._copies.get(key)
+        if copies is None:
+            own = self.group.rank()
+            parts = full.view(self.group.size(), -1)
+            peers = _from_next(own, self.group.size())[:-1]
+            copies = self._copies[key] = [(parts[peer], self.of_peer(peer, parts[peer])) for peer in peers]
+        for target, origin in copies:
+            target.copy_(origin, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,12 +115,19 @@ def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device)
             replica=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
             dp_nodes=dp_nodes,
             virtual_pipeline_size=virtual,
-            grad_memory=weight_memory if dp_nodes is None else send_memory(parallel, dp_nodes.intra, device),
+            grad_memory=_grad_memory(parallel, dp_nodes, weight_memory),
             weight_memory=weight_memory,
         )
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def _grad_memory(parallel: ParallelConfig, dp_nodes: NodeGroups | None, weight_memory: SendMemory) -> SendMemory:
+    """Where gradients are sent from: to the node's ranks first where there are stages; NCCL's own sum reads any."""
+    if parallel.fp8_grad_reduce is GradReduceMode.NCCL:
+        return SendMemory(weight_memory.device)
+    return weight_memory if dp_nodes is None else send_memory(parallel, dp_nodes.intra, weight_memory.device)
 
 
 def _node_groups(timeout: timedelta) -> NodeGroups:
