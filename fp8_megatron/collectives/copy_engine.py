@@ -11,19 +11,20 @@ any other buffer goes through NCCL or gloo.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..device import count_shared_memory
+from .side_stream import side_stream, stream_of
 
 Group = torch.distributed.ProcessGroup
 
+#: Of the copy stream: every rank meets the others on it in one order, and its barriers go before other kernels.
+_PRIORITY = -1
 #: Works remembered to say, when a rank hangs, in which of them.
 _NUM_REMEMBERED = 256
 #: Gathers that start after one barrier: the first bytes travel before the last shard is in its place.
@@ -145,7 +146,7 @@ def start_all_to_all(memory: PeerMemory, pairs: Iterable[tuple[Tensor, Tensor]])
 
     Once the work was waited for, every rank has what it needs of this rank's sources too.
     """
-    with _on_copy_stream(memory.device):
+    with side_stream(memory.device, _PRIORITY):
         memory.barrier(0)
         for source, destination in pairs:
             memory.pull_rows(source, destination)
@@ -160,7 +161,7 @@ def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> l
     was waited for, every rank has read this rank's shards.
     """
     works = []
-    with _on_copy_stream(gathers[0][0].device):
+    with side_stream(gathers[0][0].device, _PRIORITY):
         for first in range(0, len(gathers), _GATHERS_PER_BARRIER):
             together = gathers[first : first + _GATHERS_PER_BARRIER]
             for memory, full, shard in together:
@@ -182,30 +183,10 @@ def unfinished() -> CopyWork | None:
     return next((work for work in tuple(_started) if work.event is not None and not work.event.query()), None)
 
 
-@contextmanager
-def _on_copy_stream(device: torch.device) -> Iterator[None]:
-    """What the block queues comes after all that the current stream has queued, and does not hold it up.
-
-    One stream a device, so that every rank meets the others in the same order; its barriers go before other kernels.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    stream = _stream_of(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-@functools.cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
-
-
 def _used_on_copy_stream(tensor: Tensor) -> None:
     """Keep the allocator from handing out `tensor`, which the caller may drop, before the copy stream has read it."""
     if tensor.device.type == "cuda":
-        tensor.record_stream(_stream_of(tensor.device))
+        tensor.record_stream(stream_of(tensor.device, _PRIORITY))
 
 
 def _mark(name: str, memory: PeerMemory) -> CopyWork:

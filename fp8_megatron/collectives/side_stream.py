@@ -10,16 +10,17 @@ import torch
 
 
 @functools.cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def stream_of(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """The side stream of a CUDA device; one for each priority (below 0: before other streams' kernels)."""
+    return torch.cuda.Stream(device, priority=priority)
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device, priority: int = 0) -> Iterator[None]:
     """What the block queues comes after all that the current stream has queued, and does not hold it up. On a CPU
     nothing is special.
 
-    There is one side stream per device, so blocks follow each other. Two rules keep memory safe without a
+    There is one side stream per device and priority, so blocks follow each other. Two rules keep memory safe without a
     `record_stream`. What a block allocates, only side-stream blocks use: such memory returns to the side stream's own
     pool. What a block uses of the caller's, the caller leaves alone until the current stream has waited for a
     collective that the block started last; that collective follows everything in the block.
@@ -27,7 +28,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = _stream_of(device)
+    stream = stream_of(device, priority)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
