@@ -58,7 +58,10 @@ PROFILED_STEPS = 2
 
 @dataclass
 class Result:
-    """One run. Memory in 10^9 bytes; TFLOP/s count attention in full (Megatron's convention) and causally."""
+    """One run. Memory in 10^9 bytes; TFLOP/s count attention in full (Megatron's convention) and causally.
+
+    The profiled steps are by rank (compute, communication that none covers, idle), the kinds of kernel rank 0's.
+    """
 
     name: str
     command: str
@@ -71,7 +74,7 @@ class Result:
     final_loss: float
     losses: list[float]
     ms_by_kind_of_kernel: dict[str, float] = field(default_factory=dict)
-    profiled_step_ms: dict[str, float] = field(default_factory=dict)
+    profiled_step_ms: list[dict[str, float]] = field(default_factory=list)
 
 
 def main() -> int:
@@ -133,7 +136,7 @@ def _flags(args: argparse.Namespace, name: str) -> list[str]:
         *("--train-iters", str(args.train_iters), "--lr-warmup-iters", "2", "--eval-interval", "0"),
         *("--log-interval", str(args.train_iters + 1), "--no-tensorboard", "--output-dir", str(args.output_dir / name)),
         *("--profile", "--profile-step-start", str(first_profiled)),
-        *("--profile-step-end", str(args.train_iters + 1)),
+        *("--profile-step-end", str(args.train_iters + 1), "--profile-ranks", *map(str, range(args.nproc_per_node))),
     ]
 
 
@@ -172,8 +175,8 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
     full, causal = (model_flops_per_token(config.model, causal=c, padded_vocab_size=vocab) for c in (False, True))
     peak = peak_flops(_device_name(), config.precision.precision)
     kinds: dict[str, float] = defaultdict(float)
-    profile = json.loads((folder / "profile_rank0.json").read_text())
-    for kernel in profile["kernels"]:
+    profiles = [json.loads((folder / f"profile_rank{rank}.json").read_text()) for rank in range(args.nproc_per_node)]
+    for kernel in profiles[0]["kernels"]:
         kinds[kernel["category"]] += kernel["ms_per_step"]
     return Result(
         name=name,
@@ -187,7 +190,7 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
         final_loss=steps[-1]["loss"],
         losses=[record["loss"] for record in steps],
         ms_by_kind_of_kernel=dict(sorted(kinds.items(), key=lambda item: -item[1])),
-        profiled_step_ms=profile["step"],
+        profiled_step_ms=[profile["step"] for profile in profiles],
     )
 
 
