@@ -42,7 +42,7 @@ from fp8_megatron.checkpoint.manifest import RecordedFile
 from fp8_megatron.checkpoint.run_state import Progress, Resumable, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.checkpoint.torch_dist import TorchDistReader
-from fp8_megatron.config_io import parse_config
+from fp8_megatron.config_io import own_and_run_flags, parse_config
 from fp8_megatron.distributed.topology import initialized
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.optimizer.state import SpaceState, StateTensor
@@ -168,10 +168,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--folder", type=Path, required=True, help="scratch folder; removed at the end")
     parser.add_argument("--output", type=Path, help="file to write the JSON object to as well")
     parser.add_argument("--steps", type=int, default=5, help="training steps beside a save, and without one")
-    own, flags = sys.argv[1:], ["--mock-data", "--vocab-size", "512"]
-    if "--" in own:
-        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
-    return parser.parse_args(own), flags
+    own, flags = own_and_run_flags(sys.argv[1:])
+    return parser.parse_args(own), flags or ["--mock-data", "--vocab-size", "512"]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp8_megatron.config_io import parse_config
+from fp8_megatron.config_io import own_and_run_flags, parse_config
 from fp8_megatron.training.flops import model_flops_per_token, peak_flops
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 
@@ -114,9 +114,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--train-iters", type=int, default=14)
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
     parser.add_argument("--output-dir", type=Path, required=True)
-    own, passed = sys.argv[1:], []
-    if "--" in own:
-        own, passed = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, passed = own_and_run_flags(sys.argv[1:])
     args = parser.parse_args(own)
     args.passed = passed or ["--mock-data"]
     if args.train_iters < WARM_UP_STEPS + PROFILED_STEPS + 3:

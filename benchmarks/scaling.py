@@ -25,6 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fp8_megatron.config_io import own_and_run_flags
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -132,9 +134,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--train-iters", type=int, default=14)
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
     parser.add_argument("--output-dir", type=Path, required=True)
-    own, passed = sys.argv[1:], []
-    if "--" in own:
-        own, passed = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, passed = own_and_run_flags(sys.argv[1:])
     args = parser.parse_args(own)
     args.passed = passed or ["--mock-data"]
     try:

@@ -164,6 +164,13 @@ def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt
     return dataclasses.replace(config, precision=dataclasses.replace(config.precision, precision=alias))
 
 
+def own_and_run_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A tool's own flags, and those after ``--``, which are pretrain_gpt.py's."""
+    flags = list(argv)
+    end = flags.index("--") if "--" in flags else len(flags)
+    return flags[:end], flags[end + 1 :]
+
+
 def load_config(path: str | Path) -> Config:
     """The defaults overridden by a YAML file, whose keys are under their sections or flat at the top.
 

@@ -11,7 +11,7 @@ import yaml
 
 from fp8_megatron.config import Config, DataConfig, LoggingConfig, ModelConfig, PrecisionConfig, TrainingConfig
 from fp8_megatron.config_checks import ConfigError
-from fp8_megatron.config_io import format_config, load_config, parse_config, save_config
+from fp8_megatron.config_io import format_config, load_config, own_and_run_flags, parse_config, save_config
 from fp8_megatron.formats import GradReduceMode, StorageDtype
 
 
@@ -157,6 +157,18 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nope\.yaml: cannot read the configuration file: No such file"):
         parse_config(["--config", "nope.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "own", "passed"),
+    [
+        (["--runs", "O3", "--", "--mock-data", "--", "x"], ["--runs", "O3"], ["--mock-data", "--", "x"]),
+        (["--runs", "O3"], ["--runs", "O3"], []),
+        (["--"], [], []),
+    ],
+)
+def test_what_stands_after_two_dashes_is_the_runs(argv: list[str], own: list[str], passed: list[str]) -> None:
+    assert own_and_run_flags(argv) == (own, passed)
 
 
 def test_scalars_that_yaml_1_1_misreads(tmp_path: Path) -> None:

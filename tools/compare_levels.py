@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fp8_megatron.config_io import own_and_run_flags
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.plot import compare_losses
 
@@ -71,11 +72,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--speed-iters", type=int, default=60, help="steps of those (default 60)")
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--output-dir", type=Path, required=True, help="one folder per level goes in here")
-    own = sys.argv[1:]
-    passed: list[str] = []
-    if "--" in own:
-        passed = own[own.index("--") + 1 :]
-        own = own[: own.index("--")]
+    own, passed = own_and_run_flags(sys.argv[1:])
     args = parser.parse_args(own)
     args.passed = passed
     return args

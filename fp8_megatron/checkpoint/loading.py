@@ -76,10 +76,11 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     saved = SavedRun(folder)
     _check_model(saved, state)
     loads_moments = options.optimizer and not options.finetune
+    takes_scales = saved.has_model_layout_of(state)
     parts = list(_parts(state, tuple(PREFIXES) if loads_moments else ("master",)))
     values = saved.read([part.elements for part in parts], pinned=state.device.type == "cuda")
     for part, value in zip(parts, values, strict=True):
-        _take(part, value, saved, state)
+        _take(part, value, saved, state, takes_scales=takes_scales)
     for space in state.optimizer.states:
         space.derive_weights()
     if options.finetune:
@@ -125,16 +126,19 @@ def _parts(state: Resumable, kinds: tuple[str, ...]) -> Iterator[_Part]:
                 yield _Part(space, slot, fragment, Elements(placement, kind, fragment.slot_start, fragment.length))
 
 
-def _take(part: _Part, value: Tensor, saved: SavedRun, state: Resumable) -> None:
-    """Put FP32 [elements.length] from the CPU into its place, rounded to storage."""
+def _take(part: _Part, value: Tensor, saved: SavedRun, state: Resumable, *, takes_scales: bool) -> None:
+    """Put FP32 [elements.length] from the CPU into its place, rounded to storage.
+
+    Args:
+        takes_scales: a split master is stored with the scale that it was saved with.
+    """
     value = value.to(state.device, non_blocking=True)
     space, slot = part.space, part.slot
     if part.fragment is not None:
         space.part(part.elements.kind, slot, part.fragment).store_(value)
         return
     assert isinstance(space, SplitSpaceState)
-    same_layout = saved.has_model_layout_of(state)
-    scale = saved.rank_tensor(state, f"weight_scale/{slot.name}") if same_layout else None
+    scale = saved.rank_tensor(state, f"weight_scale/{slot.name}") if takes_scales else None
     space.set_master(slot, value.view(slot.param.shape), scale)
 
 

@@ -95,26 +95,17 @@ class SplitSpaceState(SpaceState):
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
-        assert self.chunk_amax is not None
         hyper = hyperparameters(group, config)
         shard = self._own_weights()
         scales = self.scales.contiguous()  # a kernel counts tensors, not the four floats that each one's scale takes
-        ops.adamw_split_step_(
-            buffer.payload,
-            buffer.scales,
-            self.exp_avg.payload,
-            self.exp_avg.scales,
-            self.exp_avg_sq.payload,
-            self.exp_avg_sq.scales,
+        self._split_step(
+            Fragment(0, 0, self.space.shard_numel),
+            buffer,
             shard,
-            self.master.payload,
-            scales,
-            self._foretold_scales(hyper),
-            self.chunk_slots,
-            self.chunk_amax,
+            (scales, self._foretold_scales(hyper), self.chunk_slots),
+            hyper,
             grad_factor,
             step_count,
-            **hyper,
         )
         self.scales.copy_(scales)
         if self.gather is not None:
@@ -131,15 +122,39 @@ class SplitSpaceState(SpaceState):
         step_count: Tensor,
     ) -> None:
         """As `SpaceState.update_slot`; the weight itself is new when this returns, and its scale."""
-        assert self.chunk_amax is not None
         hyper = hyperparameters(group, config)
         if self._next_scales is None:
             self._next_scales = self._foretold_scales(hyper)
-        place = whole(grad.slot)
+        place, index = whole(grad.slot), self._index[grad.slot.offset]
+        chunk_slots = torch.zeros(place.length // CHUNK, dtype=torch.int32, device=self.space.device)
+        self._split_step(
+            place,
+            grad,
+            grad.slot.padded_slice(self.weight.payload),
+            (self.scale_of(grad.slot), self._next_scales[index : index + 1], chunk_slots),
+            hyper,
+            grad_factor,
+            step_count,
+        )
+
+    def _split_step(
+        self,
+        place: Fragment,
+        grad: GradBuffer | ReleasedGrad,
+        weight: Tensor,
+        scales: tuple[Tensor, Tensor, Tensor],
+        hyper: dict[str, Any],
+        grad_factor: Tensor,
+        step_count: Tensor,
+    ) -> None:
+        """The fused pass over one part of the shard; `grad`, `weight` and `scales` are of that part.
+
+        Args:
+            scales: of its tensors before the step and after it, FP32 [tensors], and the tensor of each chunk, int32.
+        """
+        assert self.chunk_amax is not None
         start, stop = place.shard_start, place.shard_start + place.length
         exp_avg, exp_avg_sq, master = (held.part(place) for held in (self.exp_avg, self.exp_avg_sq, self.master))
-        chunk_amax = self.chunk_amax[start // CHUNK : stop // CHUNK]
-        index = self._index[grad.slot.offset]
         ops.adamw_split_step_(
             grad.payload,
             grad.scales,
@@ -147,12 +162,10 @@ class SplitSpaceState(SpaceState):
             exp_avg.scales,
             exp_avg_sq.payload,
             exp_avg_sq.scales,
-            self.weight.payload[start:stop],
+            weight,
             master.payload,
-            self.scale_of(grad.slot),
-            self._next_scales[index : index + 1],
-            torch.zeros_like(chunk_amax, dtype=torch.int32),
-            chunk_amax,
+            *scales,
+            self.chunk_amax[start // CHUNK : stop // CHUNK],
             grad_factor,
             step_count,
             **hyper,
