@@ -32,7 +32,14 @@ from fp8_megatron.config_io import own_and_run_flags, parse_config
 from fp8_megatron.training.flops import model_flops_per_token, peak_flops
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 
-MODELS = {"345m": "gpt_345m", "7b": "gpt_7b", "13b": "gpt_13b", "llama-7b": "llama_7b"}
+MODELS = {
+    "345m": "gpt_345m",
+    "1.3b": "gpt_1.3b",
+    "7b": "gpt_7b",
+    "13b": "gpt_13b",
+    "18b": "gpt_18b",
+    "llama-7b": "llama_7b",
+}
 RUNS = {
     "O3": ["--precision", "fp8"],
     "O3-delayed": ["--precision", "fp8", "--fp8-recipe", "delayed"],

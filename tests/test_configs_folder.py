@@ -14,7 +14,9 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 WORLD_SIZES = {
     "gpt_quickstart": (2,),
     "gpt_345m": (1, 4, 8),
+    "gpt_1.3b": (1, 4, 8),
     "gpt_7b": (1, 4, 8, 16),
+    "gpt_18b": (1, 4, 8),
     "gpt_13b": (4, 8, 16),
     "gpt_175b": (128, 1024),
     "llama_7b": (1, 4, 8, 16),
@@ -23,7 +25,9 @@ WORLD_SIZES = {
 #: Parameters of the transformer layers' matrices, in billions: the number in the file's name.
 BILLIONS = {
     "gpt_345m": (0.3, 0.35),
+    "gpt_1.3b": (1.2, 1.35),
     "gpt_7b": (6.3, 7.0),
+    "gpt_18b": (17.5, 18.5),
     "gpt_13b": (12.0, 13.5),
     "gpt_175b": (170.0, 176.0),
     "llama_7b": (6.3, 7.0),
