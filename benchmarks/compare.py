@@ -47,6 +47,10 @@ RUNS = {
         *("--precision", "fp8", "--fp8-recipe", "delayed"),
         *("--fp8-lm-head", "--grad-accumulation-dtype", "bf16"),
     ],
+    "O3-fast": [
+        *("--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-weight-grad-scaling", "delayed"),
+        *("--fp8-lm-head", "--grad-accumulation-dtype", "bf16"),
+    ],
     "O3-nccl": ["--precision", "fp8", "--fp8-recipe", "delayed", "--dp-transport", "nccl"],
     "O3-no-overlap": [
         *("--precision", "fp8", "--fp8-recipe", "delayed"),

@@ -151,6 +151,9 @@ class PrecisionConfig:
     exp_avg_sq_dtype: StorageDtype | None = None
     """Storage of Adam's second moment. uint8 is companded, the second moment in 8 bits that works; fp8 is for
     ablations: it does not follow."""
+    fp8_weight_grad_scaling: Literal["block", "delayed"] = "block"
+    """Scales of FP8 weight gradients. block: one for 128 elements, taken from the gradient. delayed: one for each
+    tensor, from the last steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
     grad_accumulation: Literal["sharded", "local"] = "sharded"
     """Several micro-batches on several replicas: sharded reduces each into an FP32 shard (4 / replicas bytes a
     parameter); local adds them up on every rank and reduces once a step (less traffic, more memory)."""

@@ -111,6 +111,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         return
     yield from _check_virtual_stages(config, config.num_micro_batches(world_size))
     yield from _check_reduction(config)
+    yield from _check_weight_grad_scaling(config)
     yield from _check_release(config, data_parallel_size, config.num_micro_batches(world_size))
 
 
@@ -152,6 +153,20 @@ def _check_release(config: Config, data_parallel_size: int, num_micro_batches: i
             f"{name}, but {data_parallel_size} data-parallel ranks have gradients to reduce first; drop it (they hold "
             f"4 / {data_parallel_size} bytes of gradients a parameter), or raise tensor_model_parallel_size"
         )
+
+
+def _check_weight_grad_scaling(config: Config) -> Iterator[str]:
+    """What weight gradients with a delayed scale need."""
+    precision = config.precision
+    if precision.fp8_weight_grad_scaling == "block":
+        return
+    name = "fp8_weight_grad_scaling(delayed)"
+    if precision.precision != "fp8":
+        yield f"{name} is for FP8's linear weights, precision is {precision.precision}; drop it or choose fp8"
+    elif precision.fp8_recipe != "delayed":
+        yield f"{name} takes scales from the amax history of fp8_recipe(delayed), not {precision.fp8_recipe}; give both"
+    elif precision.formats.main_grad is not StorageDtype.FP8:
+        yield f"{name} is for gradients in fp8, main_grads_dtype is {precision.formats.main_grad.value}; drop one"
 
 
 def _check_virtual_stages(config: Config, num_micro_batches: int) -> Iterator[str]:

@@ -247,6 +247,22 @@ FULL = "--recompute-granularity full "
             "save_retain_interval(5) chooses among the checkpoints of save_interval, which is not given; "
             "give --save-interval",
         ),
+        # weight gradients with a delayed scale
+        (
+            1,
+            "--fp8-weight-grad-scaling delayed",
+            "takes scales from the amax history of fp8_recipe(delayed), not tensorwise; give both",
+        ),
+        (
+            1,
+            "--fp8-weight-grad-scaling delayed --precision bf16",
+            "fp8_weight_grad_scaling(delayed) is for FP8's linear weights, precision is bf16",
+        ),
+        (
+            1,
+            "--fp8-weight-grad-scaling delayed --fp8-recipe delayed --main-grads-dtype bf16",
+            "fp8_weight_grad_scaling(delayed) is for gradients in fp8, main_grads_dtype is bf16; drop one",
+        ),
         # gradients released during backward
         (
             1,

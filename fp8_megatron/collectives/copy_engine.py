@@ -2,8 +2,8 @@
 
 NCCL moves bytes with kernels, and while these wait for one another they hold multiprocessors. Here every rank maps the
 others' send buffers (CUDA's virtual memory, through torch's symmetric memory) and pulls what is meant for it with plain
-copies, which the driver hands to a copy engine; before and after stand barriers of a single thread block. What arrives
-is bit for bit what NCCL would bring.
+copies, which the driver hands to a copy engine; before and after they meet by memory operations of the stream
+(`stream_barrier`). What arrives is bit for bit what NCCL would bring.
 
 A buffer made by `allocate` takes this way in every collective of its group (`start_all_to_all`, `start_all_gathers`);
 any other buffer goes through NCCL or gloo.
@@ -11,6 +11,7 @@ any other buffer goes through NCCL or gloo.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from ..device import count_shared_memory
 from .side_stream import side_stream, stream_of
+from .stream_barrier import StreamBarrier
 
 Group = torch.distributed.ProcessGroup
 
-#: Of the copy stream: every rank meets the others on it in one order, and its barriers go before other kernels.
+#: Of the copy stream, on which every rank meets the others in one order.
 _PRIORITY = -1
 #: Works remembered to say, when a rank hangs, in which of them.
 _NUM_REMEMBERED = 256
@@ -38,12 +40,12 @@ class PeerMemory:
     Attributes:
         group: the ranks, on one node.
         buffers: uint8 [n] by rank; this rank's own is `buffers[group.rank()]`.
-        barrier: called with a channel (0 or 1): on the current stream, wait for the other ranks to come here too.
+        barrier: on the current stream, wait for the other ranks to come here too.
     """
 
     group: Group
     buffers: Sequence[Tensor]
-    barrier: Callable[[int], None]
+    barrier: Callable[[], None]
     #: Views made once: buffers and weights stay where they are, and making views costs the host more than the copies.
     _copies: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
@@ -88,11 +90,16 @@ class PeerMemory:
 
 @dataclass(frozen=True, eq=False)
 class CopyWork:
-    """Handle of what was queued on the copy stream up to here, in the manner of ``torch.distributed.Work``."""
+    """Handle of what was queued on the copy stream up to here, in the manner of ``torch.distributed.Work``.
+
+    Attributes:
+        queued_at: of ``time.monotonic``.
+    """
 
     name: str
     group: Group
     event: torch.cuda.Event | None
+    queued_at: float
 
     def wait(self) -> None:
         """Let the current stream wait; the host does not."""
@@ -101,33 +108,47 @@ class CopyWork:
 
 
 _memories: dict[int, PeerMemory] = {}
+_barriers: dict[str, StreamBarrier] = {}
 _started: deque[CopyWork] = deque(maxlen=_NUM_REMEMBERED)
 
 
-def allocate(nbytes: int, group: Group, device: torch.device, *, timeout_seconds: float) -> Tensor:
+def allocate(nbytes: int, group: Group, device: torch.device) -> Tensor:
     """Zeroed memory that the ranks of `group` map into each other's address space, uint8 [nbytes]; kept for good.
 
     Called by every rank of the group, in the same order, with the same size.
 
-    Args:
-        timeout_seconds: a barrier that waits longer stops the device with an error.
-
     Raises:
-        RuntimeError: the driver cannot share memory between these processes.
+        RuntimeError: the driver cannot share memory between these processes, or its streams cannot wait for it.
     """
+    buffers = _mapped(nbytes, group, device)
+    register(PeerMemory(group, buffers, _barrier_of(group, device)))
+    return buffers[group.rank()]
+
+
+def _mapped(nbytes: int, group: Group, device: torch.device) -> list[Tensor]:
+    """The zeroed buffer of each rank, as this process sees it."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     counted = torch.cuda.memory_allocated(device)
     own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    own.zero_()
+    torch.cuda.synchronize(device)  # others write to it as soon as they have mapped it
     handle = symmetric_memory.rendezvous(own, group.group_name)
     count_shared_memory(nbytes - (torch.cuda.memory_allocated(device) - counted))
-    own.zero_()
-    buffers = [
+    return [
         own if rank == group.rank() else handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())
     ]
-    timeout = round(1000 * timeout_seconds)
-    register(PeerMemory(group, buffers, lambda channel: handle.barrier(channel, timeout)))
-    return own
+
+
+def _barrier_of(group: Group, device: torch.device) -> StreamBarrier:
+    """The one barrier of a group: its ranks call it in one order, whichever memory they read."""
+    barrier = _barriers.get(group.group_name)
+    if barrier is None:
+        counters = [buffer.view(torch.int32) for buffer in _mapped(4 * group.size(), group, device)]
+        barrier = _barriers[group.group_name] = StreamBarrier(counters, group.rank())
+        with side_stream(device, _PRIORITY):
+            barrier()
+    return barrier
 
 
 def register(memory: PeerMemory) -> None:
@@ -147,10 +168,10 @@ def start_all_to_all(memory: PeerMemory, pairs: Iterable[tuple[Tensor, Tensor]])
     Once the work was waited for, every rank has what it needs of this rank's sources too.
     """
     with side_stream(memory.device, _PRIORITY):
-        memory.barrier(0)
+        memory.barrier()
         for source, destination in pairs:
             memory.pull_rows(source, destination)
-        memory.barrier(1)
+        memory.barrier()
         return _mark("all_to_all", memory)
 
 
@@ -169,11 +190,11 @@ def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> l
                 if mine.data_ptr() != shard.data_ptr():
                     mine.copy_(shard, non_blocking=True)
                     _used_on_copy_stream(shard)
-            together[0][0].barrier(0)
+            together[0][0].barrier()
             for index, (memory, full, _) in enumerate(together, first):
                 memory.pull_parts(full)
                 if index == len(gathers) - 1:
-                    memory.barrier(1)
+                    memory.barrier()
                 works.append(_mark("all_gather", memory))
     return works
 
@@ -194,7 +215,7 @@ def _mark(name: str, memory: PeerMemory) -> CopyWork:
     if memory.device.type == "cuda":
         event = torch.cuda.Event()
         event.record()
-    work = CopyWork(name, memory.group, event)
+    work = CopyWork(name, memory.group, event, time.monotonic())
     _started.append(work)
     return work
 

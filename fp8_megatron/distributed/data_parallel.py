@@ -52,6 +52,7 @@ class FP8DataParallel(_BaseDataParallel):
             num_shards=topology.dp.size(),
             shard_index=topology.dp.rank(),
             bucket_numel=parallel.ddp_bucket_size,
+            whole_linears=precision.fp8_weight_grad_scaling == "delayed",
         )
         self.grad_buffers: list[GradBuffer] = [
             _make_local(space, precision, num_micro_batches)

@@ -20,6 +20,7 @@ from typing import Self
 
 import torch
 
+from ..collectives import copy_engine
 from ..config import ParallelConfig
 from . import flight_recorder
 from .flight_recorder import CallSite
@@ -52,7 +53,7 @@ def watched_world(
     with ExitStack() as stack:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             stack.enter_context(flight_recorder.recording(output_dir))
-        watch = RankWatch(Pace.for_timeout(60.0 * parallel.distributed_timeout_minutes))
+        watch = RankWatch(60.0 * parallel.distributed_timeout_minutes)
         # Entered first, left last: leaving a process group may hang too when a rank is gone.
         stack.callback(watch.stop)
         topology = stack.enter_context(initialized(parallel, num_layers, device))
@@ -67,10 +68,14 @@ class RankWatch:
 
     A context: leaving it after an error says so to the others, and finds out whether they are the cause; leaving it
     again does nothing. Until `start` it watches nobody, and stays so in a world of one.
+
+    Args:
+        timeout_seconds: what a collective may take.
     """
 
-    def __init__(self, pace: Pace) -> None:
-        self.pace = pace
+    def __init__(self, timeout_seconds: float) -> None:
+        self.pace = Pace.for_timeout(timeout_seconds)
+        self._timeout_seconds = timeout_seconds
         self._heartbeat: Heartbeat | None = None
         self._store: torch.distributed.Store | None = None
         self._rank = 0
@@ -158,7 +163,7 @@ class RankWatch:
                 leaving += elapsed
                 if leaving > _LEAVE_WITHIN_SECONDS:
                     self._end_process(f"{self._told}. It hangs while it leaves")
-            elif causes := self._silent() or self._lost_store():
+            elif causes := self._silent() or self._lost_store() or self._overdue():
                 self._end_process(_join(causes))
             else:
                 # Ranks that spoke of an error: this one's own error is on its way, unless it hangs.
@@ -214,6 +219,14 @@ class RankWatch:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             return [f"torchrun of the first node, which keeps the rendezvous store {address}, is gone ({how})"]
         return [f"{_name(0, heartbeat.others().get(0, Sighting()))}, which keeps the rendezvous store, is gone ({how})"]
+
+    def _overdue(self) -> list[str]:
+        """An exchange by copy engines that takes longer than a collective may; torch ends NCCL's own."""
+        work = copy_engine.unfinished()
+        if work is None or time.monotonic() - work.queued_at < self._timeout_seconds:
+            return []
+        others = f"all other ranks still answer ({self._others_whereabouts()})"
+        return [f"an exchange has not ended within --distributed-timeout-minutes; {others}"]
 
     def _whereabouts(self, site: CallSite) -> str:
         """Where this rank is, and where its flight recorder was written."""

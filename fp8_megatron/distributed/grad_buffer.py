@@ -24,6 +24,7 @@ from ..collectives.wire import WireTensor
 from ..formats import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.autoscale import AutoScale
+from ..quantization.weight_grad import WeightGrad
 from .partition import Bucket, ParamSpace, Slot, Span
 from .staging import Staging, StagingPool
 
@@ -35,7 +36,7 @@ class _MainGrad:
         self._buffer = buffer
         self._slot = slot
 
-    def accumulate_(self, grad: Tensor) -> None:
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
         """Add one micro-batch's gradient (any float dtype, the parameter's shape)."""
         self._buffer.accumulate_(self._slot, grad)
 
@@ -60,14 +61,20 @@ class GradBuffer(ABC):
         for slot in self.space.slots:
             slot.param.main_grad = _MainGrad(self, slot)  # type: ignore[attr-defined]
 
-    def accumulate_(self, slot: Slot, grad: Tensor) -> None:
+    def accumulate_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         """Write or add one micro-batch's gradient of `slot`."""
         assert grad.shape == slot.param.shape, f"{slot.name}: gradient {grad.shape}, parameter {slot.param.shape}"
-        self._write(slot, grad.reshape(-1))
+        if isinstance(grad, WeightGrad) and not (grad.writes_fp8 and self._takes_fp8(slot)):
+            grad = grad.wide()
+        self._write(slot, grad if isinstance(grad, WeightGrad) else grad.reshape(-1))
+
+    def _takes_fp8(self, slot: Slot) -> bool:
+        """Whether a gradient of `slot` goes as it is to one place in FP8."""
+        return False
 
     @abstractmethod
-    def _write(self, slot: Slot, grad: Tensor) -> None:
-        """Write or add a flat gradient."""
+    def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        """Write or add a flat gradient, or (where `_takes_fp8`) one that writes itself in FP8."""
 
     @abstractmethod
     def reset(self, *, measures_underflow: bool = False) -> None:
@@ -102,11 +109,16 @@ class GradBuffer(ABC):
     def _start_underflow(self, measures: bool) -> None:
         self.underflow = torch.zeros(2, dtype=torch.int64, device=self.payload.device) if measures else None
 
-    def _quantize(self, grad: Tensor, payload: Tensor, scales: Tensor) -> None:
+    def _quantize(self, grad: Tensor | WeightGrad, payload: Tensor, scales: Tensor) -> None:
         """Write flat `grad` to FP8 storage that may be longer: the rest becomes zero."""
-        ops.quantize_blockwise_(grad, payload, scales)
+        if isinstance(grad, WeightGrad):
+            grad.write_fp8_(payload, scales)
+        else:
+            ops.quantize_blockwise_(grad, payload, scales)
         if self.underflow is not None:
-            ops.count_underflow_(grad, payload[: grad.numel()], self.underflow)
+            # Measuring costs a gradient that writes itself a second GEMM.
+            flat = grad.wide().view(-1) if isinstance(grad, WeightGrad) else grad
+            ops.count_underflow_(flat, payload[: flat.numel()], self.underflow)
 
 
 class LocalGradBuffer(GradBuffer):
@@ -124,13 +136,18 @@ class LocalGradBuffer(GradBuffer):
             self.scales = torch.ones(space.numel // GRAD_BLOCK, device=space.device)
         self._written: set[int] = set()
 
-    def _write(self, slot: Slot, grad: Tensor) -> None:
+    def _takes_fp8(self, slot: Slot) -> bool:
+        return self.scales is not None
+
+    def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         first = slot.offset not in self._written
         self._written.add(slot.offset)
         if self.scales is not None:
             assert first, f"{slot.name}: a second micro-batch cannot be added to a gradient stored in FP8"
             self._quantize(grad, slot.padded_slice(self.payload), slot.padded_slice(self.scales, GRAD_BLOCK))
-        elif first:
+            return
+        assert isinstance(grad, Tensor)
+        if first:
             slot.slice(self.payload).view(-1).copy_(grad)
         else:
             slot.slice(self.payload).view(-1).add_(grad)
@@ -251,7 +268,10 @@ class ShardedGradBuffer(GradBuffer):
                 for index, part in enumerate(state.parts):
                     yield part.slot.name, state.autoscale, index
 
-    def _write(self, slot: Slot, grad: Tensor) -> None:
+    def _takes_fp8(self, slot: Slot) -> bool:
+        return self.local is None and self._pool.dtype is StorageDtype.FP8 and len(self._parts_of[slot.offset]) == 1
+
+    def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         if self.local is not None:
             self.local._write(slot, grad)
         for part in self._parts_of[slot.offset]:
@@ -267,7 +287,7 @@ class ShardedGradBuffer(GradBuffer):
             if len(state.written) == len(state.parts):
                 self._reduce(state)
 
-    def _stage(self, state: _BucketState, part: _Part, grad: Tensor | None) -> None:
+    def _stage(self, state: _BucketState, part: _Part, grad: Tensor | WeightGrad | None) -> None:
         """Write a slot's part to the send buffer: of `grad` [slot.numel], or zeros."""
         if state.staging is None:
             state.staging = self._pool.take()
@@ -276,6 +296,10 @@ class ShardedGradBuffer(GradBuffer):
         sent = state.staging.sent.slice(span.bucket_start, span.bucket_start + span.length)
         if grad is None:
             _zero(sent)
+            return
+        if isinstance(grad, WeightGrad):
+            assert sent.scales is not None and span.length == part.slot.padded
+            self._quantize(grad, sent.payload, sent.scales)
             return
         values = grad[span.slot_start : span.slot_start + span.length]
         if sent.scales is not None:

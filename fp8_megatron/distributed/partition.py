@@ -4,7 +4,7 @@ Parameters that are stored and reduced alike form one flat space each, so that t
 are a few kernels however many layers there are. Every parameter starts on a boundary that is a multiple of all scale
 blocks (linear weights: of a chunk), so no block crosses two parameters.
 
-A space is cut into buckets of one size, and every bucket evenly over the data-parallel ranks:
+A space is cut into buckets of one size (or of whole parameters), and every bucket evenly over the data-parallel ranks:
 
     space     | bucket 0 (the rest)   | bucket 1                      | bucket 2                      |
     owner     | rank 0    | rank 1    | rank 0        | rank 1        | rank 0        | rank 1        |
@@ -250,11 +250,13 @@ def partition(
     num_shards: int = 1,
     shard_index: int = 0,
     bucket_numel: int = 1 << 30,
+    whole_linears: bool = False,
 ) -> list[ParamSpace]:
     """Lay parameters out in spaces, in the order given, and cut them over `num_shards` data-parallel ranks.
 
     Args:
         bucket_numel: elements of a bucket, rounded to what the cut needs.
+        whole_linears: no linear weight lies in two buckets: one that is larger than a bucket makes a larger bucket.
     """
     grouped: dict[_Kind, list[Slot]] = {}
     ends: dict[_Kind, int] = {}
@@ -267,6 +269,11 @@ def partition(
     for kind, slots in grouped.items():
         unit = num_shards * kind.storage.alignment
         numel = -(-ends[kind] // unit) * unit
+        if whole_linears and kind.storage is StorageClass.LINEAR:
+            starts = [slot.offset for slot in slots if slot.offset % unit == 0]
+            buckets = _cut_between(starts, numel, bucket_numel, num_shards)
+        else:
+            buckets = _cut(numel, max(unit, bucket_numel // unit * unit), num_shards)
         spaces.append(
             ParamSpace(
                 storage=kind.storage,
@@ -274,7 +281,7 @@ def partition(
                 sequence_parallel=kind.sequence_parallel,
                 shared_embedding=kind.shared_embedding,
                 slots=tuple(slots),
-                buckets=_cut(numel, max(unit, bucket_numel // unit * unit), num_shards),
+                buckets=buckets,
                 numel=numel,
                 num_shards=num_shards,
                 shard_index=shard_index,
@@ -286,7 +293,19 @@ def partition(
 
 def _cut(numel: int, bucket_numel: int, num_shards: int) -> tuple[Bucket, ...]:
     """Buckets of one size; the rest comes first, because the first layers' gradients are the last to be ready."""
-    starts = [0, *range(numel % bucket_numel or bucket_numel, numel, bucket_numel)]
+    return _buckets([0, *range(numel % bucket_numel or bucket_numel, numel, bucket_numel)], numel, num_shards)
+
+
+def _cut_between(slot_starts: list[int], numel: int, bucket_numel: int, num_shards: int) -> tuple[Bucket, ...]:
+    """Buckets of whole slots, as many as `bucket_numel` holds or one, filled from the end."""
+    starts = [numel]
+    for slot_start, before in zip(reversed(slot_starts), [*reversed(slot_starts[:-1]), None], strict=True):
+        if before is None or starts[0] - before > bucket_numel:
+            starts.insert(0, slot_start)
+    return _buckets(starts[:-1], numel, num_shards)
+
+
+def _buckets(starts: list[int], numel: int, num_shards: int) -> tuple[Bucket, ...]:
     stops = [*starts[1:], numel]
     return tuple(
         Bucket(index, start, stop, num_shards) for index, (start, stop) in enumerate(zip(starts, stops, strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..formats import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
+from ..quantization.weight_grad import WeightGrad
 from .grad_buffer import GradBuffer
 from .partition import ParamSpace, Slot
 
@@ -58,7 +59,10 @@ class ReleasedGradBuffer(GradBuffer):
         """Hand every gradient to `receive`, which is done with it when it returns (on CUDA: has queued all of it)."""
         self._receive = receive
 
-    def _write(self, slot: Slot, grad: Tensor) -> None:
+    def _takes_fp8(self, slot: Slot) -> bool:
+        return self.dtype is StorageDtype.FP8
+
+    def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         assert slot.offset not in self._written, (
             f"{slot.name}: a second gradient in one step, but the first one is already in the weight; "
             f"gradients of a weight that is used twice, or of several micro-batches, cannot be released"
@@ -71,12 +75,13 @@ class ReleasedGradBuffer(GradBuffer):
         squared_norm.copy_(ops.squared_norm(payload, scales))
         self._receive(ReleasedGrad(slot, payload, scales, squared_norm))
 
-    def _rounded(self, slot: Slot, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _rounded(self, slot: Slot, grad: Tensor | WeightGrad) -> tuple[Tensor, Tensor | None]:
         if self.dtype is StorageDtype.FP8:
-            payload = torch.empty(slot.padded, dtype=self.dtype.torch_dtype, device=grad.device)
-            scales = torch.empty(slot.padded // GRAD_BLOCK, device=grad.device)
+            payload = torch.empty(slot.padded, dtype=self.dtype.torch_dtype, device=self.payload.device)
+            scales = torch.empty(slot.padded // GRAD_BLOCK, device=self.payload.device)
             self._quantize(grad, payload, scales)
             return payload, scales
+        assert isinstance(grad, Tensor)
         payload = grad.to(self.dtype.torch_dtype)
         return torch.nn.functional.pad(payload, (0, slot.padded - slot.numel)), None
 

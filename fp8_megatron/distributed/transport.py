@@ -29,20 +29,16 @@ class SendMemory:
 
     Attributes:
         group: ranks of one node that copy from each other's memory; None: plain memory.
-        timeout_seconds: how long they wait for each other.
     """
 
     device: torch.device
     group: Group | None = None
-    timeout_seconds: float = 600.0
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel], kept for good where ranks share it; then called by every rank of the group in the same order."""
         if self.group is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        nbytes = numel * dtype.itemsize
-        memory = copy_engine.allocate(nbytes, self.group, self.device, timeout_seconds=self.timeout_seconds)
-        return memory.view(dtype)
+        return copy_engine.allocate(numel * dtype.itemsize, self.group, self.device).view(dtype)
 
 
 def send_memory(parallel: ParallelConfig, group: Group, device: torch.device) -> SendMemory:
@@ -60,7 +56,7 @@ def send_memory(parallel: ParallelConfig, group: Group, device: torch.device) ->
         return plain
     obstacle = _obstacle(group, device)
     if obstacle is None:
-        return SendMemory(device, group, 60.0 * parallel.distributed_timeout_minutes)
+        return SendMemory(device, group)
     if wanted == "copy_engine":
         raise TransportError(f"dp_transport(copy_engine) does not work here: {obstacle}; give --dp-transport nccl")
     return plain
@@ -76,7 +72,7 @@ def _obstacle(group: Group, device: torch.device) -> str | None:
         return f"data-parallel ranks {ranks} are on several nodes"
     reason = None
     try:
-        copy_engine.allocate(_PROBE_BYTES, group, device, timeout_seconds=60.0)
+        copy_engine.allocate(_PROBE_BYTES, group, device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
     reasons: list[str | None] = [None] * group.size()

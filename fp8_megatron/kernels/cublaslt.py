@@ -29,7 +29,7 @@ _CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, E4M3: 28,
 _OP_T = 1
 _EPILOGUE_BIAS = 4
 _DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER, _DESC_A_SCALE, _DESC_B_SCALE = 3, 7, 8, 17, 18
-_DESC_FAST_ACCUM, _DESC_BIAS_DATA_TYPE = 25, 26
+_DESC_D_SCALE, _DESC_D_AMAX, _DESC_FAST_ACCUM, _DESC_BIAS_DATA_TYPE = 20, 21, 25, 26
 _PREF_MAX_WORKSPACE_BYTES, _PREF_MIN_ALIGNMENT_A_BYTES = 1, 5
 _NUM_OPERANDS = 4
 
@@ -58,14 +58,25 @@ def is_available() -> bool:
 
 
 def matmul(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor, *, use_fast_accum: bool
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    use_fast_accum: bool,
+    inverse: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> None:
     """``out = scale_a · scale_b · a bᵀ (+ bias)`` on the current stream; one launch, nothing waits.
 
     Args:
         a, b: FP8 [M, K] and [N, K], contiguous; scale_a, scale_b: FP32 [1], 16-byte aligned.
         bias: [N] in `out`'s dtype, or None.
-        out: [M, N], contiguous, BF16, FP16 or FP32.
+        out: [M, N], contiguous, BF16, FP16 or FP32; or FP8, with
+        inverse: FP32 [1], what the result is multiplied by before the cast, and
+        amax: FP32 [1], which takes the result's amax; both 16-byte aligned.
 
     Raises:
         RuntimeError: cuBLASLt refuses, with its status and the shape.
@@ -80,8 +91,10 @@ def matmul(
     plan = _plans.get(problem)
     with _lock:
         if plan is None:
-            plan = _plans[problem] = _Plan(problem, scale_a, scale_b, bias)
-        plan.run(a, b, scale_a, scale_b, bias, out)
+            plan = _plans[problem] = _Plan(problem)
+        # The heuristic looks at what is set, cuBLASLt reads it when it launches.
+        plan.point_at(scale_a, scale_b, bias, inverse, amax)
+        plan.run(a, b, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,7 @@ class _Problem:
 class _Plan:
     """cuBLASLt's descriptors of one problem. It is column-major: what it calls A is b, transposed, and D is outᵀ."""
 
-    def __init__(self, problem: _Problem, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, problem: _Problem) -> None:
         self.problem = problem
         self._library = _loaded()
         self._handle = _handle(problem.device)
@@ -122,12 +135,13 @@ class _Plan:
             for dtype, sizes in (
                 (problem.b_dtype, (k, n, k)),
                 (problem.a_dtype, (k, m, k)),
+                # What cuBLASLt would add; no FP8.
+                (torch.bfloat16 if problem.out_dtype in (E4M3, E5M2) else problem.out_dtype, (n, m, n)),
                 (problem.out_dtype, (n, m, n)),
             )
         ]
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        self._point_at(scale_a, scale_b, bias)  # the heuristic looks at what is set
-        self._algorithm = self._first_algorithm()
+        self._algorithm: _Algorithm | None = None
 
     def _set(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
         _check(
@@ -137,18 +151,26 @@ class _Plan:
             self.problem,
         )
 
-    def _point_at(self, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None) -> None:
-        """Set what changes from call to call; cuBLASLt reads it when it launches."""
-        self._set(_DESC_A_SCALE, ctypes.c_void_p(scale_b.data_ptr()))
-        self._set(_DESC_B_SCALE, ctypes.c_void_p(scale_a.data_ptr()))
-        if bias is not None:
-            self._set(_DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+    def point_at(
+        self, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, inverse: Tensor | None, amax: Tensor | None
+    ) -> None:
+        """Set what changes from call to call."""
+        for attribute, tensor in (
+            (_DESC_A_SCALE, scale_b),
+            (_DESC_B_SCALE, scale_a),
+            (_DESC_BIAS_POINTER, bias),
+            (_DESC_D_SCALE, inverse),
+            (_DESC_D_AMAX, amax),
+        ):
+            if tensor is not None:
+                self._set(attribute, ctypes.c_void_p(tensor.data_ptr()))
 
-    def run(self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Launch."""
-        self._point_at(scale_a, scale_b, bias)
+        if self._algorithm is None:
+            self._algorithm = self._first_algorithm()
         stream = torch._C._cuda_getCurrentRawStream(self.problem.device)
-        layout_b, layout_a, layout_out = self._layouts
+        layout_b, layout_a, layout_c, layout_out = self._layouts
         status = self._library.cublasLtMatmul(
             self._handle,
             self._descriptor,
@@ -158,8 +180,8 @@ class _Plan:
             ctypes.c_void_p(a.data_ptr()),
             layout_a,
             ctypes.byref(self._zero),
-            ctypes.c_void_p(out.data_ptr()),
-            layout_out,
+            None,
+            layout_c,
             ctypes.c_void_p(out.data_ptr()),
             layout_out,
             ctypes.byref(self._algorithm),
@@ -185,14 +207,10 @@ class _Plan:
             )
             _check(status, self.problem)
         found, num_found = _Heuristic(), ctypes.c_int(0)
-        layout_b, layout_a, layout_out = self._layouts
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
             self._handle,
             self._descriptor,
-            layout_b,
-            layout_a,
-            layout_out,
-            layout_out,
+            *self._layouts,
             preference,
             1,
             ctypes.byref(found),

@@ -225,6 +225,16 @@ def scaled_mm_into_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b:
     _OPS.scaled_mm_into_(out, a, b, scale_a, scale_b)
 
 
+def scaled_mm_to_fp8_(
+    out: Tensor, amax: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, inverse: Tensor
+) -> None:
+    """`reference.scaled_mm_to_fp8_`: a [M, K] · b [N, K]ᵀ cast to contiguous FP8 `out` [M, N], and its amax."""
+    check_scaled_mm(a, b)
+    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
+    assert out.dtype in FP8_DTYPES and amax.shape == (1,) and inverse.shape == (1,), (out.dtype, amax, inverse)
+    _OPS.scaled_mm_to_fp8_(out, amax, a, b, scale_a, scale_b, inverse)
+
+
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
     """`reference.quantize_blockwise_`: flat x [≤ n] → payload [n], scales [n / block], in place."""
     assert x.numel() <= payload.numel() and payload.numel() % scales.numel() == 0, (x.shape, payload.shape)

@@ -165,6 +165,21 @@ def scaled_mm(
     return out.to(out_dtype)
 
 
+def scaled_mm_to_fp8_(
+    out: Tensor, amax: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, inverse: Tensor
+) -> None:
+    """`scaled_mm` with its FP32 result cast to FP8 by the given scale, saturated, in place.
+
+    Args:
+        out: FP8 [M, N], takes the product times `inverse`.
+        amax: FP32 [1], takes the amax of the product.
+        inverse: FP32 [1], the reciprocal of the scale that `out` is decoded by.
+    """
+    product = scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=torch.float32, use_fast_accum=False)
+    amax.copy_(product.abs().amax())
+    out.copy_(encode(product, inverse.reciprocal(), out.dtype))
+
+
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor, noise: Tensor | None = None) -> None:
     """Quantise flat `x` [n] into `payload` [n] (FP8, FP16 or a companded integer) and its FP32 `scales`, in place.
 

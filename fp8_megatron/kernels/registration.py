@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import activation, cross_entropy, norm, qkv, reference, split_master, underflow
-from .scaled_mm import scaled_mm_cublaslt, scaled_mm_into_cublaslt_
+from .scaled_mm import scaled_mm_cublaslt, scaled_mm_into_cublaslt_, scaled_mm_to_fp8_cublaslt_
 
 _LIBRARY = torch.library.Library("fp8_megatron", "DEF")
 
@@ -49,6 +49,8 @@ _SCHEMAS = {
     "scaled_mm": "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " bool use_fast_accum) -> Tensor",
     "scaled_mm_into_": "(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b) -> ()",
+    "scaled_mm_to_fp8_": "(Tensor(a!) out, Tensor(b!) amax, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b,"
+    " Tensor inverse) -> ()",
     "quantize_blockwise_": "(Tensor x, Tensor(a!) payload, Tensor(b!) scales) -> ()",
     "dequantize_blockwise": "(Tensor payload, Tensor scales) -> Tensor",
     "accumulate_rows_": "(Tensor payload, Tensor scales, Tensor(a!) accumulator, float factor, bool add) -> ()",
@@ -134,6 +136,7 @@ _CPU: dict[str, Callable[..., Any]] = {
     "cross_entropy_backward_quantize": cross_entropy.cross_entropy_backward_quantize,
     "scaled_mm": _reference_scaled_mm,
     "scaled_mm_into_": _reference_scaled_mm_into_,
+    "scaled_mm_to_fp8_": reference.scaled_mm_to_fp8_,
     "quantize_blockwise_": reference.quantize_blockwise_,
     "dequantize_blockwise": reference.dequantize_blockwise,
     "accumulate_rows_": _reference_accumulate_rows_,
@@ -176,6 +179,7 @@ _TRITON = {
 _CUBLASLT: dict[str, Callable[..., Any]] = {
     "scaled_mm": scaled_mm_cublaslt,
     "scaled_mm_into_": scaled_mm_into_cublaslt_,
+    "scaled_mm_to_fp8_": scaled_mm_to_fp8_cublaslt_,
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
-from . import cublaslt
+from . import cublaslt, reference
 
 
 def check_scaled_mm(a: Tensor, b: Tensor) -> None:
@@ -57,3 +57,15 @@ def scaled_mm_into_cublaslt_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor,
         torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
         return
     cublaslt.matmul(a, b, scale_a, scale_b, None, out, use_fast_accum=False)
+
+
+def scaled_mm_to_fp8_cublaslt_(
+    out: Tensor, amax: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, inverse: Tensor
+) -> None:
+    """`reference.scaled_mm_to_fp8_` on cuBLASLt: the cast is the GEMM's epilogue."""
+    if not cublaslt.is_available():
+        product = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+        amax.copy_(product.abs().amax())
+        out.copy_(reference.encode(product, inverse.reciprocal(), out.dtype))
+        return
+    cublaslt.matmul(a, b, scale_a, scale_b, None, out, use_fast_accum=False, inverse=inverse, amax=amax)

@@ -25,12 +25,13 @@ from ..kernels import ops
 from ..quantization.recipe import INPUT_DTYPE, AmaxSync, LinearQuantizers, Quantizer
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import GradSource, NormSource, TensorSource
+from ..quantization.weight_grad import WeightGrad
 
 
 class MainGrad(Protocol):
     """Where a weight's gradient goes. Who owns the storage decides its form (FP8, BF16 or FP32 accumulator)."""
 
-    def accumulate_(self, grad: Tensor) -> None:
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
         """Add one micro-batch's gradient (any float dtype, the weight's shape) and mark it written."""
 
 
@@ -135,7 +136,7 @@ class _FP8Linear(torch.autograd.Function):
             _, x_t = ops.quantize_with_scale(x2d, x_scale, INPUT_DTYPE, rowwise=False, transposed=True)
         else:
             x_t = saved
-        wgrad(g, x_t, x_scale, weight, grad_output.dtype)
+        wgrad(g, x_t, x_scale, weight, ctx.quantizers, grad_output.dtype)
         if reducing is not None:
             reducing.wait()
         return grad_input.view(ctx.input_shape), None, grad_bias, None, None, None, None
@@ -178,12 +179,13 @@ def norm_linear_backward(
     norm: NormParams,
     kept: NormStatistics,
     weight: ScaledTensor,
+    quantizers: LinearQuantizers,
     parallelism: TensorParallelism,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x (the residual branch's added), of the norm's weight and of its bias; the weight's is written."""
     gathering = start_norm_again(x, norm, kept, parallelism)
     grad_input, reducing = start_grad_input_reduction(dgrad(g, weight, x.dtype), parallelism)
-    wgrad(g, transposed_norm(gathering, x, norm, kept), kept.scale, weight, x.dtype)
+    wgrad(g, transposed_norm(gathering, x, norm, kept), kept.scale, weight, quantizers, x.dtype)
     if reducing is not None:
         reducing.wait()
     return norm_backward(grad_input, residual_grad, x, norm, kept)
@@ -233,10 +235,12 @@ def dgrad(g: Operand, weight: ScaledTensor, dtype: torch.dtype) -> Tensor:
     return ops.scaled_mm(g.payload, ops.transpose(weight_payload), g.scale, weight_scale, out_dtype=dtype)
 
 
-def wgrad(g: Operand, x_t: Tensor, x_scale: Tensor, weight: ScaledTensor, dtype: torch.dtype) -> None:
+def wgrad(
+    g: Operand, x_t: Tensor, x_scale: Tensor, weight: ScaledTensor, quantizers: LinearQuantizers, dtype: torch.dtype
+) -> None:
     """Write grad_weight [N, K] where it belongs."""
     main_grad: MainGrad = weight.main_grad  # type: ignore[attr-defined]
-    main_grad.accumulate_(ops.scaled_mm(g.payload_t, x_t, g.scale, x_scale, out_dtype=dtype))
+    main_grad.accumulate_(WeightGrad(g.payload_t, x_t, g.scale, x_scale, dtype, quantizers.weight_grad))
 
 
 def quantized_grad(

@@ -109,7 +109,7 @@ class _FP8NormMLP(torch.autograd.Function):
         )
         grads, scale = ctx.quantizers[0].grad_output.quantize(source)
         del grad_activation, source
-        wgrad(g2, grads.activation_t, activation_scale, ctx.weights[1], grad_output.dtype)
+        wgrad(g2, grads.activation_t, activation_scale, ctx.weights[1], ctx.quantizers[1], grad_output.dtype)
         g1, grad_bias1 = Operand(grads.payload, grads.payload_t, scale), grads.column_sums
         del g2, grads
         grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
@@ -119,6 +119,7 @@ class _FP8NormMLP(torch.autograd.Function):
             NormParams(norm_weight, norm_bias, *ctx.norm_settings),
             NormStatistics(*kept),
             ctx.weights[0],
+            ctx.quantizers[0],
             ctx.parallelism,
         )
         return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias1, None, grad_bias2, *[None] * 5

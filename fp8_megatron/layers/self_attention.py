@@ -96,6 +96,7 @@ class _FP8NormQKV(torch.autograd.Function):
             NormParams(norm_weight, norm_bias, *ctx.norm_settings),
             NormStatistics(*kept),
             ctx.weight,
+            ctx.quantizers,
             ctx.parallelism,
         )
         return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias, *[None] * 5

@@ -142,7 +142,12 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
             precision.fp8_amax_compute_algo,
             power_of_two=precision.fp8_power_of_two_scales,
         )
-    return Recipe(precision.fp8_recipe, precision.fp8_power_of_two_scales, history)
+    return Recipe(
+        precision.fp8_recipe,
+        precision.fp8_power_of_two_scales,
+        history,
+        delays_weight_grads=precision.fp8_weight_grad_scaling == "delayed",
+    )
 
 
 def build_model(config: Config, vocab_size: int, topology: Topology, device: torch.device) -> list[ModelChunk]:

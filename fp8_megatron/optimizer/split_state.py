@@ -81,9 +81,12 @@ class SplitSpaceState(SpaceState):
     def derive_weights(self) -> None:
         """The amaxes of masters that came from elsewhere than the optimizer kernel; the weights are in place."""
         assert self.chunk_amax is not None
-        scale = self.scales[self.chunk_slots.long()][:, None]
-        shard = self._own_weights().view(-1, CHUNK)
-        torch.amax(join_master(shard, self.master.payload.view(-1, CHUNK), scale).abs(), dim=1, out=self.chunk_amax)
+        shard, scales = self._own_weights(), self.scales[self.chunk_slots.long()]
+        for piece in self._pieces():
+            start, stop = piece.shard_start, piece.shard_start + piece.length
+            weight, correction = (flat[start:stop].view(-1, CHUNK) for flat in (shard, self.master.payload))
+            chunks = slice(start // CHUNK, stop // CHUNK)
+            self.chunk_amax[chunks] = join_master(weight, correction, scales[chunks, None]).abs().amax(dim=1)
         self.tensor_amax.copy_(self._tensor_amax())
 
     def update(

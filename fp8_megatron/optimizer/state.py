@@ -10,6 +10,7 @@ weights that the layers compute with are derived from it, and only ever from it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ from ..kernels import ops, reference
 from ..quantization.recipe import WEIGHT_DTYPE
 from ..quantization.scale import scale_from_amax
 from ..quantization.scaled_tensor import ScaledTensor
+
+#: Elements whose FP32 values are held at a time where no fused kernel reads a state, a multiple of all blocks.
+_PIECE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -138,16 +142,11 @@ class SpaceState:
         self._group = group
         n, device = space.shard_numel, space.device
         own, gathered = SendMemory(device), topology.weight_memory
-        self.exp_avg = StateTensor.zeros(n, formats.exp_avg, own)
-        self.exp_avg_sq = StateTensor.zeros(n, formats.exp_avg_sq, own)
-        self.master = StateTensor.zeros(n, formats.master_weight or formats.weight, own)
         self.derives_fp8 = formats.weight is StorageDtype.FP8
         self.weight_scales: Tensor | None = None
         self.chunk_amax: Tensor | None = None
         is_own_master = formats.master_weight is None
-        if is_own_master and space.num_shards == 1:
-            self.weight = self.master
-        elif is_own_master:
+        if is_own_master:
             self.weight = StateTensor.zeros(space.numel, formats.weight, gathered)
         else:
             self.weight = StateTensor(gathered.zeros(space.numel, formats.weight.torch_dtype), None)
@@ -156,8 +155,13 @@ class SpaceState:
             self.weight_scales = torch.ones(len(space.slots), 4, device=device)
             self.chunk_amax = torch.zeros(n // CHUNK, device=device)
             self.chunk_slots = space.shard_chunk_slots()
+        # Before there is any state: this frees the storage that the model was built with.
         for index, slot in enumerate(space.slots):
             self._point_at_weight(slot, index)
+        is_shared = is_own_master and space.num_shards == 1
+        self.master = self.weight if is_shared else StateTensor.zeros(n, formats.master_weight or formats.weight, own)
+        self.exp_avg = StateTensor.zeros(n, formats.exp_avg, own)
+        self.exp_avg_sq = StateTensor.zeros(n, formats.exp_avg_sq, own)
         self.gather: WeightGather | None = None
         if space.num_shards > 1:
             storages = [(self.weight.payload, 1)]
@@ -233,13 +237,20 @@ class SpaceState:
 
     def derive_weights(self) -> None:
         """Weights from the masters, when these came from elsewhere than the optimizer kernel."""
-        if self.derives_fp8:
-            assert self.chunk_amax is not None
-            torch.amax(self.master.load().abs().view(-1, CHUNK), dim=1, out=self.chunk_amax)
         written = self._weights_to_write()
-        if written is not None:
-            written.copy_(self.master.load())
+        for piece in self._pieces():
+            start, stop = piece.shard_start, piece.shard_start + piece.length
+            master = self.master.part(piece).load()
+            if self.chunk_amax is not None:
+                self.chunk_amax[start // CHUNK : stop // CHUNK] = master.abs().view(-1, CHUNK).amax(dim=1)
+            if written is not None:
+                written[start:stop] = master
         self._publish_weights(written)
+
+    def _pieces(self) -> Iterator[Fragment]:
+        """The shard in parts small enough to be had in FP32 beside it."""
+        for start in range(0, self.space.shard_numel, _PIECE):
+            yield Fragment(start, start, min(_PIECE, self.space.shard_numel - start))
 
     def _publish_weights(self, written: Tensor | None) -> None:
         """Weights for every replica, once the masters of this shard are new; sent, not waited for.

@@ -7,7 +7,8 @@ arXiv 2310.18313, section 2.1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -15,6 +16,11 @@ from torch import Tensor
 
 from ..formats import MAX_FINITE
 from .scale import updated_scale
+
+#: Written amaxes of a slot that one step keeps; of more micro-batches the last ones count.
+_WRITTEN_AMAXES = 8
+#: FP32 values from one scale to the next: cuBLASLt wants 16 bytes.
+_STRIDE = 4
 
 
 class AmaxHistory:
@@ -30,32 +36,57 @@ class AmaxHistory:
         self.algo = algo
         self.power_of_two = power_of_two
         self.is_warm = False
-        self._dtypes: list[torch.dtype] = []
+        self._largest: list[float] = []
+        self._written_slots: list[int] = []
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
         self._fp_max: Tensor | None = None
         self._amaxes: Sequence[Tensor] = ()
         self._scales: Sequence[Tensor] = ()
+        self._inverses: Sequence[Tensor] = ()
+        self._written: Tensor | None = None
+        self._written_index: Tensor | None = None
+        self._written_amaxes: dict[int, Iterator[Tensor]] = {}
 
-    def add_slot(self, dtype: torch.dtype) -> int:
-        """Reserve a slot for a tensor quantised to `dtype`; returns its index."""
+    def add_slot(self, dtype: torch.dtype, *, headroom: float = 1.0, amax_is_written: bool = False) -> int:
+        """Reserve a slot for a tensor quantised to `dtype`; returns its index.
+
+        Args:
+            headroom: how many times the amax seen the largest value of the format stands for.
+            amax_is_written: see `written_amax_of`.
+        """
         assert self.amax is None, "slots are added before allocate()"
-        self._dtypes.append(dtype)
-        return len(self._dtypes) - 1
+        self._largest.append(MAX_FINITE[dtype] / headroom)
+        slot = len(self._largest) - 1
+        if amax_is_written:
+            self._written_slots.append(slot)
+        return slot
 
     def allocate(self, device: torch.device) -> None:
         """Make the tensors: amax, scale, fp_max FP32 [num_slots], history FP32 [length, num_slots]."""
-        num_slots = len(self._dtypes)
+        num_slots = len(self._largest)
         self.amax = torch.zeros(num_slots, device=device)
         self._amaxes = self.amax.view(-1, 1).unbind()
         self._take_scales(torch.ones(num_slots, device=device))
         self.history = torch.zeros(self.length, num_slots, device=device)
-        self._fp_max = torch.tensor([MAX_FINITE[dtype] for dtype in self._dtypes], device=device)
+        self._fp_max = torch.tensor(self._largest, device=device)
+        self._written_index = torch.tensor(self._written_slots, dtype=torch.int64, device=device)
+        self._written = torch.zeros(len(self._written_slots), _WRITTEN_AMAXES, _STRIDE, device=device)
+        for slot, places in zip(self._written_slots, self._written, strict=True):
+            self._written_amaxes[slot] = itertools.cycle(places[:, :1].unbind())
 
     def amax_of(self, slot: int) -> Tensor:
         """FP32 [1], where this step's amax of `slot` is recorded (a view)."""
         return self._amaxes[slot]
+
+    def written_amax_of(self, slot: int) -> Tensor:
+        """FP32 [1], for a GEMM that writes an amax where the others raise one; each call gives another place."""
+        return next(self._written_amaxes[slot])
+
+    def inverse_of(self, slot: int) -> Tensor:
+        """FP32 [1], 1 / `scale_of`, as well aligned."""
+        return self._inverses[slot]
 
     def scale_of(self, slot: int) -> Tensor:
         """FP32 [1], the scale of `slot` in this step; 16-byte aligned, as cuBLASLt wants it.
@@ -67,7 +98,10 @@ class AmaxHistory:
     def _take_scales(self, scale: Tensor) -> None:
         """Scales for the next step, FP32 [num_slots]."""
         self.scale = scale
-        self._scales = torch.nn.functional.pad(scale[:, None], (0, 3))[:, :1].unbind()
+        self._scales, self._inverses = (
+            torch.nn.functional.pad(values[:, None], (0, _STRIDE - 1))[:, :1].unbind()
+            for values in (scale, scale.reciprocal())
+        )
 
     def update(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Close a step: MAX of the amaxes over `group`, push them into the history, take the new scales.
@@ -76,9 +110,14 @@ class AmaxHistory:
             group: the ranks that share these tensors or hold replicas of the layer: tensor × data parallel. Not the
                 pipeline, whose stages hold other layers.
         """
-        if self.amax is None or not self._dtypes:
+        if self.amax is None or not self._largest:
             return
         assert self.scale is not None and self.history is not None and self._fp_max is not None
+        if self._written_slots:
+            assert self._written is not None and self._written_index is not None
+            written = self._written[:, :, 0].amax(dim=1)
+            self.amax[self._written_index] = torch.maximum(self.amax[self._written_index], written)
+            self._written.zero_()
         if group is not None and group.size() > 1:
             torch.distributed.all_reduce(self.amax, op=torch.distributed.ReduceOp.MAX, group=group)
         self.history.copy_(torch.roll(self.history, 1, dims=0))
@@ -96,6 +135,8 @@ class AmaxHistory:
         """Forget the amaxes seen since the last update (a validation pass)."""
         if self.amax is not None:
             self.amax.zero_()
+        if self._written is not None:
+            self._written.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """History and scales, for a checkpoint; empty without slots or before the first step."""

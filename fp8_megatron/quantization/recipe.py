@@ -17,10 +17,14 @@ from ..formats import E4M3, E5M2
 from .amax_history import AmaxHistory
 from .scale import scale_from_amax
 from .sources import Payloads, Source, TensorSource
+from .weight_grad import DelayedGradScale
 
 INPUT_DTYPE = E4M3
 WEIGHT_DTYPE = E4M3
 GRAD_OUTPUT_DTYPE = E5M2
+WEIGHT_GRAD_DTYPE = E4M3
+#: What a weight gradient may grow by over the amaxes of the last steps before it saturates.
+WEIGHT_GRAD_HEADROOM = 4.0
 
 #: Raises an amax FP32 [1] to its maximum over the ranks that will share the scale, in place.
 AmaxSync = Callable[[Tensor], None]
@@ -77,26 +81,37 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class LinearQuantizers:
-    """The quantisers of one linear layer, by GEMM role."""
+    """The quantisers of one linear layer, by GEMM role; without `weight_grad` blocks of its gradient have scales."""
 
     input: Quantizer
     grad_output: Quantizer
+    weight_grad: DelayedGradScale | None = None
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Scaling of activations and output gradients, shared by all layers of a model chunk.
 
-    `history` is None under tensorwise current scaling.
+    `history` is None under tensorwise current scaling. `delays_weight_grads`: weight gradients have a delayed scale
+    each, too.
     """
 
     name: Literal["tensorwise", "delayed"]
     power_of_two: bool
     history: AmaxHistory | None = None
+    delays_weight_grads: bool = False
 
     def linear_quantizers(self) -> LinearQuantizers:
-        """Quantisers of a new layer; under delayed scaling they take two slots of the history."""
-        return LinearQuantizers(self.quantizer(INPUT_DTYPE), self.quantizer(GRAD_OUTPUT_DTYPE))
+        """Quantisers of a new layer; under delayed scaling they take two or three slots of the history."""
+        return LinearQuantizers(
+            self.quantizer(INPUT_DTYPE), self.quantizer(GRAD_OUTPUT_DTYPE), self._weight_grad_scale()
+        )
+
+    def _weight_grad_scale(self) -> DelayedGradScale | None:
+        if self.history is None or not self.delays_weight_grads:
+            return None
+        slot = self.history.add_slot(WEIGHT_GRAD_DTYPE, headroom=WEIGHT_GRAD_HEADROOM, amax_is_written=True)
+        return DelayedGradScale(self.history, slot)
 
     def quantizer(self, dtype: torch.dtype) -> Quantizer:
         """A new quantiser; under delayed scaling it takes a slot of the history."""

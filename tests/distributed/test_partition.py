@@ -171,3 +171,26 @@ def test_what_is_summed_over_other_groups_is_a_space_of_its_own() -> None:
     alone = partition([("matrix1", params["matrix1"])], num_shards=4)[0]
     beside = next(s for s in partition(params.items(), num_shards=4) if s.shared_embedding)
     assert alone.numel == beside.numel and alone.fragments(alone.slots[0]) == beside.fragments(beside.slots[0])
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("bucket_numel", [1, 3 * CHUNK, 8 * CHUNK, 1 << 30])
+def test_whole_linears_lie_in_one_bucket_each(num_shards: int, bucket_numel: int) -> None:
+    shapes = [(4 * CHUNK, 1), (8 * CHUNK, 1), (4 * CHUNK, 3), (4 * CHUNK, 1), (4 * CHUNK, 1)]
+    params = {str(i): torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape))) for i, shape in enumerate(shapes)}
+    (space,) = partition(params.items(), num_shards=num_shards, bucket_numel=bucket_numel, whole_linears=True)
+    held = [len(space.spans(slot)) for slot in space.slots]
+    assert held == [1] * len(shapes)
+    assert [bucket.start for bucket in space.buckets] == [0, *(bucket.stop for bucket in space.buckets[:-1])]
+    assert space.buckets[-1].stop == space.numel
+    for bucket in space.buckets:
+        inside = [slot for slot in space.slots if bucket.start <= slot.offset < bucket.stop]
+        assert bucket.numel <= bucket_numel or len(inside) == 1
+        assert bucket.numel % (num_shards * CHUNK) == 0
+
+
+def test_a_linear_that_no_even_cut_ends_shares_its_bucket() -> None:
+    """Three chunks cannot be cut over two ranks alone; with the next three they can."""
+    params = {str(i): torch.nn.Parameter(ScaledTensor.quantize(torch.ones(3 * CHUNK, 1))) for i in range(4)}
+    (space,) = partition(params.items(), num_shards=2, bucket_numel=CHUNK, whole_linears=True)
+    assert [bucket.numel for bucket in space.buckets] == [6 * CHUNK, 6 * CHUNK]

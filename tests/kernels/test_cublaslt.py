@@ -46,6 +46,33 @@ def test_each_call_takes_its_own_scales() -> None:
     assert torch.equal(twice, 2 * once)
 
 
+@pytest.mark.parametrize("a_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(16, 32, 16), (512, 1536, 256), (4096, 1024, 8192)], ids=str)
+def test_the_gemm_casts_its_result_itself(shape: tuple[int, int, int], a_dtype: torch.dtype) -> None:
+    a, b, scale_a, scale_b = _operands(*shape, a_dtype)
+    product = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+    out = torch.empty(shape[:2], dtype=E4M3, device="cuda")
+    amax, inverse = torch.zeros(2, 4, device="cuda")[:, :1]
+    for headroom in (4.0, 1.0, 0.25):  # the last one saturates
+        inverse.copy_(448.0 / (headroom * product.abs().max()))
+        amax.zero_()
+        cublaslt.matmul(a, b, scale_a, scale_b, None, out, use_fast_accum=False, inverse=inverse, amax=amax)
+        assert amax.item() == pytest.approx(product.abs().max().item(), rel=1e-5)
+        expected = (product * inverse).clamp(-448, 448).to(E4M3)
+        # Sums in another order round the other way at times.
+        assert (out.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.999
+        torch.testing.assert_close(out.float(), expected.float(), rtol=0.13, atol=2**-9)
+
+
+def test_a_nan_stays_one_in_fp8() -> None:
+    a, b, scale_a, scale_b = _operands(256, 128, 64)
+    a.view(torch.uint8)[3, 5] = 0x7F
+    out = torch.empty(256, 128, dtype=E4M3, device="cuda")
+    amax, inverse = torch.ones(2, 4, device="cuda")[:, :1]
+    cublaslt.matmul(a, b, scale_a, scale_b, None, out, use_fast_accum=False, inverse=inverse, amax=amax)
+    assert out[3].float().isnan().all() and out[4].float().isfinite().all()
+
+
 def test_a_refusal_names_the_problem() -> None:
     a, b, scale_a, _ = _operands(256, 128, 64)
     unaligned = torch.ones(4, device="cuda")[1:2]

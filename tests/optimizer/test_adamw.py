@@ -14,11 +14,13 @@ from torch import Tensor
 from fp8_megatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.device import runtime
 from fp8_megatron.distributed.data_parallel import FP8DataParallel
+from fp8_megatron.distributed.partition import CHUNK
 from fp8_megatron.distributed.staging import StagingPools
 from fp8_megatron.distributed.topology import Topology, initialized
 from fp8_megatron.distributed.transport import SendMemory
 from fp8_megatron.formats import E4M3, StorageDtype
 from fp8_megatron.kernels import reference
+from fp8_megatron.optimizer import state as state_module
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -341,3 +343,17 @@ def test_load_weights_says_what_is_wrong(topology: Topology, level: str) -> None
     del values["matrix"], values["vector"]
     with pytest.raises(ValueError, match=r"no value for parameter 'matrix' \(2 missing\)"):
         optimizer.load_weights(values.items())
+
+
+@pytest.mark.parametrize("level", ["bf16", "O1", "O3", "stretch"])
+def test_weights_are_derived_piece_by_piece(topology: Topology, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a large model's memory asks for changes no byte, of the first weights or of what a step makes of them."""
+    states = []
+    for piece in (1 << 26, CHUNK):
+        monkeypatch.setattr(state_module, "_PIECE", piece)
+        regression = make_regression(topology, STORAGES[level][0])
+        assert piece > CHUNK or any(len(list(state._pieces())) > 1 for state in regression.optimizer.states)
+        before = regression.state_bytes()
+        regression.step(gradients(0, regression.values()))
+        states.append((before, regression.state_bytes()))
+    assert states[0] == states[1]

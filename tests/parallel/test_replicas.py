@@ -44,9 +44,10 @@ def train(
         (replace(BUCKETS, overlap_grad_reduce=False, overlap_param_gather=False), PrecisionConfig()),
         (replace(BUCKETS, fp8_grad_reduce=GradReduceMode.HIERARCHICAL), PrecisionConfig()),
         (replace(BUCKETS, fp8_grad_reduce=GradReduceMode.NCCL), PrecisionConfig()),
+        (BUCKETS, PrecisionConfig(fp8_recipe="delayed", fp8_weight_grad_scaling="delayed")),
         (BUCKETS, PrecisionConfig(precision="bf16")),
     ],
-    ids=["sharded", "local", "no_overlap", "hierarchical", "nccl", "bf16"],
+    ids=["sharded", "local", "no_overlap", "hierarchical", "nccl", "delayed_weight_grads", "bf16"],
 )
 def test_every_way_to_reduce_trains_as_one_rank(
     ranks: RankPool, parallel: ParallelConfig, precision: PrecisionConfig

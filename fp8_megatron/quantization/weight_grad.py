@@ -1,0 +1,86 @@
+"""A weight's gradient as the operands of its GEMM: who stores it says whether it comes in 16 bits or in FP8.
+
+With a delayed scale the GEMM itself writes FP8, straight into a send buffer: the gradient never exists in 16 bits, and
+no kernel casts it (FP8-LM, arXiv 2310.18313, section 2.1, scales by tensor too, with an amax of its own).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import ops
+from .amax_history import AmaxHistory
+
+
+@dataclass(frozen=True)
+class DelayedGradScale:
+    """The slot of the amax history that gives a weight gradient's scale."""
+
+    history: AmaxHistory
+    slot: int
+
+    @property
+    def is_known(self) -> bool:
+        """False in the first step of a run."""
+        return self.history.is_warm
+
+    def record(self, grad: Tensor) -> None:
+        """Take the amax of a gradient that is there in 16 bits."""
+        amax = self.history.amax_of(self.slot)
+        torch.maximum(amax, ops.amax(grad), out=amax)
+
+
+@dataclass(frozen=True)
+class WeightGrad:
+    """grad_weight [N, K] = gᵀ·x of one micro-batch, not computed yet; compute it once.
+
+    Attributes:
+        g_t: FP8 [N, T]. x_t: FP8 [K, T]. g_scale, x_scale: FP32 [1].
+        dtype: what `wide` gives.
+        scale: None: FP8 takes the gradient from `wide`, with a scale for each block.
+    """
+
+    g_t: Tensor
+    x_t: Tensor
+    g_scale: Tensor
+    x_scale: Tensor
+    dtype: torch.dtype
+    scale: DelayedGradScale | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K]."""
+        return torch.Size((self.g_t.shape[0], self.x_t.shape[0]))
+
+    def wide(self) -> Tensor:
+        """The gradient in `dtype`, [N, K]."""
+        grad = ops.scaled_mm(self.g_t, self.x_t, self.g_scale, self.x_scale, out_dtype=self.dtype)
+        if self.scale is not None and not self.scale.is_known:
+            self.scale.record(grad)
+        return grad
+
+    @property
+    def writes_fp8(self) -> bool:
+        """Whether `write_fp8_` can be had."""
+        return self.scale is not None and self.scale.is_known
+
+    def write_fp8_(self, payload: Tensor, scales: Tensor) -> None:
+        """Write the gradient to flat E4M3 `payload` [≥ N·K], the rest zero, and its scale to all of `scales`."""
+        assert self.scale is not None
+        history, slot = self.scale.history, self.scale.slot
+        numel = self.shape.numel()
+        ops.scaled_mm_to_fp8_(
+            payload[:numel].view(self.shape),
+            history.written_amax_of(slot),
+            self.g_t,
+            self.x_t,
+            self.g_scale,
+            self.x_scale,
+            history.inverse_of(slot),
+        )
+        if numel < payload.numel():
+            payload[numel:].view(torch.uint8).zero_()
+        scales.copy_(history.scale_of(slot).expand_as(scales))

@@ -1,0 +1,105 @@
+"""A weight's gradient that writes itself in FP8 with a delayed scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, MAX_FINITE
+from fp8_megatron.quantization.amax_history import AmaxHistory
+from fp8_megatron.quantization.recipe import WEIGHT_GRAD_HEADROOM, Recipe
+from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.quantization.weight_grad import WeightGrad
+
+SHAPE, TOKENS = (48, 80), 64
+CPU = torch.device("cpu")
+
+
+def make_history() -> tuple[AmaxHistory, Recipe]:
+    history = AmaxHistory(4, "max", power_of_two=False)
+    return history, Recipe("delayed", False, history, delays_weight_grads=True)
+
+
+def make_grad(recipe_scale: object, size: float = 1.0, seed: int = 0) -> tuple[WeightGrad, Tensor]:
+    """A gradient, and its value in FP64."""
+    generator = torch.Generator().manual_seed(seed)
+    g = torch.randn(SHAPE[0], TOKENS, generator=generator).to(E5M2)
+    x = torch.randn(SHAPE[1], TOKENS, generator=generator).to(E4M3)
+    g_scale, x_scale = torch.tensor([0.25 * size]), torch.tensor([0.5])
+    exact = g.double() @ x.double().t() * (0.125 * size)
+    return WeightGrad(g, x, g_scale, x_scale, torch.bfloat16, recipe_scale), exact  # type: ignore[arg-type]
+
+
+def test_the_first_step_takes_blocks_and_gives_the_next_its_scale() -> None:
+    history, recipe = make_history()
+    scale = recipe.linear_quantizers().weight_grad
+    history.allocate(CPU)
+    assert scale is not None
+    grad, exact = make_grad(scale)
+    assert not grad.writes_fp8
+    wide = grad.wide()
+    assert snr_db(exact, wide) > 45
+    history.update(None)
+    assert grad.writes_fp8
+    expected = wide.abs().max().float() * WEIGHT_GRAD_HEADROOM / MAX_FINITE[E4M3]
+    torch.testing.assert_close(history.scale_of(scale.slot)[0], expected)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+def test_written_in_fp8_with_one_scale_and_the_rest_zero(size: float) -> None:
+    history, recipe = make_history()
+    scale = recipe.linear_quantizers().weight_grad
+    history.allocate(CPU)
+    make_grad(scale, size)[0].wide()
+    history.update(None)
+    grad, exact = make_grad(scale, size, seed=1)
+    padded = 2 * SHAPE[0] * SHAPE[1]
+    payload, scales = torch.full((padded,), torch.nan).to(E4M3), torch.full((padded // GRAD_BLOCK,), torch.nan)
+    grad.write_fp8_(payload, scales)
+    assert (scales == history.scale_of(scale.slot)).all()  # type: ignore[union-attr]
+    numel = exact.numel()
+    assert snr_db(exact.view(-1), payload[:numel].float() * scales[0]) > 30.5
+    assert not payload[numel:].float().any()
+
+
+def test_every_micro_batchs_amax_counts() -> None:
+    history, recipe = make_history()
+    scales = [recipe.linear_quantizers().weight_grad for _ in range(2)]
+    history.allocate(CPU)
+    for scale in scales:
+        make_grad(scale)[0].wide()
+    history.update(None)
+    largest = [0.0, 0.0]
+    for micro_batch, size in enumerate([1.0, 40.0, 2.0]):
+        for index, scale in enumerate(scales):
+            grad, exact = make_grad(scale, size * (1 + index), seed=micro_batch)
+            payload = torch.empty(exact.numel(), dtype=E4M3)
+            grad.write_fp8_(payload, torch.empty(exact.numel() // GRAD_BLOCK))
+            assert torch.isfinite(payload.float()).all()  # 40 times what was seen: saturated
+            largest[index] = max(largest[index], exact.abs().max().item())
+    history.update(None)
+    for scale, amax in zip(scales, largest, strict=True):
+        assert scale is not None
+        given = history.scale_of(scale.slot).item() * MAX_FINITE[E4M3] / WEIGHT_GRAD_HEADROOM
+        assert given == pytest.approx(amax, rel=1e-6)
+        assert history.inverse_of(scale.slot).item() == pytest.approx(1 / history.scale_of(scale.slot).item(), rel=1e-6)
+
+
+def test_a_validation_pass_leaves_no_amax() -> None:
+    history, recipe = make_history()
+    scale = recipe.linear_quantizers().weight_grad
+    history.allocate(CPU)
+    make_grad(scale)[0].wide()
+    history.update(None)
+    before = history.scale_of(scale.slot).clone()  # type: ignore[union-attr]
+    history.written_amax_of(scale.slot).fill_(1e6)  # type: ignore[union-attr]
+    history.discard_current_step()
+    history.update(None)
+    assert torch.equal(history.scale_of(scale.slot), before)  # type: ignore[union-attr]
+
+
+def test_without_the_setting_no_slot_is_taken() -> None:
+    history = AmaxHistory(4, "max", power_of_two=False)
+    assert Recipe("delayed", False, history).linear_quantizers().weight_grad is None
+    assert Recipe("tensorwise", False, None, delays_weight_grads=True).linear_quantizers().weight_grad is None
