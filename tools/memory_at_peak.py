@@ -1,6 +1,6 @@
 """What holds a GPU's memory at its peak: pretrain_gpt.py with the allocator's history on.
 
-torchrun --nproc-per-node 4 tools/memory_at_peak.py runs/memory.txt --config configs/gpt_7b.yaml --mock-data \
+torchrun --nproc-per-node 4 -m tools.memory_at_peak runs/memory.txt --config configs/gpt_7b.yaml --mock-data \
     --train-iters 3 --eval-interval 0
 
 The first argument is the file to write, on rank 0: the allocations that were alive when the most was allocated, added
@@ -28,7 +28,7 @@ _FRAMES_SHOWN = 3
 def main() -> int:
     """Train and write; returns the run's exit status."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        print("the first argument is the file to write: torchrun … tools/memory_at_peak.py FILE --config …")
+        print("the first argument is the file to write: torchrun … -m tools.memory_at_peak FILE --config …")
         return 2
     output = Path(sys.argv.pop(1))
     records = torch.cuda.is_available() and os.environ.get("RANK", "0") == "0"

@@ -59,18 +59,18 @@ class PeerMemory:
         start = own.data_ptr() - self.buffers[self.group.rank()].data_ptr()
         return self.buffers[rank][start : start + own.numel()]
 
-    def pull_rows(self, source: Tensor, destination: Tensor) -> None:
+    def pull_rows(self, source: Tensor, destination: Tensor, *, copies_own: bool) -> None:
         """Row p of `destination` becomes this rank's row of rank p's `source`; both flat uint8 [d · bytes].
 
-        Both are buffers that last.
+        Both are buffers that last. Unless `copies_own`, this rank's own row stays as it is.
         """
-        key = (source.data_ptr(), destination.data_ptr(), source.numel())
+        key = (source.data_ptr(), destination.data_ptr(), source.numel(), copies_own)
         copies = self._copies.get(key)
         if copies is None:
             own = self.group.rank()
             rows = destination.view(self.group.size(), -1)
             mine = source.view(self.group.size(), -1)[own]
-            peers = _from_next(own, self.group.size())
+            peers = _from_next(own, self.group.size())[: None if copies_own else -1]
             copies = self._copies[key] = [(rows[peer], self.of_peer(peer, mine)) for peer in peers]
         for target, origin in copies:
             target.copy_(origin, non_blocking=True)
@@ -162,7 +162,9 @@ def memory_of(tensor: Tensor, group: Group) -> PeerMemory | None:
     return memory if memory is not None and memory.group.group_name == group.group_name else None
 
 
-def start_all_to_all(memory: PeerMemory, pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyWork:
+def start_all_to_all(
+    memory: PeerMemory, pairs: Iterable[tuple[Tensor, Tensor]], *, copies_own: bool = True
+) -> CopyWork:
     """Start all-to-alls of (source, destination) pairs; the sources lie in `memory` (see `PeerMemory.pull_rows`).
 
     Once the work was waited for, every rank has what it needs of this rank's sources too.
@@ -170,7 +172,7 @@ def start_all_to_all(memory: PeerMemory, pairs: Iterable[tuple[Tensor, Tensor]])
     with side_stream(memory.device, _PRIORITY):
         memory.barrier()
         for source, destination in pairs:
-            memory.pull_rows(source, destination)
+            memory.pull_rows(source, destination, copies_own=copies_own)
         memory.barrier()
         return _mark("all_to_all", memory)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..formats import GRAD_BLOCK
 from . import copy_engine
 from .traffic import TrafficKind, count_all_to_all
-from .wire import WireTensor, accumulate_rows_
+from .wire import OwnRow, WireTensor, accumulate_rows_
 
 Group = torch.distributed.ProcessGroup
 Work = torch.distributed.Work | copy_engine.CopyWork
@@ -57,7 +57,12 @@ class ReduceScatterWork:
 
 
 def start_all_to_all(
-    sent: WireTensor, received: WireTensor, group: Group, kind: TrafficKind = TrafficKind.REDUCE_SCATTER
+    sent: WireTensor,
+    received: WireTensor,
+    group: Group,
+    kind: TrafficKind = TrafficKind.REDUCE_SCATTER,
+    *,
+    copies_own: bool = True,
 ) -> list[Work]:
     """Start to bring row r of `sent` to rank r and row r of `received` from it: payload, then scales.
 
@@ -65,13 +70,14 @@ def start_all_to_all(
 
     Args:
         sent, received: [d · n] of one dtype, different memory.
+        copies_own: False: what `received` holds in this rank's own row is undefined.
     """
     pairs = list(zip(sent.byte_views(), received.byte_views(), strict=True))
     for source, _ in pairs:
         count_all_to_all(kind, source.nbytes, group.size())
     memory = copy_engine.memory_of(sent.payload, group)
     if memory is not None:
-        return [copy_engine.start_all_to_all(memory, pairs)]
+        return [copy_engine.start_all_to_all(memory, pairs, copies_own=copies_own)]
     return [
         torch.distributed.all_to_all_single(destination, source, group=group, async_op=True)
         for source, destination in pairs
@@ -104,10 +110,12 @@ def reduce_scatter_mean(sent: WireTensor, received: WireTensor, group: Group) ->
     num_ranks = group.size()
     shard = check_buffers(sent, received, num_ranks)
     alone = num_ranks == 1
-    works = [] if alone else start_all_to_all(sent, received, group)
+    works = [] if alone else start_all_to_all(sent, received, group, copies_own=False)
     rows = sent if alone else received
+    rank = group.rank()
+    own = OwnRow(rank, sent.slice(rank * shard, (rank + 1) * shard))
 
     def finish(accumulator: Tensor, add: bool) -> None:
-        accumulate_rows_(rows, num_ranks, accumulator, factor=1.0 / num_ranks, add=add)
+        accumulate_rows_(rows, num_ranks, accumulator, factor=1.0 / num_ranks, add=add, own=own)
 
     return ReduceScatterWork(shard, sent.payload.device, works, finish)

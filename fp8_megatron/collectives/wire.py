@@ -8,6 +8,7 @@ is a view of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,7 +108,16 @@ def shard_size(numel: int, world_size: int) -> int:
     return -(-numel // (world_size * GRAD_BLOCK)) * GRAD_BLOCK
 
 
-def accumulate_rows_(rows: WireTensor, num_rows: int, accumulator: Tensor, *, factor: float, add: bool) -> None:
+class OwnRow(NamedTuple):
+    """One of several rows that lies elsewhere: its index, and its values [n]."""
+
+    index: int
+    values: WireTensor
+
+
+def accumulate_rows_(
+    rows: WireTensor, num_rows: int, accumulator: Tensor, *, factor: float, add: bool, own: OwnRow | None = None
+) -> None:
     """``accumulator (+)= factor · Σ rows``, summed in FP32 in the order of the rows, in place.
 
     A NaN (in BF16 and FP32 also an inf) in any row stays in the sum.
@@ -118,18 +128,25 @@ def accumulate_rows_(rows: WireTensor, num_rows: int, accumulator: Tensor, *, fa
         factor: 1/d for a mean; rounded to FP32 once, and exact where d is a power of two. In E4M3 it multiplies the
             scales, else the values.
         add: False overwrites what the accumulator holds.
+        own: stands for the row of its index, whatever that holds.
     """
     n = accumulator.numel()
     assert rows.numel == num_rows * n, (accumulator.shape, rows.numel, num_rows)
     if rows.scales is not None:
-        ops.accumulate_rows_(rows.payload, rows.scales, accumulator, factor=factor, add=add)
+        elsewhere = None
+        if own is not None:
+            assert own.values.scales is not None
+            elsewhere = (own.index, own.values.payload, own.values.scales)
+        ops.accumulate_rows_(rows.payload, rows.scales, accumulator, factor=factor, add=add, own=elsewhere)
         return
     if accumulator.dtype != torch.float32:
         total = accumulator.float() if add else torch.empty(n, device=accumulator.device)
-        accumulate_rows_(rows, num_rows, total, factor=factor, add=add)
+        accumulate_rows_(rows, num_rows, total, factor=factor, add=add, own=own)
         accumulator.copy_(total)
         return
     for row, payload in enumerate(rows.payload.view(num_rows, n)):
+        if own is not None and row == own.index:
+            payload = own.values.payload
         value = payload.float() if factor == 1.0 else payload.float() * factor
         if row == 0 and not add:
             accumulator.copy_(value)

@@ -246,13 +246,25 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     return _OPS.dequantize_blockwise(payload, scales)
 
 
-def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, *, factor: float, add: bool) -> None:
+def accumulate_rows_(
+    payload: Tensor,
+    scales: Tensor,
+    accumulator: Tensor,
+    *,
+    factor: float,
+    add: bool,
+    own: tuple[int, Tensor, Tensor] | None = None,
+) -> None:
     """`reference.accumulate_rows_`: FP8 rows [d · n] with block scales into an accumulator [n], in place."""
     n = accumulator.numel()
     assert accumulator.dtype in (torch.float32, torch.bfloat16), accumulator.dtype
     assert payload.dtype in FP8_DTYPES, payload.dtype
     assert payload.numel() % n == 0 and n % (payload.numel() // scales.numel()) == 0, (payload.shape, scales.shape, n)
-    _OPS.accumulate_rows_(payload, scales, accumulator, factor, add)
+    row, own_payload, own_scales = (-1, None, None) if own is None else own
+    if own_payload is not None and own_scales is not None:
+        assert 0 <= row < payload.numel() // n and own_payload.shape == (n,), (row, own_payload.shape, n)
+        assert own_payload.dtype == payload.dtype and own_scales.numel() * payload.numel() == scales.numel() * n
+    _OPS.accumulate_rows_(payload, scales, accumulator, factor, add, row, own_payload, own_scales)
 
 
 def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:

@@ -204,7 +204,15 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     return decode(payload.view(scales.numel(), -1), scales[:, None]).view(-1)
 
 
-def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, *, factor: float, add: bool) -> None:
+def accumulate_rows_(
+    payload: Tensor,
+    scales: Tensor,
+    accumulator: Tensor,
+    *,
+    factor: float,
+    add: bool,
+    own: tuple[int, Tensor, Tensor] | None = None,
+) -> None:
     """``accumulator (+)= Σ_r payload_r · (scales_r · factor)`` in FP32, one row after another, in place.
 
     A BF16 accumulator is rounded to once, at the end.
@@ -214,9 +222,12 @@ def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, *, fa
         scales: FP32 [d · n / block], the block scales of each row.
         accumulator: FP32 or BF16 [n], n a multiple of the block. Unless `add`, row 0 takes the place of what it holds.
         factor: rounded to FP32; multiplies the scales.
+        own: (index, payload [n], scales [n / block]) of a row that lies elsewhere.
     """
     num_rows = payload.numel() // accumulator.numel()
-    rows = zip(payload.view(num_rows, -1), scales.view(num_rows, -1), strict=True)
+    rows = list(zip(payload.view(num_rows, -1), scales.view(num_rows, -1), strict=True))
+    if own is not None:
+        rows[own[0]] = own[1:]
     total = accumulator.float() if add else None
     for values, row_scales in rows:
         value = dequantize_blockwise(values, row_scales * factor)

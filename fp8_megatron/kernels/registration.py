@@ -53,7 +53,8 @@ _SCHEMAS = {
     " Tensor inverse) -> ()",
     "quantize_blockwise_": "(Tensor x, Tensor(a!) payload, Tensor(b!) scales) -> ()",
     "dequantize_blockwise": "(Tensor payload, Tensor scales) -> Tensor",
-    "accumulate_rows_": "(Tensor payload, Tensor scales, Tensor(a!) accumulator, float factor, bool add) -> ()",
+    "accumulate_rows_": "(Tensor payload, Tensor scales, Tensor(a!) accumulator, float factor, bool add, int own_row,"
+    " Tensor? own_payload, Tensor? own_scales) -> ()",
     "count_underflow_": "(Tensor value, Tensor payload, Tensor(a!) counts) -> ()",
     "squared_norm": "(Tensor payload, Tensor? scales) -> Tensor",
     "adamw_step_": "(Tensor grad, Tensor? grad_scales, Tensor(a!) exp_avg, Tensor(b!)? exp_avg_scales,"
@@ -98,8 +99,18 @@ def _reference_scaled_mm_into_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tenso
     out.copy_(reference.scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=out.dtype, use_fast_accum=False))
 
 
-def _reference_accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, factor: float, add: bool) -> None:
-    reference.accumulate_rows_(payload, scales, accumulator, factor=factor, add=add)
+def _reference_accumulate_rows_(
+    payload: Tensor,
+    scales: Tensor,
+    accumulator: Tensor,
+    factor: float,
+    add: bool,
+    own_row: int,
+    own_payload: Tensor | None,
+    own_scales: Tensor | None,
+) -> None:
+    own = None if own_payload is None or own_scales is None else (own_row, own_payload, own_scales)
+    reference.accumulate_rows_(payload, scales, accumulator, factor=factor, add=add, own=own)
 
 
 def _reference_adamw_step_(*args) -> None:  # type: ignore[no-untyped-def]

@@ -23,11 +23,14 @@ _NUM_WARPS = 8
 _MAX_GROUP = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_row"])
 def _accumulate_rows(
     payload,
     scales,
     accumulator,
+    own_payload,
+    own_scales,
+    own_row,
     n,
     factor,
     NUM_GROUPS: tl.constexpr,
@@ -36,6 +39,7 @@ def _accumulate_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
+    HAS_OWN: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK)
     blocks = tl.arange(0, ROWS)[:, None]
@@ -50,17 +54,32 @@ def _accumulate_rows(
         total = tl.load(accumulator + start + offsets, mask=mask).to(tl.float32)
     else:
         total = tl.full([ROWS, BLOCK], -0.0, tl.float32)  # -0 + x is x, for x = -0 too
-    for _ in range(NUM_GROUPS):
+    for index in range(NUM_GROUPS):
         for row in tl.static_range(GROUP):
-            value = tl.load(payload + row * length + offsets, mask=mask).to(tl.float32)
-            scale = tl.load(scales + row * (length // BLOCK) + blocks, mask=mask)
+            row_payload = payload + row * length
+            row_scales = scales + row * (length // BLOCK)
+            if HAS_OWN:  # noqa: SIM102 (known when compiled; the inner one is not)
+                if index * GROUP + row == own_row:
+                    row_payload = own_payload + start
+                    row_scales = own_scales + start // BLOCK
+            value = tl.load(row_payload + offsets, mask=mask).to(tl.float32)
+            scale = tl.load(row_scales + blocks, mask=mask)
             total += value * (scale * factor)
         payload += GROUP * length
         scales += GROUP * (length // BLOCK)
     tl.store(accumulator + start + offsets, total.to(accumulator.dtype.element_ty), mask=mask)
 
 
-def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, factor: float, add: bool) -> None:
+def accumulate_rows_(
+    payload: Tensor,
+    scales: Tensor,
+    accumulator: Tensor,
+    factor: float,
+    add: bool,
+    own_row: int,
+    own_payload: Tensor | None,
+    own_scales: Tensor | None,
+) -> None:
     """`reference.accumulate_rows_`, one launch.
 
     Raises:
@@ -75,6 +94,9 @@ def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, facto
         payload,
         scales,
         accumulator,
+        payload if own_payload is None else own_payload,
+        scales if own_scales is None else own_scales,
+        own_row,
         n,
         factor,
         num_rows // group,
@@ -83,6 +105,7 @@ def accumulate_rows_(payload: Tensor, scales: Tensor, accumulator: Tensor, facto
         _TILE // block,
         block,
         n % _TILE == 0,
+        own_payload is not None,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_, shard_size
+from fp8_megatron.collectives.wire import OwnRow, WireTensor, accumulate_rows_, shard_size
 from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
 
 CPU = torch.device("cpu")
@@ -109,6 +109,11 @@ def test_rows_are_summed_in_order(dtype: StorageDtype, num_rows: int) -> None:
     rounded = result.bfloat16()
     accumulate_rows_(rows, num_rows, rounded, factor=factor, add=False)
     assert torch.equal(rounded, expected.bfloat16())
+    own = OwnRow(num_rows - 1, stored(values[-1].load(), dtype))
+    values[-1].payload.view(torch.uint8).fill_(0x7F)  # NaN: not to be read
+    accumulate_rows_(rows, num_rows, rounded, factor=factor, add=False, own=own)
+    assert torch.equal(rounded, expected.bfloat16())
+    values[-1].store_(own.values.load())
     before = result.clone()
     accumulate_rows_(rows, num_rows, result, factor=factor, add=True)
     # The rows are added one after another to what is there: another order than adding their sum.

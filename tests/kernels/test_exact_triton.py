@@ -93,6 +93,23 @@ def rows_are_summed(num_rows: int, n: int, add: bool, dtype: torch.dtype = torch
         guards.check()
 
 
+@pytest.mark.parametrize("own_row", [0, 2, 10])
+@pytest.mark.parametrize(("num_rows", "n"), [(11, 3 * 128), (16, 9 * 1024)])
+def test_accumulate_rows_with_one_elsewhere(num_rows: int, n: int, own_row: int) -> None:
+    payload, scales = wire_rows(num_rows, n)
+    own_payload = payload.view(num_rows, n)[own_row].clone()
+    own_scales = scales.view(num_rows, -1)[own_row].clone()
+    accumulator = torch.randn(n)
+    expected = accumulator.clone()
+    reference.accumulate_rows_(payload, scales, expected, factor=0.5, add=True)
+    scales.view(num_rows, -1)[own_row] = math.nan
+    guards = Guards()
+    on_gpu = copies([payload, scales, accumulator, own_payload, own_scales], guards)
+    ops.accumulate_rows_(*on_gpu[:3], factor=0.5, add=True, own=(own_row, *on_gpu[3:]))
+    assert_all_same(on_gpu[:3], [payload, scales, expected])
+    guards.check()
+
+
 def test_accumulate_rows_beyond_two_billion_elements() -> None:
     """Offsets of 64 bits: the third row begins beyond 2³¹. Compared at both ends."""
     num_rows, n = 3, 2**30 + 1024
