@@ -109,9 +109,9 @@ def shard_size(numel: int, world_size: int) -> int:
 
 
 class OwnRow(NamedTuple):
-    """One of several rows that lies elsewhere: its index, and its values [n]."""
+    """One of several rows that lies elsewhere: its number, and its values [n]."""
 
-    index: int
+    row: int
     values: WireTensor
 
 
@@ -136,7 +136,7 @@ def accumulate_rows_(
         elsewhere = None
         if own is not None:
             assert own.values.scales is not None
-            elsewhere = (own.index, own.values.payload, own.values.scales)
+            elsewhere = (own.row, own.values.payload, own.values.scales)
         ops.accumulate_rows_(rows.payload, rows.scales, accumulator, factor=factor, add=add, own=elsewhere)
         return
     if accumulator.dtype != torch.float32:
@@ -145,7 +145,7 @@ def accumulate_rows_(
         accumulator.copy_(total)
         return
     for row, payload in enumerate(rows.payload.view(num_rows, n)):
-        if own is not None and row == own.index:
+        if own is not None and row == own.row:
             payload = own.values.payload
         value = payload.float() if factor == 1.0 else payload.float() * factor
         if row == 0 and not add:
