@@ -24,6 +24,7 @@ from .quantize_triton import (
     raise_amax,
     reciprocal,
     store_transposed,
+    sum_of_programs,
     take_scale,
 )
 
@@ -122,7 +123,7 @@ def quantize_qkv_grad(
     used = taken if scale is None else scale
     partials, num_partials = _partial_amaxes(grads) if current else (used, 0)
     blocks = triton.cdiv(T, _TILE_M)
-    sums = torch.empty((blocks, total) if column_sums else (1, 0), dtype=torch.float32, device=device)
+    sums = torch.empty((1, blocks, total) if column_sums else (1, 1, 0), dtype=torch.float32, device=device)
     first_column = 0
     for grad in grads:
         width = grad.shape[3]
@@ -133,7 +134,7 @@ def quantize_qkv_grad(
             _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
         )  # fmt: skip
         first_column += width
-    return payload, payload_t, sums.sum(dim=0), taken
+    return payload, payload_t, sum_of_programs(sums)[0], taken
 
 
 def check_layouts(num_tokens: int, *widths: int) -> None:

@@ -29,6 +29,7 @@ from .quantize_triton import (
     raise_amax,
     reciprocal,
     store_transposed,
+    sum_of_programs,
     take_scale,
 )
 
@@ -36,10 +37,14 @@ from .quantize_triton import (
 _NUM_WARPS = 4
 #: Elements of x that a program holds at a time.
 _ELEMENTS = 8192
-_BACKWARD_ELEMENTS = 4096
-_BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 2
-_BACKWARD_WARPS = 8
-_BACKWARD_STAGES = 3
+#: Programs that stay and take one row after another, the next ones loaded ahead.
+_FORWARD_ELEMENTS = 4096
+_FORWARD_PROGRAMS_PER_MULTIPROCESSOR = 3
+_STAGES = 3
+#: Backward: rows of this length and longer are added up as they come, shorter ones when all are done.
+_FLAT_FROM = 4096
+_FLAT_ELEMENTS, _BACKWARD_ELEMENTS = 8192, 4096
+_FLAT_PROGRAMS_PER_MULTIPROCESSOR, _BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 1, 2
 _TILE_M = 128
 _TILE_K = 64
 
@@ -80,20 +85,55 @@ def _norm_amax(
 def _norm_quantize(
     x, weight, bias, payload, scale, partials, amax_out, mean_out, rstd_out, T, K, eps, num_partials,
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD_AMAX: tl.constexpr,
-    RMS: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+    RMS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.arange(0, BLOCK)
-    rows = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
-    mask = (rows < T)[:, None] & (columns < K)[None, :]
-    y, mean, rstd = _normalize(x, weight, bias, rows, columns, mask, K, eps, RMS, HAS_BIAS)
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)[None, :]
+    lane = tl.arange(0, ROWS)
+    offsets = lane[:, None] * K + columns
+    w = _load_columns(weight, columns, K, EVEN)
+    if HAS_BIAS:
+        b = _load_columns(bias, columns, K, EVEN)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
-    offsets = rows[:, None].to(tl.int64) * K + columns[None, :]
-    tl.store(payload + offsets, encode(y, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
-    if not RMS:
-        tl.store(mean_out + rows, mean, mask=rows < T)
-    tl.store(rstd_out + rows, rstd, mask=rows < T)
+    largest = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        base = tl.cast(start, tl.int64) * K
+        rows = start + lane
+        mask = None
+        if EVEN:
+            value = tl.load(x + base + offsets).to(tl.float32)
+        else:
+            mask = (rows < T)[:, None] & (columns < K)
+            value = tl.load(x + base + offsets, mask=mask, other=0.0).to(tl.float32)
+        if RMS:
+            centred = value
+        else:
+            mean = tl.sum(value, axis=1) / K
+            centred = value - mean[:, None]
+            if not EVEN:
+                centred = tl.where(mask, centred, 0.0)
+            tl.store(mean_out + rows, mean, mask=rows < T)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, axis=1) / K + eps))
+        tl.store(rstd_out + rows, rstd, mask=rows < T)
+        y = centred * rstd[:, None] * w.to(tl.float32)
+        if HAS_BIAS:
+            y += b.to(tl.float32)
+        tl.store(payload + base + offsets, encode(y, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
+        if RECORD_AMAX:
+            if EVEN:
+                largest = larger_magnitude(largest, y)
+            else:
+                largest = larger_magnitude(largest, tl.where(mask, y, 0.0))
     if RECORD_AMAX:
-        raise_amax(amax_out, tl.max(tl.where(mask, magnitude_bits(y), 0)))
+        raise_amax(amax_out, tl.max(magnitude_bits(largest)))
+
+
+@triton.jit
+def _load_columns(values, columns, K, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(values + columns)
+    else:
+        return tl.load(values + columns, mask=columns < K, other=0.0)
 
 
 @triton.jit
@@ -133,41 +173,86 @@ def _norm_requantize_tiles(
 
 
 @triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
 def _norm_backward(
     grad, residual_grad, x, weight, mean, rstd, grad_x, grad_weight, grad_bias, T, K,
-    RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.arange(0, BLOCK)
-    w = tl.load(weight + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-    # Rows apart until the end: a sum over them may cross warps.
-    sum_weight = tl.zeros([ROWS, BLOCK], tl.float32)
-    sum_bias = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in tl.range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)
-        mask = (rows < T)[:, None] & (columns < K)[None, :]
-        offsets = rows[:, None].to(tl.int64) * K + columns[None, :]
-        g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
-        normalized = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-        inverse = tl.load(rstd + rows, mask=rows < T, other=0.0)[:, None]
+    """Both means of a row cross threads together. `FLAT`: rows are added up as they come, else apart until the end,
+    because their sum may cross warps."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    lane = tl.arange(0, ROWS)[:, None]
+    offsets = lane * K + columns
+    w = _load_columns(weight, columns, K, EVEN)
+    SUM_ROWS: tl.constexpr = 1 if FLAT else ROWS
+    sum_weight = tl.zeros([SUM_ROWS, BLOCK], tl.float32)
+    sum_bias = tl.zeros([SUM_ROWS, BLOCK], tl.float32)
+    step = tl.num_programs(0) * ROWS
+    begin = tl.program_id(0) * ROWS
+    # Loaded an iteration ahead: they are too small for the copies that run ahead of the rest.
+    next_inverse = _load_rows_at(rstd, begin + lane, T)
+    next_mean = next_inverse
+    if not RMS:
+        next_mean = _load_rows_at(mean, begin + lane, T)
+    for start in tl.range(begin, T, step, num_stages=STAGES):
+        inverse = next_inverse
+        row_mean = next_mean
+        next_inverse = _load_rows_at(rstd, start + step + lane, T)
         if not RMS:
-            normalized -= tl.load(mean + rows, mask=rows < T, other=0.0)[:, None]
-        normalized = tl.where(mask, normalized * inverse, 0.0)
-        sum_weight += g * normalized
-        if HAS_BIAS:
-            sum_bias += g
-        weighted = g * w
-        value = weighted - normalized * (tl.sum(normalized * weighted, axis=1) / K)[:, None]
+            next_mean = _load_rows_at(mean, start + step + lane, T)
+        base = tl.cast(start, tl.int64) * K
+        mask = None
+        residual = 0.0
+        if EVEN:
+            g = tl.load(grad + base + offsets).to(tl.float32)
+            normalized = tl.load(x + base + offsets).to(tl.float32)
+            if HAS_RESIDUAL:
+                residual = tl.load(residual_grad + base + offsets)
+        else:
+            mask = (start + lane < T) & (columns < K)
+            g = tl.load(grad + base + offsets, mask=mask, other=0.0).to(tl.float32)
+            normalized = tl.load(x + base + offsets, mask=mask, other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                residual = tl.load(residual_grad + base + offsets, mask=mask, other=0.0)
         if not RMS:
-            value -= (tl.sum(weighted, axis=1) / K)[:, None]
+            normalized -= row_mean
+        normalized *= inverse
+        if not EVEN:
+            normalized = tl.where(mask, normalized, 0.0)
+        if FLAT:
+            sum_weight += tl.sum(g * normalized, axis=0, keep_dims=True)
+            if HAS_BIAS:
+                sum_bias += tl.sum(g, axis=0, keep_dims=True)
+        else:
+            sum_weight += g * normalized
+            if HAS_BIAS:
+                sum_bias += g
+        weighted = g * w.to(tl.float32)
+        if RMS:
+            value = weighted - normalized * (tl.sum(normalized * weighted, axis=1) / K)[:, None]
+        else:
+            along, across = tl.reduce((normalized * weighted, weighted), 1, _add_pairs)
+            value = weighted - normalized * (along / K)[:, None]
+            value -= (across / K)[:, None]
         value *= inverse
         if HAS_RESIDUAL:
-            value += tl.load(residual_grad + offsets, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_x + offsets, value.to(grad_x.dtype.element_ty), mask=mask)
-    partial = tl.program_id(0).to(tl.int64) * K + columns
-    tl.store(grad_weight + partial, tl.sum(sum_weight, axis=0), mask=columns < K)
+            value += tl.cast(residual, tl.float32)
+        tl.store(grad_x + base + offsets, value.to(grad_x.dtype.element_ty), mask=mask)
+    column = tl.arange(0, BLOCK)
+    partial = tl.program_id(0).to(tl.int64) * K + column
+    tl.store(grad_weight + partial, tl.sum(sum_weight, axis=0), mask=column < K)
     if HAS_BIAS:
-        tl.store(grad_bias + partial, tl.sum(sum_bias, axis=0), mask=columns < K)
+        tl.store(grad_bias + partial, tl.sum(sum_bias, axis=0), mask=column < K)
+
+
+@triton.jit
+def _load_rows_at(values, rows, T):
+    return tl.load(values + rows, mask=rows < T, other=0.0)
 
 
 @cache
@@ -179,6 +264,11 @@ def _block(K: int, elements: int) -> tuple[int, int]:
     """Rows that a program takes at a time, and the columns it covers."""
     block = triton.next_power_of_2(K)
     return max(1, elements // block), block
+
+
+def _warps(elements: int) -> int:
+    """Warps for a program that holds `elements` of each operand."""
+    return max(4, min(16, elements // 1024))
 
 
 def _partial_amaxes(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> tuple[Tensor, int]:
@@ -212,7 +302,8 @@ def norm_quantize(
     """`norm.norm_quantize`: one launch with a given scale, two under current scaling."""
     x = x.contiguous()
     T, K = x.shape
-    rows, block = _block(K, _ELEMENTS)
+    rows, block = _block(K, _FORWARD_ELEMENTS)
+    most = _FORWARD_PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(x.device.index)
     payload = torch.empty((T, K), dtype=dtype, device=x.device)
     mean = torch.empty(0 if rms else T, dtype=torch.float32, device=x.device)
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
@@ -220,10 +311,10 @@ def norm_quantize(
     taken = torch.empty(1 if current else 0, dtype=torch.float32, device=x.device)
     partials, num_partials = _partial_amaxes(x, weight, bias, eps, rms) if current else (rstd, 0)
     used = taken if scale is None else scale
-    _norm_quantize[(triton.cdiv(T, rows),)](
+    _norm_quantize[(min(triton.cdiv(T, rows), most),)](
         x, weight, bias if has_bias else weight, payload, used, partials, used if amax_out is None else amax_out,
         mean, rstd, T, K, eps, num_partials, MAX_FINITE[dtype], current, power_of_two, amax_out is not None, rms,
-        has_bias, rows, block, MAX_PARTIALS, num_warps=_NUM_WARPS,
+        has_bias, block == K and T % rows == 0, rows, block, _STAGES, MAX_PARTIALS, num_warps=_warps(rows * block),
     )  # fmt: skip
     return payload, taken, mean, rstd
 
@@ -292,16 +383,17 @@ def norm_backward(
     """`norm.norm_backward`: one launch, and one that adds the programs' sums for weight and bias up."""
     x, grad = x.contiguous(), grad.contiguous()
     T, K = x.shape
-    rows, block = _block(K, _BACKWARD_ELEMENTS)
-    most = _BACKWARD_PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(x.device.index)
-    programs = min(triton.cdiv(T, rows), most)
+    is_flat = triton.next_power_of_2(K) >= _FLAT_FROM
+    rows, block = _block(K, _FLAT_ELEMENTS if is_flat else _BACKWARD_ELEMENTS)
+    a_multiprocessor = _FLAT_PROGRAMS_PER_MULTIPROCESSOR if is_flat else _BACKWARD_PROGRAMS_PER_MULTIPROCESSOR
+    programs = min(triton.cdiv(T, rows), a_multiprocessor * _num_multiprocessors(x.device.index))
     grad_x = torch.empty_like(x)
     sums = torch.empty((2 if has_bias else 1, programs, K), dtype=torch.float32, device=x.device)
     has_residual = residual_grad is not None
     _norm_backward[(programs,)](
         grad, residual_grad.contiguous() if residual_grad is not None else grad, x, weight, mean, rstd, grad_x,
-        sums[0], sums[-1], T, K, mean.numel() == 0, has_bias, has_residual, rows, block, _BACKWARD_STAGES,
-        num_warps=_BACKWARD_WARPS,
+        sums[0], sums[-1], T, K, mean.numel() == 0, has_bias, has_residual, block == K and T % rows == 0, is_flat,
+        rows, block, _STAGES, num_warps=max(8, _warps(rows * block)),
     )  # fmt: skip
-    total = sums.sum(dim=1)
+    total = sum_of_programs(sums)
     return grad_x, total[0], total[1] if has_bias else total.new_empty(0)
