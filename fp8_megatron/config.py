@@ -154,6 +154,9 @@ class PrecisionConfig:
     fp8_weight_grad_scaling: Literal["block", "delayed"] = "block"
     """Scales of FP8 weight gradients. block: one for 128 elements, taken from the gradient. delayed: one for each
     tensor, from the last steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
+    keep_fp8_transpose_cache: int = 0
+    """Layers (of a pipeline stage) whose FP8 weights' transposes are kept over the micro-batches of a step, one byte a
+    parameter, instead of being made for each backward."""
     grad_accumulation: Literal["sharded", "local"] = "sharded"
     """Several micro-batches on several replicas: sharded reduces each into an FP32 shard (4 / replicas bytes a
     parameter); local adds them up on every rank and reduces once a step (less traffic, more memory)."""

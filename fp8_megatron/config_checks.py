@@ -26,7 +26,7 @@ _POSITIVE = frozenset(
 )
 _NOT_NEGATIVE = frozenset(
     "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 min_lr lr_warmup_iters lr_warmup_init weight_decay "
-    "clip_grad num_workers eval_interval eval_iters seed".split()
+    "clip_grad num_workers eval_interval eval_iters seed keep_fp8_transpose_cache".split()
 )
 _BELOW_ONE = frozenset("attention_dropout hidden_dropout adam_beta1 adam_beta2".split())
 
@@ -112,6 +112,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_virtual_stages(config, config.num_micro_batches(world_size))
     yield from _check_reduction(config)
     yield from _check_weight_grad_scaling(config)
+    yield from _check_transpose_cache(config, config.num_micro_batches(world_size))
     yield from _check_release(config, data_parallel_size, config.num_micro_batches(world_size))
 
 
@@ -167,6 +168,18 @@ def _check_weight_grad_scaling(config: Config) -> Iterator[str]:
         yield f"{name} takes scales from the amax history of fp8_recipe(delayed), not {precision.fp8_recipe}; give both"
     elif precision.formats.main_grad is not StorageDtype.FP8:
         yield f"{name} is for gradients in fp8, main_grads_dtype is {precision.formats.main_grad.value}; drop one"
+
+
+def _check_transpose_cache(config: Config, num_micro_batches: int) -> Iterator[str]:
+    """What is kept from one micro-batch to the next."""
+    layers = config.precision.keep_fp8_transpose_cache
+    if layers == 0:
+        return
+    name = f"keep_fp8_transpose_cache({layers})"
+    if config.precision.precision != "fp8":
+        yield f"{name} is for FP8's weights, precision is {config.precision.precision}; drop it or choose fp8"
+    elif num_micro_batches == 1:
+        yield f"{name} saves work from one micro-batch of a step to the next, but there is one; drop it"
 
 
 def _check_virtual_stages(config: Config, num_micro_batches: int) -> Iterator[str]:

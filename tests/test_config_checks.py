@@ -263,6 +263,17 @@ FULL = "--recompute-granularity full "
             "--fp8-weight-grad-scaling delayed --fp8-recipe delayed --main-grads-dtype bf16",
             "fp8_weight_grad_scaling(delayed) is for gradients in fp8, main_grads_dtype is bf16; drop one",
         ),
+        # transposes kept between micro-batches
+        (
+            1,
+            "--keep-fp8-transpose-cache 4 --micro-batch-size 2 --global-batch-size 2",
+            "keep_fp8_transpose_cache(4) saves work from one micro-batch of a step to the next, but there is one",
+        ),
+        (
+            1,
+            "--keep-fp8-transpose-cache 4 --precision bf16",
+            "keep_fp8_transpose_cache(4) is for FP8's weights, precision is bf16; drop it or choose fp8",
+        ),
         # gradients released during backward
         (
             1,

@@ -132,23 +132,5 @@ def accumulate_rows_(
     """
     n = accumulator.numel()
     assert rows.numel == num_rows * n, (accumulator.shape, rows.numel, num_rows)
-    if rows.scales is not None:
-        elsewhere = None
-        if own is not None:
-            assert own.values.scales is not None
-            elsewhere = (own.row, own.values.payload, own.values.scales)
-        ops.accumulate_rows_(rows.payload, rows.scales, accumulator, factor=factor, add=add, own=elsewhere)
-        return
-    if accumulator.dtype != torch.float32:
-        total = accumulator.float() if add else torch.empty(n, device=accumulator.device)
-        accumulate_rows_(rows, num_rows, total, factor=factor, add=add, own=own)
-        accumulator.copy_(total)
-        return
-    for row, payload in enumerate(rows.payload.view(num_rows, n)):
-        if own is not None and row == own.row:
-            payload = own.values.payload
-        value = payload.float() if factor == 1.0 else payload.float() * factor
-        if row == 0 and not add:
-            accumulator.copy_(value)
-        else:
-            accumulator.add_(value)
+    elsewhere = None if own is None else (own.row, own.values.payload, own.values.scales)
+    ops.accumulate_rows_(rows.payload, rows.scales, accumulator, factor=factor, add=add, own=elsewhere)

@@ -65,6 +65,9 @@ class FP8DataParallel(_BaseDataParallel):
             if buffer.space.storage is not StorageClass.LINEAR:
                 for slot in buffer.space.slots:
                     slot.param.register_post_accumulate_grad_hook(_move_grad_to_main_grad)
+        self._kept_transposes = [
+            param.kept_transpose for param in named_params.values() if hasattr(param, "kept_transpose")
+        ]
         self._overlaps_gather = parallel.overlap_param_gather
         self._gathers: list[WeightGather] = []
 
@@ -72,6 +75,8 @@ class FP8DataParallel(_BaseDataParallel):
         """Start a step: the next gradients overwrite the last step's."""
         for buffer in self.grad_buffers:
             buffer.reset(measures_underflow=measures_underflow)
+        for kept in self._kept_transposes:
+            kept.forget()
 
     def finish_grad_sync(self, *unused: Any, **unused_kwargs: Any) -> None:
         """After the last backward of a step: each buffer ends with this rank's shard of the mean over replicas."""

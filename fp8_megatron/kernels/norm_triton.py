@@ -39,7 +39,6 @@ _NUM_WARPS = 4
 _ELEMENTS = 8192
 #: Programs that stay and take one row after another, the next ones loaded ahead.
 _FORWARD_ELEMENTS = 4096
-_FORWARD_PROGRAMS_PER_MULTIPROCESSOR = 3
 _STAGES = 3
 #: Backward: rows of this length and longer are added up as they come, shorter ones when all are done.
 _FLAT_FROM = 4096
@@ -266,11 +265,6 @@ def _block(K: int, elements: int) -> tuple[int, int]:
     return max(1, elements // block), block
 
 
-def _warps(elements: int) -> int:
-    """Warps for a program that holds `elements` of each operand."""
-    return max(4, min(16, elements // 1024))
-
-
 def _partial_amaxes(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> tuple[Tensor, int]:
     T, K = x.shape
     rows, block = _block(K, _ELEMENTS)
@@ -303,7 +297,10 @@ def norm_quantize(
     x = x.contiguous()
     T, K = x.shape
     rows, block = _block(K, _FORWARD_ELEMENTS)
-    most = _FORWARD_PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(x.device.index)
+    is_even = block == K and T % rows == 0
+    # As many as a multiprocessor has registers for: programs beyond these would come after the others, not beside them.
+    a_multiprocessor = 1 if block > _FORWARD_ELEMENTS else 3 if is_even else 2
+    most = a_multiprocessor * _num_multiprocessors(x.device.index)
     payload = torch.empty((T, K), dtype=dtype, device=x.device)
     mean = torch.empty(0 if rms else T, dtype=torch.float32, device=x.device)
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
@@ -314,7 +311,7 @@ def norm_quantize(
     _norm_quantize[(min(triton.cdiv(T, rows), most),)](
         x, weight, bias if has_bias else weight, payload, used, partials, used if amax_out is None else amax_out,
         mean, rstd, T, K, eps, num_partials, MAX_FINITE[dtype], current, power_of_two, amax_out is not None, rms,
-        has_bias, block == K and T % rows == 0, rows, block, _STAGES, MAX_PARTIALS, num_warps=_warps(rows * block),
+        has_bias, is_even, rows, block, _STAGES, MAX_PARTIALS, num_warps=4 if block <= _FORWARD_ELEMENTS else 16,
     )  # fmt: skip
     return payload, taken, mean, rstd
 
@@ -393,7 +390,7 @@ def norm_backward(
     _norm_backward[(programs,)](
         grad, residual_grad.contiguous() if residual_grad is not None else grad, x, weight, mean, rstd, grad_x,
         sums[0], sums[-1], T, K, mean.numel() == 0, has_bias, has_residual, block == K and T % rows == 0, is_flat,
-        rows, block, _STAGES, num_warps=max(8, _warps(rows * block)),
+        rows, block, _STAGES if block <= 8192 else 2, num_warps=8 if block <= 4096 else 16,
     )  # fmt: skip
     total = sum_of_programs(sums)
     return grad_x, total[0], total[1] if has_bias else total.new_empty(0)

@@ -248,22 +248,24 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
 
 def accumulate_rows_(
     payload: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     accumulator: Tensor,
     *,
     factor: float,
     add: bool,
-    own: tuple[int, Tensor, Tensor] | None = None,
+    own: tuple[int, Tensor, Tensor | None] | None = None,
 ) -> None:
-    """`reference.accumulate_rows_`: FP8 rows [d · n] with block scales into an accumulator [n], in place."""
+    """`reference.accumulate_rows_`: FP8 rows [d · n] with block scales, or BF16 or FP32 rows without, into an
+    accumulator [n], in place."""
     n = accumulator.numel()
     assert accumulator.dtype in (torch.float32, torch.bfloat16), accumulator.dtype
-    assert payload.dtype in FP8_DTYPES, payload.dtype
-    assert payload.numel() % n == 0 and n % (payload.numel() // scales.numel()) == 0, (payload.shape, scales.shape, n)
+    assert (payload.dtype in FP8_DTYPES) == (scales is not None), payload.dtype
+    assert payload.numel() % n == 0, (payload.shape, n)
+    assert scales is None or n % (payload.numel() // scales.numel()) == 0, (payload.shape, scales.shape, n)
     row, own_payload, own_scales = (-1, None, None) if own is None else own
-    if own_payload is not None and own_scales is not None:
+    if own_payload is not None:
         assert 0 <= row < payload.numel() // n and own_payload.shape == (n,), (row, own_payload.shape, n)
-        assert own_payload.dtype == payload.dtype and own_scales.numel() * payload.numel() == scales.numel() * n
+        assert own_payload.dtype == payload.dtype and (own_scales is None) == (scales is None), own_payload.dtype
     _OPS.accumulate_rows_(payload, scales, accumulator, factor, add, row, own_payload, own_scales)
 
 

@@ -206,31 +206,32 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
 
 def accumulate_rows_(
     payload: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     accumulator: Tensor,
     *,
     factor: float,
     add: bool,
-    own: tuple[int, Tensor, Tensor] | None = None,
+    own: tuple[int, Tensor, Tensor | None] | None = None,
 ) -> None:
     """``accumulator (+)= Σ_r payload_r · (scales_r · factor)`` in FP32, one row after another, in place.
 
     A BF16 accumulator is rounded to once, at the end.
 
     Args:
-        payload: flat FP8 [d · n], one version of the sum's n elements after another.
+        payload: flat FP8 [d · n], one version of the sum's n elements after another; or BF16 or FP32, without
         scales: FP32 [d · n / block], the block scales of each row.
         accumulator: FP32 or BF16 [n], n a multiple of the block. Unless `add`, row 0 takes the place of what it holds.
-        factor: rounded to FP32; multiplies the scales.
+        factor: rounded to FP32; multiplies the scales, or where there are none the values.
         own: (index, payload [n], scales [n / block]) of a row that lies elsewhere.
     """
     num_rows = payload.numel() // accumulator.numel()
-    rows = list(zip(payload.view(num_rows, -1), scales.view(num_rows, -1), strict=True))
+    every_scale = [None] * num_rows if scales is None else list(scales.view(num_rows, -1))
+    rows = list(zip(payload.view(num_rows, -1), every_scale, strict=True))
     if own is not None:
         rows[own[0]] = own[1:]
     total = accumulator.float() if add else None
     for values, row_scales in rows:
-        value = dequantize_blockwise(values, row_scales * factor)
+        value = values.float() * factor if row_scales is None else dequantize_blockwise(values, row_scales * factor)
         total = value if total is None else total + value
     assert total is not None
     accumulator.copy_(total)

@@ -53,7 +53,7 @@ _SCHEMAS = {
     " Tensor inverse) -> ()",
     "quantize_blockwise_": "(Tensor x, Tensor(a!) payload, Tensor(b!) scales) -> ()",
     "dequantize_blockwise": "(Tensor payload, Tensor scales) -> Tensor",
-    "accumulate_rows_": "(Tensor payload, Tensor scales, Tensor(a!) accumulator, float factor, bool add, int own_row,"
+    "accumulate_rows_": "(Tensor payload, Tensor? scales, Tensor(a!) accumulator, float factor, bool add, int own_row,"
     " Tensor? own_payload, Tensor? own_scales) -> ()",
     "count_underflow_": "(Tensor value, Tensor payload, Tensor(a!) counts) -> ()",
     "squared_norm": "(Tensor payload, Tensor? scales) -> Tensor",
@@ -101,7 +101,7 @@ def _reference_scaled_mm_into_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tenso
 
 def _reference_accumulate_rows_(
     payload: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     accumulator: Tensor,
     factor: float,
     add: bool,
@@ -109,7 +109,7 @@ def _reference_accumulate_rows_(
     own_payload: Tensor | None,
     own_scales: Tensor | None,
 ) -> None:
-    own = None if own_payload is None or own_scales is None else (own_row, own_payload, own_scales)
+    own = None if own_payload is None else (own_row, own_payload, own_scales)
     reference.accumulate_rows_(payload, scales, accumulator, factor=factor, add=add, own=own)
 
 

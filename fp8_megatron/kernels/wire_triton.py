@@ -1,8 +1,8 @@
 """The sum over ranks of a gradient reduction in Triton: `reference.accumulate_rows_`.
 
 Every received byte is read once and the accumulator once each way: d · (1 + 4/128) + 4 bytes an element of the shard, 4
-more to add (2 and 2 in BF16). Bitwise the reference's: products and sums are rounded apart (no contraction), in the
-order of the rows.
+more to add (2 and 2 in BF16); d · 2 for rows in BF16. Bitwise the reference's: products and sums are rounded apart (no
+contraction), in the order of the rows.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats import GRAD_BLOCK
 from .blockwise_triton import block_size
 
 # Four elements a thread: whole lines of every operand for a warp, no exchange between threads, one scale a row.
@@ -40,6 +41,7 @@ def _accumulate_rows(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_OWN: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK)
     blocks = tl.arange(0, ROWS)[:, None]
@@ -63,8 +65,10 @@ def _accumulate_rows(
                     row_payload = own_payload + start
                     row_scales = own_scales + start // BLOCK
             value = tl.load(row_payload + offsets, mask=mask).to(tl.float32)
-            scale = tl.load(row_scales + blocks, mask=mask)
-            total += value * (scale * factor)
+            if HAS_SCALES:
+                total += value * (tl.load(row_scales + blocks, mask=mask) * factor)
+            else:
+                total += value * factor
         payload += GROUP * length
         scales += GROUP * (length // BLOCK)
     tl.store(accumulator + start + offsets, total.to(accumulator.dtype.element_ty), mask=mask)
@@ -72,7 +76,7 @@ def _accumulate_rows(
 
 def accumulate_rows_(
     payload: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     accumulator: Tensor,
     factor: float,
     add: bool,
@@ -87,15 +91,16 @@ def accumulate_rows_(
     """
     n = accumulator.numel()
     num_rows = payload.numel() // n
-    block = block_size(payload, scales)
-    assert payload.is_contiguous() and scales.is_contiguous() and accumulator.is_contiguous()
+    block = GRAD_BLOCK if scales is None else block_size(payload, scales)
+    assert payload.is_contiguous() and accumulator.is_contiguous() and (scales is None or scales.is_contiguous())
+    assert n % block == 0, (n, block)
     group = max(size for size in range(1, _MAX_GROUP + 1) if num_rows % size == 0)
     _accumulate_rows[(triton.cdiv(n, _TILE),)](
         payload,
-        scales,
+        accumulator if scales is None else scales,
         accumulator,
         payload if own_payload is None else own_payload,
-        scales if own_scales is None else own_scales,
+        accumulator if own_scales is None else own_scales,
         own_row,
         n,
         factor,
@@ -106,6 +111,7 @@ def accumulate_rows_(
         block,
         n % _TILE == 0,
         own_payload is not None,
+        scales is not None,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )

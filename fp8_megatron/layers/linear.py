@@ -73,6 +73,23 @@ class Operand(NamedTuple):
     scale: Tensor
 
 
+class KeptTranspose:
+    """The transpose of one weight from the first backward of a step to its last; `forget` when the weight changes."""
+
+    def __init__(self) -> None:
+        self._payload_t: Tensor | None = None
+
+    def of(self, payload: Tensor) -> Tensor:
+        """FP8 [K, N] of the weight's payload [N, K]."""
+        if self._payload_t is None:
+            self._payload_t = ops.transpose(payload)
+        return self._payload_t
+
+    def forget(self) -> None:
+        """The next backward makes it anew."""
+        self._payload_t = None
+
+
 def fp8_linear(
     x: Tensor,
     weight: ScaledTensor,
@@ -232,7 +249,9 @@ def fprop(payload: Tensor, scale: Tensor, weight: ScaledTensor, bias: Tensor | N
 def dgrad(g: Operand, weight: ScaledTensor, dtype: torch.dtype) -> Tensor:
     """grad_input [T, K]."""
     weight_payload, weight_scale = weight.gemm_operand()
-    return ops.scaled_mm(g.payload, ops.transpose(weight_payload), g.scale, weight_scale, out_dtype=dtype)
+    kept: KeptTranspose | None = getattr(weight, "kept_transpose", None)
+    payload_t = ops.transpose(weight_payload) if kept is None else kept.of(weight_payload)
+    return ops.scaled_mm(g.payload, payload_t, g.scale, weight_scale, out_dtype=dtype)
 
 
 def wgrad(

@@ -18,9 +18,11 @@ from torch import Tensor
 from ..config import Config, ModelConfig, PrecisionConfig
 from ..distributed.topology import Topology
 from ..layers.cross_entropy import vocab_parallel_cross_entropy
+from ..layers.linear import KeptTranspose
 from ..layers.lm_head import FP8OutputLayer
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe
+from ..quantization.scaled_tensor import ScaledTensor
 from .layer_spec import block_submodules, te_block_submodules
 
 
@@ -201,6 +203,10 @@ def _build_chunk(
     if module.pre_process and module.embedding.add_position_embedding:
         # The one parameter that megatron-core leaves in FP32 on the CPU.
         module.embedding.position_embeddings.to(device=device, dtype=module.config.params_dtype)
+    for layer in module.decoder.layers[: config.precision.keep_fp8_transpose_cache]:
+        for param in layer.parameters():
+            if isinstance(param, ScaledTensor):
+                param.kept_transpose = KeptTranspose()  # type: ignore[attr-defined]
     if recipe.history is not None and config.precision.precision == "fp8":
         recipe.history.allocate(device)
     return ModelChunk(module, recipe)

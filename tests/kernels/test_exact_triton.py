@@ -93,6 +93,32 @@ def rows_are_summed(num_rows: int, n: int, add: bool, dtype: torch.dtype = torch
         guards.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("accumulated", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("num_rows", "n", "own_row"), [(1, 128, None), (4, 37 * 128, 2), (11, 4096, None), (16, 1024, 9)]
+)
+def test_accumulate_rows_without_scales(
+    num_rows: int, n: int, own_row: int | None, dtype: torch.dtype, accumulated: torch.dtype
+) -> None:
+    payload = torch.randn(num_rows * n).to(dtype)
+    payload[::5] = -0.0
+    accumulator = torch.randn(n).to(accumulated)
+    for factor, add in ((1.0, True), (1.0 / num_rows, False)):
+        expected = accumulator.clone()
+        reference.accumulate_rows_(payload, None, expected, factor=factor, add=add)
+        given = payload.clone()
+        if own_row is not None:
+            given.view(num_rows, n)[own_row] = math.nan
+        own_payload = payload.view(num_rows, n)[0 if own_row is None else own_row].clone()
+        guards = Guards()
+        on_gpu = copies([given, accumulator, own_payload], guards)
+        own = None if own_row is None else (own_row, on_gpu[2], None)
+        ops.accumulate_rows_(on_gpu[0], None, on_gpu[1], factor=factor, add=add, own=own)
+        assert_all_same(on_gpu[1:2], [expected])
+        guards.check()
+
+
 @pytest.mark.parametrize("own_row", [0, 2, 10])
 @pytest.mark.parametrize(("num_rows", "n"), [(11, 3 * 128), (16, 9 * 1024)])
 def test_accumulate_rows_with_one_elsewhere(num_rows: int, n: int, own_row: int) -> None:

@@ -67,6 +67,13 @@ def test_overlap_changes_no_bit(ranks: RankPool) -> None:
     assert all(torch.equal(in_turn.weights[name], value) for name, value in overlapped.weights.items())
 
 
+def test_kept_transposes_change_no_bit(ranks: RankPool) -> None:
+    """Of one of two layers, over two micro-batches and over steps that change the weights."""
+    made, kept = (train(ranks, 2, 3, precision=PrecisionConfig(keep_fp8_transpose_cache=count)) for count in (0, 1))
+    assert made.losses == kept.losses and made.grad_norms == kept.grad_norms
+    assert all(torch.equal(kept.weights[name], value) for name, value in made.weights.items())
+
+
 def test_runs_again_bit_for_bit(ranks: RankPool) -> None:
     """Sums are taken in rank order, so nothing depends on who is first."""
     first, second = (train(ranks, 4, 3) for _ in range(2))
