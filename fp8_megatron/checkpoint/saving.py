@@ -133,7 +133,9 @@ class CheckpointWriter:
     def _write_together(self, snapshot: Snapshot, folder: Path) -> None:
         temporary = temporary_folder(folder)
         self._ranks.first_does(lambda: start_writing(folder))
-        parts = self._ranks.gather(lambda: _write_part(temporary, snapshot, self._topology))
+        # In the background one thread: four slowed the steps beside them by 70%.
+        files = {"num_files": 1} if self._in_background else {}
+        parts = self._ranks.gather(lambda: _write_part(temporary, snapshot, self._topology, **files))
         self._ranks.first_does(lambda: self._complete(snapshot, temporary, folder, parts))
 
     def _complete(self, snapshot: Snapshot, temporary: Path, folder: Path, parts: list[_Part | str]) -> None:
@@ -165,8 +167,8 @@ class _Part:
     records: list[FileRecord]
 
 
-def _write_part(folder: Path, snapshot: Snapshot, topology: Topology) -> _Part:
-    written, records = write_chunks(folder, topology.rank, snapshot.chunks())
+def _write_part(folder: Path, snapshot: Snapshot, topology: Topology, **files: int) -> _Part:
+    written, records = write_chunks(folder, topology.rank, snapshot.chunks(), **files)
     name = rank_file(topology.tp.rank(), topology.pp.rank(), topology.dp.rank())
     content = safetensors.torch.save({name: value.contiguous() for name, value in snapshot.rank_tensors.items()})
     return _Part(written, [*records, write_file(folder, name, content)])

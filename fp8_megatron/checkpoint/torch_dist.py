@@ -82,10 +82,13 @@ class Written:
     length: int
 
 
-def write_chunks(folder: Path, rank: int, chunks: Iterable[Chunk | str]) -> tuple[list[Written], list[FileRecord]]:
+def write_chunks(
+    folder: Path, rank: int, chunks: Iterable[Chunk | str], *, num_files: int = _NUM_FILES
+) -> tuple[list[Written], list[FileRecord]]:
     """Write a rank's files, each from a thread of its own; without chunks there is none.
 
     Args:
+        num_files: at most. Each thread takes Python's lock from training in turn, if that goes on beside.
         chunks: rectangles; a string is the key of an empty object (megatron-core keeps one per linear layer). The next
             ones are drawn while these are written.
     """
@@ -95,7 +98,7 @@ def write_chunks(folder: Path, rank: int, chunks: Iterable[Chunk | str]) -> tupl
         def tasks() -> Iterator[tuple[int, Future[Written]]]:
             for chunk in chunks:
                 file = min(files, key=lambda file: file.num_bytes, default=None)
-                if file is None or (file.num_bytes >= _MIN_FILE_BYTES and len(files) < _NUM_FILES):
+                if file is None or (file.num_bytes >= _MIN_FILE_BYTES and len(files) < num_files):
                     file = _ChunkFile(folder, f"__{rank}_{len(files)}.distcp", open_files, threads)
                     files.append(file)
                 yield file.submit(chunk)

@@ -43,9 +43,9 @@ def _train_while_saving(root: Path, config: object) -> tuple[list[float], dict[s
     gate = threading.Event()
     write_chunks = saving.write_chunks
 
-    def write_later(*args: object) -> object:
+    def write_later(*args: object, **kwargs: object) -> object:
         gate.wait()
-        return write_chunks(*args)  # type: ignore[arg-type]
+        return write_chunks(*args, **kwargs)  # type: ignore[arg-type]
 
     with mock.patch.object(saving, "write_chunks", write_later), tiny_resumable(config, 2) as (gpt, state):
         writer = CheckpointWriter(root, gpt.topology, in_background=True)
@@ -145,9 +145,9 @@ def _stall(root: Path, in_background: bool) -> float:
     """Seconds that a save takes from training where writing takes one."""
     write_chunks = saving.write_chunks
 
-    def write_slowly(*args: object) -> object:
+    def write_slowly(*args: object, **kwargs: object) -> object:
         time.sleep(1.0)
-        return write_chunks(*args)  # type: ignore[arg-type]
+        return write_chunks(*args, **kwargs)  # type: ignore[arg-type]
 
     with mock.patch.object(saving, "write_chunks", write_slowly), tiny_resumable(O3, 1) as (gpt, state):
         writer = CheckpointWriter(root, gpt.topology, in_background=in_background)

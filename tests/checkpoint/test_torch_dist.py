@@ -106,6 +106,13 @@ def test_a_rank_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(loaded["x"], whole)
 
 
+def test_beside_training_a_rank_writes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_dist, "_MIN_FILE_BYTES", 2000)
+    chunks = [Chunk("x", (40, 100), (row, 0), torch.zeros(1, 100)) for row in range(40)]
+    _, records = write_chunks(tmp_path, 3, chunks, num_files=1)
+    assert [record.name for record in records] == ["__3_0.distcp"]
+
+
 def test_one_of_several_files_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's error comes out, not torch's, and no thread stays."""
     monkeypatch.setattr(torch_dist, "_MIN_FILE_BYTES", 2000)

@@ -127,9 +127,9 @@ def test_sigterm_waits_for_a_pending_save(tmp_path: Path, monkeypatch: pytest.Mo
     """A save in the background is as slow as ten steps; SIGTERM in the next one ends with both checkpoints whole."""
     write_chunks, train_step, calls = saving.write_chunks, trainer_module.train_step, 0
 
-    def slowly(*args: object) -> object:
+    def slowly(*args: object, **kwargs: object) -> object:
         time.sleep(1.0)
-        return write_chunks(*args)  # type: ignore[arg-type]
+        return write_chunks(*args, **kwargs)  # type: ignore[arg-type]
 
     def interrupted(*args: object, **kwargs: object) -> torch.Tensor:
         nonlocal calls
@@ -150,10 +150,10 @@ def test_a_checkpoint_that_is_not_saved_is_reported(tmp_path: Path, monkeypatch:
     """Training goes on after a failure in between; one of the last checkpoint is the run's error, after its curve."""
     write_chunks, failing = saving.write_chunks, [2]
 
-    def fail(folder: Path, *args: object) -> object:
+    def fail(folder: Path, *args: object, **kwargs: object) -> object:
         if any(f"iter_{iteration:07d}" in folder.name for iteration in failing):
             raise OSError("No space left on device")
-        return write_chunks(folder, *args)  # type: ignore[arg-type]
+        return write_chunks(folder, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(saving, "write_chunks", fail)
     settings = {"train_iters": 4, "save_interval": 2, "save": tmp_path / "saved", "async_save": True}
