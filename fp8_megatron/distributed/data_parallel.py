@@ -151,8 +151,9 @@ def _make_sharded(
     else:
         reducer = GradReducer(GradReduceMode.ALL_TO_ALL, topology.dp)
     local = None
-    if accumulates_locally(precision, num_micro_batches):
-        local = LocalGradBuffer(space, local_grad_dtype(space.storage, precision, num_micro_batches))
+    if accumulates_locally(space.storage, precision, num_micro_batches):
+        dtype = local_grad_dtype(space.storage, precision, num_micro_batches, topology.dp.size())
+        local = LocalGradBuffer(space, dtype)
     return ShardedGradBuffer(
         space,
         reducer,
@@ -169,9 +170,16 @@ def releases_gradients(storage: StorageClass, precision: PrecisionConfig) -> boo
     return precision.release_gradients and storage is StorageClass.LINEAR
 
 
-def accumulates_locally(precision: PrecisionConfig, num_micro_batches: int) -> bool:
-    """Whether several replicas add their micro-batches up before one reduction a step."""
-    return precision.precision != "fp8" or (precision.grad_accumulation == "local" and num_micro_batches > 1)
+def accumulates_locally(storage: StorageClass, precision: PrecisionConfig, num_micro_batches: int) -> bool:
+    """Whether several replicas add a space's micro-batches up before one reduction a step.
+
+    The 16-bit rest always does: its gradients are small beside the linear weights', and those of an embedding come when
+    a backward ends, with nothing left to hide their reduction.
+    """
+    if precision.precision != "fp8":
+        return True
+    is_rest = storage is not StorageClass.LINEAR
+    return num_micro_batches > 1 and (is_rest or precision.grad_accumulation == "local")
 
 
 def _wire_dtype(storage: StorageClass, precision: PrecisionConfig) -> StorageDtype:
@@ -188,12 +196,17 @@ def shard_grad_dtype(storage: StorageClass, precision: PrecisionConfig) -> Stora
     return StorageDtype(precision.grad_accumulation_dtype)
 
 
-def local_grad_dtype(storage: StorageClass, precision: PrecisionConfig, num_micro_batches: int) -> StorageDtype:
+def local_grad_dtype(
+    storage: StorageClass, precision: PrecisionConfig, num_micro_batches: int, num_replicas: int = 1
+) -> StorageDtype:
     """Storage of one space's gradients on the rank that computes them."""
     main_grad = precision.formats.main_grad
     if storage is StorageClass.VECTOR or precision.precision != "fp8":
         return StorageDtype.FP32
-    accumulator = StorageDtype(precision.grad_accumulation_dtype or StorageDtype.BF16)
+    in_shards = num_replicas > 1 and precision.grad_accumulation == "sharded"
+    accumulator = StorageDtype(
+        precision.grad_accumulation_dtype or (StorageDtype.FP32 if in_shards else StorageDtype.BF16)
+    )
     if storage is StorageClass.MATRIX:
         return StorageDtype.BF16 if num_micro_batches == 1 else accumulator
     if main_grad is StorageDtype.FP8 and num_micro_batches > 1:

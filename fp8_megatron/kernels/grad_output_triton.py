@@ -28,7 +28,9 @@ from .quantize_triton import (
     take_scale,
 )
 
-_TILE_M = 64
+_TILE_M = 128
+_TILE_K = 64
+_NUM_WARPS = 4
 
 
 @triton.jit
@@ -125,12 +127,11 @@ def quantize_qkv_grad(
     first_column = 0
     for grad in grads:
         width = grad.shape[3]
-        tile_k, num_warps = (128, 8) if width % 128 == 0 else (64, 4)  # whole lines of the payload
-        _quantize_grad_tiles[(groups * triton.cdiv(width, tile_k), blocks)](
+        _quantize_grad_tiles[(groups * triton.cdiv(width, _TILE_K), blocks)](
             grad, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums,
             T, batch, grad.stride(0), grad.stride(1), grad.stride(2), width, group_width, first_column, total,
             num_partials, MAX_FINITE[dtype], current, power_of_two, amax_out is not None, column_sums,
-            _TILE_M, tile_k, MAX_PARTIALS, num_warps=num_warps,
+            _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
         )  # fmt: skip
         first_column += width
     return payload, payload_t, sum_of_programs(sums)[0], taken

@@ -87,9 +87,9 @@ def _predict(
     formats = space_formats(storage, precision.formats, is_fp8=precision.precision == "fp8")
     is_own_master = formats.master_weight is None
     master = formats.master_weight or formats.weight
-    local = local_grad_dtype(storage, precision, num_micro_batches)
+    local = local_grad_dtype(storage, precision, num_micro_batches, replicas)
     gradients = [] if replicas == 1 else [(shard_grad_dtype(storage, precision), count // replicas)]
-    if replicas == 1 or accumulates_locally(precision, num_micro_batches):
+    if replicas == 1 or accumulates_locally(storage, precision, num_micro_batches):
         gradients.append((local, count))
     if releases_gradients(storage, precision):
         gradients = []

@@ -109,9 +109,10 @@ def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path, form: str) -> 
     [
         (4, config_of(SPLIT, TP2)),
         (2, config_of(PrecisionConfig(fp8_recipe="delayed"), TP2)),
+        (2, config_of(PrecisionConfig(fp8_recipe="delayed", fp8_weight_grad_scaling="delayed"))),
         (2, config_of(PrecisionConfig(), replace(BUCKETS, fp8_grad_reduce=GradReduceMode.NCCL))),
     ],
-    ids=["tp2_dp2-split", "tp2-delayed", "native_sum"],
+    ids=["tp2_dp2-split", "tp2-delayed", "delayed_weight_grads", "native_sum"],
 )
 def test_resuming_is_not_noticed_in_other_layouts(
     ranks: RankPool, tmp_path: Path, num_ranks: int, config: Config
