@@ -32,7 +32,10 @@ class MainGrad(Protocol):
     """Where a weight's gradient goes. Who owns the storage decides its form (FP8, BF16 or FP32 accumulator)."""
 
     def accumulate_(self, grad: Tensor | WeightGrad) -> None:
-        """Add one micro-batch's gradient (any float dtype, the weight's shape) and mark it written."""
+        """Add one micro-batch's gradient (any float dtype, the weight's shape) and mark it written.
+
+        Under a delayed scale of weight gradients it is a `WeightGrad`, which can write itself in FP8.
+        """
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,14 @@ class TensorParallelism:
 
     `gathers_input`: the input is this rank's part of the sequence; it is gathered (in FP8) before fprop and wgrad, and
     grad_input is reduce-scattered. `reduces_grad_input`: the input is replicated; grad_input is all-reduced.
+    `scatters_output`: each rank's output is a part of the sum; it is reduce-scattered along the sequence, and its
+    gradient is gathered (in FP8) before dgrad and wgrad.
     """
 
     group: torch.distributed.ProcessGroup | None = None
     gathers_input: bool = False
     reduces_grad_input: bool = False
+    scatters_output: bool = False
 
 
 class NormParams(NamedTuple):
@@ -107,8 +113,9 @@ def fp8_linear(
         keeps_input: backward keeps `x` itself and casts it again, for an x that something else keeps anyway.
 
     Returns:
-        BF16 [..., N]; with `gathers_input` [s, b, N].
+        BF16 [..., N]; with `gathers_input` [s, b, N]; with `scatters_output` [s/tp, b, N], which takes no bias.
     """
+    assert not (parallelism.scatters_output and bias is not None), "each rank would add the bias"
     keeps_input = keeps_input and not parallelism.gathers_input
     return _FP8Linear.apply(x, weight, bias, quantizers, parallelism, keeps_input, torch.is_grad_enabled())
 
@@ -130,11 +137,13 @@ class _FP8Linear(torch.autograd.Function):
         source = TensorSource(x2d, transposed=needs_backward and not gathers and not keeps_input)
         (payload, payload_t), scale = quantizers.input.quantize(source, sync=amax_sync(parallelism))
         y = fprop(gathered(payload, parallelism), scale, weight, bias, x.dtype)
+        if parallelism.scatters_output:
+            y = scattered_sum(y, parallelism)
         if needs_backward:
             ctx.save_for_backward(x if keeps_input else payload if gathers else payload_t, scale)
             ctx.weight, ctx.has_bias, ctx.keeps_input = weight, bias is not None, keeps_input
             ctx.quantizers, ctx.parallelism, ctx.input_shape = quantizers, parallelism, x.shape
-        return y.view(*gathered_shape(x, parallelism), y.shape[-1])
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
@@ -144,7 +153,10 @@ class _FP8Linear(torch.autograd.Function):
         gathering: AllGatherWork | None = None
         if parallelism.gathers_input:
             gathering = all_gather_fp8(saved, parallelism.group)
-        g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.has_bias)
+        if parallelism.scatters_output:
+            g, grad_bias = gathered_grad(grad_output, ctx.quantizers, parallelism), None
+        else:
+            g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.has_bias)
         grad_input, reducing = start_grad_input_reduction(dgrad(g, weight, grad_output.dtype), parallelism)
         if gathering is not None:
             x_t = ops.transpose(gathering.wait())
@@ -259,7 +271,8 @@ def wgrad(
 ) -> None:
     """Write grad_weight [N, K] where it belongs."""
     main_grad: MainGrad = weight.main_grad  # type: ignore[attr-defined]
-    main_grad.accumulate_(WeightGrad(g.payload_t, x_t, g.scale, x_scale, dtype, quantizers.weight_grad))
+    grad = WeightGrad(g.payload_t, x_t, g.scale, x_scale, dtype, quantizers.weight_grad)
+    main_grad.accumulate_(grad.wide() if grad.scale is None else grad)
 
 
 def quantized_grad(
@@ -269,6 +282,27 @@ def quantized_grad(
     source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias)
     (payload, payload_t, column_sums), scale = quantizers.grad_output.quantize(source)
     return Operand(payload, payload_t, scale), column_sums
+
+
+def gathered_grad(grad_output: Tensor, quantizers: LinearQuantizers, parallelism: TensorParallelism) -> Operand:
+    """The gradient of this rank's part of the sequence [s/tp, ..., N], cast with one scale, over the whole sequence.
+
+    Bit for bit what casting the gathered gradient gives, for half of BF16's bytes.
+    """
+    assert parallelism.group is not None
+    source = TensorSource(grad_output.reshape(-1, grad_output.shape[-1]))
+    sync = partial(max_over_group_, group=parallelism.group)
+    (part, _), scale = quantizers.grad_output.quantize(source, sync=sync)
+    payload = all_gather_fp8(part, parallelism.group).wait()
+    return Operand(payload, ops.transpose(payload), scale)
+
+
+def scattered_sum(y: Tensor, parallelism: TensorParallelism) -> Tensor:
+    """This rank's part [T/tp, N] of the sum of all ranks' y [T, N]."""
+    assert parallelism.group is not None
+    part = y.new_empty((y.shape[0] // parallelism.group.size(), y.shape[1]))
+    torch.distributed.reduce_scatter_tensor(part, y, group=parallelism.group)
+    return part
 
 
 def amax_sync(parallelism: TensorParallelism) -> AmaxSync | None:

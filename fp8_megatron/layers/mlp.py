@@ -10,10 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -29,10 +26,11 @@ from .linear import (
     TensorParallelism,
     dgrad,
     fprop,
-    gathered_shape,
+    gathered_grad,
     norm_fprop,
     norm_linear_backward,
     quantized_grad,
+    scattered_sum,
     wgrad,
 )
 from .norm import Norm
@@ -47,10 +45,11 @@ def fp8_norm_mlp(
     Args:
         x: BF16 [s, b, h]; with `gathers_input` [s/tp, b, h].
         activation: ``gelu`` or ``swiglu`` (see `kernels.activation`).
-        parallelism: of fc1; what fc2 gives is this rank's part of a sum.
+        parallelism: of fc1; with `gathers_input` fc2's output is reduce-scattered, else it is this rank's part of a
+            sum.
 
     Returns:
-        BF16 [s, b, h], and x again for the residual branch: what comes back along it is added inside the norm's
+        BF16, the shape of x, and x again for the residual branch: what comes back along it is added inside the norm's
         backward.
     """
     return _FP8NormMLP.apply(
@@ -90,19 +89,25 @@ class _FP8NormMLP(torch.autograd.Function):
         z, kept = norm_fprop(x, norm, weight1, bias1, quantizers[0], parallelism)
         payload, scale = quantizers[1].input.quantize(ActivationSource(z, activation))
         y = fprop(payload, scale, weight2, bias2, x.dtype)
+        if parallelism.gathers_input:
+            assert bias2 is None, "each rank would add the bias"
+            y = scattered_sum(y, parallelism)
         if needs_backward:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, norm_weight, norm_bias, z, scale, *kept)
             ctx.weights, ctx.has_bias = (weight1, weight2), (bias1 is not None, bias2 is not None)
             ctx.norm_settings, ctx.quantizers = norm_settings, quantizers
             ctx.activation, ctx.parallelism = activation, parallelism
-        return y.view(*gathered_shape(x, parallelism), y.shape[-1]), x
+        return y.view(*x.shape[:-1], y.shape[-1]), x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         x, norm_weight, norm_bias, z, activation_scale, *kept = ctx.saved_tensors
-        g2, grad_bias2 = quantized_grad(grad_output, ctx.quantizers[1], has_bias=ctx.has_bias[1])
+        if ctx.parallelism.gathers_input:
+            g2, grad_bias2 = gathered_grad(grad_output, ctx.quantizers[1], ctx.parallelism), None
+        else:
+            g2, grad_bias2 = quantized_grad(grad_output, ctx.quantizers[1], has_bias=ctx.has_bias[1])
         grad_activation = dgrad(g2, ctx.weights[1], grad_output.dtype)
         source = ActivationGradSource(
             grad_activation, z, ctx.activation, INPUT_DTYPE, activation_scale, column_sums=ctx.has_bias[0]
@@ -152,8 +157,6 @@ class FP8MLP(MLP):
             "swiglu" if self.config.gated_linear_unit else "gelu",
             parallelism,
         )
-        if parallelism.gathers_input:
-            output = reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
-        elif parallelism.reduces_grad_input:
+        if parallelism.reduces_grad_input:
             output = reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
         return output, left, residual

@@ -1,7 +1,7 @@
 """megatron-core's column- and row-parallel linear layers with FP8 weights at rest and FP8 GEMMs.
 
-They change `_forward_impl` and the weight's storage, nothing else: sharding, bias handling, state-dict names and the
-collectives after the GEMM stay megatron-core's.
+They change the weight's storage, the GEMMs and what crosses the network in FP8; sharding, bias handling, state-dict
+names and the all-reduce after a GEMM stay megatron-core's.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class FP8ColumnParallelLinear(_FP8Weight, ColumnParallelLinear):
 
 
 class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
-    """Y = XAᵀ with A split over input columns; the sum over ranks stays in BF16.
+    """Y = XAᵀ with A split over input columns; the sum over ranks is taken in BF16. Under sequence parallelism its
+    gradient is gathered in FP8, with one scale.
 
     A bias that the caller is to add is added in the GEMM where one rank holds the whole layer.
 
@@ -91,6 +92,13 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Input [..., K/tp] → output [..., N], and the bias left to add."""
+        if self.sequence_parallel and self.tp_group.size() > 1 and not self.explicit_expert_comm:
+            parallelism = TensorParallelism(group=self.tp_group, scatters_output=True)
+            weight = as_scaled(self.weight)
+            output = fp8_linear(input_, weight, None, self.quantizers, parallelism, keeps_input=self.keeps_input)
+            if self.skip_bias_add or self.bias is None:
+                return output, self.bias if self.skip_bias_add else None
+            return output + self.bias, None
         added, left = self.bias_in_gemm()
         if added is None or not self.skip_bias_add:
             return super().forward(input_)

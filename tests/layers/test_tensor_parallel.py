@@ -16,6 +16,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from fp8_megatron.collectives.traffic import TrafficKind, counted_traffic
 from fp8_megatron.config import ParallelConfig
 from fp8_megatron.device import runtime
 from fp8_megatron.distributed.topology import initialized
@@ -102,8 +103,11 @@ def _run_layer(kind: Layer, tp: int, sequence_parallel: bool, power_of_two: bool
         x = mine(p["x"], x_dim).requires_grad_()
         y, bias = layer(x)
         assert bias is None
-        y.backward(mine(p["cotangent"], y_dim))
+        with counted_traffic() as traffic:
+            y.backward(mine(p["cotangent"], y_dim))
+        gathered_bytes = traffic.sent_bytes[TrafficKind.ALL_GATHER.value]
         return {
+            "gathered_bytes": torch.tensor(gathered_bytes),
             "y": y.detach(),
             "grad_input": x.grad,
             "grad_weight": layer.weight.main_grad.grad,
@@ -166,6 +170,16 @@ def test_column_layer_gathers_fp8_with_one_scale(ranks: RankPool) -> None:
     # The same payloads in the same GEMM: FP32 summation order, then at most one flip of a BF16 rounding.
     torch.testing.assert_close(y, single["y"], rtol=2**-7, atol=1e-6)
     assert (y != single["y"]).float().mean() < 0.01
+
+
+def test_row_layer_gathers_its_gradient_in_fp8_with_one_scale(ranks: RankPool) -> None:
+    """Under sequence parallelism with any scale grad_input is the unsharded layer's; a byte an element is sent."""
+    (single,) = ranks.run(_run_layer, "row", 1, False, False, num_ranks=1)
+    parts = ranks.run(_run_layer, "row", 2, True, False, num_ranks=2)
+    grad_input = torch.cat([part["grad_input"] for part in parts], dim=-1)
+    torch.testing.assert_close(grad_input, single["grad_input"], rtol=2**-7, atol=1e-9)
+    assert (grad_input != single["grad_input"]).float().mean() < 0.01
+    assert [part["gathered_bytes"].item() for part in parts] == [SEQ * BATCH * OUT // 2] * 2
 
 
 def test_weight_keeps_megatron_attributes() -> None:

@@ -58,7 +58,7 @@ class CountedOperands(TorchDispatchMode):
 
     def _count(self, name: str, argument: Any, tensor: Tensor, args: Any) -> None:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        adds = name != "accumulate_rows_" or args[-1]
+        adds = name != "accumulate_rows_" or args[4]
         if is_written:
             self.written += tensor.nbytes
         if not is_written or (argument.name not in WRITE_ONLY.get(name, ()) and adds):
