@@ -63,8 +63,10 @@ def fit(output_dir: Path, **overrides: object) -> list[tuple[float, float]]:
         {"opt_level": "O3", "fp8_recipe": "delayed"},
         {"opt_level": "O3", "global_batch_size": 12},
         {"opt_level": "O3", "fp8_lm_head": True},
+        {"opt_level": "O3", "fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed"},
+        {"opt_level": "O3", "global_batch_size": 12, "keep_fp8_transpose_cache": 1},
     ],
-    ids=["O1", "O2", "O3", "O3-delayed", "O3-accumulation", "O3-head"],
+    ids=["O1", "O2", "O3", "O3-delayed", "O3-accumulation", "O3-head", "O3-delayed-wgrad", "O3-kept-transposes"],
 )
 def test_every_level_follows_bf16(tmp_path: Path, level: dict, style: dict) -> None:
     """30 steps from one seed. One step's loss differs by the forward's quantisation noise, 28 dB on each GEMM of the
@@ -76,10 +78,17 @@ def test_every_level_follows_bf16(tmp_path: Path, level: dict, style: dict) -> N
     assert sum(loss for loss, _ in measured[-5:]) == pytest.approx(sum(loss for loss, _ in expected[-5:]), rel=1e-2)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_resume_is_bitwise(tmp_path: Path, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "weight_grads"), [("tensorwise", "block"), ("delayed", "block"), ("delayed", "delayed")]
+)
+def test_resume_is_bitwise(tmp_path: Path, recipe: str, weight_grads: str) -> None:
     """12 steps straight equal 7 and 5 resumed, in deterministic mode; saved at once, and in the background."""
-    settings = {"fp8_recipe": recipe, "train_iters": 12, "deterministic_mode": True}
+    settings = {
+        "fp8_recipe": recipe,
+        "fp8_weight_grad_scaling": weight_grads,
+        "train_iters": 12,
+        "deterministic_mode": True,
+    }
     straight = fit(tmp_path / "straight", **settings)
     checkpoints = tmp_path / "checkpoints"
     saving = {"save": checkpoints, "save_interval": 3, "async_save": recipe == "delayed"}
@@ -106,14 +115,22 @@ def build_state():  # type: ignore[no-untyped-def]
         yield build
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fp8_recipe": "tensorwise"},
+        {"fp8_recipe": "delayed"},
+        {"fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed"},
+    ],
+    ids=["tensorwise", "delayed", "delayed-wgrad"],
+)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("fp8_lm_head", [False, True])
 def test_nothing_in_a_step_waits_for_the_device(  # type: ignore[no-untyped-def]
-    build_state, recipe: str, num_micro_batches: int, fp8_lm_head: bool
+    build_state, settings: dict, num_micro_batches: int, fp8_lm_head: bool
 ) -> None:
     """With PyTorch's synchronisation checks set to raise, warm steps run."""
-    state, loader, _ = build_state(fp8_recipe=recipe, global_batch_size=4 * num_micro_batches, fp8_lm_head=fp8_lm_head)
+    state, loader, _ = build_state(global_batch_size=4 * num_micro_batches, fp8_lm_head=fp8_lm_head, **settings)
     for _ in range(3):
         train_step(state, loader, wants_stop=False)
     torch.cuda.synchronize()

@@ -83,7 +83,16 @@ def test_replicas_repeat_bit_for_bit(tmp_path: Path) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("settings", [{}, {"first_last_layers_bf16": True}, {"main_params_dtype": "split"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"first_last_layers_bf16": True},
+        {"main_params_dtype": "split"},
+        {"fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed"},
+    ],
+    ids=str,
+)
 def test_copy_engines_bring_what_nccl_brings(tmp_path: Path, settings: dict) -> None:
     """Bit for bit: the bytes are the same, and so is the order of the sums."""
     settings = {"precision": "fp8", "deterministic_mode": True, **settings}
