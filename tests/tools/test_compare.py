@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
@@ -18,9 +21,9 @@ FIGURES = {
 }
 
 
-def compare(folder: Path, script: Path) -> subprocess.CompletedProcess[str]:
+def compare(folder: Path, script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), "--model", "345m", "--runs"]
-    command += ["--peer", f"stub-bf16={sys.executable} {script}", "--output-dir", str(folder)]
+    command += ["--peer", f"stub-bf16={sys.executable} {script}", "--output-dir", str(folder), *flags]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
 
 
@@ -42,3 +45,14 @@ def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
     done = compare(tmp_path / "out", script)
     assert done.returncode == 1
     assert "stub-bf16 ended with status 3" in done.stderr and "the reason" in done.stderr
+
+
+def test_a_peer_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    script = tmp_path / "peer.py"
+    script.write_text(
+        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(100)\n"
+    )
+    done = compare(tmp_path / "out", script, "--timeout", "2")
+    assert done.returncode == 1 and "stub-bf16 took longer than 2 s" in done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
