@@ -40,17 +40,15 @@ MODELS = {
     "18b": "gpt_18b",
     "llama-7b": "llama_7b",
 }
+_LEAN = [
+    *("--precision", "fp8", "--fp8-recipe", "delayed"),
+    *("--fp8-lm-head", "--grad-accumulation-dtype", "bf16"),
+]
 RUNS = {
     "O3": ["--precision", "fp8"],
     "O3-delayed": ["--precision", "fp8", "--fp8-recipe", "delayed"],
-    "O3-lean": [
-        *("--precision", "fp8", "--fp8-recipe", "delayed"),
-        *("--fp8-lm-head", "--grad-accumulation-dtype", "bf16"),
-    ],
-    "O3-fast": [
-        *("--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-weight-grad-scaling", "delayed"),
-        *("--fp8-lm-head", "--grad-accumulation-dtype", "bf16"),
-    ],
+    "O3-lean": _LEAN,
+    "O3-fast": [*_LEAN, "--fp8-weight-grad-scaling", "delayed"],
     "O3-nccl": ["--precision", "fp8", "--fp8-recipe", "delayed", "--dp-transport", "nccl"],
     "O3-no-overlap": [
         *("--precision", "fp8", "--fp8-recipe", "delayed"),

@@ -109,11 +109,12 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"choose {_multiple_near(global_batch_size, samples)}, or a smaller micro_batch_size"
         )
         return
-    yield from _check_virtual_stages(config, config.num_micro_batches(world_size))
+    num_micro_batches = config.num_micro_batches(world_size)
+    yield from _check_virtual_stages(config, num_micro_batches)
     yield from _check_reduction(config)
     yield from _check_weight_grad_scaling(config)
-    yield from _check_transpose_cache(config, config.num_micro_batches(world_size))
-    yield from _check_release(config, data_parallel_size, config.num_micro_batches(world_size))
+    yield from _check_transpose_cache(config, num_micro_batches)
+    yield from _check_release(config, data_parallel_size, num_micro_batches)
 
 
 def _check_reduction(config: Config) -> Iterator[str]:

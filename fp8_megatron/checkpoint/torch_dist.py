@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 #: A rank writes so many files side by side; a further one is begun when those before have so many bytes.
-_NUM_FILES = 4
+NUM_FILES = 4
 _MIN_FILE_BYTES = 1 << 24
 #: Chunks that wait to be written hold no more than this, but for the last of them.
 _UNWRITTEN_BYTES = 1 << 27
@@ -83,7 +83,7 @@ class Written:
 
 
 def write_chunks(
-    folder: Path, rank: int, chunks: Iterable[Chunk | str], *, num_files: int = _NUM_FILES
+    folder: Path, rank: int, chunks: Iterable[Chunk | str], *, num_files: int = NUM_FILES
 ) -> tuple[list[Written], list[FileRecord]]:
     """Write a rank's files, each from a thread of its own; without chunks there is none.
 

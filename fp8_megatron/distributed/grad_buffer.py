@@ -297,14 +297,11 @@ class ShardedGradBuffer(GradBuffer):
         if grad is None:
             _zero(sent)
             return
-        if isinstance(grad, WeightGrad):
-            assert sent.scales is not None and span.length == part.slot.padded
-            self._quantize(grad, sent.payload, sent.scales)
-            return
-        values = grad[span.slot_start : span.slot_start + span.length]
+        values = grad if isinstance(grad, WeightGrad) else grad[span.slot_start : span.slot_start + span.length]
         if sent.scales is not None:
             self._quantize(values, sent.payload, sent.scales)
         else:
+            assert isinstance(values, Tensor)
             sent.payload[: values.numel()].copy_(values)
             sent.payload[values.numel() :].zero_()
 

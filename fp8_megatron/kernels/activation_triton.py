@@ -22,6 +22,7 @@ from .quantize_triton import (
     MAX_PARTIALS,
     encode,
     larger_magnitude,
+    load_inside,
     magnitude_bits,
     partials_to_amax,
     raise_amax,
@@ -121,15 +122,15 @@ def _activation_amax(
 
 
 @triton.jit
-def _activation_quantize(
+def _swiglu_quantize(
     z, payload, scale, partials, amax_out, T, F, num_partials,
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD_AMAX: tl.constexpr,
-    GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     rows, columns = _tile(tl.num_programs(0) - 1 - tl.program_id(0), F, ROWS, COLUMNS)
     mask = (rows < T) & (columns < F)
-    first, second = _load_inputs(z, rows, columns, mask, F, GATED)
-    value = _value(first, second, GATED)
+    first, second = _load_inputs(z, rows, columns, mask, F, True)
+    value = _value(first, second, True)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     quantized = encode(value, inverse, FP_MAX, payload.dtype.element_ty)
     tl.store(payload + rows.to(tl.int64) * F + columns, quantized, mask=mask)
@@ -153,25 +154,15 @@ def _gelu_quantize(
     for index in tl.range(0, TILES, num_stages=STAGES):
         at = index * TILE + offsets
         mask = None
-        if EVEN:
-            value = tl.load(z + at).to(tl.float32)
-        else:
+        if not EVEN:
             mask = start + at < n
-            value = tl.load(z + at, mask=mask, other=0.0).to(tl.float32)
+        value = load_inside(z + at, mask, EVEN).to(tl.float32)
         value = _value(value, value, False)
         tl.store(payload + at, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
         if RECORD_AMAX:
             largest = larger_magnitude(largest, value)
     if RECORD_AMAX:
         raise_amax(amax_out, tl.max(magnitude_bits(largest)))
-
-
-@triton.jit
-def _load_at(pointers, mask, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointers).to(tl.float32)
-    else:
-        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -184,11 +175,11 @@ def _grad_rows(
 
     Writes the gradients' payload. Amax and sums are taken here so that no FP32 value lives on.
     """
-    first = _load_at(z + z_offsets, mask, EVEN)
+    first = load_inside(z + z_offsets, mask, EVEN).to(tl.float32)
     second = first
     if GATED:
-        second = _load_at(z + F + z_offsets, mask, EVEN)
-    g = _load_at(grad + offsets, mask, EVEN)
+        second = load_inside(z + F + z_offsets, mask, EVEN).to(tl.float32)
+    g = load_inside(grad + offsets, mask, EVEN).to(tl.float32)
     value, d_first, d_second = _value_and_derivatives(first, second, GATED)
     activation = encode(value, activation_inverse, ACTIVATION_MAX, activation_dtype)
     g_first = g * d_first
@@ -321,9 +312,9 @@ def activation_quantize(
             _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES, MAX_PARTIALS, num_warps=_NUM_WARPS,
         )  # fmt: skip
         return payload, taken
-    _activation_quantize[(triton.cdiv(T, _ROWS) * triton.cdiv(F, _COLUMNS),)](
+    _swiglu_quantize[(triton.cdiv(T, _ROWS) * triton.cdiv(F, _COLUMNS),)](
         z, payload, used, partials, amax_taken, T, F, num_partials,
-        MAX_FINITE[dtype], current, power_of_two, amax_out is not None, True, _ROWS, _COLUMNS,
+        MAX_FINITE[dtype], current, power_of_two, amax_out is not None, _ROWS, _COLUMNS,
         MAX_PARTIALS, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return payload, taken

@@ -24,6 +24,7 @@ from .quantize_triton import (
     MAX_PARTIALS,
     encode,
     larger_magnitude,
+    load_inside,
     magnitude_bits,
     partials_to_amax,
     raise_amax,
@@ -49,19 +50,20 @@ _TILE_K = 64
 
 
 @triton.jit
-def _normalize(x, weight, bias, rows, columns, mask, K, eps, RMS: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _normalize(value, w, b, mask, K, eps, RMS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr):
     """(y, mean, rstd) of some rows, FP32."""
-    value = tl.load(x + rows[:, None].to(tl.int64) * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     if RMS:
         mean = tl.zeros([value.shape[0]], tl.float32)
         centred = value
     else:
         mean = tl.sum(value, axis=1) / K
-        centred = tl.where(mask, value - mean[:, None], 0.0)
+        centred = value - mean[:, None]
+        if not EVEN:
+            centred = tl.where(mask, centred, 0.0)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, axis=1) / K + eps))
-    y = centred * rstd[:, None] * tl.load(weight + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+    y = centred * rstd[:, None] * w.to(tl.float32)
     if HAS_BIAS:
-        y += tl.load(bias + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+        y += b.to(tl.float32)
     return y, mean, rstd
 
 
@@ -70,12 +72,17 @@ def _norm_amax(
     x, weight, bias, partials, T, K, eps,
     RMS: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)[None, :]
+    w = load_inside(weight + columns, columns < K, False)
+    b = w
+    if HAS_BIAS:
+        b = load_inside(bias + columns, columns < K, False)
     largest = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS):
-        rows = start + tl.arange(0, ROWS)
-        mask = (rows < T)[:, None] & (columns < K)[None, :]
-        y, _, _ = _normalize(x, weight, bias, rows, columns, mask, K, eps, RMS, HAS_BIAS)
+        rows = start + tl.arange(0, ROWS)[:, None]
+        mask = (rows < T) & (columns < K)
+        value = load_inside(x + rows.to(tl.int64) * K + columns, mask, False).to(tl.float32)
+        y, _, _ = _normalize(value, w, b, mask, K, eps, RMS, HAS_BIAS, False)
         largest = larger_magnitude(largest, tl.where(mask, y, 0.0))
     tl.store(partials + tl.program_id(0), tl.max(magnitude_bits(largest)))
 
@@ -90,33 +97,23 @@ def _norm_quantize(
     columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)[None, :]
     lane = tl.arange(0, ROWS)
     offsets = lane[:, None] * K + columns
-    w = _load_columns(weight, columns, K, EVEN)
+    w = load_inside(weight + columns, columns < K, EVEN)
+    b = w
     if HAS_BIAS:
-        b = _load_columns(bias, columns, K, EVEN)
+        b = load_inside(bias + columns, columns < K, EVEN)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     largest = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
         base = tl.cast(start, tl.int64) * K
         rows = start + lane
         mask = None
-        if EVEN:
-            value = tl.load(x + base + offsets).to(tl.float32)
-        else:
+        if not EVEN:
             mask = (rows < T)[:, None] & (columns < K)
-            value = tl.load(x + base + offsets, mask=mask, other=0.0).to(tl.float32)
-        if RMS:
-            centred = value
-        else:
-            mean = tl.sum(value, axis=1) / K
-            centred = value - mean[:, None]
-            if not EVEN:
-                centred = tl.where(mask, centred, 0.0)
+        value = load_inside(x + base + offsets, mask, EVEN).to(tl.float32)
+        y, mean, rstd = _normalize(value, w, b, mask, K, eps, RMS, HAS_BIAS, EVEN)
+        if not RMS:
             tl.store(mean_out + rows, mean, mask=rows < T)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, axis=1) / K + eps))
         tl.store(rstd_out + rows, rstd, mask=rows < T)
-        y = centred * rstd[:, None] * w.to(tl.float32)
-        if HAS_BIAS:
-            y += b.to(tl.float32)
         tl.store(payload + base + offsets, encode(y, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
         if RECORD_AMAX:
             if EVEN:
@@ -125,14 +122,6 @@ def _norm_quantize(
                 largest = larger_magnitude(largest, tl.where(mask, y, 0.0))
     if RECORD_AMAX:
         raise_amax(amax_out, tl.max(magnitude_bits(largest)))
-
-
-@triton.jit
-def _load_columns(values, columns, K, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(values + columns)
-    else:
-        return tl.load(values + columns, mask=columns < K, other=0.0)
 
 
 @triton.jit
@@ -187,7 +176,7 @@ def _norm_backward(
     columns = tl.arange(0, BLOCK)[None, :]
     lane = tl.arange(0, ROWS)[:, None]
     offsets = lane * K + columns
-    w = _load_columns(weight, columns, K, EVEN)
+    w = load_inside(weight + columns, columns < K, EVEN)
     SUM_ROWS: tl.constexpr = 1 if FLAT else ROWS
     sum_weight = tl.zeros([SUM_ROWS, BLOCK], tl.float32)
     sum_bias = tl.zeros([SUM_ROWS, BLOCK], tl.float32)
@@ -206,18 +195,13 @@ def _norm_backward(
             next_mean = _load_rows_at(mean, start + step + lane, T)
         base = tl.cast(start, tl.int64) * K
         mask = None
-        residual = 0.0
-        if EVEN:
-            g = tl.load(grad + base + offsets).to(tl.float32)
-            normalized = tl.load(x + base + offsets).to(tl.float32)
-            if HAS_RESIDUAL:
-                residual = tl.load(residual_grad + base + offsets)
-        else:
+        if not EVEN:
             mask = (start + lane < T) & (columns < K)
-            g = tl.load(grad + base + offsets, mask=mask, other=0.0).to(tl.float32)
-            normalized = tl.load(x + base + offsets, mask=mask, other=0.0).to(tl.float32)
-            if HAS_RESIDUAL:
-                residual = tl.load(residual_grad + base + offsets, mask=mask, other=0.0)
+        g = load_inside(grad + base + offsets, mask, EVEN).to(tl.float32)
+        normalized = load_inside(x + base + offsets, mask, EVEN).to(tl.float32)
+        residual = 0.0
+        if HAS_RESIDUAL:
+            residual = load_inside(residual_grad + base + offsets, mask, EVEN)
         if not RMS:
             normalized -= row_mean
         normalized *= inverse

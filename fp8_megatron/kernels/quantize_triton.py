@@ -44,6 +44,15 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def load_inside(pointers, mask, EVEN: tl.constexpr):
+    """What lies inside, 0 where `mask` does not; `EVEN`: all of it does, and there is no mask."""
+    if EVEN:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
 def larger_magnitude(largest, x):
     """max(largest, |x|) in FP32, a NaN kept: one instruction an element."""
     return tl.maximum(largest, tl.abs(x.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)

@@ -300,9 +300,14 @@ def gathered_grad(grad_output: Tensor, quantizers: LinearQuantizers, parallelism
 def scattered_sum(y: Tensor, parallelism: TensorParallelism) -> Tensor:
     """This rank's part [T/tp, N] of the sum of all ranks' y [T, N]."""
     assert parallelism.group is not None
-    part = y.new_empty((y.shape[0] // parallelism.group.size(), y.shape[1]))
-    torch.distributed.reduce_scatter_tensor(part, y, group=parallelism.group)
-    return part
+    return _reduce_scatter(y, parallelism.group, async_op=False)[0]
+
+
+def _reduce_scatter(
+    y: Tensor, group: torch.distributed.ProcessGroup, *, async_op: bool
+) -> tuple[Tensor, torch.distributed.Work | None]:
+    part = y.new_empty((y.shape[0] // group.size(), y.shape[1]))
+    return part, torch.distributed.reduce_scatter_tensor(part, y, group=group, async_op=async_op)
 
 
 def amax_sync(parallelism: TensorParallelism) -> AmaxSync | None:
@@ -336,10 +341,7 @@ def start_grad_input_reduction(
     """Sum grad_input [T, K] over the group, asynchronously: reduce-scatter to [T/tp, K] or all-reduce."""
     if parallelism.gathers_input:
         assert parallelism.group is not None
-        rows = grad_input.shape[0] // parallelism.group.size()
-        part = grad_input.new_empty((rows, grad_input.shape[1]))
-        work = torch.distributed.reduce_scatter_tensor(part, grad_input, group=parallelism.group, async_op=True)
-        return part, work
+        return _reduce_scatter(grad_input, parallelism.group, async_op=True)
     if parallelism.reduces_grad_input:
         return grad_input, torch.distributed.all_reduce(grad_input, group=parallelism.group, async_op=True)
     return grad_input, None

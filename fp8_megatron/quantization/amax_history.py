@@ -37,7 +37,6 @@ class AmaxHistory:
         self.power_of_two = power_of_two
         self.is_warm = False
         self._largest: list[float] = []
-        self._written_slots: list[int] = []
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
@@ -46,22 +45,17 @@ class AmaxHistory:
         self._scales: Sequence[Tensor] = ()
         self._inverses: Sequence[Tensor] = ()
         self._written: Tensor | None = None
-        self._written_index: Tensor | None = None
-        self._written_amaxes: dict[int, Iterator[Tensor]] = {}
+        self._written_amaxes: Sequence[Iterator[Tensor]] = ()
 
-    def add_slot(self, dtype: torch.dtype, *, headroom: float = 1.0, amax_is_written: bool = False) -> int:
+    def add_slot(self, dtype: torch.dtype, *, headroom: float = 1.0) -> int:
         """Reserve a slot for a tensor quantised to `dtype`; returns its index.
 
         Args:
             headroom: how many times the amax seen the largest value of the format stands for.
-            amax_is_written: see `written_amax_of`.
         """
         assert self.amax is None, "slots are added before allocate()"
         self._largest.append(MAX_FINITE[dtype] / headroom)
-        slot = len(self._largest) - 1
-        if amax_is_written:
-            self._written_slots.append(slot)
-        return slot
+        return len(self._largest) - 1
 
     def allocate(self, device: torch.device) -> None:
         """Make the tensors: amax, scale, fp_max FP32 [num_slots], history FP32 [length, num_slots]."""
@@ -71,14 +65,17 @@ class AmaxHistory:
         self._take_scales(torch.ones(num_slots, device=device))
         self.history = torch.zeros(self.length, num_slots, device=device)
         self._fp_max = torch.tensor(self._largest, device=device)
-        self._written_index = torch.tensor(self._written_slots, dtype=torch.int64, device=device)
-        self._written = torch.zeros(len(self._written_slots), _WRITTEN_AMAXES, _STRIDE, device=device)
-        for slot, places in zip(self._written_slots, self._written, strict=True):
-            self._written_amaxes[slot] = itertools.cycle(places[:, :1].unbind())
+        self._written = torch.zeros(num_slots, _WRITTEN_AMAXES, _STRIDE, device=device)
+        self._written_amaxes = [itertools.cycle(places[:, :1].unbind()) for places in self._written]
 
     def amax_of(self, slot: int) -> Tensor:
         """FP32 [1], where this step's amax of `slot` is recorded (a view)."""
         return self._amaxes[slot]
+
+    def raise_amax(self, slot: int, amax: Tensor) -> None:
+        """Record an amax of `slot` in this step, FP32 [1]."""
+        recorded = self.amax_of(slot)
+        torch.maximum(recorded, amax, out=recorded)
 
     def written_amax_of(self, slot: int) -> Tensor:
         """FP32 [1], for a GEMM that writes an amax where the others raise one; each call gives another place."""
@@ -113,11 +110,8 @@ class AmaxHistory:
         if self.amax is None or not self._largest:
             return
         assert self.scale is not None and self.history is not None and self._fp_max is not None
-        if self._written_slots:
-            assert self._written is not None and self._written_index is not None
-            written = self._written[:, :, 0].amax(dim=1)
-            self.amax[self._written_index] = torch.maximum(self.amax[self._written_index], written)
-            self._written.zero_()
+        assert self._written is not None
+        torch.maximum(self.amax, self._written[:, :, 0].amax(dim=1), out=self.amax)
         if group is not None and group.size() > 1:
             torch.distributed.all_reduce(self.amax, op=torch.distributed.ReduceOp.MAX, group=group)
         self.history.copy_(torch.roll(self.history, 1, dims=0))
@@ -128,14 +122,13 @@ class AmaxHistory:
         else:
             amax = self.amax
         self._take_scales(updated_scale(amax, self.scale, self._fp_max, power_of_two=self.power_of_two))
-        self.amax.zero_()
+        self.discard_current_step()
         self.is_warm = True
 
     def discard_current_step(self) -> None:
         """Forget the amaxes seen since the last update (a validation pass)."""
-        if self.amax is not None:
+        if self.amax is not None and self._written is not None:
             self.amax.zero_()
-        if self._written is not None:
             self._written.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:

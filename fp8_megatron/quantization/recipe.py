@@ -66,8 +66,7 @@ class Quantizer:
         if sync is not None:
             sync(amax)
         if history is not None and history.amax is not None:
-            slot = history.amax_of(self.slot)
-            torch.maximum(slot, amax, out=slot)
+            history.raise_amax(self.slot, amax)
         scale = scale_from_amax(amax, self.dtype, power_of_two=power_of_two)
         return source.quantize(self.dtype, scale, power_of_two=power_of_two, amax_out=None)
 
@@ -110,7 +109,7 @@ class Recipe:
     def _weight_grad_scale(self) -> DelayedGradScale | None:
         if self.history is None or not self.delays_weight_grads:
             return None
-        slot = self.history.add_slot(WEIGHT_GRAD_DTYPE, headroom=WEIGHT_GRAD_HEADROOM, amax_is_written=True)
+        slot = self.history.add_slot(WEIGHT_GRAD_DTYPE, headroom=WEIGHT_GRAD_HEADROOM)
         return DelayedGradScale(self.history, slot)
 
     def quantizer(self, dtype: torch.dtype) -> Quantizer:

@@ -7,6 +7,7 @@ no kernel casts it (FP8-LM, arXiv 2310.18313, section 2.1, scales by tensor too,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,22 +16,11 @@ from ..kernels import ops
 from .amax_history import AmaxHistory
 
 
-@dataclass(frozen=True)
-class DelayedGradScale:
-    """The slot of the amax history that gives a weight gradient's scale."""
+class DelayedGradScale(NamedTuple):
+    """The slot of the amax history that gives a weight gradient's scale, known after the first step of a run."""
 
     history: AmaxHistory
     slot: int
-
-    @property
-    def is_known(self) -> bool:
-        """False in the first step of a run."""
-        return self.history.is_warm
-
-    def record(self, grad: Tensor) -> None:
-        """Take the amax of a gradient that is there in 16 bits."""
-        amax = self.history.amax_of(self.slot)
-        torch.maximum(amax, ops.amax(grad), out=amax)
 
 
 @dataclass(frozen=True)
@@ -58,19 +48,19 @@ class WeightGrad:
     def wide(self) -> Tensor:
         """The gradient in `dtype`, [N, K]."""
         grad = ops.scaled_mm(self.g_t, self.x_t, self.g_scale, self.x_scale, out_dtype=self.dtype)
-        if self.scale is not None and not self.scale.is_known:
-            self.scale.record(grad)
+        if self.scale is not None and not self.writes_fp8:
+            self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
         return grad
 
     @property
     def writes_fp8(self) -> bool:
         """Whether `write_fp8_` can be had."""
-        return self.scale is not None and self.scale.is_known
+        return self.scale is not None and self.scale.history.is_warm
 
     def write_fp8_(self, payload: Tensor, scales: Tensor) -> None:
         """Write the gradient to flat E4M3 `payload` [≥ N·K], the rest zero, and its scale to all of `scales`."""
         assert self.scale is not None
-        history, slot = self.scale.history, self.scale.slot
+        history, slot = self.scale
         numel = self.shape.numel()
         ops.scaled_mm_to_fp8_(
             payload[:numel].view(self.shape),

@@ -162,14 +162,18 @@ def test_two_ranks_compute_the_unsharded_layer(
             assert snr_db(double[name], single[name]) > BF16_PARTIALS_DB, name
 
 
+def assert_same_gemm(value: Tensor, expected: Tensor, *, atol: float) -> None:
+    """The same payloads in the same GEMM: FP32 summation order, then at most one flip of a BF16 rounding."""
+    torch.testing.assert_close(value, expected, rtol=2**-7, atol=atol)
+    assert (value != expected).float().mean() < 0.01
+
+
 def test_column_layer_gathers_fp8_with_one_scale(ranks: RankPool) -> None:
     """Under sequence parallelism with any scale the forward is the unsharded layer's: the amax is shared first."""
     (single,) = ranks.run(_run_layer, "column", 1, False, False, num_ranks=1)
     parts = ranks.run(_run_layer, "column", 2, True, False, num_ranks=2)
     y = torch.cat([part["y"] for part in parts], dim=-1)
-    # The same payloads in the same GEMM: FP32 summation order, then at most one flip of a BF16 rounding.
-    torch.testing.assert_close(y, single["y"], rtol=2**-7, atol=1e-6)
-    assert (y != single["y"]).float().mean() < 0.01
+    assert_same_gemm(y, single["y"], atol=1e-6)
 
 
 def test_row_layer_gathers_its_gradient_in_fp8_with_one_scale(ranks: RankPool) -> None:
@@ -177,8 +181,7 @@ def test_row_layer_gathers_its_gradient_in_fp8_with_one_scale(ranks: RankPool) -
     (single,) = ranks.run(_run_layer, "row", 1, False, False, num_ranks=1)
     parts = ranks.run(_run_layer, "row", 2, True, False, num_ranks=2)
     grad_input = torch.cat([part["grad_input"] for part in parts], dim=-1)
-    torch.testing.assert_close(grad_input, single["grad_input"], rtol=2**-7, atol=1e-9)
-    assert (grad_input != single["grad_input"]).float().mean() < 0.01
+    assert_same_gemm(grad_input, single["grad_input"], atol=1e-9)
     assert [part["gathered_bytes"].item() for part in parts] == [SEQ * BATCH * OUT // 2] * 2
 
 
