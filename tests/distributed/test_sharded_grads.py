@@ -7,6 +7,7 @@ independent gradients keep the 31.5 dB; 1.5 dB is the sample's: the smallest par
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +15,19 @@ from torch import Tensor
 
 from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
+from fp8_megatron.config import PrecisionConfig
+from fp8_megatron.distributed.data_parallel import accumulates_locally, local_grad_dtype
 from fp8_megatron.distributed.grad_buffer import LocalGradBuffer, ShardedGradBuffer
-from fp8_megatron.distributed.partition import CHUNK, ParamSpace, partition
+from fp8_megatron.distributed.partition import CHUNK, ParamSpace, StorageClass, partition
 from fp8_megatron.distributed.staging import StagingPool
 from fp8_megatron.distributed.transport import SendMemory
-from fp8_megatron.formats import GradReduceMode, StorageDtype
+from fp8_megatron.formats import E4M3, E5M2, GradReduceMode, StorageDtype
+from fp8_megatron.kernels import ops
+from fp8_megatron.quantization.amax_history import AmaxHistory
+from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.quantization.weight_grad import WeightGrad
 from fp8_megatron.testing.ranks import RankPool, on_default_group
 
 SHAPES = {"a": (64, 64), "b": (30, 50), "c": (128, 96), "d": (16, 16)}  # b and d are padded
@@ -203,3 +210,69 @@ def test_padding_stays_zero(ranks: RankPool) -> None:
     numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     flat = torch.cat(shards)
     assert flat.isfinite().all() and flat.count_nonzero() == numel and flat.sum() == numel
+
+
+def _reduce_what_gemms_write(group: Group) -> list[float]:
+    """SNR of each parameter's mean over ranks, of gradients that wrote themselves into the send buffers in FP8."""
+    history = AmaxHistory(2, "max", power_of_two=False)
+    recipe = Recipe("delayed", False, history, delays_weight_grads=True)
+    shapes = {"a": (64, 64), "b": (48, 80), "c": (128, 96), "d": (16, 16)}  # b and d are padded
+    params = {name: torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape))) for name, shape in shapes.items()}
+    scales = {name: recipe.linear_quantizers().weight_grad for name in shapes}
+    history.allocate(CPU)
+    (space,) = partition(
+        params.items(), num_shards=group.size(), shard_index=group.rank(), bucket_numel=1, whole_linears=True
+    )
+    reducer = GradReducer(GradReduceMode.ALL_TO_ALL, group)
+    buffer = ShardedGradBuffer(space, reducer, StagingPool(StorageDtype.FP8, SendMemory(CPU)))
+    buffer.become_main_grad()
+    exact: dict[str, Tensor] = {}
+    for step in range(2):
+        buffer.reset()
+        for index, (name, (n, k)) in enumerate(shapes.items()):
+            exact[name] = torch.zeros(n, k, dtype=torch.float64)
+            for rank in range(group.size()):
+                generator = torch.Generator().manual_seed(100 * step + 10 * index + rank)
+                g_t, x_t = (torch.randn(size, 32, generator=generator) for size in (n, k))
+                grad = WeightGrad(
+                    g_t.to(E5M2), x_t.to(E4M3), torch.ones(1), torch.ones(1), torch.bfloat16, scales[name]
+                )
+                exact[name] += grad.g_t.double() @ grad.x_t.double().t() / group.size()
+                if rank == group.rank():
+                    assert grad.writes_fp8 == (step == 1)
+                    with mock.patch.object(ops, "quantize_blockwise_", _never if step else ops.quantize_blockwise_):
+                        params[name].main_grad.accumulate_(grad)  # type: ignore[attr-defined]
+        buffer.finish()
+        history.update(group)
+    return [snr_db(value, exact[name]) for name, value in whole(buffer, group).items()]
+
+
+def _never(*unused: object) -> None:
+    raise AssertionError("the gradient was cast by a kernel")
+
+
+def test_gradients_write_themselves_into_the_send_buffer(ranks: RankPool) -> None:
+    for snrs in ranks.run(on_default_group, _reduce_what_gemms_write, num_ranks=2):
+        assert min(snrs) > 30.0, snrs
+
+
+@pytest.mark.parametrize(
+    ("storage", "num_micro_batches", "expected"),
+    [
+        (StorageClass.LINEAR, 4, None),
+        (StorageClass.MATRIX, 4, StorageDtype.FP32),
+        (StorageClass.VECTOR, 4, StorageDtype.FP32),
+        (StorageClass.MATRIX, 1, None),
+    ],
+)
+def test_only_the_rest_is_added_up_before_it_is_reduced(
+    storage: StorageClass, num_micro_batches: int, expected: StorageDtype | None
+) -> None:
+    """Over two replicas, and in FP32 where it is; in BF16 if that was asked for."""
+    precision = PrecisionConfig()
+    assert accumulates_locally(storage, precision, num_micro_batches) == (expected is not None)
+    if expected is not None:
+        assert local_grad_dtype(storage, precision, num_micro_batches, 2) is expected
+        lean = PrecisionConfig(grad_accumulation_dtype="bf16")
+        asked_for = StorageDtype.BF16 if storage is StorageClass.MATRIX else StorageDtype.FP32
+        assert local_grad_dtype(storage, lean, num_micro_batches, 2) is asked_for
