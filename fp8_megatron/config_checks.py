@@ -88,6 +88,13 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"sequence_parallel: seq_length({config.model.seq_length}) % tensor_model_parallel_size({tp}) = "
             f"{config.model.seq_length % tp}; choose a seq_length that is a multiple of {tp}"
         )
+    copies_rows = parallel.sequence_parallel and config.precision.precision == "fp8"
+    if parallel.tp_transport == "copy_engine" and not copies_rows:
+        yield (
+            f"tp_transport(copy_engine) serves FP8 layers under sequence parallelism, but precision is "
+            f"{config.precision.precision} and sequence_parallel {parallel.sequence_parallel}; pass "
+            f"--sequence-parallel with --precision fp8, or --tp-transport auto"
+        )
     if num_layers % pp:
         yield (
             f"num_layers({num_layers}) % pipeline_model_parallel_size({pp}) = {num_layers % pp}; "

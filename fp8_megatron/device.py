@@ -23,24 +23,27 @@ class UnsupportedDeviceError(ValueError):
     """This device cannot run the requested precision."""
 
 
-def prepare_cuda_environment(tensor_parallel_size: int) -> str | None:
+def prepare_cuda_environment(*, needs_launch_order: bool) -> str | None:
     """Set what CUDA reads once, when it starts; a variable that the user has set stays as it is.
 
     - ``CUDA_DEVICE_MAX_CONNECTIONS``: with one queue (Megatron's advice) a collective that waits for another one holds
-      up every kernel launched after it: a fifth of a step of data-parallel training. Tensor parallelism relies on that
-      order to start its collectives before the GEMM that hides them, and gets one; else 32.
+      up every kernel launched after it: a fifth of a step of data-parallel training. Tensor parallelism over NCCL
+      relies on that order to start its collectives before the GEMM that hides them, and gets one; else 32.
     - ``PYTORCH_CUDA_ALLOC_CONF``: segments that grow, so that blocks of different sizes do not fragment memory.
+
+    Args:
+        needs_launch_order: see `transport.needs_launch_order`.
 
     Returns:
         A warning for the user, or None.
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    fitting = "1" if tensor_parallel_size > 1 else "32"
+    fitting = "1" if needs_launch_order else "32"
     chosen = os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", fitting)
     if chosen == "1" and fitting != "1":
         return (
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: collectives of data parallelism will hold up kernels behind them; leave "
-            "it unset without tensor parallelism"
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: collectives will hold up kernels behind them; leave it unset, unless "
+            "tensor parallelism goes through NCCL"
         )
     return None
 

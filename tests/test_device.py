@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from fp8_megatron.config import ParallelConfig, Precision
 from fp8_megatron.device import prepare_cuda_environment
+from fp8_megatron.distributed.transport import needs_launch_order
+
+TP2 = {"tensor_model_parallel_size": 2}
+TP2_SP = {**TP2, "sequence_parallel": True}
 
 
-@pytest.mark.parametrize(("tensor_parallel_size", "expected"), [(1, "32"), (2, "1")])
-def test_launch_queues_by_layout(monkeypatch: pytest.MonkeyPatch, tensor_parallel_size: int, expected: str) -> None:
-    import os
+@pytest.mark.parametrize(
+    ("parallel", "precision", "ordered"),
+    [
+        ({}, "fp8", False),
+        (TP2, "fp8", True),
+        (TP2_SP, "fp8", False),
+        (TP2_SP, "bf16", True),
+        ({**TP2_SP, "tp_transport": "nccl"}, "fp8", True),
+        ({**TP2_SP, "tensor_model_parallel_size": 8}, "fp8", True),  # two nodes
+    ],
+)
+def test_nccl_between_tensor_parallel_ranks_needs_the_launch_order(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict, precision: Precision, ordered: bool
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert needs_launch_order(ParallelConfig(**parallel), precision) == ordered
 
+
+@pytest.mark.parametrize(("ordered", "expected"), [(False, "32"), (True, "1")])
+def test_launch_queues_by_layout(monkeypatch: pytest.MonkeyPatch, ordered: bool, expected: str) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "x")  # so that it is put back
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    assert prepare_cuda_environment(tensor_parallel_size) is None
+    assert prepare_cuda_environment(needs_launch_order=ordered) is None
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
 
 
-@pytest.mark.parametrize(("tensor_parallel_size", "warns"), [(1, True), (2, False)])
-def test_the_users_choice_stays(monkeypatch: pytest.MonkeyPatch, tensor_parallel_size: int, warns: bool) -> None:
-    import os
-
+@pytest.mark.parametrize(("ordered", "warns"), [(False, True), (True, False)])
+def test_the_users_choice_stays(monkeypatch: pytest.MonkeyPatch, ordered: bool, warns: bool) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    warning = prepare_cuda_environment(tensor_parallel_size)
+    warning = prepare_cuda_environment(needs_launch_order=ordered)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert (warning is not None and "CUDA_DEVICE_MAX_CONNECTIONS is 1" in warning) == warns

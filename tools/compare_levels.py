@@ -75,11 +75,20 @@ def _parse() -> argparse.Namespace:
     own, passed = own_and_run_flags(sys.argv[1:])
     args = parser.parse_args(own)
     args.passed = passed
+    if len(args.levels) < 2:
+        parser.error(f"--levels {args.levels[0]}: give two or more to compare")
     return args
 
 
 def _command(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.nproc_per_node)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(args.nproc_per_node),
+    ]
     flags = [*LEVELS[level], "--output-dir", str(folder), "--save", "none", "--save-interval", "none"]
     return [*launcher, "pretrain_gpt.py", *args.passed, *flags]
 

@@ -16,7 +16,7 @@ from ..collectives.hierarchical import NodeGroups, new_node_groups
 from ..config import ParallelConfig
 from ..device import distributed_backend
 from ..formats import GradReduceMode
-from .transport import SendMemory, send_memory
+from .transport import SendMemory, send_memory, share_rows
 
 Group = torch.distributed.ProcessGroup
 
@@ -108,6 +108,7 @@ def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device)
         hierarchical = parallel.fp8_grad_reduce is GradReduceMode.HIERARCHICAL
         dp_nodes = _node_groups(timeout) if hierarchical else None
         weight_memory = send_memory(parallel, groups.dp_cp, device)
+        share_rows(parallel, groups.tp, device)
         yield Topology(
             rank=torch.distributed.get_rank(),
             world_size=torch.distributed.get_world_size(),

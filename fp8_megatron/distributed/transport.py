@@ -1,18 +1,20 @@
-"""How bytes travel between data-parallel ranks: through NCCL (gloo on a CPU), or by the copy engines inside a node.
+"""How bytes travel between ranks: through NCCL (gloo on a CPU), or by the copy engines inside a node.
 
-The choice is one of memory: what `SendMemory` allocates, the collectives move (`collectives.copy_engine`).
+Between replicas the choice is one of memory: what `SendMemory` allocates, the collectives move
+(`collectives.copy_engine`). Between tensor-parallel ranks it is one of their group (`collectives.row_exchange`).
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..collectives import copy_engine
-from ..config import ParallelConfig
+from ..collectives import copy_engine, row_exchange
+from ..config import ParallelConfig, Precision
 
 Group = torch.distributed.ProcessGroup
 
@@ -44,32 +46,62 @@ class SendMemory:
 def send_memory(parallel: ParallelConfig, group: Group, device: torch.device) -> SendMemory:
     """What --dp-transport gives for `group`; called by every rank of it.
 
-    Under `auto` copy engines carry what ranks of one node send each other, if a trial works on all of them. Tensor
-    parallelism keeps to NCCL: it asks for one launch queue, in which a barrier would hold up the kernels behind it.
-
     Raises:
         TransportError: copy_engine was asked for and does not work here, with the reason.
     """
-    plain = SendMemory(device)
-    wanted = parallel.dp_transport
-    if wanted == "nccl" or group.size() == 1 or (wanted == "auto" and parallel.tensor_model_parallel_size > 1):
-        return plain
+    copies = _copies("dp_transport", parallel, group, device)
+    return SendMemory(device, group if copies else None)
+
+
+def share_rows(parallel: ParallelConfig, group: Group, device: torch.device) -> None:
+    """Let copy engines carry activations between the ranks of a tensor-parallel `group`, where --tp-transport says so.
+
+    Raises:
+        TransportError: as `send_memory`.
+    """
+    if parallel.sequence_parallel and _copies("tp_transport", parallel, group, device):
+        row_exchange.share_memory(group, device)
+
+
+def needs_launch_order(parallel: ParallelConfig, precision: Precision) -> bool:
+    """Whether collectives must start in the order of their launch: under tensor parallelism over NCCL."""
+    size = parallel.tensor_model_parallel_size
+    copies_rows = precision == "fp8" and parallel.sequence_parallel and parallel.tp_transport != "nccl"
+    return size > 1 and not (copies_rows and _node_size() % size == 0)
+
+
+def _copies(
+    option: Literal["dp_transport", "tp_transport"], parallel: ParallelConfig, group: Group, device: torch.device
+) -> bool:
+    """Whether copy engines carry what ranks of `group` send each other; the same on all of them.
+
+    Under `auto` they do, if a trial works on every rank, unless tensor parallelism has one launch queue: in that, a
+    meeting of ranks would hold up the kernels behind it.
+    """
+    wanted = getattr(parallel, option)
+    has_one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    in_order = has_one_queue and parallel.tensor_model_parallel_size > 1
+    if wanted == "nccl" or group.size() == 1 or (wanted == "auto" and in_order):
+        return False
     obstacle = _obstacle(group, device)
-    if obstacle is None:
-        return SendMemory(device, group)
-    if wanted == "copy_engine":
-        raise TransportError(f"dp_transport(copy_engine) does not work here: {obstacle}; give --dp-transport nccl")
-    return plain
+    if obstacle is not None and wanted == "copy_engine":
+        flag = option.replace("_", "-")
+        raise TransportError(f"{option}(copy_engine) does not work here: {obstacle}; give --{flag} nccl")
+    return obstacle is None
+
+
+def _node_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _obstacle(group: Group, device: torch.device) -> str | None:
     """Why ranks of `group` cannot read each other's memory; the same on all of them."""
     if device.type != "cuda":
         return "it needs GPUs"
-    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    node_size = _node_size()
     ranks = torch.distributed.get_process_group_ranks(group)
     if len({rank // node_size for rank in ranks}) > 1:
-        return f"data-parallel ranks {ranks} are on several nodes"
+        return f"ranks {ranks} are on several nodes"
     reason = None
     try:
         copy_engine.allocate(_PROBE_BYTES, group, device)

@@ -218,11 +218,20 @@ def scaled_mm(
     return _OPS.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
 
 
-def scaled_mm_into_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
+def scaled_mm_into_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    use_fast_accum: bool = False,
+) -> None:
     """`reference.scaled_mm` written to contiguous `out` [M, N], in its dtype."""
     check_scaled_mm(a, b)
     assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
-    _OPS.scaled_mm_into_(out, a, b, scale_a, scale_b)
+    _OPS.scaled_mm_into_(out, a, b, scale_a, scale_b, bias, use_fast_accum)
 
 
 def scaled_mm_to_fp8_(

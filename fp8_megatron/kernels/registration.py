@@ -48,7 +48,8 @@ _SCHEMAS = {
     " ScalarType dtype, Tensor? scale, bool power_of_two) -> (Tensor, Tensor, Tensor)",
     "scaled_mm": "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " bool use_fast_accum) -> Tensor",
-    "scaled_mm_into_": "(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b) -> ()",
+    "scaled_mm_into_": "(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias,"
+    " bool use_fast_accum) -> ()",
     "scaled_mm_to_fp8_": "(Tensor(a!) out, Tensor(b!) amax, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b,"
     " Tensor inverse) -> ()",
     "quantize_blockwise_": "(Tensor x, Tensor(a!) payload, Tensor(b!) scales) -> ()",
@@ -95,8 +96,16 @@ def _reference_scaled_mm(
     return reference.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
 
-def _reference_scaled_mm_into_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
-    out.copy_(reference.scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=out.dtype, use_fast_accum=False))
+def _reference_scaled_mm_into_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    use_fast_accum: bool,
+) -> None:
+    out.copy_(_reference_scaled_mm(a, b, scale_a, scale_b, bias, out.dtype, use_fast_accum))
 
 
 def _reference_accumulate_rows_(

@@ -42,21 +42,20 @@ def scaled_mm_cublaslt(
     use_fast_accum: bool,
 ) -> Tensor:
     """`reference.scaled_mm` on cuBLASLt: tensorwise scales, FP32 (or, fast, shortened) accumulation."""
-    if not cublaslt.is_available():
-        return torch._scaled_mm(
-            a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
-        )
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-    cublaslt.matmul(a, b, scale_a, scale_b, bias, out, use_fast_accum=use_fast_accum)
+    scaled_mm_into_cublaslt_(out, a, b, scale_a, scale_b, bias, use_fast_accum)
     return out
 
 
-def scaled_mm_into_cublaslt_(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
-    """`scaled_mm_cublaslt` with FP32 accumulation, written to `out`, which is contiguous."""
-    if not cublaslt.is_available():
-        torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
+def scaled_mm_into_cublaslt_(
+    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, use_fast_accum: bool
+) -> None:
+    """`scaled_mm_cublaslt` written to `out`, which is contiguous."""
+    if cublaslt.is_available():
+        cublaslt.matmul(a, b, scale_a, scale_b, bias, out, use_fast_accum=use_fast_accum)
         return
-    cublaslt.matmul(a, b, scale_a, scale_b, None, out, use_fast_accum=False)
+    scales = {"scale_a": scale_a, "scale_b": scale_b}
+    torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=out.dtype, use_fast_accum=use_fast_accum, out=out)
 
 
 def scaled_mm_to_fp8_cublaslt_(

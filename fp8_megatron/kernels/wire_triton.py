@@ -55,7 +55,7 @@ def _accumulate_rows(
     if ADD:
         total = tl.load(accumulator + start + offsets, mask=mask).to(tl.float32)
     else:
-        total = tl.full([ROWS, BLOCK], -0.0, tl.float32)  # -0 + x is x, for x = -0 too
+        total = tl.zeros([ROWS, BLOCK], tl.float32) * -1.0  # -0 + x is x, for x = -0 too (tl.full(-0.0) is +0)
     for index in range(NUM_GROUPS):
         for row in tl.static_range(GROUP):
             row_payload = payload + row * length

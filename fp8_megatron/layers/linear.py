@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..collectives.all_gather import AllGatherWork, all_gather_fp8
+from ..collectives.row_exchange import Rows, RowSum, gather_rows, sum_rows
 from ..collectives.scale_sync import max_over_group_
 from ..kernels import ops
 from ..quantization.recipe import INPUT_DTYPE, AmaxSync, LinearQuantizers, Quantizer
@@ -71,12 +71,18 @@ class LinearParams(NamedTuple):
     quantizers: LinearQuantizers
 
 
-class Operand(NamedTuple):
-    """A gradient g as the GEMMs take it: payload [T, N], transpose [N, T], scale FP32 [1]."""
+class Operand:
+    """A gradient g as the GEMMs take it: rows [T, N], which may be on their way, scale FP32 [1], transpose [N, T]."""
 
-    payload: Tensor
-    payload_t: Tensor
-    scale: Tensor
+    def __init__(self, rows: Rows, scale: Tensor, payload_t: Tensor | None = None) -> None:
+        self.rows, self.scale = rows, scale
+        self._payload_t = payload_t
+
+    def payload_t(self) -> Tensor:
+        """The transpose, from the cast or made of the rows once."""
+        if self._payload_t is None:
+            self._payload_t = ops.transpose(self.rows.wait())
+        return self._payload_t
 
 
 class KeptTranspose:
@@ -136,9 +142,11 @@ class _FP8Linear(torch.autograd.Function):
         gathers = parallelism.gathers_input
         source = TensorSource(x2d, transposed=needs_backward and not gathers and not keeps_input)
         (payload, payload_t), scale = quantizers.input.quantize(source, sync=amax_sync(parallelism))
-        y = fprop(gathered(payload, parallelism), scale, weight, bias, x.dtype)
+        rows = gathered(payload, parallelism)
         if parallelism.scatters_output:
-            y = scattered_sum(y, parallelism)
+            y = summed_fprop(rows, scale, weight, parallelism, x.dtype)
+        else:
+            y = fprop(rows, scale, weight, bias, x.dtype)
         if needs_backward:
             ctx.save_for_backward(x if keeps_input else payload if gathers else payload_t, scale)
             ctx.weight, ctx.has_bias, ctx.keeps_input = weight, bias is not None, keeps_input
@@ -150,14 +158,12 @@ class _FP8Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved, x_scale = ctx.saved_tensors
         weight, parallelism = ctx.weight, ctx.parallelism
-        gathering: AllGatherWork | None = None
-        if parallelism.gathers_input:
-            gathering = all_gather_fp8(saved, parallelism.group)
+        gathering = gathered(saved, parallelism) if parallelism.gathers_input else None
         if parallelism.scatters_output:
             g, grad_bias = gathered_grad(grad_output, ctx.quantizers, parallelism), None
         else:
             g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.has_bias)
-        grad_input, reducing = start_grad_input_reduction(dgrad(g, weight, grad_output.dtype), parallelism)
+        grad_input = start_dgrad(g, weight, grad_output.dtype, parallelism)
         if gathering is not None:
             x_t = ops.transpose(gathering.wait())
         elif ctx.keeps_input:
@@ -166,9 +172,7 @@ class _FP8Linear(torch.autograd.Function):
         else:
             x_t = saved
         wgrad(g, x_t, x_scale, weight, ctx.quantizers, grad_output.dtype)
-        if reducing is not None:
-            reducing.wait()
-        return grad_input.view(ctx.input_shape), None, grad_bias, None, None, None, None
+        return grad_input.wait().view(ctx.input_shape), None, grad_bias, None, None, None, None
 
 
 class NormStatistics(NamedTuple):
@@ -188,13 +192,13 @@ def norm_fprop(
     parallelism: TensorParallelism,
 ) -> tuple[Tensor, NormStatistics]:
     """y [T, N] = norm(x)·Wᵀ + b, T over the gathered sequence, and what backward needs beside x."""
-    payload, kept = quantized_norm(x, norm, quantizers.input, parallelism)
-    return fprop(payload, kept.scale, weight, bias, x.dtype), kept
+    rows, kept = quantized_norm(x, norm, quantizers.input, parallelism)
+    return fprop(rows, kept.scale, weight, bias, x.dtype), kept
 
 
 def quantized_norm(
     x: Tensor, norm: NormParams, quantizer: Quantizer, parallelism: TensorParallelism
-) -> tuple[Tensor, NormStatistics]:
+) -> tuple[Rows, NormStatistics]:
     """norm(x) in FP8 over the gathered sequence [T, K], and what backward needs beside x."""
     source = NormSource(x.reshape(-1, x.shape[-1]), *norm)
     (payload, mean, rstd), scale = quantizer.quantize(source, sync=amax_sync(parallelism))
@@ -213,26 +217,22 @@ def norm_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x (the residual branch's added), of the norm's weight and of its bias; the weight's is written."""
     gathering = start_norm_again(x, norm, kept, parallelism)
-    grad_input, reducing = start_grad_input_reduction(dgrad(g, weight, x.dtype), parallelism)
+    grad_input = start_dgrad(g, weight, x.dtype, parallelism)
     wgrad(g, transposed_norm(gathering, x, norm, kept), kept.scale, weight, quantizers, x.dtype)
-    if reducing is not None:
-        reducing.wait()
-    return norm_backward(grad_input, residual_grad, x, norm, kept)
+    return norm_backward(grad_input.wait(), residual_grad, x, norm, kept)
 
 
-def start_norm_again(
-    x: Tensor, norm: NormParams, kept: NormStatistics, parallelism: TensorParallelism
-) -> AllGatherWork | None:
+def start_norm_again(x: Tensor, norm: NormParams, kept: NormStatistics, parallelism: TensorParallelism) -> Rows | None:
     """Start to gather norm(x) in FP8 again where a rank keeps its part of the sequence; see `transposed_norm`."""
     if not parallelism.gathers_input:
         return None
     assert parallelism.group is not None
     x2d = x.reshape(-1, x.shape[-1])
     payload = ops.norm_requantize(x2d, norm.weight, norm.bias, *kept, INPUT_DTYPE, transposed=False)
-    return all_gather_fp8(payload, parallelism.group)
+    return gather_rows(payload, parallelism.group)
 
 
-def transposed_norm(gathering: AllGatherWork | None, x: Tensor, norm: NormParams, kept: NormStatistics) -> Tensor:
+def transposed_norm(gathering: Rows | None, x: Tensor, norm: NormParams, kept: NormStatistics) -> Tensor:
     """norm(x) [K, T] as wgrad wants it, from what `start_norm_again` gave."""
     if gathering is not None:
         return ops.transpose(gathering.wait())
@@ -252,18 +252,88 @@ def norm_backward(
     return grad_x.view(x.shape), grad_weight, grad_bias if norm.bias is not None else None
 
 
-def fprop(payload: Tensor, scale: Tensor, weight: ScaledTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def fprop(rows: Rows, scale: Tensor, weight: ScaledTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """y [T, N] from the input's payload [T, K]."""
     weight_payload, weight_scale = weight.gemm_operand()
-    return ops.scaled_mm(payload, weight_payload, scale, weight_scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
+    y = rows.whole.new_empty((rows.whole.shape[0], weight_payload.shape[0]), dtype=dtype)
+    for part, payload in rows.parts():
+        ops.scaled_mm_into_(y[part], payload, weight_payload, scale, weight_scale, bias=bias, use_fast_accum=True)
+    return y
+
+
+def summed_fprop(
+    rows: Rows, scale: Tensor, weight: ScaledTensor, parallelism: TensorParallelism, dtype: torch.dtype
+) -> Tensor:
+    """This rank's part [T/tp, N] of the sum of all ranks' y [T, N]."""
+    assert parallelism.group is not None
+    payload = rows.wait()
+    weight_payload, weight_scale = weight.gemm_operand()
+
+    def write(part: slice, out: Tensor) -> None:
+        ops.scaled_mm_into_(out, payload[part], weight_payload, scale, weight_scale, use_fast_accum=True)
+
+    shape = (payload.shape[0], weight_payload.shape[0])
+    return sum_rows(write, shape, dtype, payload.device, parallelism.group).wait()
 
 
 def dgrad(g: Operand, weight: ScaledTensor, dtype: torch.dtype) -> Tensor:
     """grad_input [T, K]."""
-    weight_payload, weight_scale = weight.gemm_operand()
+    payload_t, weight_scale = _transposed_weight(weight)
+    grad_input = payload_t.new_empty((g.rows.whole.shape[0], payload_t.shape[0]), dtype=dtype)
+    for part, payload in g.rows.parts():
+        ops.scaled_mm_into_(grad_input[part], payload, payload_t, g.scale, weight_scale)
+    return grad_input
+
+
+class PendingSum(NamedTuple):
+    """A gradient [T, K] that is being summed over the group, perhaps in place; `wait` once."""
+
+    value: Tensor
+    work: torch.distributed.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The sum."""
+        if self.work is not None:
+            self.work.wait()
+        return self.value
+
+
+def start_dgrad(
+    g: Operand, weight: ScaledTensor, dtype: torch.dtype, parallelism: TensorParallelism
+) -> RowSum | PendingSum:
+    """Start grad_input, summed over the group: [T/tp, K] of a gathered input, else [T, K]."""
+    if not parallelism.gathers_input:
+        return start_grad_sum(dgrad(g, weight, dtype), parallelism)
+    assert parallelism.group is not None
+    payload, (payload_t, weight_scale) = g.rows.wait(), _transposed_weight(weight)
+
+    def write(part: slice, out: Tensor) -> None:
+        ops.scaled_mm_into_(out, payload[part], payload_t, g.scale, weight_scale)
+
+    return sum_rows(write, (payload.shape[0], payload_t.shape[0]), dtype, payload.device, parallelism.group)
+
+
+def start_grad_sum(grad_input: Tensor, parallelism: TensorParallelism) -> RowSum | PendingSum:
+    """Start to sum grad_input [T, K] over the group: to [T/tp, K] of a gathered input, else in place where needed."""
+    if parallelism.gathers_input:
+        assert parallelism.group is not None
+
+        def write(part: slice, out: Tensor) -> None:
+            out.copy_(grad_input[part])
+
+        shape = (grad_input.shape[0], grad_input.shape[1])
+        return sum_rows(write, shape, grad_input.dtype, grad_input.device, parallelism.group)
+    if parallelism.reduces_grad_input:
+        work = torch.distributed.all_reduce(grad_input, group=parallelism.group, async_op=True)
+        return PendingSum(grad_input, work)
+    return PendingSum(grad_input)
+
+
+def _transposed_weight(weight: ScaledTensor) -> tuple[Tensor, Tensor]:
+    """The weight's payload [K, N] as dgrad wants it, and its scale."""
+    payload, scale = weight.gemm_operand()
     kept: KeptTranspose | None = getattr(weight, "kept_transpose", None)
-    payload_t = ops.transpose(weight_payload) if kept is None else kept.of(weight_payload)
-    return ops.scaled_mm(g.payload, payload_t, g.scale, weight_scale, out_dtype=dtype)
+    return ops.transpose(payload) if kept is None else kept.of(payload), scale
 
 
 def wgrad(
@@ -271,7 +341,7 @@ def wgrad(
 ) -> None:
     """Write grad_weight [N, K] where it belongs."""
     main_grad: MainGrad = weight.main_grad  # type: ignore[attr-defined]
-    grad = WeightGrad(g.payload_t, x_t, g.scale, x_scale, dtype, quantizers.weight_grad)
+    grad = WeightGrad(g.payload_t(), x_t, g.scale, x_scale, dtype, quantizers.weight_grad)
     main_grad.accumulate_(grad.wide() if grad.scale is None else grad)
 
 
@@ -281,7 +351,7 @@ def quantized_grad(
     """The output gradient [..., N] for both GEMMs, and the bias's gradient FP32 [N]."""
     source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias)
     (payload, payload_t, column_sums), scale = quantizers.grad_output.quantize(source)
-    return Operand(payload, payload_t, scale), column_sums
+    return Operand(Rows.local(payload), scale, payload_t), column_sums
 
 
 def gathered_grad(grad_output: Tensor, quantizers: LinearQuantizers, parallelism: TensorParallelism) -> Operand:
@@ -293,21 +363,7 @@ def gathered_grad(grad_output: Tensor, quantizers: LinearQuantizers, parallelism
     source = TensorSource(grad_output.reshape(-1, grad_output.shape[-1]))
     sync = partial(max_over_group_, group=parallelism.group)
     (part, _), scale = quantizers.grad_output.quantize(source, sync=sync)
-    payload = all_gather_fp8(part, parallelism.group).wait()
-    return Operand(payload, ops.transpose(payload), scale)
-
-
-def scattered_sum(y: Tensor, parallelism: TensorParallelism) -> Tensor:
-    """This rank's part [T/tp, N] of the sum of all ranks' y [T, N]."""
-    assert parallelism.group is not None
-    return _reduce_scatter(y, parallelism.group, async_op=False)[0]
-
-
-def _reduce_scatter(
-    y: Tensor, group: torch.distributed.ProcessGroup, *, async_op: bool
-) -> tuple[Tensor, torch.distributed.Work | None]:
-    part = y.new_empty((y.shape[0] // group.size(), y.shape[1]))
-    return part, torch.distributed.reduce_scatter_tensor(part, y, group=group, async_op=async_op)
+    return Operand(gather_rows(part, parallelism.group), scale)
 
 
 def amax_sync(parallelism: TensorParallelism) -> AmaxSync | None:
@@ -318,12 +374,12 @@ def amax_sync(parallelism: TensorParallelism) -> AmaxSync | None:
     return partial(max_over_group_, group=parallelism.group)
 
 
-def gathered(payload: Tensor, parallelism: TensorParallelism) -> Tensor:
-    """The whole sequence's payload [T, K]."""
+def gathered(payload: Tensor, parallelism: TensorParallelism) -> Rows:
+    """The whole sequence's payload [T, K], which may be on its way."""
     if not parallelism.gathers_input:
-        return payload
+        return Rows.local(payload)
     assert parallelism.group is not None
-    return all_gather_fp8(payload, parallelism.group).wait()
+    return gather_rows(payload, parallelism.group)
 
 
 def gathered_shape(x: Tensor, parallelism: TensorParallelism) -> torch.Size:
@@ -333,15 +389,3 @@ def gathered_shape(x: Tensor, parallelism: TensorParallelism) -> torch.Size:
         return leading
     assert parallelism.group is not None
     return torch.Size((leading[0] * parallelism.group.size(), *leading[1:]))
-
-
-def start_grad_input_reduction(
-    grad_input: Tensor, parallelism: TensorParallelism
-) -> tuple[Tensor, torch.distributed.Work | None]:
-    """Sum grad_input [T, K] over the group, asynchronously: reduce-scatter to [T/tp, K] or all-reduce."""
-    if parallelism.gathers_input:
-        assert parallelism.group is not None
-        return _reduce_scatter(grad_input, parallelism.group, async_op=True)
-    if parallelism.reduces_grad_input:
-        return grad_input, torch.distributed.all_reduce(grad_input, group=parallelism.group, async_op=True)
-    return grad_input, None

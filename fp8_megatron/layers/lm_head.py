@@ -31,7 +31,7 @@ from .linear import (
     gathered_shape,
     norm_backward,
     quantized_norm,
-    start_grad_input_reduction,
+    start_grad_sum,
     start_norm_again,
     transposed_norm,
 )
@@ -78,7 +78,8 @@ def fp8_norm_head_logits(
 ) -> Tensor:
     """norm(x)·Wᵀ, BF16 [s, b, V/tp], the same as in the loss; for evaluation, without gradient."""
     with torch.no_grad():
-        payload, kept = quantized_norm(x, norm, quantizer, parallelism)
+        rows, kept = quantized_norm(x, norm, quantizer, parallelism)
+        payload = rows.wait()
         parts = [_logits(payload, kept.scale, part, x.dtype)[0] for part in _parts(weight)]
         return torch.cat(parts, dim=1).view(*gathered_shape(x, parallelism), weight.shape[0])
 
@@ -98,7 +99,8 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         needs_backward: bool,
     ) -> Tensor:
         eps, rms, power_of_two = settings
-        payload, kept = quantized_norm(x, NormParams(norm_weight, norm_bias, eps, rms), quantizer, parallelism)
+        rows, kept = quantized_norm(x, NormParams(norm_weight, norm_bias, eps, rms), quantizer, parallelism)
+        payload = rows.wait()
         local = local_labels(labels, weight.shape[0], parallelism.group)
         statistics, all_logits, weight_scales, first = [], [], [], 0
         for part in _parts(weight):
@@ -145,13 +147,12 @@ class _FP8NormHeadLoss(torch.autograd.Function):
             del partial
             first += part.shape[0]
         assert scale is not None and grad_input is not None
-        grad_input, reducing = start_grad_input_reduction(grad_input, ctx.parallelism)
+        reducing = start_grad_sum(grad_input, ctx.parallelism)
+        del grad_input
         x_t = transposed_norm(gathering, x, norm, statistics)
         grad_weight = _weight_gradient(payloads_t, scale, x_t, statistics.scale, weight)
         del x_t, gathering
-        if reducing is not None:
-            reducing.wait()
-        grad_x, grad_norm_weight, grad_norm_bias = norm_backward(grad_input, None, x, norm, statistics)
+        grad_x, grad_norm_weight, grad_norm_bias = norm_backward(reducing.wait(), None, x, norm, statistics)
         return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, *[None] * 5
 
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..collectives.row_exchange import Rows
 from ..quantization.recipe import INPUT_DTYPE, LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import ActivationGradSource, ActivationSource
@@ -30,7 +31,7 @@ from .linear import (
     norm_fprop,
     norm_linear_backward,
     quantized_grad,
-    scattered_sum,
+    summed_fprop,
     wgrad,
 )
 from .norm import Norm
@@ -88,10 +89,11 @@ class _FP8NormMLP(torch.autograd.Function):
         norm = NormParams(norm_weight, norm_bias, *norm_settings)
         z, kept = norm_fprop(x, norm, weight1, bias1, quantizers[0], parallelism)
         payload, scale = quantizers[1].input.quantize(ActivationSource(z, activation))
-        y = fprop(payload, scale, weight2, bias2, x.dtype)
         if parallelism.gathers_input:
             assert bias2 is None, "each rank would add the bias"
-            y = scattered_sum(y, parallelism)
+            y = summed_fprop(Rows.local(payload), scale, weight2, parallelism, x.dtype)
+        else:
+            y = fprop(Rows.local(payload), scale, weight2, bias2, x.dtype)
         if needs_backward:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, norm_weight, norm_bias, z, scale, *kept)
@@ -115,7 +117,7 @@ class _FP8NormMLP(torch.autograd.Function):
         grads, scale = ctx.quantizers[0].grad_output.quantize(source)
         del grad_activation, source
         wgrad(g2, grads.activation_t, activation_scale, ctx.weights[1], ctx.quantizers[1], grad_output.dtype)
-        g1, grad_bias1 = Operand(grads.payload, grads.payload_t, scale), grads.column_sums
+        g1, grad_bias1 = Operand(Rows.local(grads.payload), scale, grads.payload_t), grads.column_sums
         del g2, grads
         grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
             g1,

@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..collectives.row_exchange import Rows
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import QKVGradSource
@@ -90,7 +91,7 @@ class _FP8NormQKV(torch.autograd.Function):
         source = QKVGradSource(qkv_grads, column_sums=ctx.has_bias)
         (payload, payload_t, grad_bias), scale = ctx.quantizers.grad_output.quantize(source)
         grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
-            Operand(payload, payload_t, scale),
+            Operand(Rows.local(payload), scale, payload_t),
             residual_grad,
             x,
             NormParams(norm_weight, norm_bias, *ctx.norm_settings),

@@ -21,6 +21,7 @@ from ..config_checks import check_config
 from ..config_io import format_config, save_config
 from ..distributed.failures import RankWatch, watched_world
 from ..distributed.topology import Topology
+from ..distributed.transport import needs_launch_order
 from .flops import model_flops_per_token, peak_flops
 from .memory_prediction import predict_memory
 from .memory_report import memory_table
@@ -51,7 +52,8 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to `train_iters`, or until a signal, a time limit or divergence ends it; saves on the way out."""
-        warning = devices.prepare_cuda_environment(self.config.parallel.tensor_model_parallel_size)
+        in_order = needs_launch_order(self.config.parallel, self.config.precision.precision)
+        warning = devices.prepare_cuda_environment(needs_launch_order=in_order)
         device = devices.select_device()
         if warning is not None and device.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("%s", warning)
