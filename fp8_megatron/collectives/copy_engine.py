@@ -25,12 +25,10 @@ from .stream_barrier import StreamBarrier
 
 Group = torch.distributed.ProcessGroup
 
-#: Of the stream that copies gradients and weights, on which every rank meets the others in one order.
+#: Of the copy stream, on which every rank meets the others in one order.
 _PRIORITY = -1
-#: Of the stream that copies rows between GEMMs: those wait for no gradient.
-ROW_PRIORITY = -2
 #: Works remembered to say, when a rank hangs, in which of them.
-_NUM_REMEMBERED = 4096
+_NUM_REMEMBERED = 1024
 #: Gathers that start after one barrier: the first bytes travel before the last shard is in its place.
 _GATHERS_PER_BARRIER = 8
 
@@ -43,13 +41,11 @@ class PeerMemory:
         group: the ranks, on one node.
         buffers: uint8 [n] by rank; this rank's own is `buffers[group.rank()]`.
         barrier: on the current stream, wait for the other ranks to come here too.
-        priority: of the stream that copies.
     """
 
     group: Group
     buffers: Sequence[Tensor]
     barrier: Callable[[], None]
-    priority: int = _PRIORITY
     #: Views made once: buffers and weights stay where they are, and making views costs the host more than the copies.
     _copies: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
@@ -112,11 +108,11 @@ class CopyWork:
 
 
 _memories: dict[int, PeerMemory] = {}
-_barriers: dict[tuple[str, int], StreamBarrier] = {}
+_barriers: dict[str, StreamBarrier] = {}
 _started: deque[CopyWork] = deque(maxlen=_NUM_REMEMBERED)
 
 
-def allocate(nbytes: int, group: Group, device: torch.device, priority: int = _PRIORITY) -> Tensor:
+def allocate(nbytes: int, group: Group, device: torch.device) -> Tensor:
     """Zeroed memory that the ranks of `group` map into each other's address space, uint8 [nbytes]; kept for good.
 
     Called by every rank of the group, in the same order, with the same size.
@@ -124,13 +120,16 @@ def allocate(nbytes: int, group: Group, device: torch.device, priority: int = _P
     Raises:
         RuntimeError: the driver cannot share memory between these processes, or its streams cannot wait for it.
     """
-    buffers = _mapped(nbytes, group, device)
-    register(PeerMemory(group, buffers, _barrier_of(group, device, priority), priority))
+    buffers = mapped(nbytes, group, device)
+    register(PeerMemory(group, buffers, _barrier_of(group, device)))
     return buffers[group.rank()]
 
 
-def _mapped(nbytes: int, group: Group, device: torch.device) -> list[Tensor]:
-    """The zeroed buffer of each rank, as this process sees it."""
+def mapped(nbytes: int, group: Group, device: torch.device) -> list[Tensor]:
+    """Zeroed memory that the ranks of `group` map: by rank, its uint8 [nbytes] as this process sees it.
+
+    Called as `allocate`; the memory is there as long as the tensors.
+    """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     counted = torch.cuda.memory_allocated(device)
@@ -144,14 +143,13 @@ def _mapped(nbytes: int, group: Group, device: torch.device) -> list[Tensor]:
     ]
 
 
-def _barrier_of(group: Group, device: torch.device, priority: int) -> StreamBarrier:
-    """The one barrier of a group on a stream: its ranks call it in one order, whichever memory they read."""
-    key = (group.group_name, priority)
-    barrier = _barriers.get(key)
+def _barrier_of(group: Group, device: torch.device) -> StreamBarrier:
+    """The one barrier of a group: its ranks call it in one order, whichever memory they read."""
+    barrier = _barriers.get(group.group_name)
     if barrier is None:
-        counters = [buffer.view(torch.int32) for buffer in _mapped(4 * group.size(), group, device)]
-        barrier = _barriers[key] = StreamBarrier(counters, group.rank())
-        with side_stream(device, priority):
+        counters = [buffer.view(torch.int32) for buffer in mapped(4 * group.size(), group, device)]
+        barrier = _barriers[group.group_name] = StreamBarrier(counters, group.rank())
+        with side_stream(device, _PRIORITY):
             barrier()
     return barrier
 
@@ -174,12 +172,12 @@ def start_all_to_all(
 
     Once the work was waited for, every rank has what it needs of this rank's sources too.
     """
-    with side_stream(memory.device, memory.priority):
+    with side_stream(memory.device, _PRIORITY):
         memory.barrier()
         for source, destination in pairs:
             memory.pull_rows(source, destination, copies_own=copies_own)
         memory.barrier()
-        return _mark("all_to_all", memory)
+        return mark("all_to_all", memory.group, memory.device)
 
 
 def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> list[CopyWork]:
@@ -189,48 +187,32 @@ def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> l
     was waited for, every rank has read this rank's shards.
     """
     works = []
-    with side_stream(gathers[0][0].device, gathers[0][0].priority):
+    with side_stream(gathers[0][0].device, _PRIORITY):
         for first in range(0, len(gathers), _GATHERS_PER_BARRIER):
             together = gathers[first : first + _GATHERS_PER_BARRIER]
             for memory, full, shard in together:
                 mine = full.view(memory.group.size(), -1)[memory.group.rank()]
                 if mine.data_ptr() != shard.data_ptr():
                     mine.copy_(shard, non_blocking=True)
-                    _used_on_copy_stream(shard, memory.priority)
+                    _used_on_copy_stream(shard)
             together[0][0].barrier()
             for index, (memory, full, _) in enumerate(together, first):
                 memory.pull_parts(full)
                 if index == len(gathers) - 1:
                     memory.barrier()
-                works.append(_mark("all_gather", memory))
+                works.append(mark("all_gather", memory.group, memory.device))
     return works
 
 
-def start_pulls(
-    memory: PeerMemory,
-    name: str,
-    pulls: Sequence[tuple[int, Tensor, Tensor]],
-    *,
-    publish: tuple[Tensor, Tensor] | None = None,
-) -> list[CopyWork]:
-    """Meet once, then copy for each (rank, source, destination) what `source` is in that rank's memory; a work each.
-
-    Called by every rank of the group. When it is over, nobody knows that the others have read: the next meeting says
-    so. All tensors are flat uint8 and the caller's until the last work was waited for.
-
-    Args:
-        publish: (tensor, where in this rank's memory to copy it before the meeting).
-    """
-    with side_stream(memory.device, memory.priority):
-        if publish is not None:
-            shard, place = publish
-            place.copy_(shard, non_blocking=True)
-        memory.barrier()
-        works = []
-        for rank, source, destination in pulls:
-            destination.copy_(memory.of_peer(rank, source), non_blocking=True)
-            works.append(_mark(name, memory))
-        return works
+def mark(name: str, group: Group, device: torch.device) -> CopyWork:
+    """The work `name` that ends with what the current stream of `device` has queued."""
+    event = None
+    if device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record()
+    work = CopyWork(name, group, event, time.monotonic())
+    _started.append(work)
+    return work
 
 
 def unfinished() -> CopyWork | None:
@@ -238,20 +220,10 @@ def unfinished() -> CopyWork | None:
     return next((work for work in tuple(_started) if work.event is not None and not work.event.query()), None)
 
 
-def _used_on_copy_stream(tensor: Tensor, priority: int) -> None:
+def _used_on_copy_stream(tensor: Tensor) -> None:
     """Keep the allocator from handing out `tensor`, which the caller may drop, before the copy stream has read it."""
     if tensor.device.type == "cuda":
-        tensor.record_stream(stream_of(tensor.device, priority))
-
-
-def _mark(name: str, memory: PeerMemory) -> CopyWork:
-    event = None
-    if memory.device.type == "cuda":
-        event = torch.cuda.Event()
-        event.record()
-    work = CopyWork(name, memory.group, event, time.monotonic())
-    _started.append(work)
-    return work
+        tensor.record_stream(stream_of(tensor.device, _PRIORITY))
 
 
 def _address(tensor: Tensor) -> int:

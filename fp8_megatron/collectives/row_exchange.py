@@ -12,37 +12,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..kernels import ops
 from . import copy_engine
-from .copy_engine import CopyWork, PeerMemory
+from .peer_signals import PeerSignals, Signals
+from .side_stream import side_stream
 from .traffic import count_all_gather
 
 Group = torch.distributed.ProcessGroup
-Work = torch.distributed.Work | CopyWork
-#: Writes rows [rows, N] of a rank's summand into a tensor.
+#: Writes rows [rows, N] of a rank's matrix into a tensor.
 WriteRows = Callable[[slice, Tensor], None]
+#: Memory of so many bytes that the ranks map, by rank; called by all of them in one order.
+Allocate = Callable[[int], Sequence[Tensor]]
 
-#: Buffers that gathers take in turn: what one gathered is there until two more have started.
-_NUM_GATHER_BUFFERS = 3
-_NUM_SUM_BUFFERS = 2
+#: Of the stream that sends: its copies wait for no gradient's.
+_PRIORITY = -2
+#: Buffers that exchanges of a kind take in turn.
+_NUM_BUFFERS = 2
+_GATHERS, _SUMS = 0, 1
+
+
+class Work(Protocol):
+    """What the current stream (on a CPU: the host) can wait for."""
+
+    def wait(self) -> object:
+        """Once more does no harm."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A matrix [T, K] whose parts may still be on their way; `whole` is their memory, read through `parts` or `wait`.
+    """A matrix [T, K] whose rows may still be on their way; `whole` is their memory, read through `parts` or `wait`.
 
     Attributes:
-        arrivals: (rows, their part of `whole` or the tensor it came from, what to wait for), in order of arrival.
-        complete: what to wait for before `whole` is.
+        arrivals: (rows, their values, what to wait for before), in the order to take them.
+        complete: what to wait for before `whole`.
     """
 
     whole: Tensor
     arrivals: Sequence[tuple[slice, Tensor, Work | None]]
-    complete: Work | None = None
+    complete: Sequence[Work] = ()
 
     @staticmethod
     def local(whole: Tensor) -> Rows:
@@ -58,22 +71,19 @@ class Rows:
 
     def wait(self) -> Tensor:
         """[T, K], all there."""
-        if self.complete is not None:
-            self.complete.wait()
+        for work in self.complete:
+            work.wait()
         return self.whole
 
 
 @dataclass(frozen=True, eq=False)
 class RowSum:
-    """A sum over ranks in flight: wait once, in the order of the starts."""
+    """A sum over ranks in flight."""
 
-    pending: Sequence[Work]
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
-        """This rank's part [T/d, N] of the sum."""
-        for work in self.pending:
-            work.wait()
+        """This rank's part [T/d, N] of the sum; called once."""
         return self.finish()
 
 
@@ -81,7 +91,7 @@ def gather_rows(shard: Tensor, group: Group) -> Rows:
     """Start to gather every rank's FP8 `shard` [n, K], contiguous, as the rows [d · n, K] in rank order.
 
     Called by every rank of `group` with a shard of one shape and one (shared) scale. The rows may lie in memory that is
-    used again: they are read before two more gathers of the group start.
+    used again: all of them are waited for, and read, before the next gather of the group starts.
     """
     count_all_gather(shard.nbytes, group.size())
     exchange = _exchanges.get(group.group_name)
@@ -91,7 +101,7 @@ def gather_rows(shard: Tensor, group: Group) -> Rows:
     work = torch.distributed.all_gather_into_tensor(
         whole.view(torch.uint8), shard.view(torch.uint8), group=group, async_op=True
     )
-    return Rows(whole, [(slice(0, whole.shape[0]), whole, work)], work)
+    return Rows(whole, [(slice(0, whole.shape[0]), whole, work)], [work])
 
 
 def sum_rows(
@@ -104,6 +114,9 @@ def sum_rows(
 
     Args:
         write: called before this returns, for some rows of this rank's matrix or all, with where to write them.
+
+    Returns:
+        A handle; it is waited for before the next sum of the group starts.
     """
     exchange = _exchanges.get(group.group_name)
     if exchange is not None:
@@ -112,19 +125,19 @@ def sum_rows(
     write(slice(0, shape[0]), matrix)
     part = matrix.new_empty((shape[0] // group.size(), shape[1]))
     work = torch.distributed.reduce_scatter_tensor(part, matrix, group=group, async_op=True)
-    return RowSum([work], lambda: part)
+
+    def finish() -> Tensor:
+        work.wait()
+        return part
+
+    return RowSum(finish)
 
 
 def share_memory(group: Group, device: torch.device) -> None:
     """Let copy engines carry the rows of `group` from now on; called by all its ranks, which are on one node."""
-
-    def allocate(nbytes: int) -> PeerMemory:
-        buffer = copy_engine.allocate(nbytes, group, device, copy_engine.ROW_PRIORITY)
-        memory = copy_engine.memory_of(buffer, group)
-        assert memory is not None
-        return memory
-
-    register(group, RowExchange(group, device, allocate))
+    counters = [counters.view(torch.int32) for counters in copy_engine.mapped(2 * 4 * group.size(), group, device)]
+    allocate = partial(copy_engine.mapped, group=group, device=device)
+    register(group, RowExchange(group, device, allocate, PeerSignals(counters, group.rank())))
 
 
 def register(group: Group, exchange: RowExchange) -> None:
@@ -132,110 +145,119 @@ def register(group: Group, exchange: RowExchange) -> None:
     _exchanges[group.group_name] = exchange
 
 
-class _Buffer:
-    """A buffer that the ranks share, and the first exchange after the last one that the others read from it."""
-
-    def __init__(self, memory: PeerMemory) -> None:
-        self.memory = memory
-        self.freed_by: CopyWork | None = None
-
-
-class _Ring:
-    """Buffers taken in turn; made when first needed, and anew when larger ones are."""
-
-    def __init__(self, number: int, allocate: Callable[[int], PeerMemory]) -> None:
-        self._number, self._allocate = number, allocate
-        self._buffers: list[_Buffer] = []
-        self._nbytes = self._turn = 0
-
-    def next(self, nbytes: int) -> _Buffer:
-        if nbytes > self._nbytes:
-            self._buffers = [_Buffer(self._allocate(nbytes)) for _ in range(self._number)]
-            self._nbytes = nbytes
-        self._turn = (self._turn + 1) % self._number
-        return self._buffers[self._turn]
-
-
 class RowExchange:
     """`gather_rows` and `sum_rows` of one group over its ranks' shared memory.
 
-    Every exchange meets the other ranks before bytes move. So a rank that has passed the meeting of one knows that the
-    others have ended all earlier ones: a buffer may be written again once another exchange lies between.
-
-    Args:
-        allocate: buffers that all ranks of the group map; called by all of them in one order.
+    A part is pushed into the reader's buffer and announced there; the reader's stream waits where it reads. Nobody asks
+    whether a buffer is free, because there are two of each kind: a rank starts exchange n + 2 of a kind when it has
+    everybody's part of n + 1, and whoever sent that had read all of n.
     """
 
-    def __init__(self, group: Group, device: torch.device, allocate: Callable[[int], PeerMemory]) -> None:
-        self._rank, self._num_ranks, self._device = group.rank(), group.size(), device
-        self._gathered = _Ring(_NUM_GATHER_BUFFERS, allocate)
-        self._summands = _Ring(_NUM_SUM_BUFFERS, allocate)
-        self._just_read: list[_Buffer] = []
+    def __init__(self, group: Group, device: torch.device, allocate: Allocate, signals: Signals) -> None:
+        self._group, self._device, self._signals = group, device, signals
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._buffers = {kind: _Ring(allocate) for kind in (_GATHERS, _SUMS)}
+        self._pending: dict[int, list[_Arrival]] = {_GATHERS: [], _SUMS: []}
 
     def gather(self, shard: Tensor) -> Rows:
         """See `gather_rows`."""
-        # The copy stream alone writes to it, after the meetings of two later exchanges.
-        memory = self._gathered.next(self._num_ranks * shard.nbytes).memory
-        shape = (self._num_ranks * shard.shape[0], *shard.shape[1:])
-        raw = memory.buffers[self._rank][: self._num_ranks * shard.nbytes]
-        whole = raw.view(shard.dtype).view(shape)
-        parts = raw.view(self._num_ranks, -1)
-        peers = self._others()
-        works = copy_engine.start_pulls(
-            memory,
-            "gather_rows",
-            [(peer, parts[peer], parts[peer]) for peer in peers],
-            publish=(shard.view(torch.uint8).view(-1), parts[self._rank]),
-        )
-        self._passed(works[0])
-        arrivals: list[tuple[slice, Tensor, Work | None]] = [(self._rows_of(self._rank, shape[0]), shard, None)]
-        for peer, work in zip(peers, works, strict=True):
-            rows = self._rows_of(peer, shape[0])
-            arrivals.append((rows, whole[rows], work))
-        return Rows(whole, arrivals, works[-1])
+        number, buffers = self._start(_GATHERS, self._num_ranks * shard.nbytes)
+        views = [buffer[: self._num_ranks * shard.nbytes].view(shard.dtype) for buffer in buffers]
+        wholes = [view.view(self._num_ranks * shard.shape[0], *shard.shape[1:]) for view in views]
+        rows = self._rows(wholes[0].shape[0])
+        own = rows[self._rank]
+        with side_stream(self._device, _PRIORITY):
+            for reader in self._readers():
+                wholes[reader][own].copy_(shard, non_blocking=True)
+                self._signals.raise_(reader, _GATHERS, number)
+            wholes[self._rank][own].copy_(shard, non_blocking=True)
+            sent = copy_engine.mark("gather_rows, sending", self._group, self._device)
+        whole = wholes[self._rank]
+        arrivals = self._arrivals(_GATHERS, number, "gather_rows")
+        parts: list[tuple[slice, Tensor, Work | None]] = [(own, shard, None)]
+        parts += [(rows[source], whole[rows[source]], arrival) for source, arrival in arrivals]
+        return Rows(whole, parts, [*(arrival for _, arrival in arrivals), sent])
 
     def sum(self, write: WriteRows, shape: tuple[int, int], dtype: torch.dtype) -> RowSum:
         """See `sum_rows`."""
-        num_ranks, own = self._num_ranks, self._rows_of(self._rank, shape[0])
-        nbytes = shape[0] * shape[1] * dtype.itemsize
-        buffer = self._summands.next(nbytes)
-        if buffer.freed_by is not None:
-            buffer.freed_by.wait()
-        memory = buffer.memory
-        summand = memory.buffers[self._rank][:nbytes].view(dtype).view(shape)
-        received = torch.empty((num_ranks, shape[0] // num_ranks, shape[1]), dtype=dtype, device=self._device)
-        works: list[CopyWork] = []
-        for step in range(1, num_ranks):
-            # At each step every rank writes for one other and reads from one.
-            reader, source = (self._rank - step) % num_ranks, (self._rank + step) % num_ranks
-            rows = self._rows_of(reader, shape[0])
-            write(rows, summand[rows])
-            mine = summand[own].view(-1).view(torch.uint8)
-            pull = (source, mine, received[source].view(-1).view(torch.uint8))
-            works += copy_engine.start_pulls(memory, "sum_rows", [pull])
-        self._passed(works[0])
-        self._just_read.append(buffer)
-        write(own, received[self._rank])
+        rows, part_shape = self._rows(shape[0]), (shape[0] // self._num_ranks, shape[1])
+        number, buffers = self._start(_SUMS, shape[0] * shape[1] * dtype.itemsize)
+        # By reader, and there by source.
+        parts = [buffer[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(-1, *part_shape) for buffer in buffers]
+        sent = []
+        for reader in self._readers():
+            part = torch.empty(part_shape, dtype=dtype, device=self._device)
+            write(rows[reader], part)
+            with side_stream(self._device, _PRIORITY):
+                parts[reader][self._rank].copy_(part, non_blocking=True)
+                self._signals.raise_(reader, _SUMS, number)
+                sent.append((part, copy_engine.mark("sum_rows, sending", self._group, self._device)))
+        received = parts[self._rank]
+        write(rows[self._rank], received[self._rank])
+        arrivals = self._arrivals(_SUMS, number, "sum_rows")
 
         def finish() -> Tensor:
-            total = received.new_empty(received.shape[1:])
+            for _, arrival in arrivals:
+                arrival.wait()
+            for _, work in sent:
+                work.wait()  # this stream may use the part's memory after it
+            total = torch.empty(part_shape, dtype=dtype, device=self._device)
             ops.accumulate_rows_(received.view(-1), None, total.view(-1), factor=1.0, add=False)
             return total
 
-        return RowSum(works, finish)
+        return RowSum(finish)
 
-    def _passed(self, work: CopyWork) -> None:
-        """The meeting of `work` tells that earlier exchanges are over."""
-        for buffer in self._just_read:
-            buffer.freed_by = work
-        self._just_read.clear()
+    def _start(self, kind: int, nbytes: int) -> tuple[int, Sequence[Tensor]]:
+        """The number of an exchange, and its buffers by rank."""
+        assert all(arrival.is_over for arrival in self._pending[kind]), "the exchange before was not waited for"
+        return self._buffers[kind].next(nbytes)
 
-    def _others(self) -> list[int]:
-        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+    def _readers(self) -> list[int]:
+        """The other ranks in the order to send to them: at each step every rank sends to one and hears of one."""
+        return [(self._rank - step) % self._num_ranks for step in range(1, self._num_ranks)]
 
-    def _rows_of(self, rank: int, total: int) -> slice:
+    def _arrivals(self, kind: int, number: int, name: str) -> list[tuple[int, _Arrival]]:
+        """(source, its part's arrival), in the order in which the others send to this rank."""
+        mark = partial(copy_engine.mark, name, self._group, self._device)
+        sources = [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+        arrivals = [_Arrival(partial(self._signals.wait, source, kind, number), mark) for source in sources]
+        self._pending[kind] = arrivals
+        return list(zip(sources, arrivals, strict=True))
+
+    def _rows(self, total: int) -> list[slice]:
+        """The rows of each rank."""
         count = total // self._num_ranks
-        return slice(rank * count, (rank + 1) * count)
+        return [slice(rank * count, (rank + 1) * count) for rank in range(self._num_ranks)]
+
+
+class _Arrival:
+    """A part that another rank sends: the first wait is the stream's, later ones know."""
+
+    def __init__(self, wait: Callable[[], None], mark: Callable[[], object]) -> None:
+        self._wait, self._mark = wait, mark
+        self.is_over = False
+
+    def wait(self) -> None:
+        if not self.is_over:
+            self._wait()
+            self._mark()  # a stream that hangs here is named
+            self.is_over = True
+
+
+class _Ring:
+    """Numbered exchanges of one kind and the buffers they take in turn, made when first needed, anew when too small."""
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self._buffers: list[Sequence[Tensor]] = []
+        self._nbytes = self._number = 0
+
+    def next(self, nbytes: int) -> tuple[int, Sequence[Tensor]]:
+        if nbytes > self._nbytes:
+            self._buffers = [self._allocate(nbytes) for _ in range(_NUM_BUFFERS)]
+            self._nbytes = nbytes
+        self._number += 1
+        return self._number, self._buffers[self._number % _NUM_BUFFERS]
 
 
 _exchanges: dict[str, RowExchange] = {}

@@ -69,8 +69,21 @@ class StreamBarrier:
             raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA driver error {status}")
 
 
+def write_on_stream(address: int, value: int, device: int) -> None:
+    """After what the current stream of `device` has done so far, write 32 bits at `address`.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    status = _driver().cuStreamWriteValue32_v2(stream, address, value & 0xFFFFFFFF, 0)
+    if status:
+        raise RuntimeError(f"cuStreamWriteValue32 failed with CUDA driver error {status}")
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuStreamWriteValue32_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
     driver.cuStreamBatchMemOp_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
     return driver

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.collectives import copy_engine, row_exchange
-from fp8_megatron.collectives.copy_engine import PeerMemory
 from fp8_megatron.collectives.row_exchange import RowExchange, gather_rows, sum_rows
 from fp8_megatron.formats import E4M3
 
@@ -23,29 +24,59 @@ CPU = torch.device("cpu")
 
 
 class Node:
-    """Ranks whose buffers are one process's memory."""
+    """Ranks whose buffers are one process's memory; what a rank does on its streams may take its time."""
 
     def __init__(self, num_ranks: int) -> None:
         self.groups = [Member(rank, num_ranks, f"rank {rank} of a node") for rank in range(num_ranks)]
-        self.meeting = threading.Barrier(num_ranks, timeout=30)
+        self._pace = [torch.Generator().manual_seed(rank) for rank in range(num_ranks)]
         self._lock = threading.Lock()
         self._buffers: dict[int, list[Tensor]] = {}
+        self.raised: dict[tuple[int, int, int], int] = {}
+        self.news = threading.Condition()
         for rank, group in enumerate(self.groups):
-            allocate = functools.partial(self._allocate, rank, [0])
-            row_exchange.register(group, RowExchange(group, CPU, allocate))  # type: ignore[arg-type]
+            allocate, signals = functools.partial(self._allocate, [0]), NodeSignals(self, rank)
+            row_exchange.register(group, RowExchange(group, CPU, allocate, signals))  # type: ignore[arg-type]
 
-    def _allocate(self, rank: int, calls: list[int], nbytes: int) -> PeerMemory:
-        """The call-th buffer of a rank: every rank asks for the same ones."""
+    def _allocate(self, calls: list[int], nbytes: int) -> list[Tensor]:
+        """The buffers of a rank's n-th call: every rank asks for the same ones."""
         with self._lock:
-            buffers = self._buffers.setdefault(calls[0], [torch.zeros(nbytes, dtype=torch.uint8) for _ in self.groups])
+            empty = [torch.zeros(nbytes, dtype=torch.uint8) for _ in self.groups]
+            buffers = self._buffers.setdefault(calls[0], empty)
         calls[0] += 1
         assert buffers[0].numel() == nbytes
-        return PeerMemory(self.groups[rank], buffers, self.meeting.wait)  # type: ignore[arg-type]
+        return buffers
+
+    def dawdle(self, rank: int) -> None:
+        """Come late now and then."""
+        if float(torch.rand(1, generator=self._pace[rank])) < 0.2:
+            time.sleep(0.003)
 
     def run(self, work: Callable[[int, Any], Any]) -> list[Any]:
         """What each rank's `work(rank, group)` gives."""
         with ThreadPoolExecutor(len(self.groups)) as pool:
             return list(pool.map(work, range(len(self.groups)), self.groups))
+
+
+@dataclass
+class NodeSignals:
+    """`peer_signals.Signals` of a rank of a `Node`."""
+
+    node: Node
+    rank: int
+
+    def raise_(self, peer: int, channel: int, number: int) -> None:
+        key = (self.rank, peer, channel)
+        with self.node.news:
+            assert number == self.node.raised.get(key, 0) + 1, "one after the other"
+            self.node.raised[key] = number
+            self.node.news.notify_all()
+        self.node.dawdle(self.rank)
+
+    def wait(self, peer: int, channel: int, number: int) -> None:
+        with self.node.news:
+            key = (peer, self.rank, channel)
+            assert self.node.news.wait_for(lambda: self.node.raised.get(key, 0) >= number, timeout=30)
+        self.node.dawdle(self.rank)
 
 
 @pytest.fixture(autouse=True)
@@ -104,24 +135,41 @@ def test_exchanges_of_a_layer_one_after_the_other(num_ranks: int) -> None:
     shards = [[torch.randint(256, (size, 8)).to(torch.uint8) for size in sizes] for _ in range(num_ranks)]
     matrices = [[torch.randn(num_ranks * size, 8).bfloat16() for size in sizes] for _ in range(num_ranks)]
 
+    node = Node(num_ranks)
+
     def work(rank: int, group: Any) -> None:
-        pace = torch.Generator().manual_seed(rank)
         for turn, size in enumerate(sizes):
 
-            def write(rows: slice, out: Tensor, turn: int = turn) -> None:
-                if float(torch.rand(1, generator=pace)) < 0.2:
-                    threading.Event().wait(0.002)
-                out.copy_(matrices[rank][turn][rows])
+            def write(rows: slice, out: Tensor, turn: int = turn, sign: int = 1) -> None:
+                node.dawdle(rank)
+                out.copy_(matrices[rank][turn][rows] * sign)
 
-            first = gather_rows(shards[rank][turn], group)
-            second = gather_rows(shards[rank][turn] ^ 255, group)
+            write_others = functools.partial(write, sign=-1)
+
+            gathered = gather_rows(shards[rank][turn], group)
             summing = sum_rows(write, (num_ranks * size, 8), torch.bfloat16, CPU, group)
-            if turn % 3 == 0:
-                sum_rows(write, (num_ranks * size, 8), torch.bfloat16, CPU, group).wait()
             expected = torch.cat([shards[other][turn] for other in range(num_ranks)])
-            assert torch.equal(first.wait(), expected) and torch.equal(second.wait(), expected ^ 255)
+            whole = gathered.wait()
+            node.dawdle(rank)
+            assert torch.equal(whole, expected)
             mine = slice(rank * size, (rank + 1) * size)
             total = sum(matrices[other][turn][mine].float() for other in range(num_ranks))
             assert torch.equal(summing.wait(), total.bfloat16())  # type: ignore[union-attr]
+            if turn % 3 == 0:
+                again = gather_rows(shards[rank][turn] ^ 255, group)
+                for rows, part in again.parts():
+                    assert torch.equal(part, expected[rows] ^ 255)
+                negated = sum_rows(write_others, (num_ranks * size, 8), torch.bfloat16, CPU, group)
+                assert torch.equal(negated.wait(), -total.bfloat16())  # type: ignore[union-attr]
 
-    Node(num_ranks).run(work)
+    node.run(work)
+
+
+def test_an_exchange_before_the_last_one_was_waited_for_is_refused() -> None:
+    def work(rank: int, group: Any) -> None:
+        shard = torch.zeros(16, 16, dtype=torch.uint8)
+        gather_rows(shard, group)
+        with pytest.raises(AssertionError, match="was not waited for"):
+            gather_rows(shard, group)
+
+    Node(2).run(work)
