@@ -71,18 +71,3 @@ def all_gather_each(
             for target, source in as_bytes
         ]
     return [AllGatherWork(full, work) for (full, _), work in zip(pairs, works, strict=True)]
-
-
-def all_gather_fp8(payload: Tensor, group: torch.distributed.ProcessGroup) -> AllGatherWork:
-    """Start an all-gather of FP8 payloads along the first dimension, into a new tensor.
-
-    Called by every rank of `group` with a payload of one shape and one (shared) scale.
-
-    Args:
-        payload: FP8 [n, ...], contiguous.
-
-    Returns:
-        A handle whose `wait` gives [n · world, ...], in rank order.
-    """
-    output = payload.new_empty((payload.shape[0] * group.size(), *payload.shape[1:]))
-    return all_gather_into(output, payload, group)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from . import copy_engine
+from .all_gather import all_gather_into
 from .peer_signals import PeerSignals, Signals
 from .side_stream import side_stream
 from .traffic import count_all_gather
@@ -93,14 +94,12 @@ def gather_rows(shard: Tensor, group: Group) -> Rows:
     Called by every rank of `group` with a shard of one shape and one (shared) scale. The rows may lie in memory that is
     used again: all of them are waited for, and read, before the next gather of the group starts.
     """
-    count_all_gather(shard.nbytes, group.size())
     exchange = _exchanges.get(group.group_name)
     if exchange is not None:
+        count_all_gather(shard.nbytes, group.size())
         return exchange.gather(shard)
     whole = shard.new_empty((shard.shape[0] * group.size(), *shard.shape[1:]))
-    work = torch.distributed.all_gather_into_tensor(
-        whole.view(torch.uint8), shard.view(torch.uint8), group=group, async_op=True
-    )
+    work = all_gather_into(whole, shard, group)
     return Rows(whole, [(slice(0, whole.shape[0]), whole, work)], [work])
 
 
