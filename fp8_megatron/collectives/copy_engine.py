@@ -177,7 +177,7 @@ def start_all_to_all(
         for source, destination in pairs:
             memory.pull_rows(source, destination, copies_own=copies_own)
         memory.barrier()
-        return mark("all_to_all", memory.group, memory.device)
+        return _mark("all_to_all", memory)
 
 
 def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> list[CopyWork]:
@@ -200,17 +200,12 @@ def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> l
                 memory.pull_parts(full)
                 if index == len(gathers) - 1:
                     memory.barrier()
-                works.append(mark("all_gather", memory.group, memory.device))
+                works.append(_mark("all_gather", memory))
     return works
 
 
-def mark(name: str, group: Group, device: torch.device) -> CopyWork:
-    """The work `name` that ends with what the current stream of `device` has queued."""
-    event = None
-    if device.type == "cuda":
-        event = torch.cuda.Event()
-        event.record()
-    work = CopyWork(name, group, event, time.monotonic())
+def remember(work: CopyWork) -> CopyWork:
+    """Let `unfinished` know of `work`, which it gives back."""
     _started.append(work)
     return work
 
@@ -224,6 +219,14 @@ def _used_on_copy_stream(tensor: Tensor) -> None:
     """Keep the allocator from handing out `tensor`, which the caller may drop, before the copy stream has read it."""
     if tensor.device.type == "cuda":
         tensor.record_stream(stream_of(tensor.device, _PRIORITY))
+
+
+def _mark(name: str, memory: PeerMemory) -> CopyWork:
+    event = None
+    if memory.device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record()
+    return remember(CopyWork(name, memory.group, event, time.monotonic()))
 
 
 def _address(tensor: Tensor) -> int:

@@ -10,6 +10,8 @@ another rank. Elsewhere one NCCL or gloo collective carries all rows, which are 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +23,7 @@ from torch import Tensor
 from ..kernels import ops
 from . import copy_engine
 from .all_gather import all_gather_into
-from .peer_signals import PeerSignals, Signals
-from .side_stream import side_stream
+from .peer_link import Link, PeerLink
 from .traffic import count_all_gather
 
 Group = torch.distributed.ProcessGroup
@@ -31,8 +32,6 @@ WriteRows = Callable[[slice, Tensor], None]
 #: Memory of so many bytes that the ranks map, by rank; called by all of them in one order.
 Allocate = Callable[[int], Sequence[Tensor]]
 
-#: Of the stream that sends: its copies wait for no gradient's.
-_PRIORITY = -2
 #: Buffers that exchanges of a kind take in turn.
 _NUM_BUFFERS = 2
 _GATHERS, _SUMS = 0, 1
@@ -119,7 +118,7 @@ def sum_rows(
     """
     exchange = _exchanges.get(group.group_name)
     if exchange is not None:
-        return exchange.sum(write, shape, dtype)
+        return exchange.sum(write, shape, dtype, device)
     matrix = torch.empty(shape, dtype=dtype, device=device)
     write(slice(0, shape[0]), matrix)
     part = matrix.new_empty((shape[0] // group.size(), shape[1]))
@@ -136,7 +135,7 @@ def share_memory(group: Group, device: torch.device) -> None:
     """Let copy engines carry the rows of `group` from now on; called by all its ranks, which are on one node."""
     counters = [counters.view(torch.int32) for counters in copy_engine.mapped(2 * 4 * group.size(), group, device)]
     allocate = partial(copy_engine.mapped, group=group, device=device)
-    register(group, RowExchange(group, device, allocate, PeerSignals(counters, group.rank())))
+    register(group, RowExchange(group.rank(), group.size(), allocate, PeerLink(group, counters)))
 
 
 def register(group: Group, exchange: RowExchange) -> None:
@@ -147,99 +146,86 @@ def register(group: Group, exchange: RowExchange) -> None:
 class RowExchange:
     """`gather_rows` and `sum_rows` of one group over its ranks' shared memory.
 
-    A part is pushed into the reader's buffer and announced there; the reader's stream waits where it reads. Nobody asks
+    A part is sent into the reader's buffer and announced there; the reader's stream waits where it reads. Nobody asks
     whether a buffer is free, because there are two of each kind: a rank starts exchange n + 2 of a kind when it has
     everybody's part of n + 1, and whoever sent that had read all of n.
+
+    Args:
+        rank, num_ranks: of the group.
     """
 
-    def __init__(self, group: Group, device: torch.device, allocate: Allocate, signals: Signals) -> None:
-        self._group, self._device, self._signals = group, device, signals
-        self._rank, self._num_ranks = group.rank(), group.size()
-        self._buffers = {kind: _Ring(allocate) for kind in (_GATHERS, _SUMS)}
-        self._pending: dict[int, list[_Arrival]] = {_GATHERS: [], _SUMS: []}
+    def __init__(self, rank: int, num_ranks: int, allocate: Allocate, link: Link) -> None:
+        self._rank, self._num_ranks, self._link = rank, num_ranks, link
+        self._gathers, self._sums = _Ring(allocate), _Ring(allocate)
+        # At each step every rank sends to one and hears of one.
+        self._readers = [(rank - step) % num_ranks for step in range(1, num_ranks)]
+        self._sources = [(rank + step) % num_ranks for step in range(1, num_ranks)]
 
     def gather(self, shard: Tensor) -> Rows:
         """See `gather_rows`."""
-        number, buffers = self._start(_GATHERS, self._num_ranks * shard.nbytes)
-        views = [buffer[: self._num_ranks * shard.nbytes].view(shard.dtype) for buffer in buffers]
-        wholes = [view.view(self._num_ranks * shard.shape[0], *shard.shape[1:]) for view in views]
-        rows = self._rows(wholes[0].shape[0])
-        own = rows[self._rank]
-        with side_stream(self._device, _PRIORITY):
-            for reader in self._readers():
-                wholes[reader][own].copy_(shard, non_blocking=True)
-                self._signals.raise_(reader, _GATHERS, number)
-            wholes[self._rank][own].copy_(shard, non_blocking=True)
-            sent = copy_engine.mark("gather_rows, sending", self._group, self._device)
-        whole = wholes[self._rank]
-        arrivals = self._arrivals(_GATHERS, number, "gather_rows")
-        parts: list[tuple[slice, Tensor, Work | None]] = [(own, shard, None)]
-        parts += [(rows[source], whole[rows[source]], arrival) for source, arrival in arrivals]
-        return Rows(whole, parts, [*(arrival for _, arrival in arrivals), sent])
+        link, own = self._link, self._rank
+        number, wholes = self._gathers.next((self._num_ranks, *shard.shape), shard.dtype)
+        link.start()
+        for reader in self._readers:
+            link.copy(shard, wholes[reader][own])
+            link.tell(reader, _GATHERS, number)
+        link.copy(shard, wholes[own][own])
+        sent = link.sent("gather_rows")
+        arrivals = self._arrivals(self._gathers, _GATHERS, number, "gather_rows")
+        rows, parts = _rows(self._num_ranks, shard.shape[0]), wholes[own]
+        taken: list[tuple[slice, Tensor, Work | None]] = [(rows[own], shard, None)]
+        for source, arrival in zip(self._sources, arrivals, strict=True):
+            taken.append((rows[source], parts[source], arrival))
+        return Rows(parts.view(-1, *shard.shape[1:]), taken, [*arrivals, sent])
 
-    def sum(self, write: WriteRows, shape: tuple[int, int], dtype: torch.dtype) -> RowSum:
+    def sum(self, write: WriteRows, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> RowSum:
         """See `sum_rows`."""
-        rows, part_shape = self._rows(shape[0]), (shape[0] // self._num_ranks, shape[1])
-        number, buffers = self._start(_SUMS, shape[0] * shape[1] * dtype.itemsize)
+        link, own = self._link, self._rank
+        part_shape = (shape[0] // self._num_ranks, shape[1])
+        rows = _rows(self._num_ranks, part_shape[0])
         # By reader, and there by source.
-        parts = [buffer[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(-1, *part_shape) for buffer in buffers]
-        sent = []
-        for reader in self._readers():
-            part = torch.empty(part_shape, dtype=dtype, device=self._device)
-            write(rows[reader], part)
-            with side_stream(self._device, _PRIORITY):
-                parts[reader][self._rank].copy_(part, non_blocking=True)
-                self._signals.raise_(reader, _SUMS, number)
-                sent.append((part, copy_engine.mark("sum_rows, sending", self._group, self._device)))
-        received = parts[self._rank]
-        write(rows[self._rank], received[self._rank])
-        arrivals = self._arrivals(_SUMS, number, "sum_rows")
+        number, parts = self._sums.next((self._num_ranks, *part_shape), dtype)
+        summands = []
+        for reader in self._readers:
+            summand = torch.empty(part_shape, dtype=dtype, device=device)
+            write(rows[reader], summand)
+            link.start()
+            link.copy(summand, parts[reader][own])
+            link.tell(reader, _SUMS, number)
+            summands.append(summand)
+        sent = link.sent("sum_rows")
+        received = parts[own]
+        write(rows[own], received[own])
+        arrivals = self._arrivals(self._sums, _SUMS, number, "sum_rows")
 
         def finish() -> Tensor:
-            for _, arrival in arrivals:
+            for arrival in arrivals:
                 arrival.wait()
-            for _, work in sent:
-                work.wait()  # this stream may use the part's memory after it
-            total = torch.empty(part_shape, dtype=dtype, device=self._device)
+            sent.wait()
+            summands.clear()  # this stream may have their memory again
+            total = torch.empty(part_shape, dtype=dtype, device=device)
             ops.accumulate_rows_(received.view(-1), None, total.view(-1), factor=1.0, add=False)
             return total
 
         return RowSum(finish)
 
-    def _start(self, kind: int, nbytes: int) -> tuple[int, Sequence[Tensor]]:
-        """The number of an exchange, and its buffers by rank."""
-        assert all(arrival.is_over for arrival in self._pending[kind]), "the exchange before was not waited for"
-        return self._buffers[kind].next(nbytes)
-
-    def _readers(self) -> list[int]:
-        """The other ranks in the order to send to them: at each step every rank sends to one and hears of one."""
-        return [(self._rank - step) % self._num_ranks for step in range(1, self._num_ranks)]
-
-    def _arrivals(self, kind: int, number: int, name: str) -> list[tuple[int, _Arrival]]:
-        """(source, its part's arrival), in the order in which the others send to this rank."""
-        mark = partial(copy_engine.mark, name, self._group, self._device)
-        sources = [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
-        arrivals = [_Arrival(partial(self._signals.wait, source, kind, number), mark) for source in sources]
-        self._pending[kind] = arrivals
-        return list(zip(sources, arrivals, strict=True))
-
-    def _rows(self, total: int) -> list[slice]:
-        """The rows of each rank."""
-        count = total // self._num_ranks
-        return [slice(rank * count, (rank + 1) * count) for rank in range(self._num_ranks)]
+    def _arrivals(self, ring: _Ring, channel: int, number: int, name: str) -> list[_Arrival]:
+        """What the others send to this rank, in the order in which they do."""
+        wait = partial(self._link.wait, channel=channel, number=number, name=name)
+        ring.pending = [_Arrival(partial(wait, source)) for source in self._sources]
+        return ring.pending
 
 
 class _Arrival:
     """A part that another rank sends: the first wait is the stream's, later ones know."""
 
-    def __init__(self, wait: Callable[[], None], mark: Callable[[], object]) -> None:
-        self._wait, self._mark = wait, mark
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
         self.is_over = False
 
     def wait(self) -> None:
         if not self.is_over:
             self._wait()
-            self._mark()  # a stream that hangs here is named
             self.is_over = True
 
 
@@ -250,13 +236,31 @@ class _Ring:
         self._allocate = allocate
         self._buffers: list[Sequence[Tensor]] = []
         self._nbytes = self._number = 0
+        self.pending: list[_Arrival] = []
+        #: Making views costs the host more than sending does.
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
-    def next(self, nbytes: int) -> tuple[int, Sequence[Tensor]]:
+    def next(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, list[Tensor]]:
+        """The number of the next exchange, and by rank its memory in this shape."""
+        assert all(arrival.is_over for arrival in self.pending), "the exchange before was not waited for"
+        nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self._nbytes:
             self._buffers = [self._allocate(nbytes) for _ in range(_NUM_BUFFERS)]
             self._nbytes = nbytes
+            self._views.clear()
         self._number += 1
-        return self._number, self._buffers[self._number % _NUM_BUFFERS]
+        key = (self._number % _NUM_BUFFERS, shape, dtype)
+        views = self._views.get(key)
+        if views is None:
+            views = [buffer[:nbytes].view(dtype).view(shape) for buffer in self._buffers[key[0]]]
+            self._views[key] = views
+        return self._number, views
+
+
+@functools.cache
+def _rows(num_ranks: int, count: int) -> list[slice]:
+    """The rows of each rank."""
+    return [slice(rank * count, (rank + 1) * count) for rank in range(num_ranks)]
 
 
 _exchanges: dict[str, RowExchange] = {}

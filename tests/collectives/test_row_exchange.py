@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives import copy_engine, row_exchange
+from fp8_megatron.collectives import row_exchange
+from fp8_megatron.collectives.copy_engine import CopyWork
 from fp8_megatron.collectives.row_exchange import RowExchange, gather_rows, sum_rows
 from fp8_megatron.formats import E4M3
 
@@ -31,11 +32,11 @@ class Node:
         self._pace = [torch.Generator().manual_seed(rank) for rank in range(num_ranks)]
         self._lock = threading.Lock()
         self._buffers: dict[int, list[Tensor]] = {}
-        self.raised: dict[tuple[int, int, int], int] = {}
+        self.told: dict[tuple[int, int, int], int] = {}
         self.news = threading.Condition()
         for rank, group in enumerate(self.groups):
-            allocate, signals = functools.partial(self._allocate, [0]), NodeSignals(self, rank)
-            row_exchange.register(group, RowExchange(group, CPU, allocate, signals))  # type: ignore[arg-type]
+            exchange = RowExchange(rank, num_ranks, functools.partial(self._allocate, [0]), NodeLink(self, rank))
+            row_exchange.register(group, exchange)  # type: ignore[arg-type]
 
     def _allocate(self, calls: list[int], nbytes: int) -> list[Tensor]:
         """The buffers of a rank's n-th call: every rank asks for the same ones."""
@@ -58,32 +59,40 @@ class Node:
 
 
 @dataclass
-class NodeSignals:
-    """`peer_signals.Signals` of a rank of a `Node`."""
+class NodeLink:
+    """`peer_link.Link` of a rank of a `Node`: it sends at once."""
 
     node: Node
     rank: int
 
-    def raise_(self, peer: int, channel: int, number: int) -> None:
+    def start(self) -> None:
+        self.node.dawdle(self.rank)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        assert source.is_contiguous() and target.is_contiguous() and source.nbytes == target.nbytes
+        target.copy_(source)
+
+    def tell(self, peer: int, channel: int, number: int) -> None:
         key = (self.rank, peer, channel)
         with self.node.news:
-            assert number == self.node.raised.get(key, 0) + 1, "one after the other"
-            self.node.raised[key] = number
+            assert number == self.node.told.get(key, 0) + 1, "one after the other"
+            self.node.told[key] = number
             self.node.news.notify_all()
         self.node.dawdle(self.rank)
 
-    def wait(self, peer: int, channel: int, number: int) -> None:
+    def sent(self, name: str) -> CopyWork:
+        return CopyWork(name, self.node.groups[self.rank], None, 0.0)  # type: ignore[arg-type]
+
+    def wait(self, peer: int, channel: int, number: int, name: str) -> None:
         with self.node.news:
             key = (peer, self.rank, channel)
-            assert self.node.news.wait_for(lambda: self.node.raised.get(key, 0) >= number, timeout=30)
+            assert self.node.news.wait_for(lambda: self.node.told.get(key, 0) >= number, timeout=30), name
         self.node.dawdle(self.rank)
 
 
 @pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_exchange, "_exchanges", {})
-    monkeypatch.setattr(copy_engine, "_started", type(copy_engine._started)())
-    yield
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -7,8 +7,9 @@ import ctypes
 import pytest
 import torch
 
-from fp8_megatron.collectives import stream_barrier
-from fp8_megatron.collectives.stream_barrier import StreamBarrier, _Operation
+from fp8_megatron.collectives import stream_ops
+from fp8_megatron.collectives.stream_barrier import StreamBarrier
+from fp8_megatron.collectives.stream_ops import _Operation
 
 
 class Driver:
@@ -22,7 +23,7 @@ class Driver:
         assert len(operations) == count and flags == 0
         for operation in operations:
             place = ctypes.c_uint32.from_address(operation.address)
-            if operation.operation == stream_barrier._WRITE_VALUE_32:
+            if operation.operation == stream_ops._WRITE_VALUE_32:
                 place.value = operation.value
             else:
                 self.waits.append((operation.address, operation.value))
@@ -37,7 +38,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(stream_barrier, "_driver", lambda: driver)
+    monkeypatch.setattr(stream_ops, "_driver", lambda: driver)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     return driver
 
