@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +28,7 @@ Group = torch.distributed.ProcessGroup
 #: Of the copy stream, on which every rank meets the others in one order.
 _PRIORITY = -1
 #: Works remembered to say, when a rank hangs, in which of them.
-_NUM_REMEMBERED = 1024
+_NUM_REMEMBERED = 256
 #: Gathers that start after one barrier: the first bytes travel before the last shard is in its place.
 _GATHERS_PER_BARRIER = 8
 
@@ -110,6 +110,7 @@ class CopyWork:
 _memories: dict[int, PeerMemory] = {}
 _barriers: dict[str, StreamBarrier] = {}
 _started: deque[CopyWork] = deque(maxlen=_NUM_REMEMBERED)
+_latest: dict[Hashable, CopyWork] = {}
 
 
 def allocate(nbytes: int, group: Group, device: torch.device) -> Tensor:
@@ -204,15 +205,17 @@ def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> l
     return works
 
 
-def remember(work: CopyWork) -> CopyWork:
-    """Let `unfinished` know of `work`, which it gives back."""
-    _started.append(work)
+def remember(work: CopyWork, place: Hashable) -> CopyWork:
+    """Let `unfinished` know of `work`, which it gives back, instead of the last one of this place."""
+    _latest[place] = work
     return work
 
 
 def unfinished() -> CopyWork | None:
     """The oldest collective that the device has not ended, among the last few."""
-    return next((work for work in tuple(_started) if work.event is not None and not work.event.query()), None)
+    works = (*_started, *_latest.values())
+    running = [work for work in works if work.event is not None and not work.event.query()]
+    return min(running, key=lambda work: work.queued_at, default=None)
 
 
 def _used_on_copy_stream(tensor: Tensor) -> None:
@@ -226,7 +229,9 @@ def _mark(name: str, memory: PeerMemory) -> CopyWork:
     if memory.device.type == "cuda":
         event = torch.cuda.Event()
         event.record()
-    return remember(CopyWork(name, memory.group, event, time.monotonic()))
+    work = CopyWork(name, memory.group, event, time.monotonic())
+    _started.append(work)
+    return work
 
 
 def _address(tensor: Tensor) -> int:

@@ -35,10 +35,10 @@ class Link(Protocol):
     def tell(self, peer: int, channel: int, number: int) -> None:
         """Tell `peer`, once everything so far was copied, that this rank has come to `number`."""
 
-    def sent(self, name: str) -> CopyWork:
-        """Everything so far, to be waited for."""
+    def sent(self, name: str, turn: int) -> CopyWork:
+        """Everything so far, to be waited for until the next of this name and turn."""
 
-    def wait(self, peer: int, channel: int, number: int, name: str) -> None:
+    def wait(self, peer: int, channel: int, number: int) -> None:
         """Let the current stream wait until `peer` has told `number`."""
 
 
@@ -51,17 +51,20 @@ class PeerLink:
     """
 
     def __init__(self, group: Group, counters: Sequence[Tensor]) -> None:
-        self._group, self._counters = group, counters
+        self._group, self._kept_mapped = group, tuple(counters)
+        self._bases = [counters.data_ptr() for counters in counters]
         self._rank, self._num_ranks = group.rank(), group.size()
         self._device = counters[self._rank].device
         self._stream = stream_of(self._device, _PRIORITY)
         self._raw_stream = self._stream.cuda_stream
-        self._here = torch.cuda.Event()
+        self._here = self._new_event()
+        self._events: dict[tuple[str, int], torch.cuda.Event] = {}
 
     def start(self) -> None:
         """See `Link.start`."""
-        self._here.record(torch.cuda.current_stream(self._device))
-        self._stream.wait_event(self._here)
+        here = self._here.cuda_event
+        stream_ops.record(here, stream_ops.current_stream(self._device))
+        stream_ops.wait_event(here, self._raw_stream)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See `Link.copy`."""
@@ -71,21 +74,24 @@ class PeerLink:
         """See `Link.tell`."""
         stream_ops.write_value(self._address(peer, channel, self._rank), number, self._raw_stream)
 
-    def sent(self, name: str) -> CopyWork:
+    def sent(self, name: str, turn: int) -> CopyWork:
         """See `Link.sent`."""
-        return self._mark(f"{name}, sending", self._stream)
+        event = self._events.get((name, turn))
+        if event is None:
+            event = self._events[name, turn] = self._new_event()
+        stream_ops.record(event.cuda_event, self._raw_stream)
+        # Where a stream hangs waiting for a peer, what it sends next is not over either: so the watch sees it.
+        return copy_engine.remember(CopyWork(name, self._group, event, time.monotonic()), (name, turn))
 
-    def wait(self, peer: int, channel: int, number: int, name: str) -> None:
+    def wait(self, peer: int, channel: int, number: int) -> None:
         """See `Link.wait`."""
         address = self._address(self._rank, channel, peer)
         stream_ops.wait_value(address, number, stream_ops.current_stream(self._device))
-        self._mark(name, torch.cuda.current_stream(self._device))  # a stream that hangs here is named
+
+    def _new_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)  # torch makes it then
+        return event
 
     def _address(self, owner: int, channel: int, writer: int) -> int:
-        counters = self._counters[owner]
-        return counters.data_ptr() + (channel * self._num_ranks + writer) * counters.element_size()
-
-    def _mark(self, name: str, stream: torch.cuda.Stream) -> CopyWork:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return copy_engine.remember(CopyWork(name, self._group, event, time.monotonic()))
+        return self._bases[owner] + 4 * (channel * self._num_ranks + writer)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -164,19 +164,20 @@ class RowExchange:
     def gather(self, shard: Tensor) -> Rows:
         """See `gather_rows`."""
         link, own = self._link, self._rank
-        number, wholes = self._gathers.next((self._num_ranks, *shard.shape), shard.dtype)
+        number, memories = self._gathers.next((self._num_ranks, *shard.shape), shard.dtype)
         link.start()
         for reader in self._readers:
-            link.copy(shard, wholes[reader][own])
+            link.copy(shard, memories[reader].parts[own])
             link.tell(reader, _GATHERS, number)
-        link.copy(shard, wholes[own][own])
-        sent = link.sent("gather_rows")
-        arrivals = self._arrivals(self._gathers, _GATHERS, number, "gather_rows")
-        rows, parts = _rows(self._num_ranks, shard.shape[0]), wholes[own]
+        whole, parts = memories[own]
+        link.copy(shard, parts[own])
+        sent = link.sent("gather_rows", number % _NUM_BUFFERS)
+        arrivals = self._arrivals(self._gathers, _GATHERS, number)
+        rows = _rows(self._num_ranks, shard.shape[0])
         taken: list[tuple[slice, Tensor, Work | None]] = [(rows[own], shard, None)]
         for source, arrival in zip(self._sources, arrivals, strict=True):
             taken.append((rows[source], parts[source], arrival))
-        return Rows(parts.view(-1, *shard.shape[1:]), taken, [*arrivals, sent])
+        return Rows(whole, taken, [*arrivals, sent])
 
     def sum(self, write: WriteRows, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> RowSum:
         """See `sum_rows`."""
@@ -184,49 +185,62 @@ class RowExchange:
         part_shape = (shape[0] // self._num_ranks, shape[1])
         rows = _rows(self._num_ranks, part_shape[0])
         # By reader, and there by source.
-        number, parts = self._sums.next((self._num_ranks, *part_shape), dtype)
+        number, memories = self._sums.next((self._num_ranks, *part_shape), dtype)
         summands = []
         for reader in self._readers:
             summand = torch.empty(part_shape, dtype=dtype, device=device)
             write(rows[reader], summand)
             link.start()
-            link.copy(summand, parts[reader][own])
+            link.copy(summand, memories[reader].parts[own])
             link.tell(reader, _SUMS, number)
             summands.append(summand)
-        sent = link.sent("sum_rows")
-        received = parts[own]
-        write(rows[own], received[own])
-        arrivals = self._arrivals(self._sums, _SUMS, number, "sum_rows")
+        sent = link.sent("sum_rows", number % _NUM_BUFFERS)
+        received, parts = memories[own]
+        write(rows[own], parts[own])
+        arrivals = self._arrivals(self._sums, _SUMS, number)
 
         def finish() -> Tensor:
             for arrival in arrivals:
                 arrival.wait()
             sent.wait()
             summands.clear()  # this stream may have their memory again
-            total = torch.empty(part_shape, dtype=dtype, device=device)
-            ops.accumulate_rows_(received.view(-1), None, total.view(-1), factor=1.0, add=False)
-            return total
+            return _sum(received, parts)
 
         return RowSum(finish)
 
-    def _arrivals(self, ring: _Ring, channel: int, number: int, name: str) -> list[_Arrival]:
+    def _arrivals(self, ring: _Ring, channel: int, number: int) -> list[_Arrival]:
         """What the others send to this rank, in the order in which they do."""
-        wait = partial(self._link.wait, channel=channel, number=number, name=name)
-        ring.pending = [_Arrival(partial(wait, source)) for source in self._sources]
+        ring.pending = [_Arrival(self._link, source, channel, number) for source in self._sources]
         return ring.pending
+
+
+def _sum(received: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """The sum [n, N] of `parts` of `received` [d · n, N], in FP32 and in their order, rounded once."""
+    if len(parts) == 2:
+        return parts[0] + parts[1]  # the same, for less of the host's time
+    total = torch.empty_like(parts[0])
+    ops.accumulate_rows_(received.view(-1), None, total.view(-1), factor=1.0, add=False)
+    return total
 
 
 class _Arrival:
     """A part that another rank sends: the first wait is the stream's, later ones know."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+    def __init__(self, link: Link, source: int, channel: int, number: int) -> None:
+        self._link, self._source, self._channel, self._number = link, source, channel, number
         self.is_over = False
 
     def wait(self) -> None:
         if not self.is_over:
-            self._wait()
+            self._link.wait(self._source, self._channel, self._number)
             self.is_over = True
+
+
+class _Memory(NamedTuple):
+    """A rank's buffer as rows [d · n, …], and its parts [n, …] by rank."""
+
+    whole: Tensor
+    parts: tuple[Tensor, ...]
 
 
 class _Ring:
@@ -238,23 +252,26 @@ class _Ring:
         self._nbytes = self._number = 0
         self.pending: list[_Arrival] = []
         #: Making views costs the host more than sending does.
-        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[_Memory]] = {}
 
-    def next(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, list[Tensor]]:
-        """The number of the next exchange, and by rank its memory in this shape."""
+    def next(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, list[_Memory]]:
+        """The number of the next exchange, and by rank its memory for parts of this shape [d, n, …]."""
         assert all(arrival.is_over for arrival in self.pending), "the exchange before was not waited for"
+        self._number += 1
+        key = (self._number % _NUM_BUFFERS, shape, dtype)
+        memories = self._views.get(key)
+        if memories is None:
+            memories = self._views[key] = self._make(*key)
+        return self._number, memories
+
+    def _make(self, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[_Memory]:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self._nbytes:
             self._buffers = [self._allocate(nbytes) for _ in range(_NUM_BUFFERS)]
             self._nbytes = nbytes
             self._views.clear()
-        self._number += 1
-        key = (self._number % _NUM_BUFFERS, shape, dtype)
-        views = self._views.get(key)
-        if views is None:
-            views = [buffer[:nbytes].view(dtype).view(shape) for buffer in self._buffers[key[0]]]
-            self._views[key] = views
-        return self._number, views
+        tensors = [buffer[:nbytes].view(dtype).view(shape) for buffer in self._buffers[turn]]
+        return [_Memory(tensor.flatten(0, 1), tensor.unbind()) for tensor in tensors]
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from .quantize_triton import (
     sum_of_programs,
     take_scale,
 )
+from .sizes import cdiv
 
 # Measured on an H200 at 8192 tokens of GPT-7B.
 _NUM_WARPS = 4
@@ -272,7 +273,7 @@ def _activation_backward_tiles(
 
 def _partial_amaxes(z: Tensor, grad: Tensor | None, kind: str) -> tuple[Tensor, int]:
     T, F = z.shape[0], z.shape[1] // INPUTS[kind]
-    num_tiles = triton.cdiv(T, _ROWS) * triton.cdiv(F, _COLUMNS)
+    num_tiles = cdiv(T, _ROWS) * cdiv(F, _COLUMNS)
     num_partials = min(num_tiles, MAX_PARTIALS)
     partials = torch.empty(num_partials, dtype=torch.int32, device=z.device)
     _activation_amax[(num_partials,)](
@@ -306,13 +307,13 @@ def activation_quantize(
     amax_taken = used if amax_out is None else amax_out
     if INPUTS[kind] == 1:
         per_program = _FLAT_TILE * _FLAT_TILES
-        _gelu_quantize[(triton.cdiv(z.numel(), per_program),)](
+        _gelu_quantize[(cdiv(z.numel(), per_program),)](
             z, payload, used, partials, amax_taken, z.numel(), num_partials,
             MAX_FINITE[dtype], current, power_of_two, amax_out is not None, z.numel() % per_program == 0,
             _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES, MAX_PARTIALS, num_warps=_NUM_WARPS,
         )  # fmt: skip
         return payload, taken
-    _swiglu_quantize[(triton.cdiv(T, _ROWS) * triton.cdiv(F, _COLUMNS),)](
+    _swiglu_quantize[(cdiv(T, _ROWS) * cdiv(F, _COLUMNS),)](
         z, payload, used, partials, amax_taken, T, F, num_partials,
         MAX_FINITE[dtype], current, power_of_two, amax_out is not None, _ROWS, _COLUMNS,
         MAX_PARTIALS, num_warps=_NUM_WARPS,
@@ -351,10 +352,10 @@ def activation_backward_quantize(
     gated = INPUTS[kind] == 2
     swiglu = _SWIGLU_BACKWARD_SUMMED if column_sums else _SWIGLU_BACKWARD
     tile_m, num_warps, tiles, stages = swiglu if gated else _GELU_BACKWARD
-    blocks = triton.cdiv(T, tiles * tile_m)
+    blocks = cdiv(T, tiles * tile_m)
     is_even = T % (tiles * tile_m) == 0 and F % _TILE_K == 0
     sums = torch.empty((1, blocks, Z) if column_sums else (1, 1, 0), dtype=torch.float32, device=z.device)
-    _activation_backward_tiles[(triton.cdiv(F, _TILE_K), blocks)](
+    _activation_backward_tiles[(cdiv(F, _TILE_K), blocks)](
         grad, z, payload, payload_t, activation_t, used, activation_scale, partials,
         used if amax_out is None else amax_out, sums, T, F, num_partials,
         MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, amax_out is not None, column_sums,

@@ -18,6 +18,7 @@ from ..formats import COMPANDED_DTYPES, MAX_FINITE
 from .blockwise_triton import FP_MAX_BITS
 from .companded_adamw_triton import companded_adamw_step_
 from .quantize_triton import encode, reciprocal
+from .sizes import cdiv
 from .state_triton import Tiling, adam_arguments, chunk_size, load_tile, store_tile, tile_offsets
 
 
@@ -186,7 +187,7 @@ def adamw_step_(
         return
     n = master.numel()
     tiling = Tiling.of(operands, chunk_size(n, chunk_amax))
-    _adamw_step[(triton.cdiv(n, tiling.chunk),)](
+    _adamw_step[(cdiv(n, tiling.chunk),)](
         *(tensor for payload, scales in operands for tensor in (payload, payload if scales is None else scales)),
         master if weight is None else weight,
         master if chunk_amax is None else chunk_amax,

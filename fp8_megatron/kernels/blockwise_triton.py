@@ -15,6 +15,7 @@ from torch import Tensor
 from ..formats import E4M3, E5M2, MAX_FINITE
 from .companding_triton import companded_scale, decode_companded, encode_companded
 from .quantize_triton import magnitude_bits
+from .sizes import cdiv
 
 _TILE = 4096
 _NUM_WARPS = 8
@@ -156,7 +157,7 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
     block = block_size(payload, scales)
     rows, num_blocks = _TILE // block, scales.numel()
     assert payload.is_contiguous() and scales.is_contiguous()
-    _quantize_blocks[(triton.cdiv(num_blocks, rows),)](
+    _quantize_blocks[(cdiv(num_blocks, rows),)](
         x.contiguous(),
         payload,
         scales,
@@ -180,7 +181,7 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     block = block_size(payload, scales)
     rows, num_blocks = _TILE // block, scales.numel()
     out = torch.empty(payload.numel(), dtype=torch.float32, device=payload.device)
-    _dequantize_blocks[(triton.cdiv(num_blocks, rows),)](
+    _dequantize_blocks[(cdiv(num_blocks, rows),)](
         payload.contiguous(),
         scales.contiguous(),
         out,
@@ -202,7 +203,7 @@ def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     """
     block = _TILE if scales is None else block_size(payload, scales)
     n = payload.numel()
-    num_partials = min(triton.cdiv(n, _TILE), _MAX_PARTIALS)
+    num_partials = min(cdiv(n, _TILE), _MAX_PARTIALS)
     partials = torch.empty(num_partials, dtype=torch.float32, device=payload.device)
     payload = payload.contiguous()
     _partial_squares[(num_partials,)](

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .blockwise_triton import FP_MAX_BITS
 from .companding import EXP_AVG_SQ_STREAM, EXP_AVG_STREAM
+from .sizes import cdiv
 from .state_triton import Tiling, adam_arguments, chunk_size, load_tile, store_tile, tile_offsets
 
 _EXP_AVG_STREAM = tl.constexpr(EXP_AVG_STREAM)
@@ -206,7 +207,7 @@ def companded_adamw_step_(
         (master, master_scales),
     )
     tiling = Tiling.of(operands, chunk_size(n, chunk_amax))
-    _companded_adamw_step[(triton.cdiv(n, tiling.chunk),)](
+    _companded_adamw_step[(cdiv(n, tiling.chunk),)](
         *(tensor for payload, scales in operands for tensor in (payload, payload if scales is None else scales)),
         master if weight is None else weight,
         master if chunk_amax is None else chunk_amax,

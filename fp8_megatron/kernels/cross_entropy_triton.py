@@ -18,6 +18,7 @@ from torch import Tensor
 from ..formats import MAX_FINITE
 from .grad_output_triton import check_layouts
 from .quantize_triton import MAX_PARTIALS, encode, partial_amaxes, reciprocal, store_transposed, take_scale
+from .sizes import cdiv
 
 _BLOCK = 4096
 _NUM_WARPS = 8
@@ -119,9 +120,7 @@ def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
 def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
     """`cross_entropy.cross_entropy_backward_`: one launch."""
     T, V = logits.shape
-    _cross_entropy_backward[(T, triton.cdiv(V, _BLOCK))](
-        logits, labels, log_sum_exp, grad, V, _BLOCK, num_warps=_NUM_WARPS
-    )
+    _cross_entropy_backward[(T, cdiv(V, _BLOCK))](logits, labels, log_sum_exp, grad, V, _BLOCK, num_warps=_NUM_WARPS)
 
 
 def cross_entropy_backward_quantize(
@@ -147,7 +146,7 @@ def cross_entropy_backward_quantize(
     taken = torch.empty(1 if current else 0, dtype=torch.float32, device=logits.device)
     used = taken if scale is None else scale
     partials, num_partials = partial_amaxes(grad) if current else (used, 0)
-    _cross_entropy_backward_tiles[(triton.cdiv(T, _TILE_M) * triton.cdiv(V, _TILE_K),)](
+    _cross_entropy_backward_tiles[(cdiv(T, _TILE_M) * cdiv(V, _TILE_K),)](
         logits, labels, log_sum_exp, grad, payload, payload_t, used, partials, T, V, num_partials,
         MAX_FINITE[dtype], current, power_of_two, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_TILE_WARPS,
     )  # fmt: skip

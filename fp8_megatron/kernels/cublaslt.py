@@ -28,8 +28,10 @@ _COMPUTE_32F = 68
 _CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, E4M3: 28, E5M2: 29}
 _OP_T = 1
 _EPILOGUE_BIAS = 4
-_DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER, _DESC_A_SCALE, _DESC_B_SCALE = 3, 7, 8, 17, 18
-_DESC_D_SCALE, _DESC_D_AMAX, _DESC_FAST_ACCUM, _DESC_BIAS_DATA_TYPE = 20, 21, 25, 26
+_DESC_TRANSA, _DESC_EPILOGUE, _DESC_FAST_ACCUM, _DESC_BIAS_DATA_TYPE = 3, 7, 25, 26
+#: Attributes that are addresses: of A's scale, B's scale, the bias, D's scale and D's amax.
+_POINTERS = (17, 18, 8, 20, 21)
+_A_SCALE, _B_SCALE, _BIAS, _D_SCALE, _D_AMAX = range(len(_POINTERS))
 _PREF_MAX_WORKSPACE_BYTES, _PREF_MIN_ALIGNMENT_A_BYTES = 1, 5
 _NUM_OPERANDS = 4
 
@@ -81,29 +83,33 @@ def matmul(
     Raises:
         RuntimeError: cuBLASLt refuses, with its status and the shape.
     """
-    pointers = a.data_ptr() | b.data_ptr() | out.data_ptr()
+    a_pointer, b_pointer, out_pointer = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    pointers = a_pointer | b_pointer | out_pointer
     alignment = min(pointers & -pointers, _MAX_ALIGNMENT)
     bias_dtype = None if bias is None else bias.dtype
-    problem = _Problem(
-        a.shape[0], b.shape[0], a.shape[1], a.dtype, b.dtype, out.dtype, bias_dtype, use_fast_accum, alignment,
-        a.device.index,
-    )  # fmt: skip
+    problem = (a.shape, b.shape, a.dtype, b.dtype, out.dtype, bias_dtype, use_fast_accum, alignment, a.get_device())
     plan = _plans.get(problem)
     with _lock:
         if plan is None:
-            plan = _plans[problem] = _Plan(problem)
+            plan = _plans[problem] = _Plan(_Problem(*problem))
         # The heuristic looks at what is set, cuBLASLt reads it when it launches.
-        plan.point_at(scale_a, scale_b, bias, inverse, amax)
-        plan.run(a, b, out)
+        plan.point_at(_A_SCALE, scale_b)
+        plan.point_at(_B_SCALE, scale_a)
+        if bias is not None:
+            plan.point_at(_BIAS, bias)
+        if inverse is not None:
+            plan.point_at(_D_SCALE, inverse)
+        if amax is not None:
+            plan.point_at(_D_AMAX, amax)
+        plan.run(a_pointer, b_pointer, out_pointer)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Problem:
-    """What one plan serves."""
+    """What one plan serves. (Plans are found by its fields as a tuple: making one takes longer than a launch.)"""
 
-    m: int
-    n: int
-    k: int
+    a_shape: torch.Size
+    b_shape: torch.Size
     a_dtype: torch.dtype
     b_dtype: torch.dtype
     out_dtype: torch.dtype
@@ -113,7 +119,7 @@ class _Problem:
     device: int
 
     def __str__(self) -> str:
-        return f"{self.a_dtype} [{self.m}, {self.k}] × {self.b_dtype} [{self.n}, {self.k}]ᵀ → {self.out_dtype}"
+        return f"{self.a_dtype} {list(self.a_shape)} × {self.b_dtype} {list(self.b_shape)}ᵀ → {self.out_dtype}"
 
 
 class _Plan:
@@ -129,7 +135,7 @@ class _Plan:
         if problem.bias_dtype is not None:
             self._set(_DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
             self._set(_DESC_BIAS_DATA_TYPE, ctypes.c_int32(_CUDA_TYPES[problem.bias_dtype]))
-        m, n, k = problem.m, problem.n, problem.k
+        (m, k), n = problem.a_shape, problem.b_shape[0]
         self._layouts = [
             _create(self._library.cublasLtMatrixLayoutCreate, _CUDA_TYPES[dtype], *sizes)
             for dtype, sizes in (
@@ -140,8 +146,21 @@ class _Plan:
                 (problem.out_dtype, (n, m, n)),
             )
         ]
-        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        self._algorithm: _Algorithm | None = None
+        # What changes from call to call is kept as ctypes' own objects, because making them takes as long as the call.
+        self._pointers = [ctypes.c_void_p() for _ in _POINTERS]
+        self._point = [
+            functools.partial(
+                self._library.cublasLtMatmulDescSetAttribute,
+                self._descriptor,
+                attribute,
+                ctypes.byref(pointer),
+                ctypes.sizeof(pointer),
+            )
+            for attribute, pointer in zip(_POINTERS, self._pointers, strict=True)
+        ]
+        self._a, self._b, self._out, self._workspace = (ctypes.c_void_p() for _ in range(4))
+        self._stream = ctypes.c_void_p()
+        self._launch: Callable[[], int] | None = None
 
     def _set(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
         _check(
@@ -151,45 +170,51 @@ class _Plan:
             self.problem,
         )
 
-    def point_at(
-        self, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, inverse: Tensor | None, amax: Tensor | None
-    ) -> None:
-        """Set what changes from call to call."""
-        for attribute, tensor in (
-            (_DESC_A_SCALE, scale_b),
-            (_DESC_B_SCALE, scale_a),
-            (_DESC_BIAS_POINTER, bias),
-            (_DESC_D_SCALE, inverse),
-            (_DESC_D_AMAX, amax),
-        ):
-            if tensor is not None:
-                self._set(attribute, ctypes.c_void_p(tensor.data_ptr()))
+    def point_at(self, index: int, tensor: Tensor) -> None:
+        """Set what changes from call to call: where one of `_POINTERS` is."""
+        address = tensor.data_ptr()
+        pointer = self._pointers[index]
+        if pointer.value != address:
+            pointer.value = address
+            status = self._point[index]()
+            if status:
+                _check(status, self.problem)
 
-    def run(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Launch."""
-        if self._algorithm is None:
-            self._algorithm = self._first_algorithm()
+    def run(self, a: int, b: int, out: int) -> None:
+        """Launch with the operands at these addresses."""
         stream = torch._C._cuda_getCurrentRawStream(self.problem.device)
+        if self._launch is None or self._stream.value != (stream or None):
+            self._stream.value = stream
+            self._workspace.value = _workspace(self.problem.device, stream).data_ptr()
+        if self._launch is None:
+            self._launch = self._prepare_launch(self._first_algorithm())
+        self._a.value, self._b.value, self._out.value = a, b, out
+        status = self._launch()
+        if status:
+            _check(status, self.problem)
+
+    def _prepare_launch(self, algorithm: _Algorithm) -> Callable[[], int]:
         layout_b, layout_a, layout_c, layout_out = self._layouts
-        status = self._library.cublasLtMatmul(
+        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        return functools.partial(
+            self._library.cublasLtMatmul,
             self._handle,
             self._descriptor,
-            ctypes.byref(self._one),
-            ctypes.c_void_p(b.data_ptr()),
+            ctypes.byref(one),
+            self._b,
             layout_b,
-            ctypes.c_void_p(a.data_ptr()),
+            self._a,
             layout_a,
-            ctypes.byref(self._zero),
+            ctypes.byref(zero),
             None,
             layout_c,
-            ctypes.c_void_p(out.data_ptr()),
+            self._out,
             layout_out,
-            ctypes.byref(self._algorithm),
-            ctypes.c_void_p(_workspace(self.problem.device, stream).data_ptr()),
+            ctypes.byref(algorithm),
+            self._workspace,
             ctypes.c_size_t(_WORKSPACE_BYTES),
-            ctypes.c_void_p(stream),
+            self._stream,
         )
-        _check(status, self.problem)
 
     def _first_algorithm(self) -> _Algorithm:
         """What the heuristic would try first."""
@@ -223,7 +248,7 @@ class _Plan:
         return found.algorithm
 
 
-_plans: dict[_Problem, _Plan] = {}
+_plans: dict[tuple[Any, ...], _Plan] = {}
 # The scale pointers of a plan are set and read by two calls; forward and backward are different threads.
 _lock = threading.Lock()
 

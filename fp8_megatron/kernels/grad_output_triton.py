@@ -27,6 +27,7 @@ from .quantize_triton import (
     sum_of_programs,
     take_scale,
 )
+from .sizes import cdiv
 
 _TILE_M = 128
 _TILE_K = 64
@@ -122,12 +123,12 @@ def quantize_qkv_grad(
     taken = torch.empty(1 if current else 0, dtype=torch.float32, device=device)
     used = taken if scale is None else scale
     partials, num_partials = _partial_amaxes(grads) if current else (used, 0)
-    blocks = triton.cdiv(T, _TILE_M)
+    blocks = cdiv(T, _TILE_M)
     sums = torch.empty((1, blocks, total) if column_sums else (1, 1, 0), dtype=torch.float32, device=device)
     first_column = 0
     for grad in grads:
         width = grad.shape[3]
-        _quantize_grad_tiles[(groups * triton.cdiv(width, _TILE_K), blocks)](
+        _quantize_grad_tiles[(groups * cdiv(width, _TILE_K), blocks)](
             grad, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums,
             T, batch, grad.stride(0), grad.stride(1), grad.stride(2), width, group_width, first_column, total,
             num_partials, MAX_FINITE[dtype], current, power_of_two, amax_out is not None, column_sums,

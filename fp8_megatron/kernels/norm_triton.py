@@ -33,6 +33,7 @@ from .quantize_triton import (
     sum_of_programs,
     take_scale,
 )
+from .sizes import cdiv, next_power_of_2
 
 # Measured on an H200 at rows of 1024 and 4096.
 _NUM_WARPS = 4
@@ -245,14 +246,14 @@ def _num_multiprocessors(index: int) -> int:
 
 def _block(K: int, elements: int) -> tuple[int, int]:
     """Rows that a program takes at a time, and the columns it covers."""
-    block = triton.next_power_of_2(K)
+    block = next_power_of_2(K)
     return max(1, elements // block), block
 
 
 def _partial_amaxes(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> tuple[Tensor, int]:
     T, K = x.shape
     rows, block = _block(K, _ELEMENTS)
-    num_partials = min(triton.cdiv(T, rows), MAX_PARTIALS)
+    num_partials = min(cdiv(T, rows), MAX_PARTIALS)
     partials = torch.empty(num_partials, dtype=torch.int32, device=x.device)
     has_bias = bias is not None
     _norm_amax[(num_partials,)](
@@ -292,7 +293,7 @@ def norm_quantize(
     taken = torch.empty(1 if current else 0, dtype=torch.float32, device=x.device)
     partials, num_partials = _partial_amaxes(x, weight, bias, eps, rms) if current else (rstd, 0)
     used = taken if scale is None else scale
-    _norm_quantize[(min(triton.cdiv(T, rows), most),)](
+    _norm_quantize[(min(cdiv(T, rows), most),)](
         x, weight, bias if has_bias else weight, payload, used, partials, used if amax_out is None else amax_out,
         mean, rstd, T, K, eps, num_partials, MAX_FINITE[dtype], current, power_of_two, amax_out is not None, rms,
         has_bias, is_even, rows, block, _STAGES, MAX_PARTIALS, num_warps=4 if block <= _FORWARD_ELEMENTS else 16,
@@ -340,13 +341,11 @@ def norm_requantize(
     if not transposed:
         rows, block = _block(K, _ELEMENTS)
         payload = torch.empty((T, K), dtype=dtype, device=x.device)
-        _norm_requantize_rows[(triton.cdiv(T, rows),)](
-            *arguments, payload, T, K, *flags, rows, block, num_warps=_NUM_WARPS
-        )
+        _norm_requantize_rows[(cdiv(T, rows),)](*arguments, payload, T, K, *flags, rows, block, num_warps=_NUM_WARPS)
         return payload
     check_layouts(T, K)
     payload_t = torch.empty((K, T), dtype=dtype, device=x.device)
-    _norm_requantize_tiles[(triton.cdiv(T, _TILE_M) * triton.cdiv(K, _TILE_K),)](
+    _norm_requantize_tiles[(cdiv(T, _TILE_M) * cdiv(K, _TILE_K),)](
         *arguments, payload_t, T, K, *flags, _TILE_M, _TILE_K, num_warps=_NUM_WARPS
     )
     return payload_t
@@ -364,10 +363,10 @@ def norm_backward(
     """`norm.norm_backward`: one launch, and one that adds the programs' sums for weight and bias up."""
     x, grad = x.contiguous(), grad.contiguous()
     T, K = x.shape
-    is_flat = triton.next_power_of_2(K) >= _FLAT_FROM
+    is_flat = next_power_of_2(K) >= _FLAT_FROM
     rows, block = _block(K, _FLAT_ELEMENTS if is_flat else _BACKWARD_ELEMENTS)
     a_multiprocessor = _FLAT_PROGRAMS_PER_MULTIPROCESSOR if is_flat else _BACKWARD_PROGRAMS_PER_MULTIPROCESSOR
-    programs = min(triton.cdiv(T, rows), a_multiprocessor * _num_multiprocessors(x.device.index))
+    programs = min(cdiv(T, rows), a_multiprocessor * _num_multiprocessors(x.device.index))
     grad_x = torch.empty_like(x)
     sums = torch.empty((2 if has_bias else 1, programs, K), dtype=torch.float32, device=x.device)
     has_residual = residual_grad is not None

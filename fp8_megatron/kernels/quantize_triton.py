@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import MAX_FINITE
+from .sizes import cdiv
 
 # Programs of the amax pass. Few enough that each program of the cast reduces all of their results again (4 KiB from
 # L2) in place of a third launch; 1024 programs of 256 threads are one wave on 132 multiprocessors.
@@ -276,7 +277,7 @@ def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.
 def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]:
     """int32 magnitude bits of the amax of each of at most `most` parts of contiguous `x`, and their number."""
     n = x.numel()
-    num_partials = min(triton.cdiv(n, _AMAX_TILE), most)
+    num_partials = min(cdiv(n, _AMAX_TILE), most)
     partials = torch.empty(num_partials, dtype=torch.int32, device=x.device)
     _partial_amax[(num_partials,)](x, partials, n, _AMAX_TILE, n % _AMAX_TILE == 0, num_warps=_NUM_WARPS)
     return partials, num_partials
@@ -304,7 +305,7 @@ def sum_of_programs(partials: Tensor) -> Tensor:
     N, R, C = partials.shape
     out = torch.empty((N, C), dtype=torch.float32, device=partials.device)
     if C:
-        _sum_rows[(triton.cdiv(C, _SUM_COLUMNS), N)](partials, out, R, C, _SUM_ROWS, _SUM_COLUMNS, num_warps=_SUM_WARPS)
+        _sum_rows[(cdiv(C, _SUM_COLUMNS), N)](partials, out, R, C, _SUM_ROWS, _SUM_COLUMNS, num_warps=_SUM_WARPS)
     return out
 
 
@@ -337,7 +338,7 @@ def _quantize(
     if transposed:
         if M % 4:
             raise ValueError(f"a transposed FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
-        _quantize_tiles[(triton.cdiv(M, _TILE_M) * triton.cdiv(K, _TILE_K),)](
+        _quantize_tiles[(cdiv(M, _TILE_M) * cdiv(K, _TILE_K),)](
             x,
             payload,
             payload_t,
@@ -361,7 +362,7 @@ def _quantize(
         if not rowwise:
             raise ValueError("quantisation into no layout: set rowwise, transposed or both")
         n = x.numel()
-        _quantize_flat[(triton.cdiv(n, _CAST_TILE),)](
+        _quantize_flat[(cdiv(n, _CAST_TILE),)](
             x,
             payload,
             scale,
@@ -419,7 +420,7 @@ def transpose(payload: Tensor) -> Tensor:
     if M % 4:
         raise ValueError(f"transposing an FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
     payload_t = torch.empty((K, M), dtype=payload.dtype, device=payload.device)
-    _transpose_tiles[(triton.cdiv(M, _TILE_M) * triton.cdiv(K, _TILE_K),)](
+    _transpose_tiles[(cdiv(M, _TILE_M) * cdiv(K, _TILE_K),)](
         payload.contiguous(), payload_t, M, K, _TILE_M, _TILE_K, num_warps=_NUM_WARPS
     )
     return payload_t

@@ -19,6 +19,7 @@ from .companded_adamw_triton import adam_update, bias_correction
 from .companding import MASTER_STREAM
 from .companding_triton import floor, integer, rounding_noise
 from .quantize_triton import reciprocal
+from .sizes import cdiv
 from .state_triton import Tiling, adam_arguments, chunk_size, load_tile, tile_offsets
 
 _MASTER_STREAM = tl.constexpr(MASTER_STREAM)
@@ -209,6 +210,4 @@ def adamw_split_step_(
         enable_fp_fusion=False,
     )
     num_tensors = weight_scales.numel()
-    _adopt_scales[(triton.cdiv(num_tensors, _ADOPTED),)](
-        weight_scales, new_weight_scales, grad_factor, num_tensors, _ADOPTED
-    )
+    _adopt_scales[(cdiv(num_tensors, _ADOPTED),)](weight_scales, new_weight_scales, grad_factor, num_tensors, _ADOPTED)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sizes import cdiv
 from .underflow import SAMPLE_BLOCK, sampling
 
 _BLOCKS = 64
@@ -36,7 +37,7 @@ def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
     """`underflow.count_underflow_`."""
     assert value.is_contiguous() and payload.is_contiguous()
     num_blocks, distance = sampling(value.numel())
-    _count_underflow[(triton.cdiv(num_blocks, _BLOCKS),)](
+    _count_underflow[(cdiv(num_blocks, _BLOCKS),)](
         value,
         payload.view(torch.uint8),
         counts,

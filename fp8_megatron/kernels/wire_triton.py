@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..formats import GRAD_BLOCK
 from .blockwise_triton import block_size
+from .sizes import cdiv
 
 # Four elements a thread: whole lines of every operand for a warp, no exchange between threads, one scale a row.
 _TILE = 1024
@@ -95,7 +96,7 @@ def accumulate_rows_(
     assert payload.is_contiguous() and accumulator.is_contiguous() and (scales is None or scales.is_contiguous())
     assert n % block == 0, (n, block)
     group = max(size for size in range(1, _MAX_GROUP + 1) if num_rows % size == 0)
-    _accumulate_rows[(triton.cdiv(n, _TILE),)](
+    _accumulate_rows[(cdiv(n, _TILE),)](
         payload,
         accumulator if scales is None else scales,
         accumulator,

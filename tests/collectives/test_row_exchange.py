@@ -80,13 +80,13 @@ class NodeLink:
             self.node.news.notify_all()
         self.node.dawdle(self.rank)
 
-    def sent(self, name: str) -> CopyWork:
+    def sent(self, name: str, turn: int) -> CopyWork:
         return CopyWork(name, self.node.groups[self.rank], None, 0.0)  # type: ignore[arg-type]
 
-    def wait(self, peer: int, channel: int, number: int, name: str) -> None:
+    def wait(self, peer: int, channel: int, number: int) -> None:
         with self.node.news:
             key = (peer, self.rank, channel)
-            assert self.node.news.wait_for(lambda: self.node.told.get(key, 0) >= number, timeout=30), name
+            assert self.node.news.wait_for(lambda: self.node.told.get(key, 0) >= number, timeout=30)
         self.node.dawdle(self.rank)
 
 
