@@ -62,7 +62,6 @@ RUNS = {
 }
 #: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.
 WARM_UP_STEPS = 5
-PROFILED_STEPS = 2
 #: What torchrun needs to end its ranks.
 _LAUNCHER_SECONDS = 45
 
@@ -123,13 +122,17 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--num-micro-batches", type=int, default=1, help="per rank and step")
     parser.add_argument("--train-iters", type=int, default=14)
+    parser.add_argument(
+        "--profiled-steps", type=int, default=2, help="at the end; 0 saves the time and has no breakdown"
+    )
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
     parser.add_argument("--output-dir", type=Path, required=True)
     own, passed = own_and_run_flags(sys.argv[1:])
     args = parser.parse_args(own)
     args.passed = passed or ["--mock-data"]
-    if args.train_iters < WARM_UP_STEPS + PROFILED_STEPS + 3:
-        parser.error(f"--train-iters {args.train_iters}: give at least {WARM_UP_STEPS + PROFILED_STEPS + 3}")
+    least = WARM_UP_STEPS + args.profiled_steps + 3
+    if args.train_iters < least:
+        parser.error(f"--train-iters {args.train_iters}: give at least {least}")
     return args
 
 
@@ -138,14 +141,17 @@ def _flags(args: argparse.Namespace, name: str) -> list[str]:
     parallel = parse_config(["--config", str(config), *args.passed]).parallel
     replicas = args.nproc_per_node // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     batch = args.micro_batch_size * args.num_micro_batches * replicas
-    first_profiled = args.train_iters - PROFILED_STEPS + 1
+    first_profiled = args.train_iters - args.profiled_steps + 1
+    profile = [
+        *("--profile", "--profile-step-start", str(first_profiled)),
+        *("--profile-step-end", str(args.train_iters + 1), "--profile-ranks", *map(str, range(args.nproc_per_node))),
+    ]
     return [
         *("--config", f"configs/{config.name}", *args.passed, *RUNS[name]),
         *("--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(batch)),
         *("--train-iters", str(args.train_iters), "--lr-warmup-iters", "2", "--eval-interval", "0"),
         *("--log-interval", str(args.train_iters + 1), "--no-tensorboard", "--output-dir", str(args.output_dir / name)),
-        *("--profile", "--profile-step-start", str(first_profiled)),
-        *("--profile-step-end", str(args.train_iters + 1), "--profile-ranks", *map(str, range(args.nproc_per_node))),
+        *(profile if args.profiled_steps else []),
     ]
 
 
@@ -184,9 +190,15 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _has_every_figure(args: argparse.Namespace, name: str) -> bool:
     """Whether a run that was stopped had come to the end of its steps and of its profile."""
     folder = args.output_dir / name
-    if not all((folder / f"profile_rank{rank}.json").exists() for rank in range(args.nproc_per_node)):
+    if not all(path.exists() for path in _profiles(args, name)):
         return False
     return sum(record["kind"] == "train" for record in read_records(folder / METRICS_FILE)) == args.train_iters
+
+
+def _profiles(args: argparse.Namespace, name: str) -> list[Path]:
+    """What the ranks of a run leave, where steps are profiled."""
+    ranks = range(args.nproc_per_node if args.profiled_steps else 0)
+    return [args.output_dir / name / f"profile_rank{rank}.json" for rank in ranks]
 
 
 def _shown(command: list[str]) -> str:
@@ -197,15 +209,16 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
     """Figures of a run from its metrics and its profile; the profiled steps (and the one before) are not timed."""
     folder = args.output_dir / name
     steps = [record for record in read_records(folder / METRICS_FILE) if record["kind"] == "train"]
-    timed = steps[WARM_UP_STEPS : len(steps) - PROFILED_STEPS - 1]
+    untimed_at_end = args.profiled_steps + 1 if args.profiled_steps else 0
+    timed = steps[WARM_UP_STEPS : len(steps) - untimed_at_end]
     config = parse_config(["--config", str(folder / "config.yaml")])
     vocab = config.model.vocab_size or 0
     rate = statistics.median(record["tokens_per_second_per_gpu"] for record in timed)
     full, causal = (model_flops_per_token(config.model, causal=c, padded_vocab_size=vocab) for c in (False, True))
     peak = peak_flops(_device_name(), config.precision.precision)
     kinds: dict[str, float] = defaultdict(float)
-    profiles = [json.loads((folder / f"profile_rank{rank}.json").read_text()) for rank in range(args.nproc_per_node)]
-    for kernel in profiles[0]["kernels"]:
+    profiles = [json.loads(path.read_text()) for path in _profiles(args, name)]
+    for kernel in profiles[0]["kernels"] if profiles else []:
         kinds[kernel["category"]] += kernel["ms_per_step"]
     return Result(
         name=name,

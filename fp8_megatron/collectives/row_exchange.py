@@ -27,8 +27,8 @@ from .peer_link import Link, PeerLink
 from .traffic import count_all_gather
 
 Group = torch.distributed.ProcessGroup
-#: Writes rows [rows, N] of a rank's matrix into a tensor.
-WriteRows = Callable[[slice, Tensor], None]
+#: Writes rows [rows, N] of a rank's matrix into a tensor; told, for one of the ranks, to add what the sum has once.
+WriteRows = Callable[[slice, Tensor, bool], None]
 #: Memory of so many bytes that the ranks map, by rank; called by all of them in one order.
 Allocate = Callable[[int], Sequence[Tensor]]
 
@@ -120,7 +120,7 @@ def sum_rows(
     if exchange is not None:
         return exchange.sum(write, shape, dtype, device)
     matrix = torch.empty(shape, dtype=dtype, device=device)
-    write(slice(0, shape[0]), matrix)
+    write(slice(0, shape[0]), matrix, group.rank() == 0)
     part = matrix.new_empty((shape[0] // group.size(), shape[1]))
     work = torch.distributed.reduce_scatter_tensor(part, matrix, group=group, async_op=True)
 
@@ -189,14 +189,14 @@ class RowExchange:
         summands = []
         for reader in self._readers:
             summand = torch.empty(part_shape, dtype=dtype, device=device)
-            write(rows[reader], summand)
+            write(rows[reader], summand, False)
             link.start()
             link.copy(summand, memories[reader].parts[own])
             link.tell(reader, _SUMS, number)
             summands.append(summand)
         sent = link.sent("sum_rows", number % _NUM_BUFFERS)
         received, parts = memories[own]
-        write(rows[own], parts[own])
+        write(rows[own], parts[own], True)
         arrivals = self._arrivals(self._sums, _SUMS, number)
 
         def finish() -> Tensor:

@@ -134,10 +134,15 @@ class LocalGradBuffer(GradBuffer):
         self.payload = torch.zeros(space.numel, dtype=dtype.torch_dtype, device=space.device)
         if dtype is StorageDtype.FP8:
             self.scales = torch.ones(space.numel // GRAD_BLOCK, device=space.device)
+        self._flat = {slot.offset: slot.slice(self.payload).view(-1) for slot in space.slots}
         self._written: set[int] = set()
 
     def _takes_fp8(self, slot: Slot) -> bool:
         return self.scales is not None
+
+    def flat(self, slot: Slot) -> Tensor:
+        """The gradient of `slot` [slot.numel], as it is stored (a view)."""
+        return self._flat[slot.offset]
 
     def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         first = slot.offset not in self._written
@@ -148,9 +153,9 @@ class LocalGradBuffer(GradBuffer):
             return
         assert isinstance(grad, Tensor)
         if first:
-            slot.slice(self.payload).view(-1).copy_(grad)
+            self.flat(slot).copy_(grad)
         else:
-            slot.slice(self.payload).view(-1).add_(grad)
+            self.flat(slot).add_(grad)
 
     def reset(self, *, measures_underflow: bool = False) -> None:
         self._written.clear()
@@ -310,7 +315,7 @@ class ShardedGradBuffer(GradBuffer):
         assert self.local is not None
         for part in state.parts:
             self.local.zero_if_unwritten(part.slot)
-            self._stage(state, part, part.slot.slice(self.local.payload).view(-1))
+            self._stage(state, part, self.local.flat(part.slot))
         self._reduce(state)
 
     def _reduce(self, state: _BucketState) -> None:

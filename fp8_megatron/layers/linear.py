@@ -119,9 +119,9 @@ def fp8_linear(
         keeps_input: backward keeps `x` itself and casts it again, for an x that something else keeps anyway.
 
     Returns:
-        BF16 [..., N]; with `gathers_input` [s, b, N]; with `scatters_output` [s/tp, b, N], which takes no bias.
+        BF16 [..., N]; with `gathers_input` [s, b, N]; with `scatters_output` [s/tp, b, N], and then the bias's gradient
+        is of this rank's part of the sequence.
     """
-    assert not (parallelism.scatters_output and bias is not None), "each rank would add the bias"
     keeps_input = keeps_input and not parallelism.gathers_input
     return _FP8Linear.apply(x, weight, bias, quantizers, parallelism, keeps_input, torch.is_grad_enabled())
 
@@ -144,7 +144,7 @@ class _FP8Linear(torch.autograd.Function):
         (payload, payload_t), scale = quantizers.input.quantize(source, sync=amax_sync(parallelism))
         rows = gathered(payload, parallelism)
         if parallelism.scatters_output:
-            y = summed_fprop(rows, scale, weight, parallelism, x.dtype)
+            y = summed_fprop(rows, scale, weight, bias, parallelism, x.dtype)
         else:
             y = fprop(rows, scale, weight, bias, x.dtype)
         if needs_backward:
@@ -160,7 +160,7 @@ class _FP8Linear(torch.autograd.Function):
         weight, parallelism = ctx.weight, ctx.parallelism
         gathering = gathered(saved, parallelism) if parallelism.gathers_input else None
         if parallelism.scatters_output:
-            g, grad_bias = gathered_grad(grad_output, ctx.quantizers, parallelism), None
+            g, grad_bias = gathered_grad(grad_output, ctx.quantizers, parallelism, has_bias=ctx.has_bias)
         else:
             g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.has_bias)
         grad_input = start_dgrad(g, weight, grad_output.dtype, parallelism)
@@ -262,15 +262,21 @@ def fprop(rows: Rows, scale: Tensor, weight: ScaledTensor, bias: Tensor | None, 
 
 
 def summed_fprop(
-    rows: Rows, scale: Tensor, weight: ScaledTensor, parallelism: TensorParallelism, dtype: torch.dtype
+    rows: Rows,
+    scale: Tensor,
+    weight: ScaledTensor,
+    bias: Tensor | None,
+    parallelism: TensorParallelism,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """This rank's part [T/tp, N] of the sum of all ranks' y [T, N]."""
+    """This rank's part [T/tp, N] of the sum of all ranks' y [T, N], and of the bias, which one of them adds."""
     assert parallelism.group is not None
     payload = rows.wait()
     weight_payload, weight_scale = weight.gemm_operand()
 
-    def write(part: slice, out: Tensor) -> None:
-        ops.scaled_mm_into_(out, payload[part], weight_payload, scale, weight_scale, use_fast_accum=True)
+    def write(part: slice, out: Tensor, adds_bias: bool) -> None:
+        added = bias if adds_bias else None
+        ops.scaled_mm_into_(out, payload[part], weight_payload, scale, weight_scale, bias=added, use_fast_accum=True)
 
     shape = (payload.shape[0], weight_payload.shape[0])
     return sum_rows(write, shape, dtype, payload.device, parallelism.group).wait()
@@ -307,7 +313,7 @@ def start_dgrad(
     assert parallelism.group is not None
     payload, (payload_t, weight_scale) = g.rows.wait(), _transposed_weight(weight)
 
-    def write(part: slice, out: Tensor) -> None:
+    def write(part: slice, out: Tensor, _: bool) -> None:
         ops.scaled_mm_into_(out, payload[part], payload_t, g.scale, weight_scale)
 
     return sum_rows(write, (payload.shape[0], payload_t.shape[0]), dtype, payload.device, parallelism.group)
@@ -318,7 +324,7 @@ def start_grad_sum(grad_input: Tensor, parallelism: TensorParallelism) -> RowSum
     if parallelism.gathers_input:
         assert parallelism.group is not None
 
-        def write(part: slice, out: Tensor) -> None:
+        def write(part: slice, out: Tensor, _: bool) -> None:
             out.copy_(grad_input[part])
 
         shape = (grad_input.shape[0], grad_input.shape[1])
@@ -354,16 +360,21 @@ def quantized_grad(
     return Operand(Rows.local(payload), scale, payload_t), column_sums
 
 
-def gathered_grad(grad_output: Tensor, quantizers: LinearQuantizers, parallelism: TensorParallelism) -> Operand:
-    """The gradient of this rank's part of the sequence [s/tp, ..., N], cast with one scale, over the whole sequence.
+def gathered_grad(
+    grad_output: Tensor, quantizers: LinearQuantizers, parallelism: TensorParallelism, *, has_bias: bool
+) -> tuple[Operand, Tensor | None]:
+    """The gradient of this rank's part of the sequence [s/tp, ..., N], cast with one scale, over the whole
+    sequence; and the bias's gradient FP32 [N], of this rank's part.
 
-    Bit for bit what casting the gathered gradient gives, for half of BF16's bytes.
+    The cast is bit for bit that of the gathered gradient, for half of BF16's bytes.
     """
     assert parallelism.group is not None
-    source = TensorSource(grad_output.reshape(-1, grad_output.shape[-1]))
+    grad2d = grad_output.reshape(-1, grad_output.shape[-1])
+    source = TensorSource(grad2d)
     sync = partial(max_over_group_, group=parallelism.group)
     (part, _), scale = quantizers.grad_output.quantize(source, sync=sync)
-    return Operand(gather_rows(part, parallelism.group), scale)
+    rows = gather_rows(part, parallelism.group)
+    return Operand(rows, scale), grad2d.sum(dim=0, dtype=torch.float32) if has_bias else None
 
 
 def amax_sync(parallelism: TensorParallelism) -> AmaxSync | None:

@@ -90,8 +90,7 @@ class _FP8NormMLP(torch.autograd.Function):
         z, kept = norm_fprop(x, norm, weight1, bias1, quantizers[0], parallelism)
         payload, scale = quantizers[1].input.quantize(ActivationSource(z, activation))
         if parallelism.gathers_input:
-            assert bias2 is None, "each rank would add the bias"
-            y = summed_fprop(Rows.local(payload), scale, weight2, parallelism, x.dtype)
+            y = summed_fprop(Rows.local(payload), scale, weight2, bias2, parallelism, x.dtype)
         else:
             y = fprop(Rows.local(payload), scale, weight2, bias2, x.dtype)
         if needs_backward:
@@ -107,7 +106,7 @@ class _FP8NormMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         x, norm_weight, norm_bias, z, activation_scale, *kept = ctx.saved_tensors
         if ctx.parallelism.gathers_input:
-            g2, grad_bias2 = gathered_grad(grad_output, ctx.quantizers[1], ctx.parallelism), None
+            g2, grad_bias2 = gathered_grad(grad_output, ctx.quantizers[1], ctx.parallelism, has_bias=ctx.has_bias[1])
         else:
             g2, grad_bias2 = quantized_grad(grad_output, ctx.quantizers[1], has_bias=ctx.has_bias[1])
         grad_activation = dgrad(g2, ctx.weights[1], grad_output.dtype)

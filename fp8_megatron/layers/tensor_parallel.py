@@ -77,7 +77,7 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
     """Y = XAᵀ with A split over input columns; the sum over ranks is taken in BF16. Under sequence parallelism its
     gradient is gathered in FP8, with one scale.
 
-    A bias that the caller is to add is added in the GEMM where one rank holds the whole layer.
+    A bias that the caller is to add is added in the GEMM where each rank has its own rows of the output, or all of it.
 
     Args:
         recipe: scaling of activations and output gradients; the rest is megatron-core's.
@@ -88,17 +88,21 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
 
     def bias_in_gemm(self) -> tuple[Tensor | None, Tensor | None]:
         """(bias that the GEMM adds, bias left to add after the sum over ranks)."""
-        return (self.bias, None) if self.tp_group.size() == 1 else (None, self.bias)
+        in_gemm = self.tp_group.size() == 1 or self._scatters_output
+        return (self.bias, None) if in_gemm else (None, self.bias)
+
+    @property
+    def _scatters_output(self) -> bool:
+        return bool(self.sequence_parallel) and self.tp_group.size() > 1 and not self.explicit_expert_comm
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Input [..., K/tp] → output [..., N], and the bias left to add."""
-        if self.sequence_parallel and self.tp_group.size() > 1 and not self.explicit_expert_comm:
+        if self._scatters_output:
             parallelism = TensorParallelism(group=self.tp_group, scatters_output=True)
             weight = as_scaled(self.weight)
-            output = fp8_linear(input_, weight, None, self.quantizers, parallelism, keeps_input=self.keeps_input)
-            if self.skip_bias_add or self.bias is None:
-                return output, self.bias if self.skip_bias_add else None
-            return output + self.bias, None
+            return fp8_linear(
+                input_, weight, self.bias, self.quantizers, parallelism, keeps_input=self.keeps_input
+            ), None
         added, left = self.bias_in_gemm()
         if added is None or not self.skip_bias_add:
             return super().forward(input_)

@@ -124,8 +124,9 @@ def test_a_sum_is_taken_in_fp32_in_rank_order(num_ranks: int, dtype: torch.dtype
     def work(rank: int, group: Any) -> Tensor:
         written = []
 
-        def write(rows: slice, out: Tensor) -> None:
+        def write(rows: slice, out: Tensor, adds_once: bool) -> None:
             written.append(rows.start * num_ranks // 64)
+            assert adds_once == (written[-1] == rank)
             out.copy_(matrices[rank][rows])
 
         total = sum_rows(write, (64, 32), dtype, CPU, group).wait()
@@ -149,7 +150,7 @@ def test_exchanges_of_a_layer_one_after_the_other(num_ranks: int) -> None:
     def work(rank: int, group: Any) -> None:
         for turn, size in enumerate(sizes):
 
-            def write(rows: slice, out: Tensor, turn: int = turn, sign: int = 1) -> None:
+            def write(rows: slice, out: Tensor, _: bool, turn: int = turn, sign: int = 1) -> None:
                 node.dawdle(rank)
                 out.copy_(matrices[rank][turn][rows] * sign)
 
