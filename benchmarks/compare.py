@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import shlex
 import statistics
@@ -68,7 +69,8 @@ _LAUNCHER_SECONDS = 45
 
 @dataclass
 class Result:
-    """One run. Memory in 10^9 bytes; TFLOP/s count attention in full (Megatron's convention) and causally.
+    """One run. Memory in 10^9 bytes; TFLOP/s count attention in full (Megatron's convention) and causally. A loss that is
+    not finite is None.
 
     The profiled steps are by rank (compute, communication that none covers, idle), the kinds of kernel rank 0's.
     """
@@ -81,10 +83,15 @@ class Result:
     causal_tflops_per_gpu: float
     mfu: float | None
     peak_gb: float
-    final_loss: float
-    losses: list[float]
+    final_loss: float | None
+    losses: list[float | None]
     ms_by_kind_of_kernel: dict[str, float] = field(default_factory=dict)
     profiled_step_ms: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def broken_steps(self) -> list[int]:
+        """Steps, from 1, without a finite loss: their speed is of no training."""
+        return [step for step, loss in enumerate(self.losses, 1) if loss is None]
 
 
 def main() -> int:
@@ -110,6 +117,10 @@ def main() -> int:
     if results:
         _write(args, results)
         Console(width=150).print(_table(args, results))
+    for result in results:
+        if result.broken_steps:
+            print(f"error: {result.name} has no finite loss in steps {result.broken_steps}", file=sys.stderr)
+            status = 1
     return status
 
 
@@ -229,8 +240,8 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
         causal_tflops_per_gpu=rate * causal / 1e12,
         mfu=None if peak is None else rate * full / peak,
         peak_gb=max(record["peak_memory_gib"] for record in steps) * 2**30 / 1e9,
-        final_loss=steps[-1]["loss"],
-        losses=[record["loss"] for record in steps],
+        final_loss=_finite(steps[-1]["loss"]),
+        losses=[_finite(record["loss"]) for record in steps],
         ms_by_kind_of_kernel=dict(sorted(kinds.items(), key=lambda item: -item[1])),
         profiled_step_ms=[profile["step"] for profile in profiles],
     )
@@ -249,9 +260,13 @@ def _peer_result(name: str, command: str, log: Path) -> Result:
         causal_tflops_per_gpu=values["tflops_causal"],
         mfu=None if peak is None else values["tflops_gpu"] * 1e12 / peak,
         peak_gb=values["mem_gb"],
-        final_loss=values["losses"][-1],
-        losses=values["losses"],
+        final_loss=_finite(values["losses"][-1]),
+        losses=[_finite(loss) for loss in values["losses"]],
     )
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _device_name() -> str:
@@ -274,7 +289,7 @@ def _table(args: argparse.Namespace, results: list[Result]) -> Table:
             f"{result.causal_tflops_per_gpu:.0f}",
             "-" if result.mfu is None else f"{result.mfu:.1%}",
             f"{result.peak_gb:.1f}",
-            f"{result.final_loss:.4f}",
+            "NaN" if result.final_loss is None else f"{result.final_loss:.4f}",
         )
     return table
 

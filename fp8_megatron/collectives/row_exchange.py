@@ -63,11 +63,15 @@ class Rows:
         return Rows(whole, [(slice(0, whole.shape[0]), whole, None)])
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Each part once it is there (on CUDA the current stream waits, not the host)."""
+        """Each part once it is there (on CUDA the current stream waits, not the host).
+
+        When all were taken, what this rank gave has been sent: its memory may be used again.
+        """
         for rows, part, work in self.arrivals:
             if work is not None:
                 work.wait()
             yield rows, part
+        self.wait()
 
     def wait(self) -> Tensor:
         """[T, K], all there."""

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.collectives import row_exchange
-from fp8_megatron.collectives.copy_engine import CopyWork
-from fp8_megatron.collectives.row_exchange import RowExchange, gather_rows, sum_rows
+from fp8_megatron.collectives.row_exchange import RowExchange, Rows, gather_rows, sum_rows
 from fp8_megatron.formats import E4M3
 
 from .test_copy_engine import Member
@@ -58,36 +57,48 @@ class Node:
             return list(pool.map(work, range(len(self.groups)), self.groups))
 
 
-@dataclass
 class NodeLink:
-    """`peer_link.Link` of a rank of a `Node`: it sends at once."""
+    """`peer_link.Link` of a rank of a `Node`; what it sends, another thread sends later, as a stream would."""
 
-    node: Node
-    rank: int
+    def __init__(self, node: Node, rank: int) -> None:
+        self._node, self._rank = node, rank
+        self._queue: ThreadPoolExecutor = ThreadPoolExecutor(1)
+        self._last: Future[None] = self._queue.submit(lambda: None)
 
     def start(self) -> None:
-        self.node.dawdle(self.rank)
+        self._queue.submit(self._node.dawdle, self._rank)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         assert source.is_contiguous() and target.is_contiguous() and source.nbytes == target.nbytes
-        target.copy_(source)
+        self._queue.submit(target.copy_, source)
 
     def tell(self, peer: int, channel: int, number: int) -> None:
-        key = (self.rank, peer, channel)
-        with self.node.news:
-            assert number == self.node.told.get(key, 0) + 1, "one after the other"
-            self.node.told[key] = number
-            self.node.news.notify_all()
-        self.node.dawdle(self.rank)
+        self._last = self._queue.submit(self._tell, (self._rank, peer, channel), number)
 
-    def sent(self, name: str, turn: int) -> CopyWork:
-        return CopyWork(name, self.node.groups[self.rank], None, 0.0)  # type: ignore[arg-type]
+    def _tell(self, key: tuple[int, int, int], number: int) -> None:
+        with self._node.news:
+            assert number == self._node.told.get(key, 0) + 1, "one after the other"
+            self._node.told[key] = number
+            self._node.news.notify_all()
+
+    def sent(self, name: str, turn: int) -> Sent:
+        return Sent(self._queue.submit(lambda: None))
 
     def wait(self, peer: int, channel: int, number: int) -> None:
-        with self.node.news:
-            key = (peer, self.rank, channel)
-            assert self.node.news.wait_for(lambda: self.node.told.get(key, 0) >= number, timeout=30)
-        self.node.dawdle(self.rank)
+        with self._node.news:
+            key = (peer, self._rank, channel)
+            assert self._node.news.wait_for(lambda: self._node.told.get(key, 0) >= number, timeout=30)
+        self._node.dawdle(self._rank)
+
+
+@dataclass
+class Sent:
+    """All that was queued before."""
+
+    future: Future[None]
+
+    def wait(self) -> None:
+        self.future.result(timeout=30)
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +122,27 @@ def test_gathered_rows_arrive_part_by_part_the_own_first(num_ranks: int) -> None
         assert torch.equal(gathered.wait().view(torch.uint8), expected)
 
     Node(num_ranks).run(work)
+
+
+@pytest.mark.parametrize("takes_parts", [True, False])
+def test_a_shard_may_be_written_again_once_all_rows_were_taken(takes_parts: bool) -> None:
+    """A forward lets go of what it gathered when its GEMM is queued: the allocator gives the memory to what is next."""
+
+    def work(rank: int, group: Any) -> None:
+        memory = torch.zeros(16, 16, dtype=torch.uint8)
+        for turn in range(60):
+            memory.fill_(2 * turn + rank)
+            gathered = gather_rows(memory, group)
+            rows = torch.cat([part for _, part in sorted_parts(gathered)]) if takes_parts else gathered.wait()
+            memory.fill_(255)
+            assert rows.view(2, -1).unique(dim=1).view(-1).tolist() == [2 * turn, 2 * turn + 1]
+
+    Node(2).run(work)
+
+
+def sorted_parts(gathered: Rows) -> list[tuple[int, Tensor]]:
+    """(first row, a copy of the part) of every part."""
+    return sorted(((rows.start, part.clone()) for rows, part in gathered.parts()), key=lambda part: part[0])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

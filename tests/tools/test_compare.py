@@ -39,6 +39,16 @@ def test_a_peer_takes_part(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
 
 
+def test_speed_without_a_loss_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "peer.py"
+    figures = {**FIGURES, "losses": [3.0, float("nan"), 2.0, float("nan")]}
+    script.write_text(f"print('JSON ' + {json.dumps(json.dumps(figures))})\n")
+    done = compare(tmp_path / "out", script)
+    assert done.returncode == 1 and "stub-bf16 has no finite loss in steps [2, 4]" in done.stderr
+    (result,) = json.loads((tmp_path / "out" / "comparison.json").read_text())["results"]
+    assert result["losses"] == [3.0, None, 2.0, None] and "NaN" in (tmp_path / "out" / "comparison.md").read_text()
+
+
 def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
     script = tmp_path / "peer.py"
     script.write_text("print('the reason'); raise SystemExit(3)\n")
