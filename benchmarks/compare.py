@@ -69,8 +69,8 @@ _LAUNCHER_SECONDS = 45
 
 @dataclass
 class Result:
-    """One run. Memory in 10^9 bytes; TFLOP/s count attention in full (Megatron's convention) and causally. A loss that is
-    not finite is None.
+    """One run. Memory in 10^9 bytes; TFLOP/s count attention in full (Megatron's convention) and causally. A loss that
+    is not finite is None.
 
     The profiled steps are by rank (compute, communication that none covers, idle), the kinds of kernel rank 0's.
     """
