@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -98,6 +99,25 @@ def test_copy_engines_bring_what_nccl_brings(tmp_path: Path, settings: dict) -> 
     settings = {"precision": "fp8", "deterministic_mode": True, **settings}
     measured = [losses(tmp_path / way, 2, dp_transport=way, **settings) for way in ("nccl", "copy_engine")]
     assert measured[0] == measured[1]
+
+
+def test_rows_by_parts_are_the_bytes_that_were_given(tmp_path: Path) -> None:
+    """Hundreds of exchanges beside other copies, with memory used again at once."""
+    flags = [
+        "--tokens",
+        "1024",
+        "--hidden",
+        "1024",
+        "--check-exchanges",
+        "600",
+        "--output",
+        str(tmp_path / "rows.json"),
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = Path(pretrain_gpt.__file__).parent
+    subprocess.run([*command, "benchmarks/tensor_parallel.py", *flags], cwd=root, check=True, timeout=200)
+    report = json.loads((tmp_path / "rows.json").read_text())
+    assert report["wrong_exchanges"] == 0 and all(row["equal"] for row in report["rows"])
 
 
 @pytest.mark.parametrize("settings", [{}, {"fp8_recipe": "delayed", "fp8_lm_head": True}, {"swiglu": True}], ids=str)

@@ -1,0 +1,244 @@
+"""Time FP8 GEMMs with the rows they gather or sum over tensor-parallel ranks:
+
+torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --output runs/tensor_parallel.json
+
+Each GEMM alone, with collectives (NCCL; gloo on a CPU) and, between the GPUs of a node, part by part over copy engines
+(`collectives.row_exchange`); what a call takes of the device and of the host, and whether the results are equal. Then
+the bytes are checked while other copies keep the engines busy and memory is used again as soon as it may be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8_megatron.collectives import copy_engine
+from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum_rows
+from fp8_megatron.device import distributed_backend, select_device
+from fp8_megatron.formats import E4M3
+from fp8_megatron.kernels import ops
+
+Group = torch.distributed.ProcessGroup
+_WARM_UP_CALLS, _CALLS = 6, 30
+#: Of each rank, gathered beside the checked rows.
+_LOAD_BYTES = 64 * 2**20
+
+
+@dataclass
+class Row:
+    """One GEMM [tokens, k] × [n, k]ᵀ; microseconds of the slowest rank."""
+
+    name: str
+    n: int
+    k: int
+    alone: float
+    collectives: float
+    collectives_host: float
+    by_parts: float | None = None
+    by_parts_host: float | None = None
+    equal: bool | None = None
+
+
+def main() -> int:
+    """Measure, check, print and write; returns the exit status."""
+    args = _parse()
+    # One queue would make every stream wait for a stream that waits.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    device = select_device()
+    torch.distributed.init_process_group(
+        distributed_backend(device), device_id=device if device.type == "cuda" else None
+    )
+    try:
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        rows, wrong = _run(args, group, device)
+        if group.rank() == 0:
+            _report(args, rows, wrong, device)
+        return int(wrong > 0 or any(row.equal is False for row in rows))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time FP8 GEMMs with what they gather or sum over ranks.")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the whole sequence and micro-batch")
+    parser.add_argument("--hidden", type=int, default=5120)
+    parser.add_argument("--check-exchanges", type=int, default=400)
+    parser.add_argument("--output", type=Path, help="JSON of every figure")
+    return parser.parse_args()
+
+
+def _run(args: argparse.Namespace, group: Group, device: torch.device) -> tuple[list[Row], int]:
+    """The rows, and how many exchanges brought wrong bytes."""
+    cases = [_Case(name, n, k, gathers, args.tokens, group, device) for name, n, k, gathers in _shapes(args, group)]
+    rows = []
+    results = []
+    for case in cases:
+        alone, _ = _time(case.alone, group, device)
+        both, host = _time(case.exchange, group, device)
+        results.append(case.exchange().clone())
+        rows.append(Row(case.name, case.n, case.k, alone, both, host))
+    if device.type == "cuda":
+        share_memory(group, device)
+        for case, row, expected in zip(cases, rows, results, strict=True):
+            row.equal = torch.equal(case.exchange(), expected)
+            row.by_parts, row.by_parts_host = _time(case.exchange, group, device)
+    return rows, _wrong_exchanges(args.check_exchanges, group, device)
+
+
+def _shapes(args: argparse.Namespace, group: Group) -> list[tuple[str, int, int, bool]]:
+    """(name, N, K, whether the input is gathered; else the output is summed) of a layer's forward on one rank."""
+    hidden, size = args.hidden, group.size()
+    return [
+        ("qkv", 3 * hidden // size, hidden, True),
+        ("fc1", 4 * hidden // size, hidden, True),
+        ("proj", hidden, hidden // size, False),
+        ("fc2", hidden, 4 * hidden // size, False),
+    ]
+
+
+class _Case:
+    """A GEMM on random operands with its exchange."""
+
+    def __init__(
+        self, name: str, n: int, k: int, gathers: bool, tokens: int, group: Group, device: torch.device
+    ) -> None:
+        self.name, self.n, self.k = name, n, k
+        self._gathers, self._tokens, self._group = gathers, tokens, group
+        self._x = torch.randn(tokens // group.size() if gathers else tokens, k, device=device).to(E4M3)
+        self._weight = torch.randn(n, k, device=device).to(E4M3)
+        self._scale = torch.ones(1, device=device)
+
+    def alone(self) -> Tensor:
+        """As many rows, all there, nothing to sum."""
+        x = self._x.view(torch.uint8).repeat(self._group.size(), 1).view(E4M3) if self._gathers else self._x
+        self.alone = lambda: ops.scaled_mm(x, self._weight, self._scale, self._scale)  # type: ignore[method-assign]
+        return self.alone()
+
+    def exchange(self) -> Tensor:
+        """y [tokens, n] of gathered rows, or this rank's part of the sum."""
+        shape = (self._tokens, self.n)
+        if not self._gathers:
+            return sum_rows(
+                lambda rows, out, _: self._multiply(out, self._x[rows]),
+                shape,
+                torch.bfloat16,
+                self._x.device,
+                self._group,
+            ).wait()
+        y = torch.empty(shape, dtype=torch.bfloat16, device=self._x.device)
+        for rows, part in gather_rows(self._x, self._group).parts():
+            self._multiply(y[rows], part)
+        return y
+
+    def _multiply(self, out: Tensor, x: Tensor) -> None:
+        ops.scaled_mm_into_(out, x, self._weight, self._scale, self._scale)
+
+
+def _time(call: Callable[[], object], group: Group, device: torch.device) -> tuple[float, float]:
+    """Microseconds of a call on the device (a CPU: of the host) and of the host, on the slowest rank."""
+    for _ in range(_WARM_UP_CALLS):
+        call()
+    _synchronize(device)
+    torch.distributed.barrier(group)
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        call()
+    queued = time.perf_counter() - start
+    _synchronize(device)
+    done = time.perf_counter() - start
+    slowest = 1e6 / _CALLS * torch.tensor([done, queued], device=device)
+    torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX, group=group)
+    whole, host = slowest.tolist()
+    return whole, host
+
+
+def _wrong_exchanges(count: int, group: Group, device: torch.device) -> int:
+    """How many of `count` gathers and sums of fresh values are wrong on some rank.
+
+    Copies that the ranks make beside keep the engines busy, and what was given to an exchange is let go of, and its
+    memory filled with something else, as soon as the interface allows.
+    """
+    rank, size = group.rank(), group.size()
+    n, k = 64 * size, 4096
+    wrong = torch.zeros(1, device=device)
+    generator = torch.Generator(device).manual_seed(5)
+    load = None
+    if device.type == "cuda":
+        full = copy_engine.allocate(size * _LOAD_BYTES, group, device)
+        memory = copy_engine.memory_of(full, group)
+        assert memory is not None
+        load = (memory, full, full.view(size, -1)[rank])
+    for exchange in range(count):
+        if load is not None and exchange % 4 == 0:
+            copy_engine.start_all_gathers([load])
+        values = torch.randint(0, 256, (size, n // size, k), generator=generator, device=device, dtype=torch.uint8)
+        taken = torch.empty(size, n // size, k, device=device, dtype=torch.uint8)
+        shard = values[rank].clone()
+        for rows, part in gather_rows(shard, group).parts():
+            taken.view(n, k)[rows] = part
+        del shard, part
+        junk = torch.full((n // size, k), 255, device=device, dtype=torch.uint8)
+        matrices = torch.randint(-64, 64, (size, n, k), generator=generator, device=device).bfloat16()
+        summing = sum_rows(
+            lambda rows, out, _, mine=matrices[rank]: out.copy_(mine[rows]),  # type: ignore[misc]
+            (n, k),
+            torch.bfloat16,
+            device,
+            group,
+        )
+        total = summing.wait()
+        del summing
+        junk = torch.full((n // size, k), torch.nan, device=device, dtype=torch.bfloat16)
+        expected = matrices.view(size, size, n // size, k)[:, rank].float().sum(dim=0).bfloat16()
+        wrong += ((taken != values).any() | (total != expected).any()).float()
+        del junk
+    torch.distributed.all_reduce(wrong, op=torch.distributed.ReduceOp.MAX, group=group)
+    return int(wrong.item())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _report(args: argparse.Namespace, rows: list[Row], wrong: int, device: torch.device) -> None:
+    print(f"{'µs':24} {'alone':>9} {'collectives':>12} {'(host)':>8} {'by parts':>9} {'(host)':>8}  equal")
+    for row in rows:
+        parts = "" if row.by_parts is None else f"{row.by_parts:9.1f} {row.by_parts_host:8.1f}  {row.equal}"
+        shape = f"{row.name} [{row.n}, {row.k}]"
+        print(f"{shape:24} {row.alone:9.1f} {row.collectives:12.1f} {row.collectives_host:8.1f} {parts}")
+    print(f"{wrong} of {args.check_exchanges} exchanges wrong")
+    if args.output is None:
+        return
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    report = {
+        "command": shlex.join(["torchrun", *sys.argv]),
+        "commit": commit.stdout.strip() or None,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "ranks": int(os.environ["WORLD_SIZE"]),
+        "launch_queues": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
+        "torch": torch.__version__,
+        "tokens": args.tokens,
+        "rows": [asdict(row) for row in rows],
+        "checked_exchanges": args.check_exchanges,
+        "wrong_exchanges": wrong,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
