@@ -103,16 +103,7 @@ def test_copy_engines_bring_what_nccl_brings(tmp_path: Path, settings: dict) -> 
 
 def test_rows_by_parts_are_the_bytes_that_were_given(tmp_path: Path) -> None:
     """Hundreds of exchanges beside other copies, with memory used again at once."""
-    flags = [
-        "--tokens",
-        "1024",
-        "--hidden",
-        "1024",
-        "--check-exchanges",
-        "600",
-        "--output",
-        str(tmp_path / "rows.json"),
-    ]
+    flags = f"--tokens 1024 --hidden 1024 --check-exchanges 600 --output {tmp_path / 'rows.json'}".split()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     root = Path(pretrain_gpt.__file__).parent
     subprocess.run([*command, "benchmarks/tensor_parallel.py", *flags], cwd=root, check=True, timeout=200)
