@@ -150,6 +150,7 @@ def _command(args: argparse.Namespace, layout: Layout, folder: Path) -> list[str
         *(sys.executable, str(compare), "--model", args.model, "--runs", *args.runs),
         *("--nproc-per-node", str(layout.num_gpus), "--micro-batch-size", str(args.micro_batch_size)),
         *("--num-micro-batches", str(layout.num_micro_batches), "--train-iters", str(args.train_iters)),
+        *("--profiled-steps", "0"),  # the table has no breakdown
         *("--timeout", str(args.timeout), "--output-dir", str(folder), "--", *args.passed, *layout.flags()),
     ]
 

@@ -23,8 +23,9 @@ from .weight_gather import WeightGather
 class FP8DataParallel(_BaseDataParallel):
     """A model chunk with its gradient buffers.
 
-    Linear weights write their gradients themselves (`main_grad.accumulate_`); the gradients that autograd leaves in
-    ``.grad`` (embeddings, norms, biases) are moved to `main_grad` as soon as they are there.
+    FP8 layers write the gradients of their weights, biases and norms themselves (`main_grad.accumulate_`); what
+    autograd leaves in ``.grad`` (of embeddings, and of layers in 16 bits) is moved to `main_grad` as soon as it is
+    there.
 
     Args:
         named_params: the chunk's parameters with their names in the whole model (see `models.initialization`).
@@ -215,5 +216,7 @@ def local_grad_dtype(
 
 
 def _move_grad_to_main_grad(param: torch.Tensor) -> None:
+    if param.grad is None:
+        return  # the layer gave it to main_grad itself, and autograd nothing
     param.main_grad.accumulate_(param.grad)  # type: ignore[attr-defined]
     param.grad = None

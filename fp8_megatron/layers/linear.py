@@ -149,7 +149,7 @@ class _FP8Linear(torch.autograd.Function):
             y = fprop(rows, scale, weight, bias, x.dtype)
         if needs_backward:
             ctx.save_for_backward(x if keeps_input else payload if gathers else payload_t, scale)
-            ctx.weight, ctx.has_bias, ctx.keeps_input = weight, bias is not None, keeps_input
+            ctx.weight, ctx.bias, ctx.keeps_input = weight, bias, keeps_input
             ctx.quantizers, ctx.parallelism, ctx.input_shape = quantizers, parallelism, x.shape
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
@@ -160,9 +160,9 @@ class _FP8Linear(torch.autograd.Function):
         weight, parallelism = ctx.weight, ctx.parallelism
         gathering = gathered(saved, parallelism) if parallelism.gathers_input else None
         if parallelism.scatters_output:
-            g, grad_bias = gathered_grad(grad_output, ctx.quantizers, parallelism, has_bias=ctx.has_bias)
+            g, grad_bias = gathered_grad(grad_output, ctx.quantizers, parallelism, has_bias=ctx.bias is not None)
         else:
-            g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.has_bias)
+            g, grad_bias = quantized_grad(grad_output, ctx.quantizers, has_bias=ctx.bias is not None)
         grad_input = start_dgrad(g, weight, grad_output.dtype, parallelism)
         if gathering is not None:
             x_t = ops.transpose(gathering.wait())
@@ -172,6 +172,7 @@ class _FP8Linear(torch.autograd.Function):
         else:
             x_t = saved
         wgrad(g, x_t, x_scale, weight, ctx.quantizers, grad_output.dtype)
+        grad_bias = delivered(grad_bias, ctx.bias)
         return grad_input.wait().view(ctx.input_shape), None, grad_bias, None, None, None, None
 
 
@@ -214,8 +215,9 @@ def norm_linear_backward(
     weight: ScaledTensor,
     quantizers: LinearQuantizers,
     parallelism: TensorParallelism,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x (the residual branch's added), of the norm's weight and of its bias; the weight's is written."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`); that of the
+    layer's weight is written."""
     gathering = start_norm_again(x, norm, kept, parallelism)
     grad_input = start_dgrad(g, weight, x.dtype, parallelism)
     wgrad(g, transposed_norm(gathering, x, norm, kept), kept.scale, weight, quantizers, x.dtype)
@@ -242,14 +244,24 @@ def transposed_norm(gathering: Rows | None, x: Tensor, norm: NormParams, kept: N
 
 def norm_backward(
     grad_input: Tensor, residual_grad: Tensor | None, x: Tensor, norm: NormParams, kept: NormStatistics
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x (the residual branch's added), of the norm's weight and of its bias."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`)."""
     x2d = x.reshape(-1, x.shape[-1])
     residual = None if residual_grad is None else residual_grad.reshape(x2d.shape)
     grad_x, grad_weight, grad_bias = ops.norm_backward(
         grad_input, residual, x2d, norm.weight, kept.mean, kept.rstd, has_bias=norm.bias is not None
     )
-    return grad_x.view(x.shape), grad_weight, grad_bias if norm.bias is not None else None
+    return grad_x.view(x.shape), delivered(grad_weight, norm.weight), delivered(grad_bias, norm.bias)
+
+
+def delivered(grad: Tensor | None, param: Tensor | None) -> Tensor | None:
+    """Give a vector's gradient, FP32, to `param.main_grad` where there is one: None is then left for autograd, which
+    would round it to the parameter's dtype and take three launches to bring it there."""
+    main_grad: MainGrad | None = getattr(param, "main_grad", None)
+    if param is None or grad is None or main_grad is None:
+        return grad if param is not None else None
+    main_grad.accumulate_(grad)
+    return None
 
 
 def fprop(rows: Rows, scale: Tensor, weight: ScaledTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,7 @@ from .linear import (
     NormStatistics,
     Operand,
     TensorParallelism,
+    delivered,
     dgrad,
     fprop,
     gathered_grad,
@@ -96,7 +97,7 @@ class _FP8NormMLP(torch.autograd.Function):
         if needs_backward:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, norm_weight, norm_bias, z, scale, *kept)
-            ctx.weights, ctx.has_bias = (weight1, weight2), (bias1 is not None, bias2 is not None)
+            ctx.weights, ctx.biases = (weight1, weight2), (bias1, bias2)
             ctx.norm_settings, ctx.quantizers = norm_settings, quantizers
             ctx.activation, ctx.parallelism = activation, parallelism
         return y.view(*x.shape[:-1], y.shape[-1]), x
@@ -105,13 +106,14 @@ class _FP8NormMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         x, norm_weight, norm_bias, z, activation_scale, *kept = ctx.saved_tensors
+        has_bias1, has_bias2 = (bias is not None for bias in ctx.biases)
         if ctx.parallelism.gathers_input:
-            g2, grad_bias2 = gathered_grad(grad_output, ctx.quantizers[1], ctx.parallelism, has_bias=ctx.has_bias[1])
+            g2, grad_bias2 = gathered_grad(grad_output, ctx.quantizers[1], ctx.parallelism, has_bias=has_bias2)
         else:
-            g2, grad_bias2 = quantized_grad(grad_output, ctx.quantizers[1], has_bias=ctx.has_bias[1])
+            g2, grad_bias2 = quantized_grad(grad_output, ctx.quantizers[1], has_bias=has_bias2)
         grad_activation = dgrad(g2, ctx.weights[1], grad_output.dtype)
         source = ActivationGradSource(
-            grad_activation, z, ctx.activation, INPUT_DTYPE, activation_scale, column_sums=ctx.has_bias[0]
+            grad_activation, z, ctx.activation, INPUT_DTYPE, activation_scale, column_sums=has_bias1
         )
         grads, scale = ctx.quantizers[0].grad_output.quantize(source)
         del grad_activation, source
@@ -128,6 +130,7 @@ class _FP8NormMLP(torch.autograd.Function):
             ctx.quantizers[0],
             ctx.parallelism,
         )
+        grad_bias1, grad_bias2 = delivered(grad_bias1, ctx.biases[0]), delivered(grad_bias2, ctx.biases[1])
         return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias1, None, grad_bias2, *[None] * 5
 
 

@@ -23,6 +23,7 @@ from .linear import (
     NormStatistics,
     Operand,
     TensorParallelism,
+    delivered,
     gathered_shape,
     norm_fprop,
     norm_linear_backward,
@@ -78,7 +79,7 @@ class _FP8NormQKV(torch.autograd.Function):
         y, kept = norm_fprop(x, norm, weight, bias, quantizers, parallelism)
         if needs_backward:
             ctx.save_for_backward(x, norm_weight, norm_bias, *kept)
-            ctx.norm_settings, ctx.weight, ctx.has_bias = norm_settings, weight, bias is not None
+            ctx.norm_settings, ctx.weight, ctx.bias = norm_settings, weight, bias
             ctx.quantizers, ctx.parallelism = quantizers, parallelism
         grouped = y.view(*gathered_shape(x, parallelism), -1, sum(widths))
         return *grouped.split(widths, dim=-1), x
@@ -88,7 +89,7 @@ class _FP8NormQKV(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm_weight, norm_bias, *kept = ctx.saved_tensors
         *qkv_grads, residual_grad = grads
-        source = QKVGradSource(qkv_grads, column_sums=ctx.has_bias)
+        source = QKVGradSource(qkv_grads, column_sums=ctx.bias is not None)
         (payload, payload_t, grad_bias), scale = ctx.quantizers.grad_output.quantize(source)
         grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
             Operand(Rows.local(payload), scale, payload_t),
@@ -100,7 +101,7 @@ class _FP8NormQKV(torch.autograd.Function):
             ctx.quantizers,
             ctx.parallelism,
         )
-        return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias, *[None] * 5
+        return grad_x, grad_norm_weight, grad_norm_bias, None, delivered(grad_bias, ctx.bias), *[None] * 5
 
 
 class FP8SelfAttention(SelfAttention):

@@ -133,6 +133,52 @@ def test_norm_mlp(kind: str) -> None:
         assert snr_db(bias2.grad, bias2_64.grad) > 53.0
 
 
+def test_vectors_give_their_gradients_to_main_grad_in_fp32() -> None:
+    """Norms and biases of both functions: what autograd would have rounded to BF16, nothing left in ``.grad``."""
+
+    def vectors(with_main_grad: bool) -> dict[str, Tensor]:
+        x, _ = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0))
+        names = {
+            "norm1": HIDDEN,
+            "norm2": HIDDEN,
+            "shift1": HIDDEN,
+            "shift2": HIDDEN,
+            "qkv": WIDE,
+            "fc1": WIDE,
+            "fc2": HIDDEN,
+        }
+        params = {name: leaf(normal(size, seed=3, size=0.2) + 1)[0] for name, size in names.items()}
+        for param in params.values():
+            if with_main_grad:
+                param.main_grad = RecordingMainGrad()  # type: ignore[attr-defined]
+        (qkv, _), (fc1, _), (fc2, _) = (
+            fp8_weight(*shape, seed=5) for shape in ((WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE))
+        )
+        norm1, norm2 = (NormParams(params[f"norm{i}"], params[f"shift{i}"], 1e-5, False) for i in (1, 2))
+        *parts, residual = fp8_norm_qkv(
+            x, norm1, LinearParams(qkv, params["qkv"], quantizers()), WIDTHS, TensorParallelism()
+        )
+        y, again = fp8_norm_mlp(
+            residual + parts[0].reshape(SEQ, BATCH, -1)[..., :HIDDEN],
+            norm2,
+            LinearParams(fc1, params["fc1"], quantizers()),
+            LinearParams(fc2, params["fc2"], quantizers()),
+            "gelu",
+            TensorParallelism(),
+        )
+        outputs = [y, again, *parts[1:]]
+        torch.autograd.backward(outputs, [normal(*o.shape, seed=6, size=1e-3).bfloat16() for o in outputs])
+        if not with_main_grad:
+            return {name: param.grad for name, param in params.items()}  # type: ignore[misc]
+        assert all(param.grad is None for param in params.values())
+        return {name: param.main_grad.grads[0] for name, param in params.items()}  # type: ignore[attr-defined]
+
+    rounded, whole = vectors(False), vectors(True)
+    for name, grad in whole.items():
+        assert grad.dtype == torch.float32 and not torch.equal(grad, grad.bfloat16().float()), name
+        assert torch.equal(grad.bfloat16(), rounded[name]), name
+
+
 def test_backward_keeps_the_input_and_z_only() -> None:
     """In 16 bits: x, z and the norm's parameters; the rest is statistics and scales."""
     x, _ = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0))
