@@ -30,6 +30,7 @@ def problems(config: Config, world_size: int) -> list[str]:
     [
         (1, ""),
         (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --tp-transport copy_engine"),
         (4, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16"),
         (2, "--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 2"),
         (1, "--bf16 --hidden-size 100 --num-attention-heads 10 --seq-length 7 --micro-batch-size 1"),
@@ -153,6 +154,17 @@ FULL = "--recompute-granularity full "
         (3, "--bf16 --tensor-model-parallel-size 3", "num_attention_heads(16) % tensor_model_parallel_size(3) = 1"),
         (1, GQA + "--num-query-groups 3", "num_attention_heads(16) % num_query_groups(3) = 1"),
         (2, GQA + TP2 + "--num-query-groups 1", "num_query_groups(1) % tensor_model_parallel_size(2) = 1"),
+        (
+            2,
+            TP2 + "--tp-transport copy_engine",
+            "precision is fp8 and sequence_parallel False; pass --sequence-parallel",
+        ),
+        (
+            2,
+            TP2 + "--sequence-parallel --bf16 --tp-transport copy_engine",
+            "precision is bf16 and sequence_parallel True; pass --sequence-parallel with --precision fp8, or "
+            "--tp-transport auto",
+        ),
         (1, "--num-query-groups 4", "num_query_groups(4) has no effect alone; add --group-query-attention"),
         (
             1,

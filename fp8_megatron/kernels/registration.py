@@ -1,7 +1,7 @@
 """The ``fp8_megatron::`` operators: their schemas, and which variant a device takes.
 
 A CPU tensor takes the specification (`reference` and its neighbours); a CUDA tensor takes the Triton variant, and the
-FP8 GEMM takes cuBLASLt through ``torch._scaled_mm``. The dispatcher alone decides: there is no silent fall-back.
+FP8 GEMM takes cuBLASLt. The device alone decides: there is no silent fall-back.
 """
 
 from __future__ import annotations
