@@ -83,16 +83,15 @@ def _run(args: argparse.Namespace, group: Group, device: torch.device) -> tuple[
     """The rows, and how many exchanges brought wrong bytes."""
     cases = [_Case(name, n, k, gathers, args.tokens, group, device) for name, n, k, gathers in _shapes(args, group)]
     rows = []
-    results = []
     for case in cases:
         alone, _ = _time(case.alone, group, device)
         both, host = _time(case.exchange, group, device)
-        results.append(case.exchange().clone())
         rows.append(Row(case.name, case.n, case.k, alone, both, host))
+    expected = [case.expected() for case in cases]
     if device.type == "cuda":
         share_memory(group, device)
-        for case, row, expected in zip(cases, rows, results, strict=True):
-            row.equal = torch.equal(case.exchange(), expected)
+        for case, row, y in zip(cases, rows, expected, strict=True):
+            row.equal = torch.equal(case.exchange(), y)
             row.by_parts, row.by_parts_host = _time(case.exchange, group, device)
     return rows, _wrong_exchanges(args.check_exchanges, group, device)
 
@@ -124,6 +123,15 @@ class _Case:
     def alone(self) -> Tensor:
         """As many rows, all there, nothing to sum."""
         return ops.scaled_mm(self._whole, self._weight, self._scale, self._scale)
+
+    def expected(self) -> Tensor:
+        """What `exchange` gives by parts, from collectives of whole matrices: a sum in FP32 and in rank order."""
+        if self._gathers:
+            return self.exchange()
+        matrices = [torch.empty_like(self.alone()) for _ in range(self._group.size())]
+        torch.distributed.all_gather(matrices, self.alone(), group=self._group)
+        parts = [matrix.chunk(self._group.size())[self._group.rank()].float() for matrix in matrices]
+        return sum(parts[1:], parts[0]).bfloat16()
 
     def exchange(self) -> Tensor:
         """y [tokens, n] of gathered rows, or this rank's part of the sum."""

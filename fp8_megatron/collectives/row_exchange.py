@@ -107,7 +107,12 @@ def gather_rows(shard: Tensor, group: Group) -> Rows:
 
 
 def sum_rows(
-    write: WriteRows, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, group: Group
+    write: WriteRows,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    addend: Tensor | None = None,
 ) -> RowSum:
     """Start the sum of every rank's matrix [T, N]; rank r gets rows [r · T/d, (r + 1) · T/d) of it.
 
@@ -116,13 +121,14 @@ def sum_rows(
 
     Args:
         write: called before this returns, for some rows of this rank's matrix or all, with where to write them.
+        addend: [T/d, N] of `dtype`, contiguous; added to this rank's part of the rounded sum.
 
     Returns:
         A handle; it is waited for before the next sum of the group starts.
     """
     exchange = _exchanges.get(group.group_name)
     if exchange is not None:
-        return exchange.sum(write, shape, dtype, device)
+        return exchange.sum(write, shape, dtype, device, addend)
     matrix = torch.empty(shape, dtype=dtype, device=device)
     write(slice(0, shape[0]), matrix, group.rank() == 0)
     part = matrix.new_empty((shape[0] // group.size(), shape[1]))
@@ -130,7 +136,7 @@ def sum_rows(
 
     def finish() -> Tensor:
         work.wait()
-        return part
+        return part if addend is None else part.add_(addend)
 
     return RowSum(finish)
 
@@ -183,7 +189,14 @@ class RowExchange:
             taken.append((rows[source], parts[source], arrival))
         return Rows(whole, taken, [*arrivals, sent])
 
-    def sum(self, write: WriteRows, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> RowSum:
+    def sum(
+        self,
+        write: WriteRows,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        addend: Tensor | None = None,
+    ) -> RowSum:
         """See `sum_rows`."""
         link, own = self._link, self._rank
         part_shape = (shape[0] // self._num_ranks, shape[1])
@@ -208,7 +221,7 @@ class RowExchange:
                 arrival.wait()
             sent.wait()
             summands.clear()  # this stream may have their memory again
-            return _sum(received, parts)
+            return _sum(received, parts, addend)
 
         return RowSum(finish)
 
@@ -218,12 +231,13 @@ class RowExchange:
         return ring.pending
 
 
-def _sum(received: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """The sum [n, N] of `parts` of `received` [d · n, N], in FP32 and in their order, rounded once."""
-    if len(parts) == 2:
+def _sum(received: Tensor, parts: Sequence[Tensor], addend: Tensor | None) -> Tensor:
+    """The sum [n, N] of `parts` of `received` [d · n, N], in FP32 and in their order, rounded once; plus `addend`."""
+    if len(parts) == 2 and addend is None:
         return parts[0] + parts[1]  # the same, for less of the host's time
     total = torch.empty_like(parts[0])
-    ops.accumulate_rows_(received.view(-1), None, total.view(-1), factor=1.0, add=False)
+    flat = None if addend is None else addend.view(-1)
+    ops.accumulate_rows_(received.view(-1), None, total.view(-1), factor=1.0, add=False, addend=flat)
     return total
 
 

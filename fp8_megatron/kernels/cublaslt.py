@@ -68,14 +68,16 @@ def matmul(
     out: Tensor,
     *,
     use_fast_accum: bool,
+    addend: Tensor | None = None,
     inverse: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> None:
-    """``out = scale_a · scale_b · a bᵀ (+ bias)`` on the current stream; one launch, nothing waits.
+    """``out = scale_a · scale_b · a bᵀ (+ bias) (+ addend)`` on the current stream; one launch, nothing waits.
 
     Args:
         a, b: FP8 [M, K] and [N, K], contiguous; scale_a, scale_b: FP32 [1], 16-byte aligned.
         bias: [N] in `out`'s dtype, or None.
+        addend: [M, N], contiguous, in `out`'s dtype, which is no FP8, or None.
         out: [M, N], contiguous, BF16, FP16 or FP32; or FP8, with
         inverse: FP32 [1], what the result is multiplied by before the cast, and
         amax: FP32 [1], which takes the result's amax; both 16-byte aligned.
@@ -84,10 +86,22 @@ def matmul(
         RuntimeError: cuBLASLt refuses, with its status and the shape.
     """
     a_pointer, b_pointer, out_pointer = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    pointers = a_pointer | b_pointer | out_pointer
+    addend_pointer = 0 if addend is None else addend.data_ptr()
+    pointers = a_pointer | b_pointer | out_pointer | addend_pointer
     alignment = min(pointers & -pointers, _MAX_ALIGNMENT)
     bias_dtype = None if bias is None else bias.dtype
-    problem = (a.shape, b.shape, a.dtype, b.dtype, out.dtype, bias_dtype, use_fast_accum, alignment, a.get_device())
+    problem = (
+        a.shape,
+        b.shape,
+        a.dtype,
+        b.dtype,
+        out.dtype,
+        bias_dtype,
+        addend is not None,
+        use_fast_accum,
+        alignment,
+        a.get_device(),
+    )
     plan = _plans.get(problem)
     with _lock:
         if plan is None:
@@ -101,7 +115,7 @@ def matmul(
             plan.point_at(_D_SCALE, inverse)
         if amax is not None:
             plan.point_at(_D_AMAX, amax)
-        plan.run(a_pointer, b_pointer, out_pointer)
+        plan.run(a_pointer, b_pointer, addend_pointer, out_pointer)
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,7 @@ class _Problem:
     b_dtype: torch.dtype
     out_dtype: torch.dtype
     bias_dtype: torch.dtype | None
+    has_addend: bool
     use_fast_accum: bool
     alignment: int
     device: int
@@ -141,7 +156,7 @@ class _Plan:
             for dtype, sizes in (
                 (problem.b_dtype, (k, n, k)),
                 (problem.a_dtype, (k, m, k)),
-                # What cuBLASLt would add; no FP8.
+                # What cuBLASLt adds; no FP8.
                 (torch.bfloat16 if problem.out_dtype in (E4M3, E5M2) else problem.out_dtype, (n, m, n)),
                 (problem.out_dtype, (n, m, n)),
             )
@@ -158,7 +173,7 @@ class _Plan:
             )
             for attribute, pointer in zip(_POINTERS, self._pointers, strict=True)
         ]
-        self._a, self._b, self._out, self._workspace = (ctypes.c_void_p() for _ in range(4))
+        self._a, self._b, self._addend, self._out, self._workspace = (ctypes.c_void_p() for _ in range(5))
         self._stream = ctypes.c_void_p()
         self._launch: Callable[[], int] | None = None
 
@@ -180,22 +195,22 @@ class _Plan:
             if status:
                 _check(status, self.problem)
 
-    def run(self, a: int, b: int, out: int) -> None:
-        """Launch with the operands at these addresses."""
+    def run(self, a: int, b: int, addend: int, out: int) -> None:
+        """Launch with the operands at these addresses; 0 for none."""
         stream = torch._C._cuda_getCurrentRawStream(self.problem.device)
         if self._launch is None or self._stream.value != (stream or None):
             self._stream.value = stream
             self._workspace.value = _workspace(self.problem.device, stream).data_ptr()
         if self._launch is None:
             self._launch = self._prepare_launch(self._first_algorithm())
-        self._a.value, self._b.value, self._out.value = a, b, out
+        self._a.value, self._b.value, self._addend.value, self._out.value = a, b, addend, out
         status = self._launch()
         if status:
             _check(status, self.problem)
 
     def _prepare_launch(self, algorithm: _Algorithm) -> Callable[[], int]:
         layout_b, layout_a, layout_c, layout_out = self._layouts
-        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        one, factor_of_addend = ctypes.c_float(1.0), ctypes.c_float(float(self.problem.has_addend))
         return functools.partial(
             self._library.cublasLtMatmul,
             self._handle,
@@ -205,8 +220,8 @@ class _Plan:
             layout_b,
             self._a,
             layout_a,
-            ctypes.byref(zero),
-            None,
+            ctypes.byref(factor_of_addend),
+            self._addend,
             layout_c,
             self._out,
             layout_out,

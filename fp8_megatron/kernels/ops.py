@@ -225,11 +225,13 @@ def scaled_mm_into_(
     *,
     bias: Tensor | None = None,
     use_fast_accum: bool = False,
+    addend: Tensor | None = None,
 ) -> None:
-    """`reference.scaled_mm` written to contiguous `out` [M, N], in its dtype."""
+    """`reference.scaled_mm_into_`: `scaled_mm`, plus `addend`, written to contiguous `out` [M, N] in its dtype."""
     check_scaled_mm(a, b)
     assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
-    _OPS.scaled_mm_into_(out, a, b, scale_a, scale_b, bias, use_fast_accum)
+    assert addend is None or (addend.shape == out.shape and addend.dtype == out.dtype and addend.is_contiguous())
+    _OPS.scaled_mm_into_(out, a, b, scale_a, scale_b, bias, use_fast_accum, addend)
 
 
 def scaled_mm_to_fp8_(
@@ -261,6 +263,7 @@ def accumulate_rows_(
     factor: float,
     add: bool,
     own: tuple[int, Tensor, Tensor | None] | None = None,
+    addend: Tensor | None = None,
 ) -> None:
     """`reference.accumulate_rows_`: FP8 rows [d · n] with block scales, or BF16 or FP32 rows without, into an
     accumulator [n], in place."""
@@ -273,7 +276,9 @@ def accumulate_rows_(
     if own_payload is not None:
         assert 0 <= row < payload.numel() // n and own_payload.shape == (n,), (row, own_payload.shape, n)
         assert own_payload.dtype == payload.dtype and (own_scales is None) == (scales is None), own_payload.dtype
-    _OPS.accumulate_rows_(payload, scales, accumulator, factor, add, row, own_payload, own_scales)
+    if addend is not None:
+        assert addend.shape == (n,) and addend.dtype == accumulator.dtype and addend.is_contiguous(), addend.shape
+    _OPS.accumulate_rows_(payload, scales, accumulator, factor, add, row, own_payload, own_scales, addend)
 
 
 def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:

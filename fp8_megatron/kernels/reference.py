@@ -165,6 +165,23 @@ def scaled_mm(
     return out.to(out_dtype)
 
 
+def scaled_mm_into_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    bias: Tensor | None,
+    use_fast_accum: bool,
+    addend: Tensor | None,
+) -> None:
+    """`scaled_mm` plus `addend` (in `out`'s dtype, or None) written to contiguous `out` [M, N], rounded once."""
+    dtype = out.dtype if addend is None else torch.float32
+    product = scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
+    out.copy_(product if addend is None else product + addend)
+
+
 def scaled_mm_to_fp8_(
     out: Tensor, amax: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, inverse: Tensor
 ) -> None:
@@ -212,10 +229,11 @@ def accumulate_rows_(
     factor: float,
     add: bool,
     own: tuple[int, Tensor, Tensor | None] | None = None,
+    addend: Tensor | None = None,
 ) -> None:
     """``accumulator (+)= Σ_r payload_r · (scales_r · factor)`` in FP32, one row after another, in place.
 
-    A BF16 accumulator is rounded to once, at the end.
+    A BF16 accumulator is rounded to once, at the end; with an addend, before it is added and after.
 
     Args:
         payload: flat FP8 [d · n], one version of the sum's n elements after another; or BF16 or FP32, without
@@ -223,6 +241,7 @@ def accumulate_rows_(
         accumulator: FP32 or BF16 [n], n a multiple of the block. Unless `add`, row 0 takes the place of what it holds.
         factor: rounded to FP32; multiplies the scales, or where there are none the values.
         own: (index, payload [n], scales [n / block]) of a row that lies elsewhere.
+        addend: [n] in the accumulator's dtype, added to the rounded sum as an addition after a reduction is.
     """
     num_rows = payload.numel() // accumulator.numel()
     every_scale = [None] * num_rows if scales is None else list(scales.view(num_rows, -1))
@@ -235,6 +254,8 @@ def accumulate_rows_(
         total = value if total is None else total + value
     assert total is not None
     accumulator.copy_(total)
+    if addend is not None:
+        accumulator += addend
 
 
 def load_state(payload: Tensor, scales: Tensor | None) -> Tensor:

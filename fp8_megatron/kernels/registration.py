@@ -50,13 +50,13 @@ _SCHEMAS = {
     "scaled_mm": "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " bool use_fast_accum) -> Tensor",
     "scaled_mm_into_": "(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias,"
-    " bool use_fast_accum) -> ()",
+    " bool use_fast_accum, Tensor? addend) -> ()",
     "scaled_mm_to_fp8_": "(Tensor(a!) out, Tensor(b!) amax, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b,"
     " Tensor inverse) -> ()",
     "quantize_blockwise_": "(Tensor x, Tensor(a!) payload, Tensor(b!) scales) -> ()",
     "dequantize_blockwise": "(Tensor payload, Tensor scales) -> Tensor",
     "accumulate_rows_": "(Tensor payload, Tensor? scales, Tensor(a!) accumulator, float factor, bool add, int own_row,"
-    " Tensor? own_payload, Tensor? own_scales) -> ()",
+    " Tensor? own_payload, Tensor? own_scales, Tensor? addend) -> ()",
     "count_underflow_": "(Tensor value, Tensor payload, Tensor(a!) counts) -> ()",
     "squared_norm": "(Tensor payload, Tensor? scales) -> Tensor",
     "adamw_step_": "(Tensor grad, Tensor? grad_scales, Tensor(a!) exp_avg, Tensor(b!)? exp_avg_scales,"
@@ -105,8 +105,9 @@ def _reference_scaled_mm_into_(
     scale_b: Tensor,
     bias: Tensor | None,
     use_fast_accum: bool,
+    addend: Tensor | None,
 ) -> None:
-    out.copy_(_reference_scaled_mm(a, b, scale_a, scale_b, bias, out.dtype, use_fast_accum))
+    reference.scaled_mm_into_(out, a, b, scale_a, scale_b, bias=bias, use_fast_accum=use_fast_accum, addend=addend)
 
 
 def _reference_accumulate_rows_(
@@ -118,9 +119,10 @@ def _reference_accumulate_rows_(
     own_row: int,
     own_payload: Tensor | None,
     own_scales: Tensor | None,
+    addend: Tensor | None,
 ) -> None:
     own = None if own_payload is None else (own_row, own_payload, own_scales)
-    reference.accumulate_rows_(payload, scales, accumulator, factor=factor, add=add, own=own)
+    reference.accumulate_rows_(payload, scales, accumulator, factor=factor, add=add, own=own, addend=addend)
 
 
 def _reference_adamw_step_(*args) -> None:  # type: ignore[no-untyped-def]

@@ -50,19 +50,28 @@ def scaled_mm_cublaslt(
 ) -> Tensor:
     """`reference.scaled_mm` on cuBLASLt: tensorwise scales, FP32 (or, fast, shortened) accumulation."""
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-    scaled_mm_into_cublaslt_(out, a, b, scale_a, scale_b, bias, use_fast_accum)
+    scaled_mm_into_cublaslt_(out, a, b, scale_a, scale_b, bias, use_fast_accum, None)
     return out
 
 
 def scaled_mm_into_cublaslt_(
-    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, use_fast_accum: bool
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    use_fast_accum: bool,
+    addend: Tensor | None,
 ) -> None:
-    """`scaled_mm_cublaslt` written to `out`, which is contiguous."""
+    """`scaled_mm_cublaslt` plus `addend` written to `out`; both are contiguous."""
     if cublaslt.is_available():
-        cublaslt.matmul(a, b, scale_a, scale_b, bias, out, use_fast_accum=use_fast_accum)
+        cublaslt.matmul(a, b, scale_a, scale_b, bias, out, use_fast_accum=use_fast_accum, addend=addend)
         return
     scales = {"scale_a": scale_a, "scale_b": scale_b}
     torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=out.dtype, use_fast_accum=use_fast_accum, out=out)
+    if addend is not None:
+        out += addend
 
 
 def scaled_mm_to_fp8_cublaslt_(

@@ -32,6 +32,7 @@ def _accumulate_rows(
     accumulator,
     own_payload,
     own_scales,
+    addend,
     own_row,
     n,
     factor,
@@ -43,6 +44,7 @@ def _accumulate_rows(
     EVEN: tl.constexpr,
     HAS_OWN: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK)
     blocks = tl.arange(0, ROWS)[:, None]
@@ -72,6 +74,9 @@ def _accumulate_rows(
                 total += value * factor
         payload += GROUP * length
         scales += GROUP * (length // BLOCK)
+    if HAS_ADDEND:
+        rounded = total.to(accumulator.dtype.element_ty).to(tl.float32)
+        total = rounded + tl.load(addend + start + offsets, mask=mask).to(tl.float32)
     tl.store(accumulator + start + offsets, total.to(accumulator.dtype.element_ty), mask=mask)
 
 
@@ -84,6 +89,7 @@ def accumulate_rows_(
     own_row: int,
     own_payload: Tensor | None,
     own_scales: Tensor | None,
+    addend: Tensor | None,
 ) -> None:
     """`reference.accumulate_rows_`, one launch.
 
@@ -102,6 +108,7 @@ def accumulate_rows_(
         accumulator,
         payload if own_payload is None else own_payload,
         accumulator if own_scales is None else own_scales,
+        accumulator if addend is None else addend,
         own_row,
         n,
         factor,
@@ -113,6 +120,7 @@ def accumulate_rows_(
         n % _TILE == 0,
         own_payload is not None,
         scales is not None,
+        addend is not None,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )

@@ -110,20 +110,22 @@ def fp8_linear(
     parallelism: TensorParallelism,
     *,
     keeps_input: bool = False,
+    addend: Tensor | None = None,
 ) -> Tensor:
-    """y = x·Wᵀ + b in FP8, with the weight gradient written to ``weight.main_grad``.
+    """y = x·Wᵀ + b (+ addend) in FP8, with the weight gradient written to ``weight.main_grad``.
 
     Args:
         x: BF16 [..., K]; with `gathers_input` [s/tp, b, K].
         weight: [N, K]. bias: [N] or None.
         keeps_input: backward keeps `x` itself and casts it again, for an x that something else keeps anyway.
+        addend: the residual branch, of y's shape and dtype; the GEMM adds it before it rounds.
 
     Returns:
         BF16 [..., N]; with `gathers_input` [s, b, N]; with `scatters_output` [s/tp, b, N], and then the bias's gradient
         is of this rank's part of the sequence.
     """
     keeps_input = keeps_input and not parallelism.gathers_input
-    return _FP8Linear.apply(x, weight, bias, quantizers, parallelism, keeps_input, torch.is_grad_enabled())
+    return _FP8Linear.apply(x, weight, bias, addend, quantizers, parallelism, keeps_input, torch.is_grad_enabled())
 
 
 class _FP8Linear(torch.autograd.Function):
@@ -133,6 +135,7 @@ class _FP8Linear(torch.autograd.Function):
         x: Tensor,
         weight: ScaledTensor,
         bias: Tensor | None,
+        addend: Tensor | None,
         quantizers: LinearQuantizers,
         parallelism: TensorParallelism,
         keeps_input: bool,
@@ -144,9 +147,9 @@ class _FP8Linear(torch.autograd.Function):
         (payload, payload_t), scale = quantizers.input.quantize(source, sync=amax_sync(parallelism))
         rows = gathered(payload, parallelism)
         if parallelism.scatters_output:
-            y = summed_fprop(rows, scale, weight, bias, parallelism, x.dtype)
+            y = summed_fprop(rows, scale, weight, bias, parallelism, x.dtype, addend)
         else:
-            y = fprop(rows, scale, weight, bias, x.dtype)
+            y = fprop(rows, scale, weight, bias, x.dtype, addend)
         if needs_backward:
             ctx.save_for_backward(x if keeps_input else payload if gathers else payload_t, scale)
             ctx.weight, ctx.bias, ctx.keeps_input = weight, bias, keeps_input
@@ -173,7 +176,8 @@ class _FP8Linear(torch.autograd.Function):
             x_t = saved
         wgrad(g, x_t, x_scale, weight, ctx.quantizers, grad_output.dtype)
         grad_bias = delivered(grad_bias, ctx.bias)
-        return grad_input.wait().view(ctx.input_shape), None, grad_bias, None, None, None, None
+        grad_addend = grad_output if ctx.needs_input_grad[3] else None
+        return grad_input.wait().view(ctx.input_shape), None, grad_bias, grad_addend, None, None, None, None
 
 
 class NormStatistics(NamedTuple):
@@ -264,12 +268,24 @@ def delivered(grad: Tensor | None, param: Tensor | None) -> Tensor | None:
     return None
 
 
-def fprop(rows: Rows, scale: Tensor, weight: ScaledTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """y [T, N] from the input's payload [T, K]."""
+def fprop(
+    rows: Rows,
+    scale: Tensor,
+    weight: ScaledTensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    addend: Tensor | None = None,
+) -> Tensor:
+    """y [T, N] from the input's payload [T, K]; plus `addend` [..., N], rounded once."""
     weight_payload, weight_scale = weight.gemm_operand()
     y = rows.whole.new_empty((rows.whole.shape[0], weight_payload.shape[0]), dtype=dtype)
+    if addend is not None:
+        addend = addend.contiguous().view(y.shape)
     for part, payload in rows.parts():
-        ops.scaled_mm_into_(y[part], payload, weight_payload, scale, weight_scale, bias=bias, use_fast_accum=True)
+        added = None if addend is None else addend[part]
+        ops.scaled_mm_into_(
+            y[part], payload, weight_payload, scale, weight_scale, bias=bias, use_fast_accum=True, addend=added
+        )
     return y
 
 
@@ -280,8 +296,10 @@ def summed_fprop(
     bias: Tensor | None,
     parallelism: TensorParallelism,
     dtype: torch.dtype,
+    addend: Tensor | None = None,
 ) -> Tensor:
-    """This rank's part [T/tp, N] of the sum of all ranks' y [T, N], and of the bias, which one of them adds."""
+    """This rank's part [T/tp, N] of the sum of all ranks' y [T, N], and of the bias, which one of them adds; plus
+    this rank's `addend` [..., N]."""
     assert parallelism.group is not None
     payload = rows.wait()
     weight_payload, weight_scale = weight.gemm_operand()
@@ -291,7 +309,9 @@ def summed_fprop(
         ops.scaled_mm_into_(out, payload[part], weight_payload, scale, weight_scale, bias=added, use_fast_accum=True)
 
     shape = (payload.shape[0], weight_payload.shape[0])
-    return sum_rows(write, shape, dtype, payload.device, parallelism.group).wait()
+    if addend is not None:
+        addend = addend.contiguous().view(-1, shape[1])
+    return sum_rows(write, shape, dtype, payload.device, parallelism.group, addend=addend).wait()
 
 
 def dgrad(g: Operand, weight: ScaledTensor, dtype: torch.dtype) -> Tensor:

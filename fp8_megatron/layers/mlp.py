@@ -40,8 +40,15 @@ from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear, as_s
 
 
 def fp8_norm_mlp(
-    x: Tensor, norm: NormParams, fc1: LinearParams, fc2: LinearParams, activation: str, parallelism: TensorParallelism
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    norm: NormParams,
+    fc1: LinearParams,
+    fc2: LinearParams,
+    activation: str,
+    parallelism: TensorParallelism,
+    *,
+    adds_input: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """fc2(activation(fc1(norm(x)))) in FP8; the weight gradients go to their ``main_grad``.
 
     Args:
@@ -49,10 +56,11 @@ def fp8_norm_mlp(
         activation: ``gelu`` or ``swiglu`` (see `kernels.activation`).
         parallelism: of fc1; with `gathers_input` fc2's output is reduce-scattered, else it is this rank's part of a
             sum.
+        adds_input: x, the residual branch, is added inside; not to this rank's part of a sum.
 
     Returns:
-        BF16, the shape of x, and x again for the residual branch: what comes back along it is added inside the norm's
-        backward.
+        BF16, the shape of x, and, unless it was added, x again for the residual branch: what comes back along it is
+        added inside the norm's backward.
     """
     return _FP8NormMLP.apply(
         x,
@@ -66,6 +74,7 @@ def fp8_norm_mlp(
         (fc1.quantizers, fc2.quantizers),
         activation,
         parallelism,
+        adds_input,
         torch.is_grad_enabled(),
     )
 
@@ -85,22 +94,24 @@ class _FP8NormMLP(torch.autograd.Function):
         quantizers: tuple[LinearQuantizers, LinearQuantizers],
         activation: str,
         parallelism: TensorParallelism,
+        adds_input: bool,
         needs_backward: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         norm = NormParams(norm_weight, norm_bias, *norm_settings)
         z, kept = norm_fprop(x, norm, weight1, bias1, quantizers[0], parallelism)
         payload, scale = quantizers[1].input.quantize(ActivationSource(z, activation))
+        addend = x if adds_input else None
         if parallelism.gathers_input:
-            y = summed_fprop(Rows.local(payload), scale, weight2, bias2, parallelism, x.dtype)
+            y = summed_fprop(Rows.local(payload), scale, weight2, bias2, parallelism, x.dtype, addend)
         else:
-            y = fprop(Rows.local(payload), scale, weight2, bias2, x.dtype)
+            y = fprop(Rows.local(payload), scale, weight2, bias2, x.dtype, addend)
         if needs_backward:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, norm_weight, norm_bias, z, scale, *kept)
             ctx.weights, ctx.biases = (weight1, weight2), (bias1, bias2)
             ctx.norm_settings, ctx.quantizers = norm_settings, quantizers
-            ctx.activation, ctx.parallelism = activation, parallelism
-        return y.view(*x.shape[:-1], y.shape[-1]), x
+            ctx.activation, ctx.parallelism, ctx.adds_input = activation, parallelism, adds_input
+        return y.view(*x.shape[:-1], y.shape[-1]), None if adds_input else x
 
     @staticmethod
     @once_differentiable
@@ -122,7 +133,7 @@ class _FP8NormMLP(torch.autograd.Function):
         del g2, grads
         grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
             g1,
-            residual_grad,
+            grad_output if ctx.adds_input else residual_grad,
             x,
             NormParams(norm_weight, norm_bias, *ctx.norm_settings),
             NormStatistics(*kept),
@@ -131,7 +142,7 @@ class _FP8NormMLP(torch.autograd.Function):
             ctx.parallelism,
         )
         grad_bias1, grad_bias2 = delivered(grad_bias1, ctx.biases[0]), delivered(grad_bias2, ctx.biases[1])
-        return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias1, None, grad_bias2, *[None] * 5
+        return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias1, None, grad_bias2, *[None] * 6
 
 
 class FP8MLP(MLP):
@@ -148,8 +159,13 @@ class FP8MLP(MLP):
         #: Modules whose parameters the forward reads without calling them.
         self.reads_weights_of = (norm, self.linear_fc1, self.linear_fc2)
 
-    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """hidden_states [s, b, h] (before the norm) → output [s, b, h], the bias left to add, the residual branch."""
+    def forward(
+        self, hidden_states: Tensor, *, adds_residual: bool = False, **unused: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """hidden_states [s, b, h] (before the norm) → output [s, b, h], the bias left to add, the residual branch.
+
+        With `adds_residual`, which wants `linear_fc2.output_is_whole`, the output has them already (None, None).
+        """
         norm, fc1, fc2 = self.reads_weights_of
         parallelism = column_parallelism(self.config, self.tp_group)
         added, left = fc2.bias_in_gemm()
@@ -160,6 +176,7 @@ class FP8MLP(MLP):
             LinearParams(as_scaled(fc2.weight), added, fc2.quantizers),
             "swiglu" if self.config.gated_linear_unit else "gelu",
             parallelism,
+            adds_input=adds_residual,
         )
         if parallelism.reduces_grad_input:
             output = reduce_from_tensor_model_parallel_region(output, group=self.tp_group)

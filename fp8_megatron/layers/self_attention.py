@@ -110,6 +110,8 @@ class FP8SelfAttention(SelfAttention):
     linear_qkv: FP8ColumnParallelLinear
     linear_proj: FP8RowParallelLinear
     _residual: Tensor | None = None
+    #: Set before a forward whose output is to have the residual branch added; wants `linear_proj.output_is_whole`.
+    adds_residual = False
 
     def fuse_norm(self, norm: Norm) -> None:
         """Take over the norm in front of this layer (not registered here: its parameters stay where they are)."""
@@ -117,11 +119,16 @@ class FP8SelfAttention(SelfAttention):
         self.reads_weights_of = (norm, self.linear_qkv)
         self.linear_proj.keeps_input = True  # core attention keeps its output
 
-    def take_residual(self) -> Tensor:
-        """The input of the last forward, for the residual branch."""
+    def take_residual(self) -> Tensor | None:
+        """The input of the last forward, for the residual branch; None where it was added."""
         residual, self._residual = self._residual, None
-        assert residual is not None, "no forward since the last call"
         return residual
+
+    def _keep_residual(self, residual: Tensor) -> None:
+        if self.adds_residual:
+            self.linear_proj.addend = residual
+        else:
+            self._residual = residual
 
     def get_query_key_value_tensors(  # type: ignore[no-untyped-def]
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
@@ -129,15 +136,16 @@ class FP8SelfAttention(SelfAttention):
         """hidden_states [s, b, h] (before the norm) → query [s, b, heads, d], key and value [s, b, groups, d]."""
         norm, linear = self.reads_weights_of
         if self.config.num_query_groups < self.world_size:  # a rank holds part of a group: megatron-core gathers it
-            self._residual = hidden_states
+            self._keep_residual(hidden_states)
             return super().get_query_key_value_tensors(norm(hidden_states), *args, **kwargs)
         width = self.hidden_size_per_attention_head
         heads = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
-        query, key, value, self._residual = fp8_norm_qkv(
+        query, key, value, residual = fp8_norm_qkv(
             hidden_states,
             norm.norm_params(),
             LinearParams(as_scaled(linear.weight), linear.bias, linear.quantizers),
             (heads * width, width, width),
             column_parallelism(self.config, linear.tp_group),
         )
+        self._keep_residual(residual)
         return query.reshape(*query.shape[:2], -1, width), key, value

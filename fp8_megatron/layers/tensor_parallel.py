@@ -77,7 +77,8 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
     """Y = XAᵀ with A split over input columns; the sum over ranks is taken in BF16. Under sequence parallelism its
     gradient is gathered in FP8, with one scale.
 
-    A bias that the caller is to add is added in the GEMM where each rank has its own rows of the output, or all of it.
+    What the caller would add to the output, bias and residual branch, the GEMM or the sum over ranks adds where each
+    rank has its own rows of the output, or all of it (`output_is_whole`).
 
     Args:
         recipe: scaling of activations and output gradients; the rest is megatron-core's.
@@ -85,11 +86,17 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
 
     #: Set where backward of what made the input keeps it anyway (attention): see `fp8_linear`.
     keeps_input = False
+    #: The residual branch, for the next forward to add; taken by it.
+    addend: Tensor | None = None
 
     def bias_in_gemm(self) -> tuple[Tensor | None, Tensor | None]:
         """(bias that the GEMM adds, bias left to add after the sum over ranks)."""
-        in_gemm = self.tp_group.size() == 1 or self._scatters_output
-        return (self.bias, None) if in_gemm else (None, self.bias)
+        return (self.bias, None) if self.output_is_whole else (None, self.bias)
+
+    @property
+    def output_is_whole(self) -> bool:
+        """Whether what this layer's function gives is no summand any more."""
+        return self.tp_group.size() == 1 or self._scatters_output
 
     @property
     def _scatters_output(self) -> bool:
@@ -97,20 +104,18 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Input [..., K/tp] → output [..., N], and the bias left to add."""
-        if self._scatters_output:
-            parallelism = TensorParallelism(group=self.tp_group, scatters_output=True)
-            weight = as_scaled(self.weight)
-            return fp8_linear(
-                input_, weight, self.bias, self.quantizers, parallelism, keeps_input=self.keeps_input
-            ), None
-        added, left = self.bias_in_gemm()
-        if added is None or not self.skip_bias_add:
+        if not self.output_is_whole:
+            assert self.addend is None, "the sum over ranks comes first"
             return super().forward(input_)
-        return self._forward_impl(input_, self.weight, added), left
+        return self._forward_impl(input_, self.weight, self.bias), None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> Tensor:
-        weight = as_scaled(weight)
-        return fp8_linear(input, weight, bias, self.quantizers, TensorParallelism(), keeps_input=self.keeps_input)
+        addend, self.addend = self.addend, None
+        parallelism = TensorParallelism()
+        if self._scatters_output:
+            parallelism = TensorParallelism(group=self.tp_group, scatters_output=True)
+        weight, keeps_input = as_scaled(weight), self.keeps_input
+        return fp8_linear(input, weight, bias, self.quantizers, parallelism, keeps_input=keeps_input, addend=addend)
 
 
 def column_parallelism(config: TransformerConfig, group: torch.distributed.ProcessGroup) -> TensorParallelism:

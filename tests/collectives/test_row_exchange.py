@@ -169,6 +169,25 @@ def test_a_sum_is_taken_in_fp32_in_rank_order(num_ranks: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_is_added_to_a_sum_stays_with_its_rank(num_ranks: int) -> None:
+    matrices, addends = torch.randn(num_ranks, 64, 32).bfloat16(), 9 * torch.randn(64, 32).bfloat16()
+    before = addends.clone()
+    expected = torch.zeros(64, 32)
+    for matrix in matrices:
+        expected += matrix.float()
+
+    def work(rank: int, group: Any) -> Tensor:
+        def write(rows: slice, out: Tensor, _: bool) -> None:
+            out.copy_(matrices[rank][rows])
+
+        addend = addends.chunk(num_ranks)[rank]
+        return sum_rows(write, (64, 32), torch.bfloat16, CPU, group, addend).wait()
+
+    assert torch.equal(torch.cat(Node(num_ranks).run(work)), addends + expected.bfloat16())
+    assert torch.equal(addends, before)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_exchanges_of_a_layer_one_after_the_other(num_ranks: int) -> None:
     """Forward's order and backward's, where a gather is read only after the sum that started behind it; sizes vary, and
     ranks come at their own pace."""

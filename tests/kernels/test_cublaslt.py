@@ -79,3 +79,24 @@ def test_a_refusal_names_the_problem() -> None:
     out = torch.empty(256, 128, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(RuntimeError, match=r"cuBLASLt .*float8_e4m3fn \[256, 64\] × .* \[128, 64\]ᵀ"):
         cublaslt.matmul(a, b, scale_a, unaligned, None, out, use_fast_accum=False)
+
+
+@pytest.mark.parametrize("use_fast_accum", [False, True])
+@pytest.mark.parametrize("shape", [(16, 32, 16), (512, 1536, 256), (4096, 1024, 8192)], ids=str)
+def test_the_gemm_adds_and_rounds_once(shape: tuple[int, int, int], use_fast_accum: bool) -> None:
+    """Within one BF16 step of the sum in FP32, whose products may be added up in another order."""
+    a, b, scale_a, scale_b = _operands(*shape)
+    addend = (torch.randn(shape[:2], device="cuda") * 100).bfloat16()
+    for bias in (None, torch.randn(shape[1], device="cuda").bfloat16()):
+        product = torch._scaled_mm(
+            a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32, use_fast_accum=use_fast_accum
+        )
+        exact = product + addend.float() + (0 if bias is None else bias.float())
+        for given in (addend, addend.clone()):  # the plan is made, then used with another address
+            before = given.clone()
+            out = torch.full_like(addend, torch.nan)
+            cublaslt.matmul(a, b, scale_a, scale_b, bias, out, use_fast_accum=use_fast_accum, addend=given)
+            assert ((out.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-3 * product.abs().max()).all()
+            assert torch.equal(given, before)
+        wrong = (out != exact.bfloat16()).float().mean()
+        assert wrong < 0.02 or use_fast_accum, wrong

@@ -119,6 +119,18 @@ def test_accumulate_rows_without_scales(
         guards.check()
 
 
+@pytest.mark.parametrize(("num_rows", "n"), [(1, 128), (2, 37 * 128), (4, 4096)])
+def test_accumulate_rows_and_what_is_added_to_their_rounded_sum(num_rows: int, n: int) -> None:
+    payload, addend = torch.randn(num_rows * n).bfloat16(), 30 * torch.randn(n).bfloat16()
+    expected = torch.empty(n, dtype=torch.bfloat16)
+    reference.accumulate_rows_(payload, None, expected, factor=1.0, add=False, addend=addend)
+    guards = Guards()
+    on_gpu = copies([payload, torch.full_like(addend, math.nan), addend], guards)
+    ops.accumulate_rows_(on_gpu[0], None, on_gpu[1], factor=1.0, add=False, addend=on_gpu[2])
+    assert_all_same(on_gpu, [payload, expected, addend])
+    guards.check()
+
+
 @pytest.mark.parametrize("own_row", [0, 2, 10])
 @pytest.mark.parametrize(("num_rows", "n"), [(11, 3 * 128), (16, 9 * 1024)])
 def test_accumulate_rows_with_one_elsewhere(num_rows: int, n: int, own_row: int) -> None:

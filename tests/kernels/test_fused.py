@@ -172,3 +172,23 @@ def test_scaled_mm_into_rows() -> None:
     ops.scaled_mm_into_(out[16:48], x, y, scale_x, scale_y)
     assert torch.equal(out[16:48], ops.scaled_mm(x, y, scale_x, scale_y))
     assert (out[:16] == 7.0).all() and (out[48:] == 7.0).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_scaled_mm_rounds_once_with_what_it_adds(has_bias: bool) -> None:
+    a, b, addend = normal(32, 48, seed=1), normal(16, 48, seed=2), normal(32, 16, seed=3).bfloat16() * 100
+    bias = normal(16, seed=4).bfloat16() if has_bias else None
+    (x, _, scale_x), (y, _, scale_y) = ops.quantize_current(a, E4M3), ops.quantize_current(b, E4M3)
+    out, before = torch.empty_like(addend), addend.clone()
+    ops.scaled_mm_into_(out, x, y, scale_x, scale_y, bias=bias, addend=addend)
+    exact = ops.scaled_mm(x, y, scale_x, scale_y, bias=bias, out_dtype=torch.float32)
+    assert torch.equal(out, (exact + addend.float()).bfloat16()) and torch.equal(addend, before)
+    assert not torch.equal(out, exact.bfloat16() + addend)
+
+
+def test_scaled_mm_refuses_an_addend_of_another_form() -> None:
+    x, y, scale = torch.zeros(32, 48).to(E4M3), torch.zeros(16, 48).to(E4M3), torch.ones(1)
+    out = torch.empty(32, 16, dtype=torch.bfloat16)
+    for addend in (torch.zeros(32, 16), torch.zeros(16, dtype=torch.bfloat16), torch.zeros(16, 32).bfloat16().t()):
+        with pytest.raises(AssertionError):
+            ops.scaled_mm_into_(out, x, y, scale, scale, addend=addend)

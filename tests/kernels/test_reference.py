@@ -376,6 +376,14 @@ def test_accumulate_rows(num_rows: int, add: bool) -> None:
     assert torch.equal(payload.view(torch.uint8), before[0]) and torch.equal(scales, before[1])
 
 
+def test_an_addend_is_added_to_the_rounded_sum() -> None:
+    """As a reduction in BF16 and an addition behind it do, so that who carries the rows does not change the result."""
+    rows, addend = torch.randn(2, 384).bfloat16(), 30 * torch.randn(384).bfloat16()
+    total = torch.full((384,), torch.nan, dtype=torch.bfloat16)
+    ops.accumulate_rows_(rows.view(-1), None, total, factor=1.0, add=False, addend=addend)
+    assert torch.equal(total, addend + (rows[0] + rows[1]))
+
+
 @pytest.mark.parametrize("dtype", [*BLOCK_PAYLOADS, torch.int8, torch.uint8], ids=str)
 @pytest.mark.parametrize("numel", [1, 256, 300, 1023])
 def test_a_shorter_input_is_filled_up_with_zeros(numel: int, dtype: torch.dtype) -> None:

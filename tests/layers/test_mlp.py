@@ -133,6 +133,36 @@ def test_norm_mlp(kind: str) -> None:
         assert snr_db(bias2.grad, bias2_64.grad) > 53.0
 
 
+def test_the_residual_branch_is_added_inside() -> None:
+    """One rounding instead of two, and the same gradients bit for bit: the branch's is the output's."""
+
+    def mlp(adds_input: bool) -> dict[str, Tensor]:
+        x, _ = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0) + 0.3)
+        norm_weight, _ = leaf(1 + normal(HIDDEN, seed=2, size=0.2))
+        bias1, bias2 = (leaf(normal(size, seed=4, size=0.2))[0] for size in (WIDE, HIDDEN))
+        (weight1, _), (weight2, _) = fp8_weight(WIDE, HIDDEN, seed=5), fp8_weight(HIDDEN, WIDE, seed=8)
+        y, residual = fp8_norm_mlp(
+            x,
+            NormParams(norm_weight, None, 1e-5, True),
+            LinearParams(weight1, bias1, quantizers()),
+            LinearParams(weight2, bias2, quantizers()),
+            "gelu",
+            TensorParallelism(),
+            adds_input=adds_input,
+        )
+        assert (residual is None) == adds_input
+        total = y if residual is None else y + residual
+        total.backward(normal(*y.shape, seed=6, size=1e-3).bfloat16())
+        grads = {"x": x.grad, "norm": norm_weight.grad, "bias1": bias1.grad, "bias2": bias2.grad}
+        grads |= {f"weight{i}": w.main_grad.grads[0] for i, w in enumerate((weight1, weight2))}  # type: ignore[attr-defined]
+        return {"y": total.detach(), **grads}  # type: ignore[dict-item]
+
+    apart, inside = mlp(False), mlp(True)
+    y, expected = inside.pop("y"), apart.pop("y")
+    assert not torch.equal(y, expected) and ((y - expected).abs() <= 2**-7 * expected.abs() + 2**-8).all()
+    assert all(torch.equal(grad, apart[name]) for name, grad in inside.items())
+
+
 def test_vectors_give_their_gradients_to_main_grad_in_fp32() -> None:
     """Norms and biases of both functions: what autograd would have rounded to BF16, nothing left in ``.grad``."""
 
