@@ -56,7 +56,7 @@ def _norm(device: torch.device, tokens: int, hidden: int, *, rms: bool) -> Itera
     )
     yield Case(
         f"{kind} backward with residual gradient {at}",
-        lambda i: ops.norm_backward(grad(i), residual(i), x(i), weight, mean, rstd, has_bias=not rms),
+        lambda i: ops.norm_backward(grad(i)[None], residual(i), x(i), weight, mean, rstd, has_bias=not rms),
         (3 * 2 + 2) * n + statistics,
     )
 

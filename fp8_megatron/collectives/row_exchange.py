@@ -82,13 +82,20 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class RowSum:
-    """A sum over ranks in flight."""
+    """A sum over ranks in flight; `wait` or `summands` is called once, before the next sum of the group starts."""
 
-    finish: Callable[[], Tensor]
+    arrive: Callable[[], Tensor]
+    addend: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """This rank's part [T/d, N] of the sum; called once."""
-        return self.finish()
+        """This rank's part [T/d, N] of the sum."""
+        return _sum(self.arrive(), self.addend)
+
+    def summands(self) -> Tensor:
+        """This rank's part of every rank's matrix [d, T/d, N], to be read before the next sum of the group starts; or
+        [1, T/d, N], if they were summed on their way."""
+        assert self.addend is None, "it belongs to the sum"
+        return self.arrive()
 
 
 def gather_rows(shard: Tensor, group: Group) -> Rows:
@@ -131,14 +138,14 @@ def sum_rows(
         return exchange.sum(write, shape, dtype, device, addend)
     matrix = torch.empty(shape, dtype=dtype, device=device)
     write(slice(0, shape[0]), matrix, group.rank() == 0)
-    part = matrix.new_empty((shape[0] // group.size(), shape[1]))
-    work = torch.distributed.reduce_scatter_tensor(part, matrix, group=group, async_op=True)
+    parts = matrix.new_empty((1, shape[0] // group.size(), shape[1]))
+    work = torch.distributed.reduce_scatter_tensor(parts[0], matrix, group=group, async_op=True)
 
-    def finish() -> Tensor:
+    def arrive() -> Tensor:
         work.wait()
-        return part if addend is None else part.add_(addend)
+        return parts
 
-    return RowSum(finish)
+    return RowSum(arrive, addend)
 
 
 def share_memory(group: Group, device: torch.device) -> None:
@@ -216,14 +223,14 @@ class RowExchange:
         write(rows[own], parts[own], True)
         arrivals = self._arrivals(self._sums, _SUMS, number)
 
-        def finish() -> Tensor:
+        def arrive() -> Tensor:
             for arrival in arrivals:
                 arrival.wait()
             sent.wait()
             summands.clear()  # this stream may have their memory again
-            return _sum(received, parts, addend)
+            return received.view(self._num_ranks, *part_shape)
 
-        return RowSum(finish)
+        return RowSum(arrive, addend)
 
     def _arrivals(self, ring: _Ring, channel: int, number: int) -> list[_Arrival]:
         """What the others send to this rank, in the order in which they do."""
@@ -231,13 +238,15 @@ class RowExchange:
         return ring.pending
 
 
-def _sum(received: Tensor, parts: Sequence[Tensor], addend: Tensor | None) -> Tensor:
-    """The sum [n, N] of `parts` of `received` [d · n, N], in FP32 and in their order, rounded once; plus `addend`."""
+def _sum(parts: Tensor, addend: Tensor | None) -> Tensor:
+    """The sum [n, N] of `parts` [d, n, N], in FP32 and in their order, rounded once; plus `addend`."""
+    if len(parts) == 1:
+        return parts[0] if addend is None else parts[0].add_(addend)
     if len(parts) == 2 and addend is None:
         return parts[0] + parts[1]  # the same, for less of the host's time
     total = torch.empty_like(parts[0])
     flat = None if addend is None else addend.view(-1)
-    ops.accumulate_rows_(received.view(-1), None, total.view(-1), factor=1.0, add=False, addend=flat)
+    ops.accumulate_rows_(parts.view(-1), None, total.view(-1), factor=1.0, add=False, addend=flat)
     return total
 
 

@@ -45,7 +45,7 @@ def _quantize_grad_tiles(
     x, payload, payload_t, scale, partials, amax_out, column_sums,
     T, batch, stride_s, stride_b, stride_g, width, group_width, first_column, columns_total, num_partials,
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD_AMAX: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """x [s, b, groups, width] → columns [group · group_width + first_column, + width) of the payload."""
@@ -78,7 +78,8 @@ def _quantize_grad_tiles(
     tl.store(target + columns_total, q1, mask=mask)
     tl.store(target + 2 * columns_total, q2, mask=mask)
     tl.store(target + 3 * columns_total, q3, mask=mask)
-    store_transposed(q0, q1, q2, q3, payload_t, m0, k0, T, end, TILE_M, TILE_K)
+    if TRANSPOSED:
+        store_transposed(q0, q1, q2, q3, payload_t, m0, k0, T, end, TILE_M, TILE_K)
     if RECORD_AMAX:
         raise_amax(amax_out, tl.max(magnitude_bits(largest)))
     if SUM_COLUMNS:
@@ -87,7 +88,12 @@ def _quantize_grad_tiles(
 
 
 def quantize_grad_output(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+    x: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.quantize_grad_output`: the cast, and one small launch that adds the programs' column sums up.
 
@@ -95,7 +101,7 @@ def quantize_grad_output(
         ValueError: M is not a multiple of 4, or K not of 16.
     """
     grads = [x.contiguous().view(x.shape[0], 1, 1, x.shape[1])]
-    return quantize_qkv_grad(grads, dtype, scale, power_of_two, amax_out, column_sums=True)
+    return _quantize_grads(grads, dtype, scale, power_of_two, amax_out, column_sums=True, transposed=transposed)
 
 
 def quantize_qkv_grad(
@@ -112,13 +118,26 @@ def quantize_qkv_grad(
     Raises:
         ValueError: a number of tokens that is not a multiple of 4, or a width that is not one of 16.
     """
+    return _quantize_grads(grads, dtype, scale, power_of_two, amax_out, column_sums=column_sums, transposed=True)
+
+
+def _quantize_grads(
+    grads: list[Tensor],
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+    *,
+    column_sums: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = [_dense(grad) for grad in grads]
     seq, batch, groups, _ = grads[0].shape
     T, group_width = seq * batch, sum(grad.shape[3] for grad in grads)
     check_layouts(T, *(grad.shape[3] for grad in grads))
     total, device = groups * group_width, grads[0].device
     payload = torch.empty((T, total), dtype=dtype, device=device)
-    payload_t = torch.empty((total, T), dtype=dtype, device=device)
+    payload_t = torch.empty((total, T) if transposed else 0, dtype=dtype, device=device)
     current = scale is None
     taken = torch.empty(1 if current else 0, dtype=torch.float32, device=device)
     used = taken if scale is None else scale
@@ -132,7 +151,7 @@ def quantize_qkv_grad(
             grad, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums,
             T, batch, grad.stride(0), grad.stride(1), grad.stride(2), width, group_width, first_column, total,
             num_partials, MAX_FINITE[dtype], current, power_of_two, amax_out is not None, column_sums,
-            _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
+            transposed, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
         )  # fmt: skip
         first_column += width
     return payload, payload_t, sum_of_programs(sums)[0], taken

@@ -93,12 +93,13 @@ def norm_backward(
     """Gradients of the norm, with the gradient of the residual branch beside it added in the same pass.
 
     Args:
-        grad: of y, [T, K]. residual_grad: [T, K], what reaches x past the norm; None if nothing does.
+        grad: of y, [d, T, K], to be summed over d as `reference.sum_of_rows` does.
+        residual_grad: [T, K], what reaches x past the norm; None if nothing does.
 
     Returns:
         grad of x [T, K] in its dtype; of the weight FP32 [K]; of the bias FP32 [K] (empty unless `has_bias`).
     """
-    g = grad.float()
+    g = reference.sum_of_rows(grad).float()
     normalized = _normalized(x, mean, rstd)
     weighted = g * weight.float()
     projection = (normalized * weighted).mean(dim=1, keepdim=True)

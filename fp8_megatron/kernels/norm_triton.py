@@ -170,7 +170,7 @@ def _add_pairs(a0, a1, b0, b1):
 def _norm_backward(
     grad, residual_grad, x, weight, mean, rstd, grad_x, grad_weight, grad_bias, T, K,
     RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    NUM_PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both means of a row cross threads together. `FLAT`: rows are added up as they come, else apart until the end,
     because their sum may cross warps."""
@@ -199,6 +199,10 @@ def _norm_backward(
         if not EVEN:
             mask = (start + lane < T) & (columns < K)
         g = load_inside(grad + base + offsets, mask, EVEN).to(tl.float32)
+        for part in tl.static_range(1, NUM_PARTS):
+            g += load_inside(grad + part * tl.cast(T, tl.int64) * K + base + offsets, mask, EVEN).to(tl.float32)
+        if NUM_PARTS > 1:
+            g = g.to(grad.dtype.element_ty).to(tl.float32)
         normalized = load_inside(x + base + offsets, mask, EVEN).to(tl.float32)
         residual = 0.0
         if HAS_RESIDUAL:
@@ -370,10 +374,11 @@ def norm_backward(
     grad_x = torch.empty_like(x)
     sums = torch.empty((2 if has_bias else 1, programs, K), dtype=torch.float32, device=x.device)
     has_residual = residual_grad is not None
+    stages = _STAGES if block <= 8192 and len(grad) == 1 else 2
     _norm_backward[(programs,)](
         grad, residual_grad.contiguous() if residual_grad is not None else grad, x, weight, mean, rstd, grad_x,
         sums[0], sums[-1], T, K, mean.numel() == 0, has_bias, has_residual, block == K and T % rows == 0, is_flat,
-        rows, block, _STAGES if block <= 8192 else 2, num_warps=8 if block <= 4096 else 16,
+        len(grad), rows, block, stages, num_warps=8 if block <= 4096 else 16,
     )  # fmt: skip
     total = sum_of_programs(sums)
     return grad_x, total[0], total[1] if has_bias else total.new_empty(0)

@@ -43,11 +43,17 @@ def quantize_with_scale(
 
 
 def quantize_grad_output(
-    x: Tensor, dtype: torch.dtype, *, scale: Tensor | None, power_of_two: bool = False, amax_out: Tensor | None = None
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+    transposed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.quantize_grad_output`: payload [M, K], transpose [K, M], column sums [K], the scale taken."""
     assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
-    return _OPS.quantize_grad_output(x, dtype, scale, power_of_two, amax_out)
+    return _OPS.quantize_grad_output(x, dtype, scale, power_of_two, amax_out, transposed)
 
 
 def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:
@@ -98,7 +104,7 @@ def norm_backward(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`norm.norm_backward`: gradients of x [T, K], of the weight [K] and of the bias [K]."""
-    assert grad.shape == x.shape, (grad.shape, x.shape)
+    assert grad.shape[1:] == x.shape and grad.ndim == 3, (grad.shape, x.shape)
     return _OPS.norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
 
 

@@ -37,6 +37,6 @@ def quantize_qkv_grad(
         payload [T, N], its transpose, column sums FP32 [N] (empty unless asked for), the scale taken (empty if given).
     """
     payload, payload_t, sums, taken = reference.quantize_grad_output(
-        interleaved(grads), dtype, scale, power_of_two, amax_out
+        interleaved(grads), dtype, scale, power_of_two, amax_out, transposed=True
     )
     return payload, payload_t, sums if column_sums else sums.new_empty(0), taken

@@ -117,20 +117,26 @@ def quantize_with_scale(
 
 
 def quantize_grad_output(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+    x: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantise an output gradient `x` [M, K] in both layouts and sum its columns (a bias's gradient) in one read.
+    """Quantise an output gradient `x` [M, K] and sum its columns (a bias's gradient) in one read.
 
     Args:
         scale: FP32 [1]; None takes one from the amax of `x`.
 
     Returns:
-        payload [M, K], its transpose [K, M], column sums FP32 [K], the scale taken FP32 [1] (empty if it was given).
+        payload [M, K], its transpose [K, M] (empty unless `transposed`), column sums FP32 [K], the scale taken FP32 [1]
+        (empty if it was given).
     """
     taken = scale_from_amax(amax(x), dtype, power_of_two=power_of_two) if scale is None else None
     used = scale if scale is not None else taken
     assert used is not None
-    payload, payload_t = quantize_with_scale(x, used, dtype, rowwise=True, transposed=True, amax_out=amax_out)
+    payload, payload_t = quantize_with_scale(x, used, dtype, rowwise=True, transposed=transposed, amax_out=amax_out)
     return payload, payload_t, x.float().sum(dim=0), used.new_empty(0) if taken is None else taken
 
 
@@ -219,6 +225,14 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor, noise: Tenso
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     """Flat payload [n] with FP32 `scales` [n / block] → FP32 [n]."""
     return decode(payload.view(scales.numel(), -1), scales[:, None]).view(-1)
+
+
+def sum_of_rows(rows: Tensor) -> Tensor:
+    """The sum [...] of `rows` [d, ...] in FP32 and in their order, rounded to their dtype once."""
+    total = rows[0].float()
+    for row in rows[1:]:
+        total = total + row.float()
+    return total.to(rows.dtype)
 
 
 def accumulate_rows_(

@@ -24,8 +24,8 @@ _SCHEMAS = {
     " -> (Tensor, Tensor, Tensor)",
     "quantize_with_scale": "(Tensor x, Tensor scale, ScalarType dtype, bool rowwise, bool transposed,"
     " Tensor(a!)? amax_out) -> (Tensor, Tensor)",
-    "quantize_grad_output": "(Tensor x, ScalarType dtype, Tensor? scale, bool power_of_two, Tensor(a!)? amax_out)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_grad_output": "(Tensor x, ScalarType dtype, Tensor? scale, bool power_of_two, Tensor(a!)? amax_out,"
+    " bool transposed) -> (Tensor, Tensor, Tensor, Tensor)",
     "quantize_qkv_grad": "(Tensor[] grads, ScalarType dtype, Tensor? scale, bool power_of_two,"
     " Tensor(a!)? amax_out, bool column_sums) -> (Tensor, Tensor, Tensor, Tensor)",
     "transpose": "(Tensor payload) -> Tensor",

@@ -225,7 +225,7 @@ def norm_linear_backward(
     gathering = start_norm_again(x, norm, kept, parallelism)
     grad_input = start_dgrad(g, weight, x.dtype, parallelism)
     wgrad(g, transposed_norm(gathering, x, norm, kept), kept.scale, weight, quantizers, x.dtype)
-    return norm_backward(grad_input.wait(), residual_grad, x, norm, kept)
+    return norm_backward(grad_input.summands(), residual_grad, x, norm, kept)
 
 
 def start_norm_again(x: Tensor, norm: NormParams, kept: NormStatistics, parallelism: TensorParallelism) -> Rows | None:
@@ -247,13 +247,17 @@ def transposed_norm(gathering: Rows | None, x: Tensor, norm: NormParams, kept: N
 
 
 def norm_backward(
-    grad_input: Tensor, residual_grad: Tensor | None, x: Tensor, norm: NormParams, kept: NormStatistics
+    summands: Tensor, residual_grad: Tensor | None, x: Tensor, norm: NormParams, kept: NormStatistics
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`)."""
+    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`).
+
+    Args:
+        summands: [d, T, K], whose sum is the gradient of the norm's output.
+    """
     x2d = x.reshape(-1, x.shape[-1])
     residual = None if residual_grad is None else residual_grad.reshape(x2d.shape)
     grad_x, grad_weight, grad_bias = ops.norm_backward(
-        grad_input, residual, x2d, norm.weight, kept.mean, kept.rstd, has_bias=norm.bias is not None
+        summands, residual, x2d, norm.weight, kept.mean, kept.rstd, has_bias=norm.bias is not None
     )
     return grad_x.view(x.shape), delivered(grad_weight, norm.weight), delivered(grad_bias, norm.bias)
 
@@ -324,7 +328,7 @@ def dgrad(g: Operand, weight: ScaledTensor, dtype: torch.dtype) -> Tensor:
 
 
 class PendingSum(NamedTuple):
-    """A gradient [T, K] that is being summed over the group, perhaps in place; `wait` once."""
+    """A gradient [T, K] that is being summed over the group, perhaps in place; `wait` or `summands` once."""
 
     value: Tensor
     work: torch.distributed.Work | None = None
@@ -334,6 +338,10 @@ class PendingSum(NamedTuple):
         if self.work is not None:
             self.work.wait()
         return self.value
+
+    def summands(self) -> Tensor:
+        """As `RowSum.summands`: the sum, alone."""
+        return self.wait().unsqueeze(0)
 
 
 def start_dgrad(
@@ -401,12 +409,10 @@ def gathered_grad(
     The cast is bit for bit that of the gathered gradient, for half of BF16's bytes.
     """
     assert parallelism.group is not None
-    grad2d = grad_output.reshape(-1, grad_output.shape[-1])
-    source = TensorSource(grad2d)
+    source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias, transposed=False)
     sync = partial(max_over_group_, group=parallelism.group)
-    (part, _), scale = quantizers.grad_output.quantize(source, sync=sync)
-    rows = gather_rows(part, parallelism.group)
-    return Operand(rows, scale), grad2d.sum(dim=0, dtype=torch.float32) if has_bias else None
+    (part, _, column_sums), scale = quantizers.grad_output.quantize(source, sync=sync)
+    return Operand(gather_rows(part, parallelism.group), scale), column_sums
 
 
 def amax_sync(parallelism: TensorParallelism) -> AmaxSync | None:

@@ -152,7 +152,7 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         x_t = transposed_norm(gathering, x, norm, statistics)
         grad_weight = _weight_gradient(payloads_t, scale, x_t, statistics.scale, weight)
         del x_t, gathering
-        grad_x, grad_norm_weight, grad_norm_bias = norm_backward(reducing.wait(), None, x, norm, statistics)
+        grad_x, grad_norm_weight, grad_norm_bias = norm_backward(reducing.summands(), None, x, norm, statistics)
         return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, *[None] * 5
 
 

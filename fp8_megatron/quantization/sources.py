@@ -36,7 +36,7 @@ class Layouts(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """payload [M, K], its transpose [K, M] and, for a bias, column sums FP32 [K]."""
+    """payload [M, K], its transpose [K, M] (empty if not asked for) and, for a bias, column sums FP32 [K]."""
 
     payload: Tensor
     payload_t: Tensor
@@ -83,10 +83,11 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class GradSource:
-    """An output gradient `g` [M, K], in both layouts; `column_sums` for a bias."""
+    """An output gradient `g` [M, K], unless `transposed` is off in both layouts; `column_sums` for a bias."""
 
     g: Tensor
     column_sums: bool = False
+    transposed: bool = True
 
     def amax(self) -> Tensor:
         return ops.amax(self.g)
@@ -95,12 +96,12 @@ class GradSource:
         self, dtype: torch.dtype, scale: Tensor | None, *, power_of_two: bool, amax_out: Tensor | None
     ) -> tuple[Grads, Tensor]:
         if not self.column_sums:
-            layouts, used = TensorSource(self.g, transposed=True).quantize(
+            layouts, used = TensorSource(self.g, transposed=self.transposed).quantize(
                 dtype, scale, power_of_two=power_of_two, amax_out=amax_out
             )
             return Grads(*layouts, None), used
         payload, payload_t, sums, taken = ops.quantize_grad_output(
-            self.g, dtype, scale=scale, power_of_two=power_of_two, amax_out=amax_out
+            self.g, dtype, scale=scale, power_of_two=power_of_two, amax_out=amax_out, transposed=self.transposed
         )
         return Grads(payload, payload_t, sums), taken if scale is None else scale
 

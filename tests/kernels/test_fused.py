@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2
-from fp8_megatron.kernels import activation, ops, reference
+from fp8_megatron.kernels import activation, norm, ops, reference
 from fp8_megatron.quantization.stats import snr_db
 
 #: FP32 arithmetic on sums of some hundred terms keeps more than this; BF16 and FP8 roundings far less.
@@ -46,10 +46,10 @@ def test_norm(rms: bool, has_bias: bool) -> None:
     torch.testing.assert_close(scale * 448.0, largest, rtol=1e-5, atol=0)
     torch.testing.assert_close(ops.norm_amax(x, weight, bias, eps=1e-5, rms=rms), largest, rtol=1e-5, atol=0)
 
-    grad_x, grad_weight, grad_bias = ops.norm_backward(grad, residual, x, weight, mean, rstd, has_bias=has_bias)
+    grad_x, grad_weight, grad_bias = ops.norm_backward(grad[None], residual, x, weight, mean, rstd, has_bias=has_bias)
     assert grad_x.dtype == torch.bfloat16
     assert snr_db(grad_x, leaves[0].grad + residual.double()) > BF16_DB
-    alone = ops.norm_backward(grad, None, x, weight, mean, rstd, has_bias=has_bias)[0]
+    alone = ops.norm_backward(grad[None], None, x, weight, mean, rstd, has_bias=has_bias)[0]
     assert snr_db(alone, leaves[0].grad) > BF16_DB
     assert snr_db(grad_weight, leaves[1].grad) > FP32_DB
     if has_bias:
@@ -103,6 +103,20 @@ def test_grad_output_in_one_read() -> None:
     for mine, theirs in zip((payload, payload_t), plain[:2], strict=True):
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
     assert torch.equal(scale, plain[2]) and snr_db(sums, g.double().sum(dim=0)) > FP32_DB
+    rows, nothing, sums_again, _ = ops.quantize_grad_output(g, E5M2, scale=scale, transposed=False)
+    assert torch.equal(rows.view(torch.uint8), payload.view(torch.uint8)) and nothing.numel() == 0
+    assert torch.equal(sums_again, sums)
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_norm_backward_of_summands(num_parts: int) -> None:
+    """Bit for bit that of their sum in FP32, rounded once: as if a reduction had brought it."""
+    x, weight, parts = normal(T, K, seed=1), 1 + normal(K, seed=2, size=0.3), normal(num_parts, T, K, seed=3)
+    statistics = norm.statistics(x, 1e-5, rms=False)
+    total = parts.float().sum(dim=0).bfloat16() if num_parts == 2 else reference.sum_of_rows(parts)
+    ours = ops.norm_backward(parts, None, x, weight, *statistics, has_bias=True)
+    expected = ops.norm_backward(total[None], None, x, weight, *statistics, has_bias=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])

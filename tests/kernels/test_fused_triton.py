@@ -79,13 +79,27 @@ def test_norm_backward(shape: tuple[int, int], rms: bool, has_bias: bool, has_re
     x, weight = normal(*shape, seed=1, size=3.0) + 0.5, 1 + normal(shape[1], seed=2, size=0.3)
     grad, residual = normal(*shape, seed=4, size=1e-3), normal(*shape, seed=5, size=1e-3) if has_residual else None
     mean, rstd = norm.statistics(x, 1e-5, rms)
-    expected = norm.norm_backward(grad, residual, x, weight, mean, rstd, has_bias)
-    measured = ops.norm_backward(*cuda(grad, residual, x, weight, mean, rstd), has_bias=has_bias)
+    expected = norm.norm_backward(grad[None], residual, x, weight, mean, rstd, has_bias)
+    measured = ops.norm_backward(*cuda(grad[None], residual, x, weight, mean, rstd), has_bias=has_bias)
     assert snr_db(measured[0].cpu(), expected[0]) > BF16_DB
     assert snr_db(measured[1].cpu(), expected[1]) > FP32_DB
     assert measured[2].shape == expected[2].shape
     if has_bias:
         assert snr_db(measured[2].cpu(), expected[2]) > FP32_DB
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norm_backward_of_summands(shape: tuple[int, int], num_parts: int) -> None:
+    """Bit for bit that of their sum in rank order, rounded once."""
+    x, weight, residual = normal(*shape, seed=1), 1 + normal(shape[1], seed=2, size=0.3), normal(*shape, seed=5)
+    parts = normal(num_parts, *shape, seed=4)
+    operands = cuda(residual, x, weight, *norm.statistics(x, 1e-5, False))
+    measured = ops.norm_backward(parts.cuda(), *operands, has_bias=True)
+    expected = ops.norm_backward(reference.sum_of_rows(parts)[None].cuda(), *operands, has_bias=True)
+    assert torch.equal(measured[0], expected[0])
+    for mine, theirs in zip(measured[1:], expected[1:], strict=True):
+        assert snr_db(mine, theirs) > FP32_DB
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -128,12 +142,16 @@ def test_activation(shape: tuple[int, int], kind: str, power_of_two: bool) -> No
 def test_quantize_grad_output(shape: tuple[int, int], current: bool) -> None:
     x = normal(*shape, seed=1, size=1e-3)
     scale = None if current else torch.full((1,), 1e-7)
-    expected = reference.quantize_grad_output(x, E5M2, scale, False, None)
-    measured = ops.quantize_grad_output(x.cuda(), E5M2, scale=None if scale is None else scale.cuda())
+    expected = reference.quantize_grad_output(x, E5M2, scale, False, None, True)
+    given = None if scale is None else scale.cuda()
+    measured = ops.quantize_grad_output(x.cuda(), E5M2, scale=given)
     for index in (0, 1):
         assert torch.equal(measured[index].cpu().view(torch.uint8), expected[index].view(torch.uint8))
     assert snr_db(measured[2].cpu(), expected[2]) > FP32_DB
     assert torch.equal(measured[3].cpu(), expected[3])
+    rows, nothing, sums, _ = ops.quantize_grad_output(x.cuda(), E5M2, scale=given, transposed=False)
+    assert torch.equal(rows.view(torch.uint8), measured[0].view(torch.uint8)) and nothing.numel() == 0
+    assert torch.equal(sums, measured[2])
 
 
 @pytest.mark.parametrize("widths", [(64, 64, 64), (256, 128, 128), (160, 80, 80)], ids=str)
