@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives import copy_engine
 from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum_rows
-from fp8_megatron.device import distributed_backend, select_device
+from fp8_megatron.device import distributed_backend, runtime, select_device
 from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops
 
@@ -59,15 +59,15 @@ def main() -> int:
     torch.distributed.init_process_group(
         distributed_backend(device), device_id=device if device.type == "cuda" else None
     )
-    try:
-        group = torch.distributed.group.WORLD
-        assert group is not None
+    # A rank that fails leaves without meeting the others again: torchrun ends them.
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    with runtime(device):
         rows, wrong = _run(args, group, device)
-        if group.rank() == 0:
-            _report(args, rows, wrong, device)
-        return int(wrong > 0 or any(row.equal is False for row in rows))
-    finally:
-        torch.distributed.destroy_process_group()
+    if group.rank() == 0:
+        _report(args, rows, wrong, device)
+    torch.distributed.destroy_process_group()
+    return int(wrong > 0 or any(row.equal is False for row in rows))
 
 
 def _parse() -> argparse.Namespace:
