@@ -116,10 +116,10 @@ class ParallelConfig:
     dp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
     """What carries gradients and weights between data-parallel ranks: nccl; copy_engine (GPUs of one node copy from
     each other, with no multiprocessor taken from the GEMMs); auto (copy_engine inside a node where it works)."""
-    tp_transport: Literal["auto", "nccl", "copy_engine"] = "nccl"
+    tp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
     """What carries activations between tensor-parallel ranks under --sequence-parallel in FP8 layers: nccl; copy_engine
-    (each GEMM goes part by part, beside the copies of the next; new, see docs/performance.md); auto (copy_engine inside
-    a node where it works)."""
+    (each GEMM goes part by part, beside the copies of the next); auto (copy_engine between two ranks of a node where it
+    works, else nccl)."""
     nccl_communicator_config_path: str | None = None
     """YAML of NCCL settings by process group, as megatron-core reads it: {dp_cp: {max_ctas: 8}} bounds the
     multiprocessors that data parallelism's collectives take from the GEMMs beside them."""

@@ -19,6 +19,8 @@ from ..config import ParallelConfig, Precision
 Group = torch.distributed.ProcessGroup
 
 _PROBE_BYTES = 1024
+#: Tensor-parallel ranks whose rows copy engines carry under `auto`.
+_MOST_RANKS_BY_AUTO = 2
 
 
 class TransportError(ValueError):
@@ -59,14 +61,21 @@ def share_rows(parallel: ParallelConfig, group: Group, device: torch.device) -> 
     Raises:
         TransportError: as `send_memory`.
     """
-    if parallel.sequence_parallel and _copies("tp_transport", parallel, group, device):
+    if parallel.sequence_parallel and _may_copy_rows(parallel) and _copies("tp_transport", parallel, group, device):
         row_exchange.share_memory(group, device)
+
+
+def _may_copy_rows(parallel: ParallelConfig) -> bool:
+    """Whether --tp-transport allows copy engines. `auto` does not for more than two ranks: a layer then has so many
+    parts that the host comes last (docs/performance.md)."""
+    most = _MOST_RANKS_BY_AUTO if parallel.tp_transport == "auto" else parallel.tensor_model_parallel_size
+    return parallel.tp_transport != "nccl" and parallel.tensor_model_parallel_size <= most
 
 
 def needs_launch_order(parallel: ParallelConfig, precision: Precision) -> bool:
     """Whether collectives must start in the order of their launch: under tensor parallelism over NCCL."""
     size = parallel.tensor_model_parallel_size
-    copies_rows = precision == "fp8" and parallel.sequence_parallel and parallel.tp_transport != "nccl"
+    copies_rows = precision == "fp8" and parallel.sequence_parallel and _may_copy_rows(parallel)
     return size > 1 and not (copies_rows and _node_size() % size == 0)
 
 
