@@ -287,6 +287,23 @@ def accumulate_rows_(
     _OPS.accumulate_rows_(payload, scales, accumulator, factor, add, row, own_payload, own_scales, addend)
 
 
+def update_amax_history_(
+    amax: Tensor,
+    written: Tensor,
+    history: Tensor,
+    fp_max: Tensor,
+    previous: Tensor,
+    *,
+    keeps_largest: bool,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor]:
+    """`amax_history.update_amax_history_`: the next scales and their reciprocals, FP32 [n, stride] in column 0."""
+    n = history.shape[1]
+    assert amax.shape == fp_max.shape == (n,) and written.shape[0] == previous.shape[0] == n, (amax.shape, n)
+    assert written.shape[2] == previous.shape[1], (written.shape, previous.shape)
+    return _OPS.update_amax_history_(amax, written, history, fp_max, previous, keeps_largest, power_of_two)
+
+
 def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
     """`underflow.count_underflow_`: adds to int64 [2], in place."""
     assert value.ndim == 1 and payload.shape == value.shape and payload.dtype in FP8_DTYPES, (value, payload)

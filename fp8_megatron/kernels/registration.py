@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import activation, cross_entropy, norm, qkv, reference, split_master, underflow
+from . import activation, amax_history, cross_entropy, norm, qkv, reference, split_master, underflow
 from .scaled_mm import scaled_mm_cublaslt, scaled_mm_into_cublaslt_, scaled_mm_to_fp8_cublaslt_
 
 _LIBRARY = torch.library.Library("fp8_megatron", "DEF")
@@ -57,6 +57,8 @@ _SCHEMAS = {
     "dequantize_blockwise": "(Tensor payload, Tensor scales) -> Tensor",
     "accumulate_rows_": "(Tensor payload, Tensor? scales, Tensor(a!) accumulator, float factor, bool add, int own_row,"
     " Tensor? own_payload, Tensor? own_scales, Tensor? addend) -> ()",
+    "update_amax_history_": "(Tensor(a!) amax, Tensor(b!) written, Tensor(c!) history, Tensor fp_max, Tensor previous,"
+    " bool keeps_largest, bool power_of_two) -> (Tensor, Tensor)",
     "count_underflow_": "(Tensor value, Tensor payload, Tensor(a!) counts) -> ()",
     "squared_norm": "(Tensor payload, Tensor? scales) -> Tensor",
     "adamw_step_": "(Tensor grad, Tensor? grad_scales, Tensor(a!) exp_avg, Tensor(b!)? exp_avg_scales,"
@@ -163,6 +165,7 @@ _CPU: dict[str, Callable[..., Any]] = {
     "quantize_blockwise_": reference.quantize_blockwise_,
     "dequantize_blockwise": reference.dequantize_blockwise,
     "accumulate_rows_": _reference_accumulate_rows_,
+    "update_amax_history_": amax_history.update_amax_history_,
     "count_underflow_": underflow.count_underflow_,
     "squared_norm": reference.squared_norm,
     "adamw_step_": _reference_adamw_step_,
@@ -192,6 +195,7 @@ _TRITON = {
     "quantize_blockwise_": "blockwise_triton",
     "dequantize_blockwise": "blockwise_triton",
     "accumulate_rows_": "wire_triton",
+    "update_amax_history_": "amax_history_triton",
     "count_underflow_": "underflow_triton",
     "squared_norm": "blockwise_triton",
     "adamw_step_": "adamw_triton",

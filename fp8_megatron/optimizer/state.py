@@ -27,8 +27,8 @@ from ..distributed.transport import SendMemory
 from ..distributed.weight_gather import WeightGather
 from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops, reference
+from ..kernels.reference import scale_from_amax
 from ..quantization.recipe import WEIGHT_DTYPE
-from ..quantization.scale import scale_from_amax
 from ..quantization.scaled_tensor import ScaledTensor
 
 #: Elements whose FP32 values are held at a time where no fused kernel reads a state, a multiple of all blocks.

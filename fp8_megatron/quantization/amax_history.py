@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..formats import MAX_FINITE
-from .scale import updated_scale
+from ..kernels import ops
 
 #: Written amaxes of a slot that one step keeps; of more micro-batches the last ones count.
 _WRITTEN_AMAXES = 8
@@ -38,6 +38,7 @@ class AmaxHistory:
         self.is_warm = False
         self._largest: list[float] = []
         self.amax: Tensor | None = None
+        #: FP32 [num_slots], this step's scales (a view).
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
         self._fp_max: Tensor | None = None
@@ -62,7 +63,7 @@ class AmaxHistory:
         num_slots = len(self._largest)
         self.amax = torch.zeros(num_slots, device=device)
         self._amaxes = self.amax.view(-1, 1).unbind()
-        self._take_scales(torch.ones(num_slots, device=device))
+        self._take_scales(*(torch.ones(num_slots, _STRIDE, device=device) for _ in range(2)))
         self.history = torch.zeros(self.length, num_slots, device=device)
         self._fp_max = torch.tensor(self._largest, device=device)
         self._written = torch.zeros(num_slots, _WRITTEN_AMAXES, _STRIDE, device=device)
@@ -92,13 +93,10 @@ class AmaxHistory:
         """
         return self._scales[slot]
 
-    def _take_scales(self, scale: Tensor) -> None:
-        """Scales for the next step, FP32 [num_slots]."""
-        self.scale = scale
-        self._scales, self._inverses = (
-            torch.nn.functional.pad(values[:, None], (0, _STRIDE - 1))[:, :1].unbind()
-            for values in (scale, scale.reciprocal())
-        )
+    def _take_scales(self, scales: Tensor, inverses: Tensor) -> None:
+        """Scales for the next step and their reciprocals, FP32 [num_slots, _STRIDE] in column 0."""
+        self._padded_scales, self.scale = scales, scales[:, 0]
+        self._scales, self._inverses = scales[:, :1].unbind(), inverses[:, :1].unbind()
 
     def update(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Close a step: MAX of the amaxes over `group`, push them into the history, take the new scales.
@@ -109,20 +107,20 @@ class AmaxHistory:
         """
         if self.amax is None or not self._largest:
             return
-        assert self.scale is not None and self.history is not None and self._fp_max is not None
-        assert self._written is not None
-        torch.maximum(self.amax, self._written[:, :, 0].amax(dim=1), out=self.amax)
+        assert self.history is not None and self._fp_max is not None and self._written is not None
         if group is not None and group.size() > 1:
+            torch.maximum(self.amax, self._written[:, :, 0].amax(dim=1), out=self.amax)
             torch.distributed.all_reduce(self.amax, op=torch.distributed.ReduceOp.MAX, group=group)
-        self.history.copy_(torch.roll(self.history, 1, dims=0))
-        self.history[0].copy_(self.amax)
-        if self.algo == "max":
-            finite = torch.where(torch.isfinite(self.history), self.history, torch.zeros_like(self.history))
-            amax = finite.amax(dim=0)
-        else:
-            amax = self.amax
-        self._take_scales(updated_scale(amax, self.scale, self._fp_max, power_of_two=self.power_of_two))
-        self.discard_current_step()
+        scales = ops.update_amax_history_(
+            self.amax,
+            self._written,
+            self.history,
+            self._fp_max,
+            self._padded_scales,
+            keeps_largest=self.algo == "max",
+            power_of_two=self.power_of_two,
+        )
+        self._take_scales(*scales)
         self.is_warm = True
 
     def discard_current_step(self) -> None:
@@ -135,7 +133,7 @@ class AmaxHistory:
         """History and scales, for a checkpoint; empty without slots or before the first step."""
         if not self.is_warm or self.history is None or self.scale is None:
             return {}
-        return {"history": self.history, "scale": self.scale}
+        return {"history": self.history, "scale": self.scale.contiguous()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what `state_dict` gave."""
@@ -143,5 +141,6 @@ class AmaxHistory:
             return
         assert self.history is not None and self.scale is not None
         self.history.copy_(state["history"])
-        self._take_scales(state["scale"].to(self.scale))
+        scale = state["scale"].to(self.scale)[:, None]
+        self._take_scales(*(torch.nn.functional.pad(value, (0, _STRIDE - 1)) for value in (scale, scale.reciprocal())))
         self.is_warm = True

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3, E5M2
+from ..kernels.reference import scale_from_amax
 from .amax_history import AmaxHistory
-from .scale import scale_from_amax
 from .sources import Payloads, Source, TensorSource
 from .weight_grad import DelayedGradScale
 

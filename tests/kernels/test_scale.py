@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
-from fp8_megatron.kernels import reference
-from fp8_megatron.quantization.scale import scale_from_amax, updated_scale
+from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels.reference import scale_from_amax
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
@@ -36,7 +36,17 @@ def test_delayed_scale_keeps_the_old_one(power_of_two: bool) -> None:
     previous = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
     amax = torch.tensor([0.0, math.inf, math.nan, 3.0, 60000.0])
     fp_max = torch.tensor([448.0, 448.0, 448.0, 448.0, 57344.0])
-    scale = updated_scale(amax, previous, fp_max, power_of_two=power_of_two)
+    scales, inverses = ops.update_amax_history_(
+        amax.clone(),
+        torch.zeros(5, 2, 4),
+        torch.zeros(1, 5),
+        fp_max,
+        torch.nn.functional.pad(previous[:, None], (0, 3)),
+        keeps_largest=False,
+        power_of_two=power_of_two,
+    )
+    scale = scales[:, 0]
+    assert torch.equal(inverses[:, 0], 1 / scale) and not scales[:, 1:].any()
     assert torch.equal(scale[:3], previous[:3])
     expected = amax[3:] / fp_max[3:]
     if power_of_two:
