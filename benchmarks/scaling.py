@@ -8,12 +8,14 @@ TP      the most GPUs, each layer over 2 and 4 of them with sequence parallelism
 
 Everything after -- goes to pretrain_gpt.py. Speed is per GPU; efficiency is against the fewest GPUs of the same run and
 kind (TP: against the same GPUs without it). Writes scaling.json and scaling.md; every run's own files lie beside them.
+--side-by-side runs points that need few GPUs at once, each on its own, which shares nothing but the host.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -65,6 +67,18 @@ def plan(gpus: Sequence[int], tensor_parallel: Sequence[int], num_micro_batches:
     return weak + strong + tensor
 
 
+def rounds(layouts: Sequence[Layout], most: int, *, side_by_side: bool) -> list[list[tuple[Layout, list[int]]]]:
+    """Which points run at once, each with the indices of its GPUs; the largest first."""
+    planned: list[list[tuple[Layout, list[int]]]] = []
+    for layout in sorted(layouts, key=lambda point: -point.num_gpus) if side_by_side else layouts:
+        taken = sum(other.num_gpus for other, _ in planned[-1]) if planned and side_by_side else most
+        if taken + layout.num_gpus > most:
+            planned.append([])
+            taken = 0
+        planned[-1].append((layout, list(range(taken, taken + layout.num_gpus))))
+    return planned
+
+
 def rows(measured: dict[Layout, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The table's rows from every point's results of compare.py, with the efficiency of each."""
     most = max(layout.num_gpus for layout in measured)
@@ -109,15 +123,19 @@ def main() -> int:
     measured: dict[Layout, list[dict[str, Any]]] = {}
     commands: dict[str, str] = {}
     status = 0
-    for layout in args.plan:
-        folder = args.output_dir / layout.name
-        command = _command(args, layout, folder)
-        commands[layout.name] = shlex.join(["python", *command[1:]])
-        status |= subprocess.run(command, check=False).returncode != 0
-        result = folder / "comparison.json"
-        if result.is_file():
-            measured[layout] = json.loads(result.read_text())["results"]
-            _write(args, commands, rows(measured))
+    for at_once in rounds(args.plan, max(args.gpus), side_by_side=args.side_by_side):
+        processes = []
+        for layout, gpus in at_once:
+            command = _command(args, layout, args.output_dir / layout.name)
+            commands[layout.name] = shlex.join(["python", *command[1:]])
+            processes.append(subprocess.Popen(command, env=_environment(gpus)))
+        for process in processes:
+            status |= process.wait() != 0
+        for layout, _ in at_once:
+            result = args.output_dir / layout.name / "comparison.json"
+            if result.is_file():
+                measured[layout] = json.loads(result.read_text())["results"]
+                _write(args, commands, rows(measured))
     if measured:
         Console(width=130).print(_table(args, rows(measured)))
     return int(status)
@@ -133,6 +151,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--num-micro-batches", type=int, default=1, help="per rank and step in weak scaling")
     parser.add_argument("--train-iters", type=int, default=14)
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
+    parser.add_argument("--side-by-side", action="store_true", help="several points at once, each on GPUs of its own")
     parser.add_argument("--output-dir", type=Path, required=True)
     own, passed = own_and_run_flags(sys.argv[1:])
     args = parser.parse_args(own)
@@ -142,6 +161,13 @@ def _parse() -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def _environment(gpus: Sequence[int]) -> dict[str, str]:
+    """This process's, with these of its GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(max(gpus) + 1)]
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in gpus)}
 
 
 def _command(args: argparse.Namespace, layout: Layout, folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scaling import Layout, plan, rows
+from benchmarks.scaling import Layout, plan, rounds, rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +26,20 @@ def test_plan() -> None:
     ]
     with pytest.raises(ValueError, match=r"3 does not divide the most GPUs \(4\)"):
         plan([3, 4], [], 1)
+
+
+def test_points_that_need_few_gpus_share_a_round() -> None:
+    layouts = plan([1, 2, 4], [2], num_micro_batches=1)
+    apart = rounds(layouts, 4, side_by_side=False)
+    assert [[(layout, gpus)] for layout, gpus in (entry for part in apart for entry in part)] == apart
+    assert [part[0][0] for part in apart] == layouts and all(part[0][1][0] == 0 for part in apart)
+    shared = [[(point.name, gpus) for point, gpus in part] for part in rounds(layouts, 4, side_by_side=True)]
+    assert shared == [
+        [("weak-4gpus", [0, 1, 2, 3])],
+        [("tp-4gpus-tp2", [0, 1, 2, 3])],
+        [("weak-2gpus", [0, 1]), ("strong-2gpus", [2, 3])],
+        [("weak-1gpus", [0]), ("strong-1gpus", [1])],
+    ]
 
 
 def result(name: str, speed: float) -> dict[str, Any]:
