@@ -125,10 +125,8 @@ class FP8SelfAttention(SelfAttention):
         return residual
 
     def _keep_residual(self, residual: Tensor) -> None:
-        if self.adds_residual:
-            self.linear_proj.addend = residual
-        else:
-            self._residual = residual
+        to_gemm, to_caller = (residual, None) if self.adds_residual else (None, residual)
+        self.linear_proj.addend, self._residual = to_gemm, to_caller
 
     def get_query_key_value_tensors(  # type: ignore[no-untyped-def]
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
