@@ -117,11 +117,12 @@ class _FieldType:
 class _CommandLine(Config):
     """Pre-train a GPT on megatron-core with FP8 end to end.
 
-    Settings come from --config and from flags; a flag overrides the file. `none` unsets an optional flag.
+    Settings come from --config and from flags; a flag overrides the files. `none` unsets an optional flag.
     """
 
-    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """YAML file of settings: {section: {name: value}} or {name: value}, names as the flags' with underscores."""
+    config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.yaml [FILE.yaml ...]")] = ()
+    """YAML files of settings: {section: {name: value}} or {name: value}, names as the flags' with underscores. A file
+    overrides those before it."""
     bf16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Same as --precision bf16."""
     fp16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -129,26 +130,28 @@ class _CommandLine(Config):
 
 
 def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> Config:
-    """The configuration of a command line: defaults, overridden by --config FILE.yaml, overridden by flags.
+    """The configuration of a command line: defaults, overridden by each --config FILE.yaml, overridden by flags.
 
     Args:
         argv: Words after the program's name; ``sys.argv[1:]`` when None.
         prog: The program's name in help and errors.
 
     Raises:
-        ConfigError: The YAML file is missing, malformed, or has an unknown key or a value of the wrong type.
+        ConfigError: A YAML file is missing, malformed, or has an unknown key or a value of the wrong type.
         SystemExit: Code 2 with a message on stderr for an unknown flag or a bad value; code 0 after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    path = finder.parse_known_args(words)[0].config
-    base = load_config(path) if path is not None else Config()
+    finder.add_argument("--config", nargs="+", action="extend", default=[])
+    paths = finder.parse_known_args(words)[0].config
+    base = Config()
+    for path in paths:
+        base = load_config(path, base)
     parsed = tyro.cli(
         _CommandLine,
         prog=prog,
         args=words,
-        default=_CommandLine(**_sections(base), config=path),
+        default=_CommandLine(**_sections(base), config=tuple(paths)),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues),
         registry=_flag_rules(),
     )
@@ -171,8 +174,8 @@ def own_and_run_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags[:end], flags[end + 1 :]
 
 
-def load_config(path: str | Path) -> Config:
-    """The defaults overridden by a YAML file, whose keys are under their sections or flat at the top.
+def load_config(path: str | Path, base: Config | None = None) -> Config:
+    """`base`, or the defaults, overridden by a YAML file, whose keys are under their sections or flat at the top.
 
     Raises:
         ConfigError: As `parse_config`; all of the file's problems at once, one per line.
@@ -195,7 +198,8 @@ def load_config(path: str | Path) -> Config:
                 problems.append(f"{path}: {label}: {value!r} is not {types[owner][key]}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return Config(**{name: type(default)(**values[name]) for name, default in _sections(Config()).items()})
+    overridden = _sections(base or Config()).items()
+    return Config(**{name: dataclasses.replace(section, **values[name]) for name, section in overridden})
 
 
 def save_config(config: Config, path: str | Path) -> None:

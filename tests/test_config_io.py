@@ -154,6 +154,21 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:
     assert len(str(error.value).splitlines()) == 3
 
 
+@pytest.mark.parametrize("repeats_the_flag", [False, True])
+def test_a_file_overrides_those_before_it(tmp_path: Path, repeats_the_flag: bool) -> None:
+    files = []
+    for name, text in (("first", "num_layers: 4\nmodel: {hidden_size: 512}\nlr: 1e-3"), ("second", "num_layers: 6")):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        files.append(str(path))
+    given = ["--config", files[0], "--config", files[1]] if repeats_the_flag else ["--config", *files]
+    config = parse_config([*given, "--lr", "1e-4"])
+    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (6, 512, 1e-4)
+    with pytest.raises(ConfigError, match=r"second\.yaml: unknown key 'num_layer'"):
+        Path(files[1]).write_text("num_layer: 6")
+        parse_config(given)
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nope\.yaml: cannot read the configuration file: No such file"):
         parse_config(["--config", "nope.yaml"])

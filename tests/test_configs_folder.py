@@ -22,6 +22,9 @@ WORLD_SIZES = {
     "llama_7b": (1, 4, 8, 16),
 }
 
+#: Files that go over a model's.
+OVERLAYS = ("fast",)
+
 #: Parameters of the transformer layers' matrices, in billions: the number in the file's name.
 BILLIONS = {
     "gpt_345m": (0.3, 0.35),
@@ -35,12 +38,14 @@ BILLIONS = {
 
 
 def test_every_file_has_a_world_size_here() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(WORLD_SIZES)
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*WORLD_SIZES, *OVERLAYS}
 
 
+@pytest.mark.parametrize("overlay", [None, *OVERLAYS])
 @pytest.mark.parametrize("name", WORLD_SIZES)
-def test_it_parses_and_passes_the_checks(name: str) -> None:
-    argv = ["--config", str(CONFIGS / f"{name}.yaml"), "--data-path", "prefix", "--tokenizer-model", "tokenizer.model"]
+def test_it_parses_and_passes_the_checks(name: str, overlay: str | None) -> None:
+    files = [str(CONFIGS / f"{stem}.yaml") for stem in (name, overlay) if stem is not None]
+    argv = ["--config", *files, "--data-path", "prefix", "--tokenizer-model", "tokenizer.model"]
     for world_size in WORLD_SIZES[name]:
         if name == "gpt_345m":
             argv += ["--global-batch-size", str(32 * world_size)]
