@@ -30,6 +30,7 @@ from .quantize_triton import (
     store_transposed,
     sum_of_programs,
     take_scale,
+    taken_scale,
 )
 from .sizes import cdiv
 
@@ -301,7 +302,7 @@ def activation_quantize(
     T, F = z.shape[0], z.shape[1] // INPUTS[kind]
     payload = torch.empty((T, F), dtype=dtype, device=z.device)
     current = scale is None
-    taken = torch.empty(1 if current else 0, dtype=torch.float32, device=z.device)
+    taken = taken_scale(current, z.device)
     partials, num_partials = _partial_amaxes(z, None, kind) if current else (z, 0)
     used = taken if scale is None else scale
     amax_taken = used if amax_out is None else amax_out
@@ -346,7 +347,7 @@ def activation_backward_quantize(
     payload_t = torch.empty((Z, T), dtype=dtype, device=z.device)
     activation_t = torch.empty((F, T), dtype=activation_dtype, device=z.device)
     current = scale is None
-    taken = torch.empty(1 if current else 0, dtype=torch.float32, device=z.device)
+    taken = taken_scale(current, z.device)
     partials, num_partials = _partial_amaxes(z, grad, kind) if current else (z, 0)
     used = taken if scale is None else scale
     gated = INPUTS[kind] == 2

@@ -20,12 +20,14 @@ from .quantize_triton import (
     encode,
     larger_magnitude,
     magnitude_bits,
+    no_values,
     partial_amaxes,
     raise_amax,
     reciprocal,
     store_transposed,
     sum_of_programs,
     take_scale,
+    taken_scale,
 )
 from .sizes import cdiv
 
@@ -137,9 +139,9 @@ def _quantize_grads(
     check_layouts(T, *(grad.shape[3] for grad in grads))
     total, device = groups * group_width, grads[0].device
     payload = torch.empty((T, total), dtype=dtype, device=device)
-    payload_t = torch.empty((total, T) if transposed else 0, dtype=dtype, device=device)
+    payload_t = torch.empty((total, T), dtype=dtype, device=device) if transposed else no_values(dtype, device)
     current = scale is None
-    taken = torch.empty(1 if current else 0, dtype=torch.float32, device=device)
+    taken = taken_scale(current, device)
     used = taken if scale is None else scale
     partials, num_partials = _partial_amaxes(grads) if current else (used, 0)
     blocks = cdiv(T, _TILE_M)
@@ -172,8 +174,16 @@ def check_layouts(num_tokens: int, *widths: int) -> None:
 
 def _dense(grad: Tensor) -> Tensor:
     """`grad` itself if its heads are contiguous and it fills its memory, in whatever order, else a copy."""
-    by_stride = sorted(range(4), key=grad.stride, reverse=True)
-    return grad if grad.stride(3) == 1 and grad.permute(by_stride).is_contiguous() else grad.contiguous()
+    layout = grad.shape, grad.stride()
+    is_dense = _is_dense.get(layout)
+    if is_dense is None:
+        by_stride = sorted(range(4), key=grad.stride, reverse=True)
+        is_dense = _is_dense[layout] = grad.stride(3) == 1 and grad.permute(by_stride).is_contiguous()
+    return grad if is_dense else grad.contiguous()
+
+
+#: Shapes and strides that `_dense` has seen: looking at them takes the host longer than a launch.
+_is_dense: dict[tuple[torch.Size, tuple[int, ...]], bool] = {}
 
 
 def _partial_amaxes(grads: list[Tensor]) -> tuple[Tensor, int]:

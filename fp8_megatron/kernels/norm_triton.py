@@ -26,12 +26,14 @@ from .quantize_triton import (
     larger_magnitude,
     load_inside,
     magnitude_bits,
+    no_values,
     partials_to_amax,
     raise_amax,
     reciprocal,
     store_transposed,
     sum_of_programs,
     take_scale,
+    taken_scale,
 )
 from .sizes import cdiv, next_power_of_2
 
@@ -291,10 +293,10 @@ def norm_quantize(
     a_multiprocessor = 1 if block > _FORWARD_ELEMENTS else 3 if is_even else 2
     most = a_multiprocessor * _num_multiprocessors(x.device.index)
     payload = torch.empty((T, K), dtype=dtype, device=x.device)
-    mean = torch.empty(0 if rms else T, dtype=torch.float32, device=x.device)
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
+    mean = no_values(torch.float32, x.device) if rms else torch.empty_like(rstd)
     current, has_bias = scale is None, bias is not None
-    taken = torch.empty(1 if current else 0, dtype=torch.float32, device=x.device)
+    taken = taken_scale(current, x.device)
     partials, num_partials = _partial_amaxes(x, weight, bias, eps, rms) if current else (rstd, 0)
     used = taken if scale is None else scale
     _norm_quantize[(min(cdiv(T, rows), most),)](

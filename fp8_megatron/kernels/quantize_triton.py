@@ -14,6 +14,8 @@ a quarter of the shared-memory accesses of a transposition byte by byte.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -274,6 +276,17 @@ def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.
     store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
 
 
+@cache
+def no_values(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[0], always the same: making one takes the host 2 µs, and a layer returns a dozen."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def taken_scale(current: bool, device: torch.device) -> Tensor:
+    """FP32 [1], room for the scale that a kernel takes; empty where it is given one."""
+    return torch.empty(1, dtype=torch.float32, device=device) if current else no_values(torch.float32, device)
+
+
 def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]:
     """int32 magnitude bits of the amax of each of at most `most` parts of contiguous `x`, and their number."""
     n = x.numel()
@@ -332,8 +345,9 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     fp_max = MAX_FINITE[dtype]
-    payload = torch.empty((M, K) if rowwise else 0, dtype=dtype, device=x.device)
-    payload_t = torch.empty((K, M) if transposed else 0, dtype=dtype, device=x.device)
+    nothing = no_values(dtype, x.device)
+    payload = torch.empty((M, K), dtype=dtype, device=x.device) if rowwise else nothing
+    payload_t = torch.empty((K, M), dtype=dtype, device=x.device) if transposed else nothing
     record_amax = amax_out is not None
     if transposed:
         if M % 4:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -27,6 +29,26 @@ _BACKENDS: dict[str, list[SDPBackend]] = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "math": [SDPBackend.MATH],
 }
+
+
+#: What `preferring_backends` holds.
+_preferred: list[SDPBackend] | None = None
+
+
+@contextmanager
+def preferring_backends(backend: AttentionBackend) -> Iterator[None]:
+    """Let PyTorch choose between this backend's kernels inside the block, as every `CoreAttention` does by itself.
+
+    A run holds it around its steps: to say it at each call takes the host 60 to 120 µs, as long as ten launches.
+    """
+    global _preferred
+    before = _preferred
+    with sdpa_kernel(_BACKENDS[backend], set_priority=True):
+        _preferred = _BACKENDS[backend]
+        try:
+            yield
+        finally:
+            _preferred = before
 
 
 class CoreAttention(MegatronModule):
@@ -72,14 +94,18 @@ class CoreAttention(MegatronModule):
         dtype = q.dtype
         if q.device.type == "cpu":  # PyTorch's backward on a CPU is seven times as slow in BF16 as in FP32
             q, k, v = q.float(), k.float(), v.float()
+        if self.backends is _preferred:
+            return self._product(q, k, v, dropout).to(dtype)
         with sdpa_kernel(self.backends, set_priority=True):
-            context = torch.nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                is_causal=True,
-                dropout_p=dropout,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        return context.to(dtype)
+            return self._product(q, k, v, dropout).to(dtype)
+
+    def _product(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            dropout_p=dropout,
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )

@@ -29,7 +29,13 @@ from .linear import (
     norm_linear_backward,
 )
 from .norm import Norm
-from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear, as_scaled, column_parallelism
+from .tensor_parallel import (
+    FP8ColumnParallelLinear,
+    FP8RowParallelLinear,
+    ResidualBranch,
+    as_scaled,
+    column_parallelism,
+)
 
 
 def fp8_norm_qkv(
@@ -109,24 +115,22 @@ class FP8SelfAttention(SelfAttention):
 
     linear_qkv: FP8ColumnParallelLinear
     linear_proj: FP8RowParallelLinear
-    _residual: Tensor | None = None
-    #: Set before a forward whose output is to have the residual branch added; wants `linear_proj.output_is_whole`.
+    #: Whether a forward's output has the residual branch added; wants `linear_proj.output_is_whole`.
     adds_residual = False
 
     def fuse_norm(self, norm: Norm) -> None:
         """Take over the norm in front of this layer (not registered here: its parameters stay where they are)."""
         #: Modules whose parameters the forward reads without calling them.
         self.reads_weights_of = (norm, self.linear_qkv)
+        self._residual = ResidualBranch()
         self.linear_proj.keeps_input = True  # core attention keeps its output
 
     def take_residual(self) -> Tensor | None:
         """The input of the last forward, for the residual branch; None where it was added."""
-        residual, self._residual = self._residual, None
-        return residual
+        return self._residual.take()
 
     def _keep_residual(self, residual: Tensor) -> None:
-        to_gemm, to_caller = (residual, None) if self.adds_residual else (None, residual)
-        self.linear_proj.addend, self._residual = to_gemm, to_caller
+        (self.linear_proj.addend if self.adds_residual else self._residual).put(residual)
 
     def get_query_key_value_tensors(  # type: ignore[no-untyped-def]
         self, hidden_states: Tensor, *args: Any, **kwargs: Any

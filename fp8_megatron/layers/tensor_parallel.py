@@ -50,6 +50,27 @@ class _FP8Weight(torch.nn.Module):
         return f"{super().__repr__()[:-1]}, {casts}, scaling={scaling})"
 
 
+class ResidualBranch:
+    """A residual branch on its way from the function in front of a layer to what adds it: put in once, taken once.
+
+    (An attribute of a module would take the host 4 µs each way.)
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self) -> None:
+        self._value: Tensor | None = None
+
+    def put(self, value: Tensor) -> None:
+        """For the next `take`."""
+        self._value = value
+
+    def take(self) -> Tensor | None:
+        """What was put in since the last one."""
+        value, self._value = self._value, None
+        return value
+
+
 class FP8ColumnParallelLinear(_FP8Weight, ColumnParallelLinear):
     """Y = XAᵀ with A split over output rows. Under sequence parallelism X is gathered in FP8, with one scale.
 
@@ -86,8 +107,11 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
 
     #: Set where backward of what made the input keeps it anyway (attention): see `fp8_linear`.
     keeps_input = False
-    #: The residual branch, for the next forward to add; taken by it.
-    addend: Tensor | None = None
+
+    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any) -> None:
+        super().__init__(*args, recipe=recipe, **kwargs)
+        #: What the next forward adds to its output.
+        self.addend = ResidualBranch()
 
     def bias_in_gemm(self) -> tuple[Tensor | None, Tensor | None]:
         """(bias that the GEMM adds, bias left to add after the sum over ranks)."""
@@ -105,12 +129,12 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Input [..., K/tp] → output [..., N], and the bias left to add."""
         if not self.output_is_whole:
-            assert self.addend is None, "the sum over ranks comes first"
+            assert self.addend.take() is None, "the sum over ranks comes first"
             return super().forward(input_)
         return self._forward_impl(input_, self.weight, self.bias), None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> Tensor:
-        addend, self.addend = self.addend, None
+        addend = self.addend.take()
         parallelism = TensorParallelism()
         if self._scatters_output:
             parallelism = TensorParallelism(group=self.tp_group, scatters_output=True)

@@ -52,7 +52,9 @@ class FP8TransformerLayer(TransformerLayer):
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         attention = self.self_attention
-        attention.adds_residual = self._is_added_inside(attention.linear_proj)
+        adds_residual = self._is_added_inside(attention.linear_proj)
+        if attention.adds_residual != adds_residual:
+            attention.adds_residual = adds_residual
         output, bias = attention(hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
         return self._add(output, bias, attention.take_residual(), self.self_attn_bda), context
 

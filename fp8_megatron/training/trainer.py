@@ -22,6 +22,7 @@ from ..config_io import format_config, save_config
 from ..distributed.failures import RankWatch, watched_world
 from ..distributed.topology import Topology
 from ..distributed.transport import needs_launch_order
+from ..layers.attention import preferring_backends
 from .flops import model_flops_per_token, peak_flops
 from .memory_prediction import predict_memory
 from .memory_report import memory_table
@@ -64,6 +65,7 @@ class Trainer:
         with ExitStack() as stack:
             signals = stack.enter_context(SignalHandler(all_ranks_any=lambda received_here: received_here))
             stack.enter_context(devices.runtime(device))
+            stack.enter_context(preferring_backends(self.config.model.attention_backend))
             topology, watch = stack.enter_context(
                 watched_world(self.config.parallel, self.config.model.num_layers, device, self.output_dir)
             )

@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from fp8_megatron.layers import attention
 from fp8_megatron.layers.attention import CoreAttention
 from fp8_megatron.quantization.stats import snr_db
 
@@ -76,3 +77,33 @@ def test_values_and_gradients_against_float64(
 def test_refuses_other_masks() -> None:
     with pytest.raises(ValueError, match="causal"):
         make_attention(AttnMaskType.padding)
+
+
+def _backend_flags() -> tuple[object, ...]:
+    cuda = torch.backends.cuda
+    enabled = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled)
+    return *(is_enabled() for is_enabled in enabled), tuple(torch._C._get_sdp_priority_order())
+
+
+def test_backends_are_said_once_for_a_run_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = [torch.randn(SEQ, BATCH, HEADS, HEAD_DIM) for _ in range(3)]
+    said: list[object] = []
+    spoken = attention.sdpa_kernel
+
+    def spy(*args: object, **kwargs: object) -> object:
+        said.append(args[0])
+        return spoken(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "sdpa_kernel", spy)
+    auto, math_only = make_attention(), make_attention(backend="math")
+    before = _backend_flags()
+    with pytest.raises(KeyboardInterrupt), attention.preferring_backends("auto"):
+        inside = _backend_flags()
+        values = [auto(*operands) for _ in range(3)]
+        assert said == [auto.backends]
+        other = math_only(*operands)
+        assert said == [auto.backends, math_only.backends] and _backend_flags() == inside
+        raise KeyboardInterrupt
+    assert _backend_flags() == before
+    assert torch.equal(auto(*operands), values[0]) and said[2:] == [auto.backends]
+    torch.testing.assert_close(other, values[0])
