@@ -39,7 +39,7 @@ _preferred: list[SDPBackend] | None = None
 def preferring_backends(backend: AttentionBackend) -> Iterator[None]:
     """Let PyTorch choose between this backend's kernels inside the block, as every `CoreAttention` does by itself.
 
-    A run holds it around its steps: to say it at each call takes the host 60 to 120 µs, as long as ten launches.
+    A run holds it around its steps: to say it at each call takes the host 31 µs, as long as three launches.
     """
     global _preferred
     before = _preferred
