@@ -68,14 +68,17 @@ def plan(gpus: Sequence[int], tensor_parallel: Sequence[int], num_micro_batches:
 
 
 def rounds(layouts: Sequence[Layout], most: int, *, side_by_side: bool) -> list[list[tuple[Layout, list[int]]]]:
-    """Which points run at once, each with the indices of its GPUs; the largest first."""
+    """Which points run at once, each with the indices of its GPUs; side by side the largest come first."""
+    if not side_by_side:
+        return [[(layout, list(range(layout.num_gpus)))] for layout in layouts]
     planned: list[list[tuple[Layout, list[int]]]] = []
-    for layout in sorted(layouts, key=lambda point: -point.num_gpus) if side_by_side else layouts:
-        taken = sum(other.num_gpus for other, _ in planned[-1]) if planned and side_by_side else most
+    taken = most
+    for layout in sorted(layouts, key=lambda point: -point.num_gpus):
         if taken + layout.num_gpus > most:
             planned.append([])
             taken = 0
         planned[-1].append((layout, list(range(taken, taken + layout.num_gpus))))
+        taken += layout.num_gpus
     return planned
 
 

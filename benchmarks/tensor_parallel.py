@@ -27,7 +27,7 @@ from fp8_megatron.collectives import copy_engine
 from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum_rows
 from fp8_megatron.device import distributed_backend, runtime, select_device
 from fp8_megatron.formats import E4M3
-from fp8_megatron.kernels import ops
+from fp8_megatron.kernels import ops, reference
 
 Group = torch.distributed.ProcessGroup
 _WARM_UP_CALLS, _CALLS = 6, 30
@@ -128,10 +128,11 @@ class _Case:
         """What `exchange` gives by parts, from collectives of whole matrices: a sum in FP32 and in rank order."""
         if self._gathers:
             return self.exchange()
-        matrices = [torch.empty_like(self.alone()) for _ in range(self._group.size())]
-        torch.distributed.all_gather(matrices, self.alone(), group=self._group)
-        parts = [matrix.chunk(self._group.size())[self._group.rank()].float() for matrix in matrices]
-        return sum(parts[1:], parts[0]).bfloat16()
+        own = self.alone()
+        matrices = [torch.empty_like(own) for _ in range(self._group.size())]
+        torch.distributed.all_gather(matrices, own, group=self._group)
+        parts = [matrix.chunk(self._group.size())[self._group.rank()] for matrix in matrices]
+        return reference.sum_of_rows(torch.stack(parts))
 
     def exchange(self) -> Tensor:
         """y [tokens, n] of gathered rows, or this rank's part of the sum."""

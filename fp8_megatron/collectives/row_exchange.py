@@ -85,16 +85,14 @@ class RowSum:
     """A sum over ranks in flight; `wait` or `summands` is called once, before the next sum of the group starts."""
 
     arrive: Callable[[], Tensor]
-    addend: Tensor | None = None
 
-    def wait(self) -> Tensor:
-        """This rank's part [T/d, N] of the sum."""
-        return _sum(self.arrive(), self.addend)
+    def wait(self, addend: Tensor | None = None) -> Tensor:
+        """This rank's part [T/d, N] of the sum, plus `addend`: contiguous, of that shape and dtype."""
+        return _sum(self.arrive(), addend)
 
     def summands(self) -> Tensor:
         """This rank's part of every rank's matrix [d, T/d, N], to be read before the next sum of the group starts; or
         [1, T/d, N], if they were summed on their way."""
-        assert self.addend is None, "it belongs to the sum"
         return self.arrive()
 
 
@@ -114,12 +112,7 @@ def gather_rows(shard: Tensor, group: Group) -> Rows:
 
 
 def sum_rows(
-    write: WriteRows,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    group: Group,
-    addend: Tensor | None = None,
+    write: WriteRows, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, group: Group
 ) -> RowSum:
     """Start the sum of every rank's matrix [T, N]; rank r gets rows [r · T/d, (r + 1) · T/d) of it.
 
@@ -128,14 +121,13 @@ def sum_rows(
 
     Args:
         write: called before this returns, for some rows of this rank's matrix or all, with where to write them.
-        addend: [T/d, N] of `dtype`, contiguous; added to this rank's part of the rounded sum.
 
     Returns:
         A handle; it is waited for before the next sum of the group starts.
     """
     exchange = _exchanges.get(group.group_name)
     if exchange is not None:
-        return exchange.sum(write, shape, dtype, device, addend)
+        return exchange.sum(write, shape, dtype, device)
     matrix = torch.empty(shape, dtype=dtype, device=device)
     write(slice(0, shape[0]), matrix, group.rank() == 0)
     parts = matrix.new_empty((1, shape[0] // group.size(), shape[1]))
@@ -145,7 +137,7 @@ def sum_rows(
         work.wait()
         return parts
 
-    return RowSum(arrive, addend)
+    return RowSum(arrive)
 
 
 def share_memory(group: Group, device: torch.device) -> None:
@@ -196,14 +188,7 @@ class RowExchange:
             taken.append((rows[source], parts[source], arrival))
         return Rows(whole, taken, [*arrivals, sent])
 
-    def sum(
-        self,
-        write: WriteRows,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        addend: Tensor | None = None,
-    ) -> RowSum:
+    def sum(self, write: WriteRows, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> RowSum:
         """See `sum_rows`."""
         link, own = self._link, self._rank
         part_shape = (shape[0] // self._num_ranks, shape[1])
@@ -230,7 +215,7 @@ class RowExchange:
             summands.clear()  # this stream may have their memory again
             return received.view(self._num_ranks, *part_shape)
 
-        return RowSum(arrive, addend)
+        return RowSum(arrive)
 
     def _arrivals(self, ring: _Ring, channel: int, number: int) -> list[_Arrival]:
         """What the others send to this rank, in the order in which they do."""

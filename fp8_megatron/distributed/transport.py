@@ -61,21 +61,22 @@ def share_rows(parallel: ParallelConfig, group: Group, device: torch.device) -> 
     Raises:
         TransportError: as `send_memory`.
     """
-    if parallel.sequence_parallel and _may_copy_rows(parallel) and _copies("tp_transport", parallel, group, device):
+    if _may_copy_rows(parallel) and _copies("tp_transport", parallel, group, device):
         row_exchange.share_memory(group, device)
 
 
 def _may_copy_rows(parallel: ParallelConfig) -> bool:
-    """Whether --tp-transport allows copy engines. `auto` does not for more than two ranks: a layer then has so many
-    parts that the host comes last (docs/performance.md)."""
-    most = _MOST_RANKS_BY_AUTO if parallel.tp_transport == "auto" else parallel.tensor_model_parallel_size
-    return parallel.tp_transport != "nccl" and parallel.tensor_model_parallel_size <= most
+    """Whether rows are exchanged and --tp-transport allows copy engines. `auto` does not for more than two ranks: a
+    layer then has so many parts that the host comes last (docs/performance.md)."""
+    few_ranks = parallel.tensor_model_parallel_size <= _MOST_RANKS_BY_AUTO
+    allows = parallel.tp_transport == "copy_engine" or (parallel.tp_transport == "auto" and few_ranks)
+    return parallel.sequence_parallel and allows
 
 
 def needs_launch_order(parallel: ParallelConfig, precision: Precision) -> bool:
     """Whether collectives must start in the order of their launch: under tensor parallelism over NCCL."""
     size = parallel.tensor_model_parallel_size
-    copies_rows = precision == "fp8" and parallel.sequence_parallel and _may_copy_rows(parallel)
+    copies_rows = precision == "fp8" and _may_copy_rows(parallel)
     return size > 1 and not (copies_rows and _node_size() % size == 0)
 
 

@@ -27,10 +27,10 @@ from .quantize_triton import (
     partials_to_amax,
     raise_amax,
     reciprocal,
+    room_for_scale,
     store_transposed,
     sum_of_programs,
     take_scale,
-    taken_scale,
 )
 from .sizes import cdiv
 
@@ -302,7 +302,7 @@ def activation_quantize(
     T, F = z.shape[0], z.shape[1] // INPUTS[kind]
     payload = torch.empty((T, F), dtype=dtype, device=z.device)
     current = scale is None
-    taken = taken_scale(current, z.device)
+    taken = room_for_scale(current, z.device)
     partials, num_partials = _partial_amaxes(z, None, kind) if current else (z, 0)
     used = taken if scale is None else scale
     amax_taken = used if amax_out is None else amax_out
@@ -347,7 +347,7 @@ def activation_backward_quantize(
     payload_t = torch.empty((Z, T), dtype=dtype, device=z.device)
     activation_t = torch.empty((F, T), dtype=activation_dtype, device=z.device)
     current = scale is None
-    taken = taken_scale(current, z.device)
+    taken = room_for_scale(current, z.device)
     partials, num_partials = _partial_amaxes(z, grad, kind) if current else (z, 0)
     used = taken if scale is None else scale
     gated = INPUTS[kind] == 2

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from ..formats import MAX_FINITE
 from .grad_output_triton import check_layouts
-from .quantize_triton import MAX_PARTIALS, encode, partial_amaxes, reciprocal, store_transposed, take_scale, taken_scale
+from .quantize_triton import (
+    MAX_PARTIALS,
+    encode,
+    partial_amaxes,
+    reciprocal,
+    room_for_scale,
+    store_transposed,
+    take_scale,
+)
 from .sizes import cdiv
 
 _BLOCK = 4096
@@ -143,7 +151,7 @@ def cross_entropy_backward_quantize(
     payload = torch.empty((T, V), dtype=dtype, device=logits.device)
     payload_t = torch.empty((V, T), dtype=dtype, device=logits.device)
     current = scale is None
-    taken = taken_scale(current, logits.device)
+    taken = room_for_scale(current, logits.device)
     used = taken if scale is None else scale
     partials, num_partials = partial_amaxes(grad) if current else (used, 0)
     _cross_entropy_backward_tiles[(cdiv(T, _TILE_M) * cdiv(V, _TILE_K),)](

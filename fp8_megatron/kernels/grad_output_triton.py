@@ -9,6 +9,8 @@ layout they have and writes interleaved by group: 4 bytes an element, where conc
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -24,10 +26,10 @@ from .quantize_triton import (
     partial_amaxes,
     raise_amax,
     reciprocal,
+    room_for_scale,
     store_transposed,
     sum_of_programs,
     take_scale,
-    taken_scale,
 )
 from .sizes import cdiv
 
@@ -141,7 +143,7 @@ def _quantize_grads(
     payload = torch.empty((T, total), dtype=dtype, device=device)
     payload_t = torch.empty((total, T), dtype=dtype, device=device) if transposed else no_values(dtype, device)
     current = scale is None
-    taken = taken_scale(current, device)
+    taken = room_for_scale(current, device)
     used = taken if scale is None else scale
     partials, num_partials = _partial_amaxes(grads) if current else (used, 0)
     blocks = cdiv(T, _TILE_M)
@@ -174,16 +176,14 @@ def check_layouts(num_tokens: int, *widths: int) -> None:
 
 def _dense(grad: Tensor) -> Tensor:
     """`grad` itself if its heads are contiguous and it fills its memory, in whatever order, else a copy."""
-    layout = grad.shape, grad.stride()
-    is_dense = _is_dense.get(layout)
-    if is_dense is None:
-        by_stride = sorted(range(4), key=grad.stride, reverse=True)
-        is_dense = _is_dense[layout] = grad.stride(3) == 1 and grad.permute(by_stride).is_contiguous()
-    return grad if is_dense else grad.contiguous()
+    return grad if _is_dense(grad.shape, grad.stride()) else grad.contiguous()
 
 
-#: Shapes and strides that `_dense` has seen: looking at them takes the host longer than a launch.
-_is_dense: dict[tuple[torch.Size, tuple[int, ...]], bool] = {}
+@cache
+def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    grad = torch.empty_strided(shape, strides, device="meta")
+    by_stride = sorted(range(4), key=grad.stride, reverse=True)
+    return grad.stride(3) == 1 and grad.permute(by_stride).is_contiguous()
 
 
 def _partial_amaxes(grads: list[Tensor]) -> tuple[Tensor, int]:

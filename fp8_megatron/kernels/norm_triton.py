@@ -30,10 +30,10 @@ from .quantize_triton import (
     partials_to_amax,
     raise_amax,
     reciprocal,
+    room_for_scale,
     store_transposed,
     sum_of_programs,
     take_scale,
-    taken_scale,
 )
 from .sizes import cdiv, next_power_of_2
 
@@ -296,7 +296,7 @@ def norm_quantize(
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
     mean = no_values(torch.float32, x.device) if rms else torch.empty_like(rstd)
     current, has_bias = scale is None, bias is not None
-    taken = taken_scale(current, x.device)
+    taken = room_for_scale(current, x.device)
     partials, num_partials = _partial_amaxes(x, weight, bias, eps, rms) if current else (rstd, 0)
     used = taken if scale is None else scale
     _norm_quantize[(min(cdiv(T, rows), most),)](

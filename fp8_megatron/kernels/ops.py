@@ -236,7 +236,9 @@ def scaled_mm_into_(
     """`reference.scaled_mm_into_`: `scaled_mm`, plus `addend`, written to contiguous `out` [M, N] in its dtype."""
     check_scaled_mm(a, b)
     assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
-    assert addend is None or (addend.shape == out.shape and addend.dtype == out.dtype and addend.is_contiguous())
+    if addend is not None:
+        assert addend.shape == out.shape and addend.dtype == out.dtype, (addend.shape, addend.dtype)
+        assert addend.is_contiguous(), addend.stride()
     _OPS.scaled_mm_into_(out, a, b, scale_a, scale_b, bias, use_fast_accum, addend)
 
 

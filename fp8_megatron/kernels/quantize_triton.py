@@ -282,7 +282,7 @@ def no_values(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-def taken_scale(current: bool, device: torch.device) -> Tensor:
+def room_for_scale(current: bool, device: torch.device) -> Tensor:
     """FP32 [1], room for the scale that a kernel takes; empty where it is given one."""
     return torch.empty(1, dtype=torch.float32, device=device) if current else no_values(torch.float32, device)
 

@@ -177,7 +177,6 @@ def scaled_mm_into_(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    *,
     bias: Tensor | None,
     use_fast_accum: bool,
     addend: Tensor | None,

@@ -99,19 +99,6 @@ def _reference_scaled_mm(
     return reference.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
 
-def _reference_scaled_mm_into_(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    use_fast_accum: bool,
-    addend: Tensor | None,
-) -> None:
-    reference.scaled_mm_into_(out, a, b, scale_a, scale_b, bias=bias, use_fast_accum=use_fast_accum, addend=addend)
-
-
 def _reference_accumulate_rows_(
     payload: Tensor,
     scales: Tensor | None,
@@ -160,7 +147,7 @@ _CPU: dict[str, Callable[..., Any]] = {
     "cross_entropy_backward_": cross_entropy.cross_entropy_backward_,
     "cross_entropy_backward_quantize": cross_entropy.cross_entropy_backward_quantize,
     "scaled_mm": _reference_scaled_mm,
-    "scaled_mm_into_": _reference_scaled_mm_into_,
+    "scaled_mm_into_": reference.scaled_mm_into_,
     "scaled_mm_to_fp8_": reference.scaled_mm_to_fp8_,
     "quantize_blockwise_": reference.quantize_blockwise_,
     "dequantize_blockwise": reference.dequantize_blockwise,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -94,18 +94,14 @@ class CoreAttention(MegatronModule):
         dtype = q.dtype
         if q.device.type == "cpu":  # PyTorch's backward on a CPU is seven times as slow in BF16 as in FP32
             q, k, v = q.float(), k.float(), v.float()
-        if self.backends is _preferred:
-            return self._product(q, k, v, dropout).to(dtype)
-        with sdpa_kernel(self.backends, set_priority=True):
-            return self._product(q, k, v, dropout).to(dtype)
-
-    def _product(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            dropout_p=dropout,
-            scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        with nullcontext() if self.backends is _preferred else sdpa_kernel(self.backends, set_priority=True):
+            context = torch.nn.functional.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        return context.to(dtype)

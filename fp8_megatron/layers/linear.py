@@ -315,7 +315,7 @@ def summed_fprop(
     shape = (payload.shape[0], weight_payload.shape[0])
     if addend is not None:
         addend = addend.contiguous().view(-1, shape[1])
-    return sum_rows(write, shape, dtype, payload.device, parallelism.group, addend=addend).wait()
+    return sum_rows(write, shape, dtype, payload.device, parallelism.group).wait(addend)
 
 
 def dgrad(g: Operand, weight: ScaledTensor, dtype: torch.dtype) -> Tensor:

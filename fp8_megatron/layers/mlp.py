@@ -159,12 +159,10 @@ class FP8MLP(MLP):
         #: Modules whose parameters the forward reads without calling them.
         self.reads_weights_of = (norm, self.linear_fc1, self.linear_fc2)
 
-    def forward(
-        self, hidden_states: Tensor, *, adds_residual: bool = False, **unused: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """hidden_states [s, b, h] (before the norm) → output [s, b, h], the bias left to add, the residual branch.
 
-        With `adds_residual`, which wants `linear_fc2.output_is_whole`, the output has them already (None, None).
+        Where `linear_fc2.adds_residual` the output has them already (None, None).
         """
         norm, fc1, fc2 = self.reads_weights_of
         parallelism = column_parallelism(self.config, self.tp_group)
@@ -176,7 +174,7 @@ class FP8MLP(MLP):
             LinearParams(as_scaled(fc2.weight), added, fc2.quantizers),
             "swiglu" if self.config.gated_linear_unit else "gelu",
             parallelism,
-            adds_input=adds_residual,
+            adds_input=fc2.adds_residual,
         )
         if parallelism.reduces_grad_input:
             output = reduce_from_tensor_model_parallel_region(output, group=self.tp_group)

@@ -115,8 +115,6 @@ class FP8SelfAttention(SelfAttention):
 
     linear_qkv: FP8ColumnParallelLinear
     linear_proj: FP8RowParallelLinear
-    #: Whether a forward's output has the residual branch added; wants `linear_proj.output_is_whole`.
-    adds_residual = False
 
     def fuse_norm(self, norm: Norm) -> None:
         """Take over the norm in front of this layer (not registered here: its parameters stay where they are)."""
@@ -127,10 +125,12 @@ class FP8SelfAttention(SelfAttention):
 
     def take_residual(self) -> Tensor | None:
         """The input of the last forward, for the residual branch; None where it was added."""
-        return self._residual.take()
+        residual = self._residual.take()
+        assert (residual is None) == self.linear_proj.adds_residual, "no forward since the last call"
+        return residual
 
     def _keep_residual(self, residual: Tensor) -> None:
-        (self.linear_proj.addend if self.adds_residual else self._residual).put(residual)
+        (self.linear_proj.addend if self.linear_proj.adds_residual else self._residual).put(residual)
 
     def get_query_key_value_tensors(  # type: ignore[no-untyped-def]
         self, hidden_states: Tensor, *args: Any, **kwargs: Any

@@ -123,6 +123,12 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
         return self.tp_group.size() == 1 or self._scatters_output
 
     @property
+    def adds_residual(self) -> bool:
+        """Whether the residual branch is added on the way: nothing stands between it and the output."""
+        drops_out = self.training and self.config.hidden_dropout > 0.0
+        return self.output_is_whole and not drops_out
+
+    @property
     def _scatters_output(self) -> bool:
         return bool(self.sequence_parallel) and self.tp_group.size() > 1 and not self.explicit_expert_comm
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from .mlp import FP8MLP
 from .norm import Norm
 from .self_attention import FP8SelfAttention
-from .tensor_parallel import FP8RowParallelLinear
 
 
 class FP8TransformerLayer(TransformerLayer):
@@ -51,31 +50,18 @@ class FP8TransformerLayer(TransformerLayer):
         rotary_pos_emb: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        attention = self.self_attention
-        adds_residual = self._is_added_inside(attention.linear_proj)
-        if attention.adds_residual != adds_residual:
-            attention.adds_residual = adds_residual
-        output, bias = attention(hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
-        return self._add(output, bias, attention.take_residual(), self.self_attn_bda), context
+        output, bias = self.self_attention(hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
+        return self._add(output, bias, self.self_attention.take_residual(), self.self_attn_bda), context
 
     def _forward_mlp(self, hidden_states: Tensor, *unused: Any, **unused_kwargs: Any) -> Tensor:
-        adds_residual = self._is_added_inside(self.mlp.linear_fc2)
-        output, bias, residual = self.mlp(hidden_states, adds_residual=adds_residual)
+        output, bias, residual = self.mlp(hidden_states)
         return self._add(output, bias, residual, self.mlp_bda)
-
-    def _is_added_inside(self, last: FP8RowParallelLinear) -> bool:
-        """Whether nothing stands between the last GEMM of a branch and the residual branch."""
-        return last.output_is_whole and not self._drops_out
-
-    @property
-    def _drops_out(self) -> bool:
-        return self.training and self.hidden_dropout > 0.0
 
     def _add(self, output: Tensor, bias: Tensor | None, residual: Tensor | None, bias_dropout_add: Any) -> Tensor:
         """residual + dropout(output + bias); the output alone where it has both."""
         if residual is None:
             return output
-        if bias is None and not self._drops_out:
+        if bias is None and (self.hidden_dropout == 0.0 or not self.training):
             return residual + output
         fused = self.config.bias_dropout_fusion
         return bias_dropout_add(self.training, fused)((output, bias), residual, self.hidden_dropout)

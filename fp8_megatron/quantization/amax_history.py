@@ -108,7 +108,7 @@ class AmaxHistory:
         if self.amax is None or not self._largest:
             return
         assert self.history is not None and self._fp_max is not None and self._written is not None
-        if group is not None and group.size() > 1:
+        if group is not None and group.size() > 1:  # alone, the launch below puts the two kinds of amaxes together
             torch.maximum(self.amax, self._written[:, :, 0].amax(dim=1), out=self.amax)
             torch.distributed.all_reduce(self.amax, op=torch.distributed.ReduceOp.MAX, group=group)
         scales = ops.update_amax_history_(

@@ -83,7 +83,7 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class GradSource:
-    """An output gradient `g` [M, K], unless `transposed` is off in both layouts; `column_sums` for a bias."""
+    """An output gradient `g` [M, K], in both layouts or with `transposed` off in its own; `column_sums` for a bias."""
 
     g: Tensor
     column_sums: bool = False

@@ -181,7 +181,7 @@ def test_what_is_added_to_a_sum_stays_with_its_rank(num_ranks: int) -> None:
             out.copy_(matrices[rank][rows])
 
         addend = addends.chunk(num_ranks)[rank]
-        return sum_rows(write, (64, 32), torch.bfloat16, CPU, group, addend).wait()
+        return sum_rows(write, (64, 32), torch.bfloat16, CPU, group).wait(addend)
 
     assert torch.equal(torch.cat(Node(num_ranks).run(work)), addends + expected.bfloat16())
     assert torch.equal(addends, before)

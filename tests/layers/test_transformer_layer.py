@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from fp8_megatron.collectives.row_exchange import RowSum
 from fp8_megatron.config import Config, ParallelConfig
 from fp8_megatron.kernels import ops
-from fp8_megatron.layers import linear
+from fp8_megatron.layers.tensor_parallel import FP8RowParallelLinear
 from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyGPT, random_batches, tiny_config, train_tiny_gpt
+from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, random_batches, tiny_config, train_tiny_gpt
 
 NUM_MICRO_BATCHES = 2
 #: Branches of the tiny model in one step.
@@ -30,16 +31,13 @@ def _first_step(config: Config, keeps_outside: bool = False) -> tuple[float, flo
 
         return call
 
-    def keep_outside(gpt: TinyGPT) -> None:
-        for chunk in gpt.chunks:
-            for layer in chunk.module.decoder.layers:
-                layer._is_added_inside = lambda last: False
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "scaled_mm_into_", counts(ops.scaled_mm_into_))
-        patch.setattr(linear, "sum_rows", counts(linear.sum_rows))
-        batches = random_batches(1, NUM_MICRO_BATCHES)
-        run = train_tiny_gpt(config, batches, before_training=keep_outside if keeps_outside else None)
+        wait = RowSum.wait
+        patch.setattr(RowSum, "wait", lambda self, addend=None: counts(wait)(self, addend=addend))
+        if keeps_outside:
+            patch.setattr(FP8RowParallelLinear, "adds_residual", False)
+        run = train_tiny_gpt(config, random_batches(1, NUM_MICRO_BATCHES))
     return run.losses[0], run.grad_norms[0], num_added
 
 
