@@ -52,3 +52,14 @@ def test_delayed_scale_keeps_the_old_one(power_of_two: bool) -> None:
     if power_of_two:
         expected = 2.0 ** expected.log2().ceil()
     assert torch.equal(scale[3:], expected)
+
+
+def test_a_closed_step_is_pushed_and_forgotten() -> None:
+    amax, written, history = torch.tensor([1.0, 2.0]), torch.zeros(2, 2, 4), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
+    written[1, 1, 0] = 3.0
+    ones = torch.ones(2, 4)
+    ops.update_amax_history_(
+        amax, written, history, torch.full((2,), 448.0), ones, keeps_largest=True, power_of_two=False
+    )
+    assert torch.equal(history, torch.tensor([[1.0, 3.0], [5.0, 6.0]]))
+    assert not amax.any() and not written.any() and torch.equal(ones, torch.ones(2, 4))
