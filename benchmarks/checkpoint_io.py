@@ -44,6 +44,7 @@ from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.checkpoint.torch_dist import TorchDistReader
 from fp8_megatron.config_io import own_and_run_flags, parse_config
 from fp8_megatron.distributed.topology import initialized
+from fp8_megatron.distributed.transport import needs_launch_order
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.optimizer.state import SpaceState, StateTensor
 from fp8_megatron.training.run_data import open_run_data
@@ -76,7 +77,8 @@ def main() -> None:
     options, flags = _parse()
     folder = options.folder
     config = parse_config(flags)
-    devices.prepare_cuda_environment(config.parallel.tensor_model_parallel_size)
+    in_order = needs_launch_order(config.parallel, config.precision.precision)
+    devices.prepare_cuda_environment(needs_launch_order=in_order)
     device = devices.select_device()
     with ExitStack() as stack:
         stack.enter_context(devices.runtime(device))
