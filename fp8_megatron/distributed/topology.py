@@ -94,6 +94,7 @@ def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device)
     torch.distributed.init_process_group(
         distributed_backend(device), timeout=timeout, device_id=device if device.type == "cuda" else None
     )
+    _make_communicators_when_used()
     try:
         virtual = parallel.virtual_pipeline_model_parallel_size(num_layers)
         parallel_state.initialize_model_parallel(
@@ -122,6 +123,16 @@ def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device)
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def _make_communicators_when_used() -> None:
+    """Let the groups that megatron-core is about to make have NCCL communicators once a collective needs them.
+
+    A world bound to its devices splits a communicator off for each new group at once, eighteen of them, most of which
+    run never uses. Each takes the host time and the GPU memory, when it is made and when the run leaves. None may be
+    made while a step is recorded: what that step sends, the steps before it have sent too.
+    """
+    torch.distributed.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
 
 
 def _grad_memory(parallel: ParallelConfig, dp_nodes: NodeGroups | None, weight_memory: SendMemory) -> SendMemory:
