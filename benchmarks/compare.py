@@ -45,11 +45,14 @@ _LEAN = [
     *("--precision", "fp8", "--fp8-recipe", "delayed"),
     *("--fp8-lm-head", "--grad-accumulation-dtype", "bf16"),
 ]
+_FAST = [*_LEAN, "--fp8-weight-grad-scaling", "delayed"]
+_GRAPH = ["--cuda-graph-impl", "local"]
 RUNS = {
     "O3": ["--precision", "fp8"],
     "O3-delayed": ["--precision", "fp8", "--fp8-recipe", "delayed"],
     "O3-lean": _LEAN,
-    "O3-fast": [*_LEAN, "--fp8-weight-grad-scaling", "delayed"],
+    "O3-fast": _FAST,
+    "O3-graph": [*_FAST, *_GRAPH],
     "O3-nccl": ["--precision", "fp8", "--fp8-recipe", "delayed", "--dp-transport", "nccl"],
     "O3-no-overlap": [
         *("--precision", "fp8", "--fp8-recipe", "delayed"),
@@ -58,6 +61,7 @@ RUNS = {
     "O1": ["--precision", "fp8", "--opt-level", "O1"],
     "O2": ["--precision", "fp8", "--opt-level", "O2"],
     "bf16": ["--precision", "bf16"],
+    "bf16-graph": ["--precision", "bf16", *_GRAPH],
     "te-delayed": ["--precision", "te", "--fp8-recipe", "delayed"],
     "te-tensorwise": ["--precision", "te", "--fp8-recipe", "tensorwise"],
 }

@@ -17,6 +17,10 @@ OptLevel = Literal["O1", "O2", "O3"]
 FP8Recipe = Literal["tensorwise", "delayed"]
 
 
+#: A run's first step has no delayed scales: of two, one takes the kernels that all later steps take.
+MIN_CUDA_GRAPH_WARMUP_STEPS = 2
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head); Llama style by flags."""
@@ -310,12 +314,24 @@ class TrainingConfig:
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
     deterministic_mode: bool = False
     """Only kernels that repeat bit for bit."""
+    cuda_graph_impl: Literal["none", "local"] = "none"
+    """local: record forward and backward of a step once, as a CUDA graph, and launch that: a slow host no longer holds
+    up a small model's kernels."""
+    cuda_graph_scope: Literal["full_iteration"] = "full_iteration"
+    """What a graph holds: all micro-batches of a step and the reduction of their gradients."""
+    cuda_graph_warmup_steps: int = 3
+    """Steps before the graph is recorded."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: full layers, or core attention alone (selective)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Which layers full recomputation takes."""
     recompute_num_layers: int | None = None
     """Layers per recomputed chunk (uniform) or recomputed layers per stage (block)."""
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether steps are recorded as CUDA graphs."""
+        return self.cuda_graph_impl != "none"
 
 
 @dataclass(frozen=True)

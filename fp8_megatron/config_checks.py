@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from .config import Config, ParallelConfig, PrecisionConfig
+from .config import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig, PrecisionConfig
 from .formats import FP8_GEMM_MULTIPLE, GradReduceMode, StorageDtype
 from .run_checks import run_problems
 
@@ -47,6 +47,7 @@ def check_config(config: Config, world_size: int) -> None:
         problems += _check_heads(config)
         problems += _check_gemm_sizes(config)
         problems += _check_recompute(config)
+        problems += _check_cuda_graph(config)
     problems += _check_precision(config)
     problems += run_problems(config)
     if problems:
@@ -176,6 +177,31 @@ def _check_weight_grad_scaling(config: Config) -> Iterator[str]:
         yield f"{name} takes scales from the amax history of fp8_recipe(delayed), not {precision.fp8_recipe}; give both"
     elif precision.formats.main_grad is not StorageDtype.FP8:
         yield f"{name} is for gradients in fp8, main_grads_dtype is {precision.formats.main_grad.value}; drop one"
+
+
+def _check_cuda_graph(config: Config) -> Iterator[str]:
+    """What cannot be recorded: several stages, saved random generators, what is in Python alone."""
+    training = config.training
+    if not training.records_graphs:
+        return
+    if training.cuda_graph_warmup_steps < MIN_CUDA_GRAPH_WARMUP_STEPS:
+        yield (
+            f"cuda_graph_warmup_steps({training.cuda_graph_warmup_steps}): the first step with delayed scales is the "
+            f"second; choose at least {MIN_CUDA_GRAPH_WARMUP_STEPS}"
+        )
+    name = f"cuda_graph_impl({training.cuda_graph_impl})"
+    if config.parallel.pipeline_model_parallel_size > 1:
+        size = config.parallel.pipeline_model_parallel_size
+        yield f"{name} records steps of one stage, pipeline_model_parallel_size is {size}; drop it, or choose 1"
+    if training.recompute_granularity is not None:
+        yield (
+            f"{name} cannot record recompute_granularity({training.recompute_granularity}), which saves the state of "
+            f"random generators; drop one"
+        )
+    if config.precision.release_gradients:
+        yield f"{name} would repeat one step's learning rate, by which release_gradients updates weights; drop one"
+    if config.precision.precision == "te":
+        yield f"{name} cannot record Transformer Engine's layers, whose scales move in Python; drop it, or choose fp8"
 
 
 def _check_transpose_cache(config: Config, num_micro_batches: int) -> Iterator[str]:

@@ -23,29 +23,36 @@ class UnsupportedDeviceError(ValueError):
     """This device cannot run the requested precision."""
 
 
-def prepare_cuda_environment(*, needs_launch_order: bool) -> str | None:
+def prepare_cuda_environment(*, needs_launch_order: bool, records_graphs: bool = False) -> str | None:
     """Set what CUDA reads once, when it starts; a variable that the user has set stays as it is.
 
     - ``CUDA_DEVICE_MAX_CONNECTIONS``: with one queue (Megatron's advice) a collective that waits for another one holds
       up every kernel launched after it: a fifth of a step of data-parallel training. Tensor parallelism over NCCL
       relies on that order to start its collectives before the GEMM that hides them, and gets one; else 32.
     - ``PYTORCH_CUDA_ALLOC_CONF``: segments that grow, so that blocks of different sizes do not fragment memory.
+    - ``NCCL_GRAPH_REGISTER``: off where collectives are recorded into graphs. NCCL registers their buffers meanwhile,
+      which hangs where these lie in such segments (pytorch/pytorch#158029; measured with NCCL 2.28.9).
 
     Args:
         needs_launch_order: see `transport.needs_launch_order`.
+        records_graphs: whether steps become CUDA graphs.
 
     Returns:
         A warning for the user, or None.
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    warnings = []
+    if records_graphs and os.environ.setdefault("NCCL_GRAPH_REGISTER", "0") != "0":
+        value = os.environ["NCCL_GRAPH_REGISTER"]
+        warnings.append(f"NCCL_GRAPH_REGISTER is {value}: a recorded step may hang at its first launch; leave it unset")
     fitting = "1" if needs_launch_order else "32"
     chosen = os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", fitting)
     if chosen == "1" and fitting != "1":
-        return (
+        warnings.append(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: collectives will hold up kernels behind them; leave it unset, unless "
             "tensor parallelism goes through NCCL"
         )
-    return None
+    return "\n".join(warnings) or None
 
 
 def local_rank() -> int:
@@ -90,24 +97,43 @@ def check_fp8_support(device: torch.device, capability: tuple[int, int] | None =
         )
 
 
+def check_cuda_graph_support(device: torch.device) -> None:
+    """Refuse CUDA graphs where there is no CUDA.
+
+    Raises:
+        UnsupportedDeviceError: with the fix.
+    """
+    if device.type != "cuda":
+        raise UnsupportedDeviceError("--cuda-graph-impl local needs a GPU, and there is none here; drop it")
+
+
 def distributed_backend(device: torch.device) -> str:
     """Backend of ``torch.distributed`` for a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-_shared_bytes = 0
+_bytes_beside_allocator = 0
+_earlier_peak_gib = 0.0
 
 
-def count_shared_memory(nbytes: int) -> None:
-    """Add what lasting memory, shared with other ranks, takes beside torch's allocator."""
-    global _shared_bytes
-    _shared_bytes += nbytes
+def count_memory_beside_allocator(nbytes: int) -> None:
+    """Add what lasting memory takes beside what torch's allocator counts."""
+    global _bytes_beside_allocator
+    _bytes_beside_allocator += nbytes
+
+
+def begin_another_peak(device: torch.device) -> None:
+    """Bytes that are counted beside the allocator from here on add to a later peak, not to what was held before."""
+    global _earlier_peak_gib
+    _earlier_peak_gib = peak_memory_gib(device)
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory this process has held: allocator peak and shared buffers on a GPU, resident set on a CPU; GiB."""
+    """Peak memory this process has held, GiB: on a GPU the allocator's peak, buffers shared with other ranks and what
+    CUDA graphs keep; on a CPU the resident set."""
     if device.type == "cuda":
-        return (torch.cuda.max_memory_allocated(device) + _shared_bytes) / 2**30
+        return max(_earlier_peak_gib, (torch.cuda.max_memory_allocated(device) + _bytes_beside_allocator) / 2**30)
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -198,15 +224,27 @@ def runtime(device: torch.device) -> Iterator[None]:
         yield
 
 
-def seed_everything(seed: int, device: torch.device, *, tensor_parallel_rank: int, pipeline_rank: int) -> None:
+def seed_everything(
+    seed: int, device: torch.device, *, tensor_parallel_rank: int, pipeline_rank: int, records_graphs: bool = False
+) -> None:
     """Seed dropout: the default generator alike over a tensor-parallel group, the tracker's state apart.
 
     Initial weights do not come from here (see `models.initialization`), so these seeds never change them.
+
+    Args:
+        records_graphs: make the tracker's states ones that CUDA graphs draw from; the numbers are the same.
     """
     seed = seed + 100 * pipeline_rank
     torch.manual_seed(seed)
     if device.type == "cuda":
-        mcore_random.model_parallel_cuda_manual_seed(seed, tp_rank=tensor_parallel_rank, ep_rank=0, etp_rank=0)
+        mcore_random.model_parallel_cuda_manual_seed(
+            seed,
+            use_cudagraphable_rng=records_graphs,
+            tp_rank=tensor_parallel_rank,
+            ep_rank=0,
+            etp_rank=0,
+            force_reset_rng=True,
+        )
     else:
         tracker = mcore_random.get_cuda_rng_tracker()
         tracker.reset()

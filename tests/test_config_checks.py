@@ -275,6 +275,27 @@ FULL = "--recompute-granularity full "
             "--fp8-weight-grad-scaling delayed --fp8-recipe delayed --main-grads-dtype bf16",
             "fp8_weight_grad_scaling(delayed) is for gradients in fp8, main_grads_dtype is bf16; drop one",
         ),
+        # steps as CUDA graphs
+        (
+            2,
+            "--cuda-graph-impl local --pipeline-model-parallel-size 2",
+            "cuda_graph_impl(local) records steps of one stage, pipeline_model_parallel_size is 2; drop it",
+        ),
+        (
+            1,
+            "--cuda-graph-impl local --recompute-granularity selective",
+            "cuda_graph_impl(local) cannot record recompute_granularity(selective)",
+        ),
+        (
+            1,
+            "--cuda-graph-impl local --release-gradients --clip-grad 0",
+            "cuda_graph_impl(local) would repeat one step's learning rate, by which release_gradients updates weights",
+        ),
+        (
+            1,
+            "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
+            "cuda_graph_warmup_steps(1): the first step with delayed scales is the second; choose at least 2",
+        ),
         # transposes kept between micro-batches
         (
             1,
@@ -410,3 +431,8 @@ def test_sizes_are_those_of_one_rank() -> None:
     flags = "--ffn-hidden-size 96 --tensor-model-parallel-size "
     assert problems(parse(flags + "2"), 2) == []
     assert len(problems(parse(flags + "4"), 4)) == 1
+
+
+def test_transformer_engines_layers_are_not_recorded() -> None:
+    found = problems(parse("--cuda-graph-impl local --precision te"), 1)
+    assert any("cuda_graph_impl(local) cannot record Transformer Engine's layers" in problem for problem in found)

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import (
+    convert_cuda_rng_state,
+    get_cuda_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+)
 from torch import Tensor
 
 from ..config import Config
@@ -217,7 +221,8 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    return states | _under("tracker/", get_cuda_rng_tracker().get_states())
+    tracked = {name: convert_cuda_rng_state(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+    return states | _under("tracker/", tracked)
 
 
 def set_rng_states(states: dict[str, Tensor], device: torch.device) -> None:
@@ -225,7 +230,10 @@ def set_rng_states(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-    get_cuda_rng_tracker().set_states(below("tracker/", states))
+    tracker = get_cuda_rng_tracker()
+    of_graphs = is_graph_safe_cuda_rng_tracker(tracker)
+    tracked = below("tracker/", states)
+    tracker.set_states({name: convert_cuda_rng_state(state, of_graphs) for name, state in tracked.items()})
 
 
 def below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..device import count_shared_memory
+from ..device import count_memory_beside_allocator
+from . import recording
 from .side_stream import side_stream, stream_of
-from .stream_barrier import StreamBarrier
+from .stream_barrier import RecordableBarrier
 
 Group = torch.distributed.ProcessGroup
 
@@ -90,16 +91,18 @@ class PeerMemory:
 
 @dataclass(frozen=True, eq=False)
 class CopyWork:
-    """Handle of what was queued on the copy stream up to here, in the manner of ``torch.distributed.Work``.
+    """Handle of what was queued up to here, in the manner of ``torch.distributed.Work``, which knows nothing of it.
 
     Attributes:
         queued_at: of ``time.monotonic``.
+        by: what does it, for messages.
     """
 
     name: str
     group: Group
     event: torch.cuda.Event | None
     queued_at: float
+    by: str = "copy engines"
 
     def wait(self) -> None:
         """Let the current stream wait; the host does not."""
@@ -108,7 +111,7 @@ class CopyWork:
 
 
 _memories: dict[int, PeerMemory] = {}
-_barriers: dict[str, StreamBarrier] = {}
+_barriers: dict[str, RecordableBarrier] = {}
 _started: deque[CopyWork] = deque(maxlen=_NUM_REMEMBERED)
 _latest: dict[Hashable, CopyWork] = {}
 
@@ -138,21 +141,32 @@ def mapped(nbytes: int, group: Group, device: torch.device) -> list[Tensor]:
     own.zero_()
     torch.cuda.synchronize(device)  # others write to it as soon as they have mapped it
     handle = symmetric_memory.rendezvous(own, group.group_name)
-    count_shared_memory(nbytes - (torch.cuda.memory_allocated(device) - counted))
+    count_memory_beside_allocator(nbytes - (torch.cuda.memory_allocated(device) - counted))
     return [
         own if rank == group.rank() else handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())
     ]
 
 
-def _barrier_of(group: Group, device: torch.device) -> StreamBarrier:
+def _barrier_of(group: Group, device: torch.device) -> RecordableBarrier:
     """The one barrier of a group: its ranks call it in one order, whichever memory they read."""
     barrier = _barriers.get(group.group_name)
     if barrier is None:
-        counters = [buffer.view(torch.int32) for buffer in mapped(4 * group.size(), group, device)]
-        barrier = _barriers[group.group_name] = StreamBarrier(counters, group.rank())
+        counters = [buffer.view(torch.int32).view(3, -1) for buffer in mapped(3 * 4 * group.size(), group, device)]
+        barrier = _barriers[group.group_name] = RecordableBarrier(counters, group.rank())
         with side_stream(device, _PRIORITY):
             barrier()
+        recording.register(_name_of_barrier(group), barrier.recordable)
     return barrier
+
+
+def forget_barrier(group: Group) -> None:
+    """Where a trial has failed on some rank of `group`: nobody is to wait for it in another collective."""
+    _barriers.pop(group.group_name, None)
+    recording.forget(_name_of_barrier(group))
+
+
+def _name_of_barrier(group: Group) -> str:
+    return f"barrier of {group.group_name}"
 
 
 def register(memory: PeerMemory) -> None:
@@ -206,8 +220,12 @@ def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> l
 
 
 def remember(work: CopyWork, place: Hashable) -> CopyWork:
-    """Let `unfinished` know of `work`, which it gives back, instead of the last one of this place."""
-    _latest[place] = work
+    """Let `unfinished` know of `work`, which it gives back, instead of the last one of this place.
+
+    Of recorded works it does not know: their launch is one (`training.step_graph`).
+    """
+    if not recording.is_recording():
+        _latest[place] = work
     return work
 
 
@@ -230,7 +248,8 @@ def _mark(name: str, memory: PeerMemory) -> CopyWork:
         event = torch.cuda.Event()
         event.record()
     work = CopyWork(name, memory.group, event, time.monotonic())
-    _started.append(work)
+    if not recording.is_recording():
+        _started.append(work)
     return work
 
 

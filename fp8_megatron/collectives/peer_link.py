@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import copy_engine, stream_ops
+from . import copy_engine, recording, stream_ops
 from .copy_engine import CopyWork
 from .side_stream import stream_of
 
@@ -58,7 +58,7 @@ class PeerLink:
         self._stream = stream_of(self._device, _PRIORITY)
         self._raw_stream = self._stream.cuda_stream
         self._here = self._new_event()
-        self._events: dict[tuple[str, int], torch.cuda.Event] = {}
+        self._events: dict[tuple[str, int, bool], torch.cuda.Event] = {}
 
     def start(self) -> None:
         """See `Link.start`."""
@@ -76,9 +76,11 @@ class PeerLink:
 
     def sent(self, name: str, turn: int) -> CopyWork:
         """See `Link.sent`."""
-        event = self._events.get((name, turn))
+        # An event that was recorded into a graph is asked for nothing outside it.
+        key = (name, turn, recording.is_recording())
+        event = self._events.get(key)
         if event is None:
-            event = self._events[name, turn] = self._new_event()
+            event = self._events[key] = self._new_event()
         stream_ops.record(event.cuda_event, self._raw_stream)
         # Where a stream hangs waiting for a peer, what it sends next is not over either: so the watch sees it.
         return copy_engine.remember(CopyWork(name, self._group, event, time.monotonic()), (name, turn))

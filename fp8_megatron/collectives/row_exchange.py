@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
-from . import copy_engine
+from . import copy_engine, recording
 from .all_gather import all_gather_into
 from .peer_link import Link, PeerLink
+from .stream_barrier import StreamBarrier
 from .traffic import count_all_gather
 
 Group = torch.distributed.ProcessGroup
@@ -35,6 +36,8 @@ Allocate = Callable[[int], Sequence[Tensor]]
 #: Buffers that exchanges of a kind take in turn.
 _NUM_BUFFERS = 2
 _GATHERS, _SUMS = 0, 1
+#: Channels; when recorded, an exchange takes that of its kind and this many further.
+_NUM_CHANNELS = 2
 
 
 class Work(Protocol):
@@ -142,9 +145,21 @@ def sum_rows(
 
 def share_memory(group: Group, device: torch.device) -> None:
     """Let copy engines carry the rows of `group` from now on; called by all its ranks, which are on one node."""
-    counters = [counters.view(torch.int32) for counters in copy_engine.mapped(2 * 4 * group.size(), group, device)]
+    nbytes = (2 * _NUM_CHANNELS + 1) * 4 * group.size()
+    counters = [own.view(torch.int32).view(-1, group.size()) for own in copy_engine.mapped(nbytes, group, device)]
     allocate = partial(copy_engine.mapped, group=group, device=device)
-    register(group, RowExchange(group.rank(), group.size(), allocate, PeerLink(group, counters)))
+    link = PeerLink(group, [own[: 2 * _NUM_CHANNELS].view(-1) for own in counters])
+    exchange = RowExchange(group.rank(), group.size(), allocate, link)
+    register(group, exchange)
+    recording.register(
+        f"rows of {group.group_name}",
+        recording.Recordable(
+            begin=exchange.begin_recording,
+            end=exchange.end_recording,
+            places=counters[group.rank()][_NUM_CHANNELS : 2 * _NUM_CHANNELS],
+            meet=StreamBarrier([own[-1] for own in counters], group.rank()),
+        ),
+    )
 
 
 def register(group: Group, exchange: RowExchange) -> None:
@@ -165,7 +180,7 @@ class RowExchange:
 
     def __init__(self, rank: int, num_ranks: int, allocate: Allocate, link: Link) -> None:
         self._rank, self._num_ranks, self._link = rank, num_ranks, link
-        self._gathers, self._sums = _Ring(allocate), _Ring(allocate)
+        self._gathers, self._sums = _Ring(allocate, _GATHERS), _Ring(allocate, _SUMS)
         # At each step every rank sends to one and hears of one.
         self._readers = [(rank - step) % num_ranks for step in range(1, num_ranks)]
         self._sources = [(rank + step) % num_ranks for step in range(1, num_ranks)]
@@ -177,11 +192,11 @@ class RowExchange:
         link.start()
         for reader in self._readers:
             link.copy(shard, memories[reader].parts[own])
-            link.tell(reader, _GATHERS, number)
+            link.tell(reader, self._gathers.channel, number)
         whole, parts = memories[own]
         link.copy(shard, parts[own])
         sent = link.sent("gather_rows", number % _NUM_BUFFERS)
-        arrivals = self._arrivals(self._gathers, _GATHERS, number)
+        arrivals = self._arrivals(self._gathers, number)
         rows = _rows(self._num_ranks, shard.shape[0])
         taken: list[tuple[slice, Tensor, Work | None]] = [(rows[own], shard, None)]
         for source, arrival in zip(self._sources, arrivals, strict=True):
@@ -201,12 +216,12 @@ class RowExchange:
             write(rows[reader], summand, False)
             link.start()
             link.copy(summand, memories[reader].parts[own])
-            link.tell(reader, _SUMS, number)
+            link.tell(reader, self._sums.channel, number)
             summands.append(summand)
         sent = link.sent("sum_rows", number % _NUM_BUFFERS)
         received, parts = memories[own]
         write(rows[own], parts[own], True)
-        arrivals = self._arrivals(self._sums, _SUMS, number)
+        arrivals = self._arrivals(self._sums, number)
 
         def arrive() -> Tensor:
             for arrival in arrivals:
@@ -217,9 +232,19 @@ class RowExchange:
 
         return RowSum(arrive)
 
-    def _arrivals(self, ring: _Ring, channel: int, number: int) -> list[_Arrival]:
+    def begin_recording(self) -> None:
+        """Number exchanges from 1, in channels of their own; what was started before has been waited for."""
+        self._gathers.begin_recording()
+        self._sums.begin_recording()
+
+    def end_recording(self) -> None:
+        """Go on with the numbers from before."""
+        self._gathers.end_recording()
+        self._sums.end_recording()
+
+    def _arrivals(self, ring: _Ring, number: int) -> list[_Arrival]:
         """What the others send to this rank, in the order in which they do."""
-        ring.pending = [_Arrival(self._link, source, channel, number) for source in self._sources]
+        ring.pending = [_Arrival(self._link, source, ring.channel, number) for source in self._sources]
         return ring.pending
 
 
@@ -258,17 +283,35 @@ class _Memory(NamedTuple):
 class _Ring:
     """Numbered exchanges of one kind and the buffers they take in turn, made when first needed, anew when too small."""
 
-    def __init__(self, allocate: Allocate) -> None:
+    def __init__(self, allocate: Allocate, channel: int) -> None:
         self._allocate = allocate
         self._buffers: list[Sequence[Tensor]] = []
-        self._nbytes = self._number = 0
+        #: Never let go of: a graph has their addresses, should larger ones take their place.
+        self._recorded_buffers: list[Sequence[Tensor]] = []
+        self._nbytes = self._number = self._number_before = 0
+        self.channel = channel
         self.pending: list[_Arrival] = []
         #: Making views costs the host more than sending does.
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[_Memory]] = {}
 
+    def begin_recording(self) -> None:
+        """See `RowExchange.begin_recording`."""
+        self._assert_over()
+        self._number_before, self._number = self._number, 0
+        self.channel += _NUM_CHANNELS
+        self._recorded_buffers += self._buffers
+
+    def end_recording(self) -> None:
+        """See `RowExchange.end_recording`."""
+        self._number = self._number_before
+        self.channel -= _NUM_CHANNELS
+
+    def _assert_over(self) -> None:
+        assert all(arrival.is_over for arrival in self.pending), "the exchange before was not waited for"
+
     def next(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, list[_Memory]]:
         """The number of the next exchange, and by rank its memory for parts of this shape [d, n, …]."""
-        assert all(arrival.is_over for arrival in self.pending), "the exchange before was not waited for"
+        self._assert_over()
         self._number += 1
         key = (self._number % _NUM_BUFFERS, shape, dtype)
         memories = self._views.get(key)

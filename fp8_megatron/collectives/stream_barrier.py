@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from . import recording
 from .stream_ops import WriteThenWait, current_stream
 
 
@@ -42,3 +43,27 @@ class StreamBarrier:
         """Queue a meeting on the current stream."""
         self._count += 1
         self._meet.queue(self._count, current_stream(self._device))
+
+    def restart(self) -> None:
+        """Count from 0 again."""
+        self._count = 0
+
+
+class RecordableBarrier:
+    """A `StreamBarrier`, or what a CUDA graph that is recorded has in its place (`recording`).
+
+    Args:
+        counters: by rank, its int32 [3, d] zeros: of barriers, of recorded ones, of the launches of these.
+        rank: this one.
+    """
+
+    def __init__(self, counters: Sequence[Tensor], rank: int) -> None:
+        of_kinds = zip(*(own.unbind() for own in counters), strict=True)
+        self._usual, self._recorded, launches = (StreamBarrier(places, rank) for places in of_kinds)
+        self.recordable = recording.Recordable(
+            begin=self._recorded.restart, end=lambda: None, places=counters[rank][1], meet=launches
+        )
+
+    def __call__(self) -> None:
+        """Queue a meeting on the current stream."""
+        (self._recorded if recording.is_recording() else self._usual)()

@@ -98,6 +98,11 @@ class FP8DataParallel(_BaseDataParallel):
             if needed:
                 module.register_forward_pre_hook(_Await(gather, needed))
 
+    def before_recording(self) -> None:
+        """The next forward and backward are recorded into a CUDA graph."""
+        for gather in self._gathers:
+            gather.before_recording()
+
     def wait_for_weights(self) -> None:
         """Wait for all weights, for whoever reads them outside a forward pass."""
         for gather in self._gathers:

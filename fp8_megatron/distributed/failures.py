@@ -221,12 +221,12 @@ class RankWatch:
         return [f"{_name(0, heartbeat.others().get(0, Sighting()))}, which keeps the rendezvous store, is gone ({how})"]
 
     def _overdue(self) -> list[str]:
-        """An exchange by copy engines that takes longer than a collective may; torch ends NCCL's own."""
+        """What copy engines or a CUDA graph do, if it takes longer than a collective may; torch ends NCCL's own."""
         work = copy_engine.unfinished()
         if work is None or time.monotonic() - work.queued_at < self._timeout_seconds:
             return []
         others = f"all other ranks still answer ({self._others_whereabouts()})"
-        return [f"an exchange has not ended within --distributed-timeout-minutes; {others}"]
+        return [f"{work.name} by {work.by} has not ended within --distributed-timeout-minutes; {others}"]
 
     def _whereabouts(self, site: CallSite) -> str:
         """Where this rank is, and where its flight recorder was written."""

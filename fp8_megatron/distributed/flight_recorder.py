@@ -132,7 +132,7 @@ def describe_collective(site: CallSite) -> str:
     if copied is not None:
         ranks = torch.distributed.get_process_group_ranks(copied.group)
         place = f"; Python is in {site.caller}" if site.caller else ""
-        return f"in {copied.name} by copy engines among ranks {_list_ranks(ranks)}{place}"
+        return f"in {copied.name} by {copied.by} among ranks {_list_ranks(ranks)}{place}"
     if site.collective:
         recorded = bool(entries) and site.collective not in _UNRECORDED
         return f"in {_describe(entries[-1], site.collective) if recorded else site.collective}{_called_by(site)}"

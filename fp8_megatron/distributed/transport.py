@@ -119,4 +119,7 @@ def _obstacle(group: Group, device: torch.device) -> str | None:
         reason = str(error).splitlines()[0]
     reasons: list[str | None] = [None] * group.size()
     torch.distributed.all_gather_object(reasons, reason, group=group)
-    return next((reason for reason in reasons if reason is not None), None)
+    obstacle = next((reason for reason in reasons if reason is not None), None)
+    if obstacle is not None:
+        copy_engine.forget_barrier(group)
+    return obstacle

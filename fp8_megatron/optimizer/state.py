@@ -233,7 +233,9 @@ class SpaceState:
             .view(self.space.num_shards, -1)[self.space.shard_index]
             for bucket in self.space.buckets
         ]
-        return torch.cat(mine).view(self.weight.payload.dtype)  # as bytes: a CPU does not concatenate FP8
+        own = self.gather.room(self.space.shard_numel, self.weight.payload.dtype)
+        torch.cat(mine, out=own.view(torch.uint8))  # as bytes: a CPU does not concatenate FP8
+        return own
 
     def derive_weights(self) -> None:
         """Weights from the masters, when these came from elsewhere than the optimizer kernel."""
@@ -346,10 +348,10 @@ class SpaceState:
         usable = torch.isfinite(amax) & (amax > 0)
         scale = torch.where(usable, scale_from_amax(amax, WEIGHT_DTYPE, power_of_two=False), previous)
         previous.copy_(scale)
-        if self.space.num_shards == 1:
+        if self.gather is None:
             shard = self.weight.payload
         else:
-            shard = torch.empty(self.space.shard_numel, dtype=WEIGHT_DTYPE, device=self.space.device)
+            shard = self.gather.room(self.space.shard_numel, WEIGHT_DTYPE)
         ops.derive_fp8_weights_(self.master.payload, self.master.scales, shard, scale, self.chunk_slots)
         return shard
 

@@ -36,6 +36,7 @@ class AmaxHistory:
         self.algo = algo
         self.power_of_two = power_of_two
         self.is_warm = False
+        self._keeps_addresses = False
         self._largest: list[float] = []
         self.amax: Tensor | None = None
         #: FP32 [num_slots], this step's scales (a view).
@@ -45,6 +46,7 @@ class AmaxHistory:
         self._amaxes: Sequence[Tensor] = ()
         self._scales: Sequence[Tensor] = ()
         self._inverses: Sequence[Tensor] = ()
+        self._padded_scales = self._padded_inverses = torch.empty(0)
         self._written: Tensor | None = None
         self._written_amaxes: Sequence[Iterator[Tensor]] = ()
 
@@ -89,13 +91,22 @@ class AmaxHistory:
     def scale_of(self, slot: int) -> Tensor:
         """FP32 [1], the scale of `slot` in this step; 16-byte aligned, as cuBLASLt wants it.
 
-        A later step has other memory, so that a late backward still reads what its forward took.
+        A later step has other memory, so that a late backward still reads what its forward took; unless addresses are
+        kept.
         """
         return self._scales[slot]
 
+    def keep_addresses(self) -> None:
+        """From now on every step has its scales in the same memory, for a recorded step; no backward may be late."""
+        self._keeps_addresses = True
+
     def _take_scales(self, scales: Tensor, inverses: Tensor) -> None:
         """Scales for the next step and their reciprocals, FP32 [num_slots, _STRIDE] in column 0."""
-        self._padded_scales, self.scale = scales, scales[:, 0]
+        if self._keeps_addresses:
+            self._padded_scales.copy_(scales)
+            self._padded_inverses.copy_(inverses)
+            return
+        self._padded_scales, self._padded_inverses, self.scale = scales, inverses, scales[:, 0]
         self._scales, self._inverses = scales[:, :1].unbind(), inverses[:, :1].unbind()
 
     def update(self, group: torch.distributed.ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""A tiny run for tests of the trainer, its checkpoints and its errors."""
+"""Flags of small runs for tests: of the trainer, its checkpoints and its errors, and on GPUs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,28 @@ TINY_RUN: dict[str, Any] = {
     "lr": 1e-2,
     "log_interval": 1000,
     "tensorboard": False,
+}
+
+#: Over `TINY_RUN`: large enough that the CUDA kernels take their usual paths.
+GPU_RUN: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "vocab_size": 1024,
+    "make_vocab_size_divisible_by": 128,
+    "micro_batch_size": 4,
+    "lr": 1e-3,
+}
+#: A model of Llama's style, for a model with a multiple of two heads.
+LLAMA_STYLE_FLAGS: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+    "disable_bias_linear": True,
 }
 
 

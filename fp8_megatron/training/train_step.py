@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -11,16 +12,23 @@ from torch import Tensor
 from ..distributed.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
 from .setup import TrainingState
+from .step_graph import StepGraph
 
 
 def train_step(
-    state: TrainingState, loader: Iterator[Batch], *, wants_stop: bool, measures_underflow: bool = False
+    state: TrainingState,
+    loader: Iterator[Batch],
+    *,
+    wants_stop: bool,
+    measures_underflow: bool = False,
+    graph: StepGraph | None = None,
 ) -> Tensor:
     """Forward and backward over the micro-batches, reduce, clip, update, move the scales on.
 
     Args:
         wants_stop: whether this rank was told to stop; the ranks agree in the collective that carries the loss.
         measures_underflow: count what the cast of weight gradients to FP8 makes zero (one more pass over them).
+        graph: what `step_graph` gave: all up to the reduced gradients goes through it.
 
     Returns:
         FP32 [7] on the device: mean loss of the global batch, number of ranks that want to stop, gradient norm before
@@ -28,16 +36,52 @@ def train_step(
         the largest saturated fraction of a tensor and the least μ; the next loss scale. What is not measured or not
         there is NaN. Reading it waits for the step; nothing in here does.
     """
-    for chunk in state.model:
-        chunk.zero_grad_buffer(measures_underflow=measures_underflow)
-    losses = _run_schedule(state, loader, forward_only=False)
+    if graph is not None:
+        figures = graph(loader, measures_underflow=measures_underflow)
+    else:
+        batches = take_step(loader, state.num_micro_batches, state.device)
+        figures = compute_gradients(state, batches, measures_underflow=measures_underflow)
+    loss, underflow_fraction = figures[:1], figures[1:]
     grad_norm = state.optimizer.step()
     state.scheduler.step(1)
     for history in state.histories:
         if history is not None:
             history.update(state.topology.replica)
-    loss_and_stops = _sum_over_ranks(losses, state, wants_stop=wants_stop)
-    return torch.cat([loss_and_stops, grad_norm, _underflow_fraction(state), _scaling(state)])
+    loss_and_stops = _sum_over_ranks(loss, state, wants_stop=wants_stop)
+    return torch.cat([loss_and_stops, grad_norm, underflow_fraction, _scaling(state)])
+
+
+def compute_gradients(state: TrainingState, batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+    """Forward and backward over the micro-batches, and the reduction over replicas.
+
+    Returns:
+        FP32 [2] on the device: this rank's part of the mean loss of the global batch (the sum over ranks is the mean),
+        and its underflowed fraction of FP8 weight gradients, or NaN.
+    """
+    for chunk in state.model:
+        chunk.zero_grad_buffer(measures_underflow=measures_underflow)
+    losses = _run_schedule(state, batches, forward_only=False)
+    return torch.cat([_part_of_loss(losses, state), _underflow_fraction(state)])
+
+
+def step_graph(state: TrainingState) -> StepGraph:
+    """`compute_gradients` as a CUDA graph (--cuda-graph-impl local)."""
+
+    def before_recording() -> None:
+        for chunk in state.model:
+            chunk.before_recording()
+        for history in state.histories:
+            if history is not None:
+                history.keep_addresses()
+
+    return StepGraph(
+        partial(compute_gradients, state),
+        before_recording,
+        can_measure=lambda: any(buffer.underflow is not None for buffer in state.optimizer.buffers),
+        num_micro_batches=state.num_micro_batches,
+        device=state.device,
+        warmup_steps=state.config.training.cuda_graph_warmup_steps,
+    )
 
 
 @torch.no_grad()
@@ -47,8 +91,9 @@ def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) ->
         chunk.eval()
     total = torch.zeros(1, device=state.device)
     for _ in range(num_batches):
-        losses = _run_schedule(state, loader, forward_only=True)
-        total += _sum_over_ranks(losses, state, wants_stop=False)[:1]
+        batches = take_step(loader, state.num_micro_batches, state.device)
+        losses = _run_schedule(state, batches, forward_only=True)
+        total += _sum_over_ranks(_part_of_loss(losses, state), state, wants_stop=False)[:1]
     for chunk in state.model:
         chunk.train()
     for history in state.histories:
@@ -57,8 +102,7 @@ def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) ->
     return total.item() / num_batches
 
 
-def _run_schedule(state: TrainingState, loader: Iterator[Batch], *, forward_only: bool) -> list[dict[str, Tensor]]:
-    batches = take_step(loader, state.num_micro_batches, state.device)
+def _run_schedule(state: TrainingState, batches: list[Batch], *, forward_only: bool) -> list[dict[str, Tensor]]:
     iterators = [iter(batches) for _ in state.model]
     config = state.config
     return get_forward_backward_func()(
@@ -99,13 +143,18 @@ def _scaling(state: TrainingState) -> Tensor:
     return values
 
 
-def _sum_over_ranks(losses: list[dict[str, Tensor]], state: TrainingState, *, wants_stop: bool) -> Tensor:
-    """FP32 [2] on every rank: mean of the micro-batches' losses over replicas, and how many ranks want to stop."""
-    topology = state.topology
+def _part_of_loss(losses: list[dict[str, Tensor]], state: TrainingState) -> Tensor:
+    """FP32 [1]: this rank's part of the mean loss; the sum over all ranks is the mean over replicas."""
+    if not state.topology.reads_loss:
+        return torch.zeros(1, device=state.device)
+    return (torch.stack([loss["loss"] for loss in losses]).mean() / state.topology.dp.size()).view(1)
+
+
+def _sum_over_ranks(loss: Tensor, state: TrainingState, *, wants_stop: bool) -> Tensor:
+    """FP32 [2] on every rank: the sum of `loss` [1], and how many ranks want to stop."""
     values = torch.zeros(2, device=state.device)
+    values[:1] = loss
     values[1:].fill_(float(wants_stop))  # making it from a list of numbers would copy, and wait
-    if topology.reads_loss:
-        values[:1] += torch.stack([loss["loss"] for loss in losses]).mean() / topology.dp.size()
-    if topology.world_size > 1:
+    if state.topology.world_size > 1:
         torch.distributed.all_reduce(values)
     return values

@@ -34,7 +34,7 @@ from .run_data import RunData, open_run_data
 from .setup import TrainingState, build_training_state, measured_storage
 from .step_results import Mark, PendingStep, StepResult
 from .stopping import NonFiniteGuard, SignalHandler, TrainingDiverged
-from .train_step import evaluate, train_step
+from .train_step import evaluate, step_graph, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,15 @@ class Trainer:
     def fit(self) -> None:
         """Train to `train_iters`, or until a signal, a time limit or divergence ends it; saves on the way out."""
         in_order = needs_launch_order(self.config.parallel, self.config.precision.precision)
-        warning = devices.prepare_cuda_environment(needs_launch_order=in_order)
+        records_graphs = self.config.training.records_graphs
+        warning = devices.prepare_cuda_environment(needs_launch_order=in_order, records_graphs=records_graphs)
         device = devices.select_device()
         if warning is not None and device.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("%s", warning)
         if self.config.precision.precision == "fp8":
             devices.check_fp8_support(device)
+        if records_graphs:
+            devices.check_cuda_graph_support(device)
         if self.config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         with ExitStack() as stack:
@@ -98,6 +101,7 @@ class _Run:
             device,
             tensor_parallel_rank=topology.tp.rank(),
             pipeline_rank=topology.pp.rank(),
+            records_graphs=config.training.records_graphs,
         )
         if self.is_writer:
             logger.info("configuration (* differs from the default)\n%s", format_config(config))
@@ -121,6 +125,7 @@ class _Run:
         self.peak_flops = peak_flops(name, config.precision.precision)
         self.started = time.monotonic()
         self.stop_requested = False
+        self.graph = step_graph(self.state) if config.training.records_graphs else None
         self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank)
         self.metrics = MetricsLogger(
             config.logging,
@@ -172,6 +177,7 @@ class _Run:
                 loader,
                 wants_stop=self._wants_stop(),
                 measures_underflow=iteration % self.config.logging.log_interval == 0,
+                graph=self.graph,
             )
             self.profiler.after(iteration)
             queued = PendingStep(iteration, learning_rate, values, mark)
@@ -200,7 +206,9 @@ class _Run:
             self._evaluate("test")
 
     def close(self) -> None:
-        """Close every log."""
+        """Close every log; give back what must not outlive the process groups."""
+        if self.graph is not None:
+            self.graph.release()
         self.metrics.close()
 
     def _remaining(self) -> int:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8_megatron.collectives import copy_engine, peer_link, stream_ops
+from fp8_megatron.collectives import copy_engine, peer_link, recording, stream_ops
 from fp8_megatron.collectives.peer_link import PeerLink
+from fp8_megatron.collectives.recording import Recordable
 
 from .test_copy_engine import Member
 
@@ -101,6 +102,18 @@ def test_the_watch_sees_the_last_exchange_of_each_kind(driver: Driver) -> None:
     assert set(copy_engine._latest.values()) == set(works[-2:])
     oldest = copy_engine.unfinished()
     assert oldest is works[-2] and oldest.name == "gather_rows"
+
+
+def test_what_is_recorded_is_not_remembered(driver: Driver, recordables: dict[str, Recordable]) -> None:
+    """Its event belongs to a graph: asking whether it is over would be an error."""
+    counters = [torch.zeros(8, dtype=torch.int32) for _ in range(2)]
+    link = PeerLink(Member(0, 2), counters)  # type: ignore[arg-type]
+    usual = link.sent("gather_rows", 0)
+    with recording.recording():
+        recorded = link.sent("gather_rows", 0)
+    assert recorded.event is not usual.event
+    assert copy_engine._latest == {("gather_rows", 0): usual}
+    assert link.sent("gather_rows", 0).event is usual.event
 
 
 def test_a_refusal_names_the_call(driver: Driver) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -50,6 +51,13 @@ class Node:
         """Come late now and then."""
         if float(torch.rand(1, generator=self._pace[rank])) < 0.2:
             time.sleep(0.003)
+
+    def set_back(self, reader: int, *, first_channel: int) -> None:
+        """Nobody has told `reader` anything on the channels from this one."""
+        with self.news:
+            for key in self.told:
+                if key[1] == reader and key[2] >= first_channel:
+                    self.told[key] = 0
 
     def run(self, work: Callable[[int, Any], Any]) -> list[Any]:
         """What each rank's `work(rank, group)` gives."""
@@ -234,3 +242,60 @@ def test_an_exchange_before_the_last_one_was_waited_for_is_refused() -> None:
             gather_rows(shard, group)
 
     Node(2).run(work)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_recorded_exchanges_are_launched_between_others(num_ranks: int) -> None:
+    """A launch repeats its numbers: from 1 each time, at places that its ranks have set back, whatever number the
+    exchanges between launches have come to."""
+    node = Node(num_ranks)
+    meeting = threading.Barrier(num_ranks)
+
+    def work(rank: int, group: Any) -> None:
+        exchange = row_exchange._exchanges[group.group_name]
+
+        def exchange_some(count: int, seed: int) -> None:
+            for turn in range(count):
+                values = [float((17 * seed + 5 * turn + source) % 64) for source in range(num_ranks)]
+                gathered = gather_rows(torch.full((16, 16), values[rank]).to(torch.uint8), group)
+                assert gathered.wait().float().view(num_ranks, -1).unique(dim=1).view(-1).tolist() == values
+
+                def write(rows: slice, out: Tensor, _: bool, value: float = values[rank]) -> None:
+                    out.fill_(value)
+
+                total = sum_rows(write, (16 * num_ranks, 16), torch.float32, CPU, group).wait()
+                assert total.unique().tolist() == [sum(values)]
+
+        for launch in range(6):
+            exchange_some(launch % 3, launch)
+            node.set_back(rank, first_channel=row_exchange._NUM_CHANNELS)
+            meeting.wait(30)
+            exchange.begin_recording()
+            exchange_some(3, 100 + launch)
+            exchange.end_recording()
+            meeting.wait(30)
+
+    node.run(work)
+    usual = {number for (_, _, channel), number in node.told.items() if channel < row_exchange._NUM_CHANNELS}
+    recorded = {number for (_, _, channel), number in node.told.items() if channel >= row_exchange._NUM_CHANNELS}
+    assert usual == {0 + 1 + 2 + 0 + 1 + 2} and recorded == {3}
+
+
+def test_buffers_of_a_recording_stay_when_larger_ones_are_made() -> None:
+    """A graph goes on writing to them."""
+    kept: list[weakref.ref[Tensor]] = []
+
+    def allocate(nbytes: int) -> list[Tensor]:
+        buffers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
+        kept.extend(weakref.ref(buffer) for buffer in buffers)
+        return buffers
+
+    ring = row_exchange._Ring(allocate, 0)
+    ring.next((2, 16, 16), torch.uint8)
+    ring.next((2, 32, 16), torch.uint8)
+    assert len(kept) == 8 and all(buffer() is None for buffer in kept[:4])
+    ring.begin_recording()
+    ring.next((2, 32, 16), torch.uint8)
+    ring.end_recording()
+    ring.next((2, 64, 16), torch.uint8)
+    assert len(kept) == 12 and all(buffer() is not None for buffer in kept[4:])

@@ -7,8 +7,9 @@ import ctypes
 import pytest
 import torch
 
-from fp8_megatron.collectives import stream_ops
-from fp8_megatron.collectives.stream_barrier import StreamBarrier
+from fp8_megatron.collectives import recording, stream_ops
+from fp8_megatron.collectives.recording import Recordable
+from fp8_megatron.collectives.stream_barrier import RecordableBarrier, StreamBarrier
 from fp8_megatron.collectives.stream_ops import _Operation
 
 
@@ -64,6 +65,32 @@ def test_nobody_goes_on_before_the_last_has_come(driver: Driver, num_ranks: int)
             barrier()
             assert driver.is_waiting() == (arrived < num_ranks)
         assert len(driver.waits) == num_ranks * (num_ranks - 1)
+
+
+def test_recorded_meetings_count_from_one_at_places_of_their_own(
+    driver: Driver, recordables: dict[str, Recordable]
+) -> None:
+    counters = [torch.zeros(3, 2, dtype=torch.int32) for _ in range(2)]
+    barriers = [RecordableBarrier(counters, rank) for rank in range(2)]
+    for rank, barrier in enumerate(barriers):
+        recording.register(f"rank {rank}", barrier.recordable)
+    for barrier in barriers * 5:
+        barrier()
+    assert [own.tolist() for own in counters] == [[[0, 5], [0, 0], [0, 0]], [[5, 0], [0, 0], [0, 0]]]
+    for _ in range(2):  # two graphs
+        with recording.recording():
+            for barrier in barriers * 3:
+                barrier()
+        assert [own[1].tolist() for own in counters] == [[0, 3], [3, 0]]
+        for recordable in recordables.values():
+            recordable.places.zero_()
+    assert [own[1].tolist() for own in counters] == [[0, 0], [0, 0]]
+    for barrier in barriers:
+        barrier()
+    assert [own[0].tolist() for own in counters] == [[0, 6], [6, 0]]
+    for recordable in recordables.values():
+        recordable.meet()
+    assert [own[2].tolist() for own in counters] == [[0, 1], [1, 0]]
 
 
 def test_a_refusal_is_an_error(driver: Driver) -> None:

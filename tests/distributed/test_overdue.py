@@ -21,7 +21,10 @@ def test_after_the_timeout_of_collectives(monkeypatch: pytest.MonkeyPatch, age: 
     others = {1: Sighting(record=Record(host="node1", process=5, iteration=12, doing="training"))}
     watch._heartbeat = SimpleNamespace(others=lambda: others)  # type: ignore[assignment]
     (told,) = watch._overdue() or ("",)
-    expected = "has not ended within --distributed-timeout-minutes; all other ranks still answer (rank 1 training, it"
+    expected = (
+        "all_to_all by copy engines has not ended within --distributed-timeout-minutes; "
+        "all other ranks still answer (rank 1 training, it"
+    )
     assert (expected in told) == is_overdue
 
 

@@ -15,7 +15,7 @@ from fp8_megatron.config_io import parse_config
 from fp8_megatron.distributed.partition import StorageClass
 from fp8_megatron.distributed.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.testing.runs import GPU_RUN, tiny_flags
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.setup import build_training_state
@@ -27,17 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
 ]
 
-MODEL = {
-    "num_layers": 4,
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "seq_length": 256,
-    "vocab_size": 1024,
-    "make_vocab_size_divisible_by": 128,
-    "micro_batch_size": 4,
-    "lr": 1e-3,
-    "clip_grad": 0,
-}
+MODEL = {**GPU_RUN, "clip_grad": 0}
 STRETCH = {"main_params_dtype": "split", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
 RELEASE = {"release_gradients": True}
 

@@ -13,7 +13,7 @@ from fp8_megatron.config_io import parse_config
 from fp8_megatron.distributed.partition import StorageClass
 from fp8_megatron.distributed.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.testing.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.setup import build_training_state
@@ -25,35 +25,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
 ]
 
-#: Large enough that the CUDA kernels take their usual paths.
-MODEL = {
-    "num_layers": 4,
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "seq_length": 256,
-    "vocab_size": 1024,
-    "make_vocab_size_divisible_by": 128,
-    "micro_batch_size": 4,
-    "lr": 1e-3,
-}
-LLAMA = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "untie_embeddings_and_output_weights": True,
-    "disable_bias_linear": True,
-}
-
 
 def fit(output_dir: Path, **overrides: object) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step of a run on random tokens."""
-    Trainer(parse_config(tiny_flags(output_dir, **{**MODEL, **overrides}))).fit()
+    Trainer(parse_config(tiny_flags(output_dir, **{**GPU_RUN, **overrides}))).fit()
     return [(r["loss"], r["grad_norm"]) for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
 
 
-@pytest.mark.parametrize("style", [{}, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("style", [{}, LLAMA_STYLE_FLAGS], ids=["gpt", "llama"])
 @pytest.mark.parametrize(
     "level",
     [
@@ -102,7 +81,7 @@ def build_state():  # type: ignore[no-untyped-def]
     with ExitStack() as stack:
 
         def build(**overrides: object):  # type: ignore[no-untyped-def]
-            config = parse_config(tiny_flags(Path("unused"), **{**MODEL, "train_iters": 100, **overrides}))
+            config = parse_config(tiny_flags(Path("unused"), **{**GPU_RUN, "train_iters": 100, **overrides}))
             device = devices.select_device()
             stack.enter_context(devices.runtime(device))
             topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))

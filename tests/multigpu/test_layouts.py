@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.testing.runs import GPU_RUN, tiny_flags
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 
 pytestmark = [
@@ -21,16 +21,11 @@ pytestmark = [
 ]
 
 MODEL = {
-    "num_layers": 4,
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "seq_length": 256,
-    "vocab_size": 1024,
+    **GPU_RUN,
     "make_vocab_size_divisible_by": 64,
     "micro_batch_size": 2,
     "global_batch_size": 8,
     "train_iters": 12,
-    "lr": 1e-3,
 }
 LAYOUTS = {
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -124,3 +119,33 @@ def test_rows_by_copy_engines_train_as_rows_by_nccl(tmp_path: Path, settings: di
 def test_layout_trains_as_one_gpu(tmp_path: Path, one_gpu: dict[str, list[float]], precision: str, layout: str) -> None:
     measured = losses(tmp_path, 2, precision=precision, **LAYOUTS[layout])
     assert measured == pytest.approx(one_gpu[precision], rel=TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ("dp2", {}),
+        ("dp2", {"fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed", "keep_fp8_transpose_cache": 2}),
+        ("dp2", {"overlap_param_gather": False, "first_last_layers_bf16": True}),
+        ("dp2", {"fp8_grad_reduce": "nccl"}),
+        ("dp2", {"fp8_grad_reduce": "hierarchical", "grad_accumulation": "local"}),
+        ("tp2_sp", {"fp8_recipe": "delayed", "fp8_lm_head": True}),
+        ("tp2_sp", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    ],
+    ids=["dp2", "dp2-delayed", "dp2-bf16-layers", "dp2-native", "dp2-stages", "tp2_sp", "tp2_sp-dropout"],
+)
+def test_recorded_steps_train_bit_for_bit(tmp_path: Path, layout: str, settings: dict, transport: str) -> None:
+    """One CUDA graph a step, with the exchanges in it, beside Python's launches; validation between the steps."""
+    settings = {
+        "precision": "fp8",
+        "deterministic_mode": True,
+        "eval_interval": 4,
+        "eval_iters": 2,
+        "log_interval": 5,
+        "tp_transport" if layout == "tp2_sp" else "dp_transport": transport,
+        **LAYOUTS[layout],
+        **settings,
+    }
+    python, graph = (losses(tmp_path / way, 2, cuda_graph_impl=way, **settings) for way in ("none", "local"))
+    assert graph == python

@@ -99,6 +99,33 @@ def test_a_validation_pass_leaves_no_amax() -> None:
     assert torch.equal(history.scale_of(scale.slot), before)  # type: ignore[union-attr]
 
 
+def test_scales_stay_where_they_are_once_a_step_is_recorded() -> None:
+    """A graph reads them at the addresses it was recorded with; their values are those of a history that moves on."""
+    histories = []
+    for keeps in (False, True):
+        history = AmaxHistory(4, "max", power_of_two=False)
+        slots = [history.add_slot(E4M3) for _ in range(3)]
+        history.allocate(CPU)
+        history.update(None)
+        if keeps:
+            history.keep_addresses()
+        taken = [(history.scale_of(slot), history.inverse_of(slot)) for slot in slots]
+        for step in range(3):
+            for slot in slots:
+                history.raise_amax(slot, torch.tensor([1.0 + slot + step]))
+            history.update(None)
+            now = [(history.scale_of(slot), history.inverse_of(slot)) for slot in slots]
+            same = [
+                before.data_ptr() == after.data_ptr()
+                for pair in zip(taken, now, strict=True)
+                for before, after in zip(*pair, strict=True)
+            ]
+            assert all(same) if keeps else not any(same)
+        histories.append(torch.cat([value for pair in now for value in pair]))
+        assert history.state_dict()["scale"].tolist() == [float(scale) for scale, _ in now]
+    assert torch.equal(*histories) and len(histories[0].unique()) == 6
+
+
 def test_without_the_setting_no_slot_is_taken() -> None:
     history = AmaxHistory(4, "max", power_of_two=False)
     assert Recipe("delayed", False, history).linear_quantizers().weight_grad is None

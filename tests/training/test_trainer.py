@@ -14,7 +14,7 @@ import torch
 from fp8_megatron.checkpoint import saving
 from fp8_megatron.checkpoint.files import CheckpointError, saved_iterations
 from fp8_megatron.config_io import parse_config
-from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.testing.runs import LLAMA_STYLE_FLAGS, tiny_flags
 from fp8_megatron.testing.token_files import write_token_files
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
@@ -43,16 +43,7 @@ def test_every_level_and_style_learns(tmp_path: Path, level: list[str], style: s
     Without an update the loss stays at ln(64) = 4.16.
     """
     write_token_files(tmp_path / "tokens", [list(range(start, 60)) for start in range(20)])
-    llama = {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "ffn_hidden_size": 64,
-        "group_query_attention": True,
-        "num_query_groups": 1,
-        "untie_embeddings_and_output_weights": True,
-        "disable_bias_linear": True,
-    }
+    llama = {**LLAMA_STYLE_FLAGS, "ffn_hidden_size": 64, "num_query_groups": 1}
     records = fit(
         tmp_path,
         precision=level[0],

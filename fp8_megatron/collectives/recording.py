@@ -1,0 +1,75 @@
+"""Exchanges by growing numbers inside a CUDA graph, which is recorded once and launched again and again.
+
+Ranks of a node meet by writing the next number into each other's memory and awaiting it (`stream_barrier`,
+`peer_link`). A recorded operation always writes the same number. So what is recorded has places of its own and counts
+from 0 in each recording; a launch sets the places back, meets the other ranks, and meets them again when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Recordable:
+    """The exchanges of one group.
+
+    Attributes:
+        begin: count from 0, at the recorded places, from now on.
+        end: go on as before `begin`.
+        places: this rank's recorded places, which the others write to.
+        meet: on the current stream, wait for the group's other ranks; called outside a recording.
+    """
+
+    begin: Callable[[], None]
+    end: Callable[[], None]
+    places: Tensor
+    meet: Callable[[], None]
+
+
+_recordables: dict[str, Recordable] = {}
+_is_recording = False
+
+
+def register(name: str, recordable: Recordable) -> None:
+    """Let recordings and launches know of a group's exchanges, of one name on all its ranks."""
+    _recordables[name] = recordable
+
+
+def forget(name: str) -> None:
+    """Of these exchanges there are none any more; no matter if there never were."""
+    _recordables.pop(name, None)
+
+
+def is_recording() -> bool:
+    """Whether what this process queues now is recorded, not done."""
+    return _is_recording
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Inside the block exchanges are recorded, all of them; what was started before it has been waited for."""
+    global _is_recording
+    for recordable in _recordables.values():
+        recordable.begin()
+    _is_recording = True
+    try:
+        yield
+    finally:
+        _is_recording = False
+        for recordable in _recordables.values():
+            recordable.end()
+
+
+def launch(replay: Callable[[], None]) -> None:
+    """Queue recorded work on the current stream; every rank of the groups in it calls this in the same order."""
+    for recordable in _recordables.values():
+        recordable.places.zero_()  # all that was written there has been awaited: the last launch is over
+        recordable.meet()
+    replay()
+    for recordable in _recordables.values():
+        recordable.meet()  # before anybody sends into a buffer that another rank's launch may still read

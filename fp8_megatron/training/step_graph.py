@@ -1,0 +1,164 @@
+"""Forward and backward of a step as one CUDA graph: the host launches it once, instead of its thousands of kernels.
+
+A small model, or a layer cut over tensor-parallel ranks, has kernels so short that a slow processor core cannot launch
+them in time; a graph does not wait for the host. What the graph reads and writes stays where it was when it was
+recorded: micro-batches are copied into place, delayed scales are updated in place (`AmaxHistory.keep_addresses`),
+weights arrive where they always do (`WeightGather.before_recording`), and exchanges by copy engines have recorded
+counters (`collectives.recording`). The optimizer, validation and checkpoints are not in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from megatron.core.tensor_parallel.random import get_all_rng_states
+from torch import Tensor
+
+from .. import device as devices
+from ..collectives import copy_engine, recording
+from ..config import MIN_CUDA_GRAPH_WARMUP_STEPS
+from .batches import Batch, take_step
+
+logger = logging.getLogger(__name__)
+
+
+class ComputeGradients(Protocol):
+    """Forward, backward and the reduction of gradients, with the figures of the step that are known then."""
+
+    def __call__(self, batches: list[Batch], *, measures_underflow: bool) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    figures: Tensor
+
+
+class StepGraph:
+    """Takes a step's micro-batches from a loader through `compute`: at first as it is, then by launching a recording.
+
+    Steps that measure underflow have a recording of their own, in the same memory. Every rank calls this for the same
+    steps in the same way. A launch runs no Python: whatever `compute` sets there stays as the recording left it.
+
+    Args:
+        compute: waits for no device.
+        before_recording: called before each recording.
+        can_measure: asked after a step that measured underflow: whether there was any to measure.
+        warmup_steps: steps before the recordings, at least `MIN_CUDA_GRAPH_WARMUP_STEPS`.
+    """
+
+    def __init__(
+        self,
+        compute: ComputeGradients,
+        before_recording: Callable[[], None],
+        *,
+        can_measure: Callable[[], bool],
+        num_micro_batches: int,
+        device: torch.device,
+        warmup_steps: int,
+    ) -> None:
+        assert warmup_steps >= MIN_CUDA_GRAPH_WARMUP_STEPS, warmup_steps
+        self._compute = compute
+        self._before_recording = before_recording
+        self._can_measure = can_measure
+        self._num_micro_batches = num_micro_batches
+        self._device = device
+        self._warmup_left = warmup_steps
+        self._batches: list[Batch] = []
+        self._pool = torch.cuda.graph_pool_handle()
+        #: By whether underflow is measured.
+        self._recorded: dict[bool, _Recorded] = {}
+        self._kept_bytes = 0
+
+    def __call__(self, loader: Iterator[Batch], *, measures_underflow: bool) -> Tensor:
+        """What `compute` gives for the next step of `loader`; to be read before the next call."""
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+            batches = take_step(loader, self._num_micro_batches, self._device)
+            # The last one measures in any case, so that a recording that does finds its kernels compiled.
+            return self._compute(batches, measures_underflow=measures_underflow or self._warmup_left == 0)
+        self._take_in_place(loader)
+        if not self._recorded:
+            self._record()
+        recorded = self._recorded[measures_underflow]
+        recording.launch(recorded.graph.replay)
+        self._remember_launch()
+        return recorded.figures
+
+    def release(self) -> None:
+        """Free the recordings, before the process groups in them are destroyed."""
+        self._recorded.clear()
+        devices.count_memory_beside_allocator(-self._kept_bytes)
+        self._kept_bytes = 0
+
+    def _take_in_place(self, loader: Iterator[Batch]) -> None:
+        if not self._batches:
+            self._batches = take_step(loader, self._num_micro_batches, self._device)
+            return
+        for place in self._batches:
+            for key, tensor in next(loader).items():
+                place[key].copy_(tensor, non_blocking=True)
+
+    def _record(self) -> None:
+        """Record every kind of step now, so that none comes later, when it may not fit or when steps are timed."""
+        started = time.monotonic()
+        measures = self._can_measure()
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # the memory of the warm-up's activations is wanted for the graph's
+        free_before = _reserved_beside_tensors(self._device)
+        plain = self._record_kind(measures_underflow=False)
+        self._recorded = {False: plain, True: plain}
+        if measures:
+            gc.collect()  # what the first has left behind is room for the second
+            self._recorded[True] = self._record_kind(measures_underflow=True)
+        self._kept_bytes = _reserved_beside_tensors(self._device) - free_before
+        devices.begin_another_peak(self._device)
+        devices.count_memory_beside_allocator(self._kept_bytes)
+        seconds, kept = time.monotonic() - started, self._kept_bytes / 2**30
+        logger.info("recorded a step as a CUDA graph in %.1f s; %.2f GiB are kept for it", seconds, kept)
+
+    def _record_kind(self, *, measures_underflow: bool) -> _Recorded:
+        self._before_recording()
+        graph = torch.cuda.CUDAGraph()
+        for generator in get_all_rng_states().values():
+            graph.register_generator_state(generator)
+        first: Exception | None = None
+        try:
+            # Loaders pin memory and watches ask for events meanwhile: errors are for what this thread does.
+            with (
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                recording.recording(),
+            ):
+                try:
+                    figures = self._compute(self._batches, measures_underflow=measures_underflow)
+                except Exception as error:
+                    first = error
+                    raise
+        except Exception as error:
+            first = first or error  # a capture that was broken off ends with an error of its own
+            # Said now: process groups with collectives in a broken recording may hang when they are destroyed.
+            logger.error("recording a step failed; drop --cuda-graph-impl local to train without", exc_info=first)
+            raise first from None
+        return _Recorded(graph, figures)
+
+    def _remember_launch(self) -> None:
+        """Let the watch over ranks see whether this launch ends: of the collectives in it nobody else knows."""
+        if torch.distributed.get_world_size() == 1:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        world = torch.distributed.group.WORLD
+        assert world is not None
+        work = copy_engine.CopyWork("forward and backward", world, event, time.monotonic(), by="a CUDA graph")
+        copy_engine.remember(work, "launch")
+
+
+def _reserved_beside_tensors(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,0 +1,16 @@
+"""What tests of collectives share."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8_megatron.collectives import recording
+from fp8_megatron.collectives.recording import Recordable
+
+
+@pytest.fixture
+def recordables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recordable]:
+    """The exchanges that a test registers, by name, until it ends."""
+    registered: dict[str, Recordable] = {}
+    monkeypatch.setattr(recording, "_recordables", registered)
+    return registered

@@ -1,0 +1,102 @@
+"""Steps launched as one CUDA graph are the steps that Python launches, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_megatron import device as devices
+from fp8_megatron.config_io import parse_config
+from fp8_megatron.testing.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training.trainer import Trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
+]
+
+MODEL = {
+    **GPU_RUN,
+    "train_iters": 14,
+    # Some steps measure underflow, some are followed by validation: recorded steps, and steps as they are, in turn.
+    "log_interval": 4,
+    "eval_interval": 5,
+    "eval_iters": 2,
+    "deterministic_mode": True,
+}
+FAST = {"fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed", "fp8_lm_head": True}
+GRAPH = {"cuda_graph_impl": "local"}
+
+
+def fit(output_dir: Path, **overrides: object) -> list[dict]:
+    """What a run on random tokens wrote, without times."""
+    Trainer(parse_config(tiny_flags(output_dir, **{**MODEL, **overrides}))).fit()
+    kept = ("kind", "iteration", "loss", "grad_norm", "loss_scale")
+    return [{name: record.get(name) for name in kept} for record in read_records(output_dir / METRICS_FILE)]
+
+
+def underflow(output_dir: Path) -> dict[int, float]:
+    """Measured underflow by step."""
+    records = [record for record in read_records(output_dir / METRICS_FILE) if record["kind"] == "train"]
+    return {
+        r["iteration"]: r["grad_underflow_fraction"] for r in records if r.get("grad_underflow_fraction") is not None
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"opt_level": "O1"},
+        {"opt_level": "O3"},
+        {"opt_level": "O3", **LLAMA_STYLE_FLAGS, "global_batch_size": 12},
+        {"opt_level": "O3", **FAST},
+        {"opt_level": "O3", **FAST, "global_batch_size": 12, "keep_fp8_transpose_cache": 2},
+        {"opt_level": "O3", "main_params_dtype": "split", "exp_avg_dtype": "fp8"},
+        {"opt_level": "O3", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    ],
+    ids=["bf16", "fp16", "O1", "O3", "llama-accumulation", "fast", "fast-accumulation", "split", "dropout"],
+)
+def test_recorded_steps_train_bit_for_bit(tmp_path: Path, settings: dict) -> None:
+    expected = fit(tmp_path / "python", **settings)
+    assert fit(tmp_path / "graph", **settings, **GRAPH) == expected
+    measured = underflow(tmp_path / "graph")
+    for iteration, fraction in underflow(tmp_path / "python").items():
+        assert measured[iteration] == fraction
+
+
+def test_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """A graph recorded by a resumed run goes on where another run's stopped, random generators too."""
+    settings = {**FAST, "hidden_dropout": 0.1}
+    straight = fit(tmp_path / "straight", **settings, **GRAPH)
+    saving = {"save": tmp_path / "checkpoints", "save_interval": 3, "async_save": True}
+    fit(tmp_path / "halves", exit_interval=7, **saving, **settings, **GRAPH)
+    assert fit(tmp_path / "halves", load=tmp_path / "checkpoints", **saving, **settings, **GRAPH) == straight
+    # Random states of either kind go on in the other.
+    assert fit(tmp_path / "python", load=tmp_path / "checkpoints", ckpt_step=7, **settings) == straight[-8:]
+
+
+def test_holds_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations of warm-up and both recordings are not held beside each other; peak in GiB, all counted."""
+    peaks = {}
+    settings = {
+        "eval_interval": 0,
+        "num_layers": 8,
+        "hidden_size": 1024,
+        "seq_length": 512,
+        "micro_batch_size": 16,
+        "vocab_size": 8192,
+    }
+    settings |= {"deterministic_mode": False}
+    for name, graph in (("python", {}), ("graph", GRAPH)):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        monkeypatch.setattr(devices, "_earlier_peak_gib", 0.0)
+        Trainer(parse_config(tiny_flags(tmp_path / name, **{**MODEL, **settings, **graph}))).fit()
+        records = [r for r in read_records(tmp_path / name / METRICS_FILE) if r["kind"] == "train"]
+        peaks[name] = records[-1]["peak_memory_gib"]
+    assert peaks["graph"] < 1.15 * peaks["python"], peaks

@@ -1,0 +1,277 @@
+"""Who is asked for what when steps are recorded; CUDA is played by a graph that calls Python again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron import device as devices
+from fp8_megatron.collectives import copy_engine, recording
+from fp8_megatron.config_io import parse_config
+from fp8_megatron.distributed.topology import initialized
+from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.training import step_graph, train_step
+from fp8_megatron.training.batches import Batch
+from fp8_megatron.training.run_data import open_run_data
+from fp8_megatron.training.setup import build_training_state
+from fp8_megatron.training.step_graph import StepGraph
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+class Cuda:
+    """`torch.cuda` as far as recordings use it: with 10 GiB of tensors, of 3 GiB more while a step is computed."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+        self.is_capturing = False
+        self.pool = self.peak = 0
+
+    def CUDAGraph(self) -> Graph:
+        return Graph()
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    @contextmanager
+    def graph(self, graph: Graph, *, pool: str, capture_error_mode: str) -> Iterator[None]:
+        assert pool == "pool" and capture_error_mode == "thread_local"
+        self.graphs.append(graph)
+        self.is_capturing = True
+        yield
+        self.is_capturing = False
+
+    def synchronize(self, device: torch.device) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def compute(self) -> None:
+        """Of a recording, in the memory that recordings share."""
+        self.peak = max(self.peak, 13 * GIB)
+        if self.is_capturing:
+            self.pool = 3 * GIB
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 10 * GIB + self.pool
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 10 * GIB
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = 10 * GIB
+
+
+class Graph:
+    """Repeats what was computed while it was recorded."""
+
+    def __init__(self) -> None:
+        self.again: Callable[[], None] = lambda: None
+        self.generators: list[object] = []
+
+    def replay(self) -> None:
+        self.again()
+
+    def register_generator_state(self, generator: object) -> None:
+        self.generators.append(generator)
+
+
+class Model:
+    """Gives the sum of a step's tokens, at one address for each recording."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self.calls: list[tuple[str, bool]] = []
+        self.addresses: set[tuple[int, ...]] = set()
+
+    def __call__(self, batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+        figures = torch.zeros(1)
+
+        def compute() -> None:
+            figures.fill_(float(sum(batch["tokens"].sum() for batch in batches)))
+
+        self._cuda.compute()
+        kind = "recorded" if self._cuda.is_capturing else "computed"
+        assert recording.is_recording() == self._cuda.is_capturing
+        self.calls.append((kind, measures_underflow))
+        if self._cuda.is_capturing:
+            self.addresses.add(tuple(batch["tokens"].data_ptr() for batch in batches))
+            self._cuda.graphs[-1].again = compute
+        else:
+            compute()
+        return figures
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    for name in ("CUDAGraph", "graph_pool_handle", "graph", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    for name in ("max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(devices, "_bytes_beside_allocator", 0)
+    monkeypatch.setattr(devices, "_earlier_peak_gib", 0.0)
+    monkeypatch.setattr(step_graph, "get_all_rng_states", lambda: {"a": "generator of a"})
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(recording, "_recordables", {})
+    return cuda
+
+
+def loader() -> Iterator[Batch]:
+    """Micro-batches whose tokens sum up to 1, 2, 4, 8, …"""
+    value = 1
+    while True:
+        yield {"tokens": torch.tensor([value, 0]), "labels": torch.zeros(2)}
+        value *= 2
+
+
+def make(cuda: Cuda, prepared: list[None] | None = None, **settings: Any) -> tuple[StepGraph, Model]:
+    """A step of two micro-batches, recorded after two."""
+    model = Model(cuda)
+    prepared = [] if prepared is None else prepared
+    settings = {"can_measure": lambda: True, "num_micro_batches": 2, "device": CPU, "warmup_steps": 2, **settings}
+    return StepGraph(model, lambda: prepared.append(None), **settings), model
+
+
+def test_after_warm_up_each_kind_of_step_is_recorded_and_launched(cuda: Cuda) -> None:
+    prepared: list[None] = []
+    graph, model = make(cuda, prepared)
+    batches = loader()
+    asked = [False, False, False, True, False, True, True]
+    figures = [float(graph(batches, measures_underflow=measures)) for measures in asked]
+    assert figures == [3.0 * 4**step for step in range(len(asked))]
+    # The last step before the first recording has compiled what measuring takes too.
+    assert model.calls == [("computed", False), ("computed", True), ("recorded", False), ("recorded", True)]
+    assert len(cuda.graphs) == len(prepared) == 2 and len(model.addresses) == 1
+    assert all(recorded.generators == ["generator of a"] for recorded in cuda.graphs)
+
+
+def test_memory_that_recordings_keep_is_counted_once(cuda: Cuda) -> None:
+    """As long as it is held, beside tensors that are made between the launches."""
+    gpu = torch.device("cuda", 0)
+    graph, _ = make(cuda)
+    batches = loader()
+    for measures in (False, False, False, True):
+        graph(batches, measures_underflow=measures)
+        assert devices.peak_memory_gib(gpu) == 13.0
+    cuda.peak = 11 * GIB  # the optimizer's, say
+    assert devices.peak_memory_gib(gpu) == 14.0
+    graph.release()
+    assert devices._bytes_beside_allocator == 0
+
+
+def test_without_anything_to_measure_one_recording_is_enough(cuda: Cuda) -> None:
+    graph, model = make(cuda, can_measure=lambda: False)
+    batches = loader()
+    figures = [float(graph(batches, measures_underflow=measures)) for measures in (True, True, True, False)]
+    assert figures == [3.0 * 4**step for step in range(4)]
+    assert model.calls == [("computed", True), ("computed", True), ("recorded", False)]
+
+
+def test_a_launch_among_ranks_is_watched(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hang inside it is found by its event: torch watches no collective of a graph."""
+
+    class Event:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return False
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD="all ranks"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(copy_engine, "_latest", {})
+    graph, _ = make(cuda)
+    batches = loader()
+    for _ in range(2):
+        graph(batches, measures_underflow=False)
+    assert copy_engine.unfinished() is None
+    graph(batches, measures_underflow=False)
+    work = copy_engine.unfinished()
+    assert work is not None and work.by == "a CUDA graph" and work.group == "all ranks"
+
+
+def test_the_error_is_what_broke_a_recording_off(cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
+    """Not that of a recording that has no end; and it is said before process groups are destroyed, which may hang."""
+
+    @contextmanager
+    def graph(graph: Graph, **settings: object) -> Iterator[None]:
+        cuda.is_capturing = True
+        yield
+        raise RuntimeError("capture ended with work that was not joined")
+
+    def compute(batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+        if cuda.is_capturing:
+            raise RuntimeError("CUDA out of memory")
+        return torch.zeros(1)
+
+    step, _ = make(cuda)
+    step._compute = compute
+    batches = loader()
+    for _ in range(2):
+        step(batches, measures_underflow=False)
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(torch.cuda, "graph", graph)
+        with pytest.raises(RuntimeError, match="CUDA out of memory"):
+            step(batches, measures_underflow=False)
+    assert "recording a step failed; drop --cuda-graph-impl local to train without" in caplog.text
+    assert "CUDA out of memory" in caplog.text and not recording.is_recording()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None:
+    """Loss, norm and underflow of eight steps, some of which measure it; the replay computes in Python again."""
+    runs = []
+    for graphed in (False, True):
+        flags = tiny_flags(Path("unused"), fp8_recipe=recipe, train_iters=20)
+        config = parse_config(flags)
+        with devices.runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
+            devices.seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
+            data = open_run_data(config, topology)
+            state = build_training_state(config, data.vocab_size, topology, CPU)
+            graph = train_step.step_graph(state) if graphed else None
+            if graph is not None:
+                graph._compute = repeated_by_its_graph(cuda, graph._compute)
+            batches, values, addresses = data.train_loader(0), [], set()
+            for step in range(8):
+                if step > 3 and (history := state.histories[0]) is not None:
+                    addresses.add(history.scale_of(0).data_ptr())
+                values.append(
+                    train_step.train_step(
+                        state, batches, wants_stop=False, measures_underflow=step % 3 == 0, graph=graph
+                    )
+                )
+        runs.append(torch.stack(values))
+        if recipe == "delayed":
+            assert len(addresses) == 1 or not graphed, "a graph reads scales where they were"
+    python, recorded = runs
+    assert torch.equal(python[:, :3], recorded[:, :3])
+    assert len(python[:, 0].unique()) == 8 and len(cuda.graphs) == 2
+    measured = ~torch.isnan(python[:, 3])
+    assert measured.tolist() == [step % 3 == 0 for step in range(8)]
+    assert torch.equal(python[measured, 3], recorded[measured, 3])
+
+
+def repeated_by_its_graph(cuda: Cuda, compute: step_graph.ComputeGradients) -> step_graph.ComputeGradients:
+    """`compute`, which a graph recorded from it calls again in place."""
+
+    def recordable(batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+        figures = compute(batches, measures_underflow=measures_underflow)
+        if cuda.is_capturing:
+            cuda.graphs[-1].again = lambda: figures.copy_(compute(batches, measures_underflow=measures_underflow))
+        return figures
+
+    return recordable
