@@ -286,8 +286,8 @@ def store_state_(value: Tensor, payload: Tensor, scales: Tensor | None, noise: T
 
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     """Σ x² of flat `payload` [n] (with its block scales, if any), FP32 [1]; NaN or inf where any element is."""
-    value = load_state(payload, scales)
-    return torch.dot(value, value).reshape(1)
+    # Not torch.dot: some processors' BLAS adds one after the other, with an error that grows with n.
+    return load_state(payload, scales).square().sum().reshape(1)
 
 
 def adamw_step_(
