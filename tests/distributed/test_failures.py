@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import io
 import os
 import pickle
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -143,28 +144,43 @@ class _Ended(BaseException):
 
 
 def _hangs(watch: RankWatch, rank: int) -> None:
-    """Rank 1 cannot speak for longer than it may, and then goes on: what rank 0 would have done by then."""
-    _all_reduce()
+    """Rank 1 stops, and goes on once rank 0 has ended as far as it does here."""
+    stopping = torch.tensor(os.getpid() if rank == 1 else 0)
+    torch.distributed.all_reduce(stopping)
     if rank == 1:
         time.sleep(2 * watch.pace.interval)  # until rank 0 knows that it is at work
-        _hold_pythons_lock(DEAD_AFTER * 1.5)
+        watch._stopped.set()  # it would end itself when it hears of rank 0's end
+        os.kill(os.getpid(), signal.SIGSTOP)
         _all_reduce()
         return
-    said, statuses = io.StringIO(), []
+    said: list[str] = []
+    ended = threading.Event()
 
     def end(status: int) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        statuses.append(status)
+        said.append(f"[{status}]")
         watch._stopped.set()
+        ended.set()
+        os.kill(int(stopping), signal.SIGCONT)
         raise _Ended
 
+    def say(text: str, *, file: object, flush: bool) -> None:
+        assert file is sys.stderr and flush
+        said.append(text)
+
+    def dump_traceback_later(seconds: float, *, exit: bool) -> None:
+        """Its clock would race with a slow machine: what it was told is enough."""
+        said.append(f"after {seconds:g} s {exit}:")
+
     failures.os = _With(os, _exit=end)  # type: ignore[assignment]
-    failures.sys = _With(sys, stderr=said)  # type: ignore[assignment]
+    failures.faulthandler = _With(faulthandler, dump_traceback_later=dump_traceback_later)  # type: ignore[assignment]
+    failures.print = say  # type: ignore[attr-defined]
     try:
         _all_reduce()
+        assert ended.is_set(), "rank 1 went on by itself"
     finally:
-        failures.os, failures.sys = os, sys
-    raise AssertionError(f"{statuses} {said.getvalue()}")
+        failures.os, failures.faulthandler = os, faulthandler
+        del failures.print  # type: ignore[attr-defined]
+    raise AssertionError(" ".join(said))
 
 
 class _With:
@@ -181,10 +197,11 @@ class _With:
 def test_a_hanging_rank_is_ended(ranks: RankPool, tmp_path: Path) -> None:
     (kind, text, _), _ = ranks.run(_on_a_rank, _hangs, tmp_path, num_ranks=2)
     assert kind == "AssertionError"
-    assert text.startswith(f"[{EXIT_STATUS}] error on rank 0: rank 1 (host ")
+    assert text.startswith(f"after {DEAD_AFTER:g} s True: error on rank 0: rank 1 (host ")
     assert "last heard of training, iteration 7) has not answered for 2 s" in text
     assert "Rank 0 was training, iteration 7, in all_reduce of default_pg (ranks 0, 1), number " in text
     assert "in _all_reduce" in text.partition("It hangs there:")[2]
+    assert text.endswith(f"[{EXIT_STATUS}]")
 
 
 def test_a_world_of_one_watches_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
