@@ -1,0 +1,197 @@
+"""Measure again what README.md and docs/performance.md quote, a part at a time:
+
+python benchmarks/measure.py small 7b --output-dir runs/measured --peer megatron_te.py
+
+Each part is one or more commands of the benchmarks beside this one and takes some minutes; `--list` shows the parts,
+the GPUs that each needs and what it runs. `--peer` is a program that trains the same models with Megatron-LM and
+Transformer Engine and prints its figures as compare.py wants them; without it that row is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8_megatron.config_io import parse_config
+
+_HERE = Path(__file__).parent
+#: Seconds for one run of a comparison: the largest models take a minute to start and end.
+_TIMEOUT = 150
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a part writes, and whom it is compared with."""
+
+    folder: Path
+    peer: Path | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Commands for a number of GPUs of one node."""
+
+    gpus: int
+    about: str
+    commands: Callable[[Target], list[list[str]]]
+
+
+def _compare(
+    target: Target,
+    name: str,
+    model: str,
+    runs: Sequence[str],
+    *flags: str,
+    gpus: int = 1,
+    micro: int,
+    num_micro: int = 1,
+    steps: int = 14,
+) -> list[str]:
+    """compare.py without profiles; `flags` go to pretrain_gpt.py."""
+    command = ["compare.py", "--model", model, "--nproc-per-node", str(gpus), "--runs", *runs]
+    command += ["--micro-batch-size", str(micro), "--num-micro-batches", str(num_micro)]
+    command += ["--train-iters", str(steps), "--profiled-steps", "0", "--timeout", str(_TIMEOUT)]
+    if target.peer is not None:
+        command += ["--peer", f"megatron-te-delayed={_peer(target.peer, model, flags, gpus, micro, num_micro)}"]
+    return [*command, "--output-dir", str(target.folder / name), "--", "--mock-data", *flags]
+
+
+def _peer(script: Path, model: str, flags: Sequence[str], gpus: int, micro: int, num_micro: int) -> str:
+    config = parse_config(["--config", str(_HERE.parent / "configs" / f"gpt_{model}.yaml"), *flags])
+    shape = config.model
+    return shlex.join(
+        [
+            # What Megatron-LM asks its users for.
+            *("env", "CUDA_DEVICE_MAX_CONNECTIONS=1", sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(gpus), str(script), "--precision", "te-delayed", "--steps", "8"),
+            *("--layers", str(shape.num_layers), "--hidden", str(shape.hidden_size)),
+            *("--heads", str(shape.num_attention_heads), "--seq", str(shape.seq_length)),
+            *("--mbs", str(micro), "--gas", str(num_micro)),
+            *("--tp", str(config.parallel.tensor_model_parallel_size)),
+        ]
+    )
+
+
+_TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+#: Layers of GPT-7B whose weights' transposes four micro-batches share within 45 GB; of GPT-13B, within 55.
+_KEEP_7B = ("--keep-fp8-transpose-cache", "10")
+_KEEP_13B = ("--keep-fp8-transpose-cache", "36")
+
+PARTS = {
+    "kernels": Part(
+        1,
+        "every kernel over its floor, FP8 linear layers beside BF16's and Transformer Engine's",
+        lambda to: [["kernels.py", "--output", str(to.folder / "kernels.json")]],
+    ),
+    "small": Part(
+        1,
+        "GPT-345M and GPT-1.3B, with CUDA graphs and without",
+        lambda to: [
+            _compare(to, "345m-4", "345m", ["O3-graph", "O3-fast", "bf16-graph", "bf16"], micro=4),
+            _compare(to, "345m-32", "345m", ["O3-graph", "O3-fast", "bf16-graph", "bf16"], micro=32),
+            _compare(to, "1.3b", "1.3b", ["O3-graph", "O3-fast", "bf16"], micro=8),
+        ],
+    ),
+    "exchanges": Part(
+        2,
+        "GEMMs with the rows they exchange over two tensor-parallel ranks",
+        lambda to: [["torchrun", "2", "tensor_parallel.py", "--output", str(to.folder / "exchanges.json")]],
+    ),
+    "7b-2gpus": Part(
+        2,
+        "GPT-7B over two data-parallel GPUs",
+        lambda to: [_compare(to, "7b-2", "7b", ["O3-graph", "O3-fast"], gpus=2, micro=4, num_micro=4, steps=10)],
+    ),
+    "13b-2gpus": Part(
+        2,
+        "GPT-13B over two tensor-parallel GPUs",
+        lambda to: [
+            _compare(to, "13b-2", "13b", ["O3-graph", "O3-fast"], *_TP2, gpus=2, micro=4, num_micro=2, steps=10)
+        ],
+    ),
+    "7b": Part(
+        4,
+        "GPT-7B, 4 × 4 micro-batches: the figures at the top of README.md",
+        lambda to: [
+            _compare(to, "7b", "7b", ["O3-fast", "O3-graph"], *_KEEP_7B, gpus=4, micro=4, num_micro=4, steps=13)
+        ],
+    ),
+    "13b": Part(
+        4,
+        "GPT-13B, TP 2 with sequence parallelism, DP 2, 4 × 4 micro-batches",
+        lambda to: [
+            _compare(to, "13b", "13b", ["O3-graph", "O3-fast"], *_TP2, *_KEEP_13B, gpus=4, micro=4, num_micro=4)
+        ],
+    ),
+    "scaling": Part(
+        4,
+        "GPT-7B over 1, 2 and 4 GPUs, weak and strong, and over TP 2 and 4",
+        lambda to: [
+            [
+                *("scaling.py", "--model", "7b", "--gpus", "1", "2", "4", "--tensor-parallel", "2", "4"),
+                *("--runs", "O3-fast", "--side-by-side", "--train-iters", "10", "--timeout", str(_TIMEOUT)),
+                *("--output-dir", str(to.folder / "scaling")),
+            ]
+        ],
+    ),
+}
+
+
+def main() -> int:
+    """Run the parts in turn, each to its end whatever became of the one before; returns the exit status."""
+    args = _parse()
+    status = 0
+    for name in args.parts:
+        gpus = "1 GPU" if PARTS[name].gpus == 1 else f"{PARTS[name].gpus} GPUs"
+        print(f"== {name} ({gpus}): {PARTS[name].about}", flush=True)
+        for command in PARTS[name].commands(Target(args.output_dir, args.peer)):
+            command = resolved(command)
+            print(shlex.join(["python", *command[1:]]), flush=True)
+            if not args.list:
+                status |= subprocess.run(command, cwd=_HERE.parent, check=False).returncode != 0
+    return status
+
+
+def resolved(command: Sequence[str]) -> list[str]:
+    """A part's command as one that can be run from the repository's root."""
+    if command[0] == "torchrun":
+        _, ranks, script, *flags = command
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        return [sys.executable, *launcher, f"benchmarks/{script}", *flags]
+    script, *flags = command
+    return [sys.executable, f"benchmarks/{script}", *flags]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure again what README.md and docs/performance.md quote.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--list", action="store_true", help="show the parts and their commands, run nothing")
+    parser.add_argument("--peer", type=Path, help="a program that trains with Megatron-LM and Transformer Engine")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/measured"))
+    args = parser.parse_args()
+    if not args.parts and not args.list:
+        parser.error(f"name a part: {', '.join(PARTS)}")
+    args.parts = args.parts or list(PARTS)
+    for name in args.parts:
+        if name not in PARTS:
+            parser.error(f"there is no part '{name}': choose of {', '.join(PARTS)}")
+        if not args.list and torch.cuda.device_count() < PARTS[name].gpus:
+            parser.error(f"part '{name}' needs {PARTS[name].gpus} GPUs, there are {torch.cuda.device_count()}")
+    if args.peer is not None and not args.peer.is_file():
+        parser.error(f"--peer {args.peer}: there is no such file")
+    args.output_dir = args.output_dir.absolute()
+    args.peer = args.peer and args.peer.absolute()
+    if not args.list:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""benchmarks/measure.py: what its parts run is what the benchmarks and the configuration take."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare, measure, scaling
+from benchmarks.measure import PARTS, Target, resolved
+from fp8_megatron.config_checks import check_config
+from fp8_megatron.config_io import parse_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands_of(part: str, folder: Path, peer: Path | None = None) -> list[list[str]]:
+    return [resolved(command) for command in PARTS[part].commands(Target(folder, peer))]
+
+
+@pytest.mark.parametrize("part", list(PARTS))
+def test_a_part_writes_into_its_folder(part: str, tmp_path: Path) -> None:
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    for command in commands_of(part, tmp_path):
+        assert command[0] == sys.executable
+        assert sum(Path(word).name in scripts and (ROOT / word).is_file() for word in command) == 1
+        assert any(word.startswith(str(tmp_path)) for word in command)
+
+
+@pytest.mark.parametrize("part", list(PARTS))
+def test_every_run_is_a_valid_configuration(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for command in commands_of(part, tmp_path):
+        monkeypatch.setattr(sys, "argv", command[1:])
+        if command[1] == "benchmarks/compare.py":
+            args = compare._parse()
+            assert args.nproc_per_node == PARTS[part].gpus
+            for name in args.runs:
+                check_config(parse_config(compare._flags(args, name)), args.nproc_per_node)
+        elif command[1] == "benchmarks/scaling.py":
+            assert max(scaling._parse().gpus) == PARTS[part].gpus
+
+
+def test_the_peer_trains_the_same_model(tmp_path: Path) -> None:
+    (command,) = commands_of("13b", tmp_path, Path("/peer.py"))
+    name, _, peer = command[command.index("--peer") + 1].partition("=")
+    words = shlex.split(peer)
+    flags = dict(zip(words[words.index("/peer.py") + 1 :: 2], words[words.index("/peer.py") + 2 :: 2], strict=True))
+    assert name == "megatron-te-delayed" and words[:2] == ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    assert flags == {
+        **{"--precision": "te-delayed", "--steps": "8", "--layers": "40", "--hidden": "5120", "--heads": "40"},
+        **{"--seq": "2048", "--mbs": "4", "--gas": "4", "--tp": "2"},
+    }
+
+
+def test_every_part_runs_whatever_became_of_the_one_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], *, cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 1 if "kernels" in command[1] else 0)
+
+    monkeypatch.setattr(measure.subprocess, "run", run)
+    monkeypatch.setattr(measure.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sys, "argv", ["measure.py", "kernels", "exchanges", "--output-dir", str(tmp_path)])
+    assert measure.main() == 1
+    assert [next(word for word in command if word.startswith("benchmarks/")) for command in ran] == [
+        "benchmarks/kernels.py",
+        "benchmarks/tensor_parallel.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "name a part: kernels, small,"),
+        (["5b"], "there is no part '5b': choose of kernels, small,"),
+        (["7b"], "part '7b' needs 4 GPUs, there are 0"),
+        (["7b", "--list", "--peer", "nowhere.py"], "--peer nowhere.py: there is no such file"),
+    ],
+)
+def test_bad_input(
+    flags: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(measure.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["measure.py", *flags, "--output-dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="2"):
+        measure.main()
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
