@@ -11,6 +11,8 @@ SETUP := .venv/.installed
 endif
 
 PYTEST := $(PY) -m pytest
+# What is tested on a CPU sees no GPU: two ranks of a test would want two.
+ON_CPU := CUDA_VISIBLE_DEVICES=
 BIN := $(filter-out ./,$(dir $(PY)))
 SCRIPTS := .ci/run $(wildcard scripts/*.sh)
 
@@ -28,10 +30,10 @@ quickstart: $(SETUP)  ## Train a tiny GPT in FP8 on two CPU ranks, from raw text
 	bash scripts/quickstart.sh
 
 test: $(SETUP)  ## The CPU tests
-	$(PYTEST) -n 2 --dist loadfile
+	$(ON_CPU) $(PYTEST) -n 2 --dist loadfile
 
 test-slow: $(SETUP)  ## The CPU tests that take minutes
-	$(PYTEST) -m "slow and not gpu and not multigpu" --timeout 900 || [ $$? -eq 5 ]  # 5: there are none
+	$(ON_CPU) $(PYTEST) -m "slow and not gpu and not multigpu" --timeout 900 || [ $$? -eq 5 ]  # 5: there are none
 
 test-gpu: $(SETUP)  ## The tests of one GPU (PY=python3 takes your own environment)
 	$(PYTEST) -m "gpu and not multigpu"

@@ -169,8 +169,8 @@ class PrecisionConfig:
     """Several micro-batches on several replicas: sharded reduces each into an FP32 shard (4 / replicas bytes a
     parameter); local adds them up on every rank and reduces once a step (less traffic, more memory)."""
     grad_accumulation_dtype: Literal["fp32", "bf16"] | None = None
-    """What FP8 weight gradients are added up in over micro-batches (never in FP8). Default: fp32 in sharded
-    accumulation, bf16 in local. bf16 shards halve their 4 / replicas bytes a parameter."""
+    """What FP8 weight gradients are added up in over micro-batches (never in FP8). Default: fp32 in shards over several
+    replicas, else bf16. bf16 shards halve their 4 / replicas bytes a parameter."""
     fp8_recipe: FP8Recipe = "tensorwise"
     """Scales of activations and output gradients: tensorwise (from the current tensor) or delayed (from past steps)."""
     fp8_amax_history_len: int = 16

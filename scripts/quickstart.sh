@@ -8,6 +8,7 @@ python=${PY:-.venv/bin/python}
 run=runs/quickstart
 data=$run/data
 prefix=$data/corpus
+export CUDA_VISIBLE_DEVICES= # the same everywhere: two ranks would want two GPUs
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONWARNINGS=ignore # megatron-core warns on import of every optional package that is not there
 started=$SECONDS
