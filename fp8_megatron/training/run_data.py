@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..checkpoint.run_state import Progress
 from ..config import Config
 from ..config_checks import ConfigError
 from ..data.datasets import Datasets, build_datasets
@@ -16,13 +17,27 @@ from .batches import Batch
 
 @dataclass(frozen=True)
 class RunData:
-    """Datasets of a run and how this rank reads them."""
+    """Datasets of a run and how this rank reads them.
+
+    Attributes:
+        num_train_samples: what training was said to take in all when the datasets were opened.
+    """
 
     config: Config
     topology: Topology
     datasets: Datasets
     vocab_size: int
     unpadded_vocab_size: int
+    num_train_samples: int
+
+    def going_on(self, progress: Progress) -> RunData:
+        """These data, or, where a run resumes with another global batch than it began with, as many as it takes now.
+
+        Called by all ranks together.
+        """
+        if num_train_samples(self.config, self.topology, progress) == self.num_train_samples:
+            return self
+        return open_run_data(self.config, self.topology, progress)
 
     def train_loader(self, consumed_samples: int) -> Iterator[Batch]:
         """Training micro-batches from where `consumed_samples` left off."""
@@ -78,8 +93,17 @@ def padded_vocab(config: Config, tokenizer: Tokenizer) -> int:
     )
 
 
-def open_run_data(config: Config, topology: Topology) -> RunData:
+def num_train_samples(config: Config, topology: Topology, progress: Progress) -> int:
+    """What training takes from its first step to its last: samples seen so far, and global batches from here on."""
+    remaining = max(0, config.training.train_iters - progress.iteration)
+    return progress.consumed_samples + remaining * config.global_batch_size(topology.world_size)
+
+
+def open_run_data(config: Config, topology: Topology, progress: Progress | None = None) -> RunData:
     """Check and open everything that is read; called by all ranks together.
+
+    Args:
+        progress: where training goes on. Default: it begins.
 
     Raises:
         ConfigError: any problem with tokenizer or data.
@@ -92,12 +116,13 @@ def open_run_data(config: Config, topology: Topology) -> RunData:
         bool(config.data.data_path) and float(config.data.split.split(",")[-1]) > 0
     )
     num_eval_samples = training.eval_iters * batch if evaluates else 0
+    train_samples = num_train_samples(config, topology, progress or Progress())
     try:
         datasets = build_datasets(
             config.data,
             seq_length=config.model.seq_length,
             seed=training.seed,
-            num_train_samples=training.train_iters * batch,
+            num_train_samples=train_samples,
             num_valid_samples=num_eval_samples,
             num_test_samples=num_eval_samples if has_test else 0,
             tokenizer=tokenizer,
@@ -105,4 +130,6 @@ def open_run_data(config: Config, topology: Topology) -> RunData:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return RunData(config, topology, datasets, padded_vocab(config, tokenizer), unpadded_vocab(config, tokenizer))
+    return RunData(
+        config, topology, datasets, padded_vocab(config, tokenizer), unpadded_vocab(config, tokenizer), train_samples
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..distributed.failures import RankWatch, watched_world
 from ..distributed.topology import Topology
 from ..distributed.transport import needs_launch_order
 from ..layers.attention import preferring_backends
+from .batches import Batch
 from .flops import model_flops_per_token, peak_flops
 from .memory_prediction import predict_memory
 from .memory_report import memory_table
@@ -118,6 +120,7 @@ class _Run:
         )
         self.writer = _checkpoint_writer(config, topology)
         self.progress = self._resume()
+        self.data = self.data.going_on(self.progress)
         self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
         self.batch_size = config.global_batch_size(topology.world_size)
         self.flops_per_token = model_flops_per_token(config.model, causal=False, padded_vocab_size=self.data.vocab_size)
@@ -163,10 +166,14 @@ class _Run:
 
     def _loop(self) -> None:
         training, checkpoint = self.config.training, self.config.checkpoint
-        loader = self.data.train_loader(self.progress.consumed_samples) if self._remaining() else iter(())
         first = self.progress.iteration + 1
         pending: PendingStep | None = None
         saved_at = self.progress.iteration
+        loader: Iterator[Batch] = iter(())
+        if first <= training.train_iters:
+            loader = self.data.train_loader(self.progress.consumed_samples)
+        elif self.is_writer:
+            logger.warning("nothing is left to train: iteration %d, --train-iters %d", first - 1, training.train_iters)
         mark = Mark(self.state.device)
         for iteration in range(first, training.train_iters + 1):
             self.watch.at(iteration, "training")
@@ -202,7 +209,7 @@ class _Run:
                 break
         if checkpoint.save is not None and self.progress.iteration > saved_at:
             self._save()
-        if self.progress.iteration == training.train_iters:
+        if self.progress.iteration >= training.train_iters:
             self._evaluate("test")
 
     def close(self) -> None:
@@ -210,9 +217,6 @@ class _Run:
         if self.graph is not None:
             self.graph.release()
         self.metrics.close()
-
-    def _remaining(self) -> int:
-        return self.config.training.train_iters - self.progress.iteration
 
     def _wants_stop(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
@@ -227,7 +231,7 @@ class _Run:
             raise TrainingDiverged(f"{error}\n{self._where_not_finite()}") from None
         self.progress = Progress(
             iteration=result.iteration,
-            consumed_samples=result.iteration * self.batch_size,
+            consumed_samples=self.progress.consumed_samples + self.batch_size,
             skipped_steps=self.guard.num_skipped,
         )
         tokens = self.batch_size * self.config.model.seq_length

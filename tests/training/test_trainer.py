@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from fp8_megatron.checkpoint.files import CheckpointError, saved_iterations
 from fp8_megatron.config_io import parse_config
 from fp8_megatron.testing.runs import LLAMA_STYLE_FLAGS, tiny_flags
 from fp8_megatron.testing.token_files import write_token_files
+from fp8_megatron.training import train_step as train_step_module
 from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.stopping import TrainingDiverged
 from fp8_megatron.training.trainer import Trainer
@@ -155,6 +158,48 @@ def test_a_checkpoint_that_is_not_saved_is_reported(tmp_path: Path, monkeypatch:
         fit(tmp_path / "b", load=tmp_path / "saved", **{**settings, "train_iters": 6})
     assert (tmp_path / "b" / "loss.png").exists()
     assert saved_iterations(tmp_path / "saved") == [4]
+
+
+class _Read:
+    """The first token of every sample that training takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.samples: list[int] = []
+        take_step = train_step_module.take_step
+
+        def taken(loader: Iterator[Batch], num: int, device: torch.device) -> list[Batch]:
+            batches = take_step(loader, num, device)
+            self.samples += [int(tokens) for batch in batches for tokens in batch["tokens"][:, :4] @ _BASE]
+            return batches
+
+        monkeypatch.setattr(train_step_module, "take_step", taken)
+
+
+_BASE = torch.tensor([64**3, 64**2, 64, 1])
+
+
+def test_another_global_batch_reads_on_where_the_last_one_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, larger and smaller: every sample once, in order, to the last step."""
+    read = _Read(monkeypatch)
+    checkpoints = tmp_path / "checkpoints"
+    consumed = []
+    for batch, train_iters in ((2, 4), (6, 6), (2, 20)):
+        settings = {"global_batch_size": batch, "train_iters": train_iters}
+        records = fit(tmp_path / str(batch), save=checkpoints, load=checkpoints, **settings)
+        consumed.append(records[-1]["consumed_samples"])
+    assert consumed == [4 * 2, 4 * 2 + 2 * 6, 4 * 2 + 2 * 6 + 14 * 2]
+    in_pieces, read.samples = read.samples, []
+    fit(tmp_path / "straight", global_batch_size=2, train_iters=consumed[-1] // 2)
+    assert in_pieces == read.samples and len(set(in_pieces)) == consumed[-1]
+
+
+def test_fewer_steps_than_were_trained_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    fit(tmp_path / "first", train_iters=4, save=checkpoints)
+    assert fit(tmp_path / "second", train_iters=3, load=checkpoints) == []
+    assert "nothing is left to train: iteration 4, --train-iters 3" in caplog.text
 
 
 def test_a_different_seed_gives_other_losses(tmp_path: Path) -> None:
