@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,11 @@ from ..config import DataConfig
 from .indexed import IndexedSummary, check_indexed_dataset
 from .tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 _SPLITS = ("train", "valid", "test")
+#: An index file that is not whole and has not grown for so long is nobody's work any more.
+_ABANDONED_AFTER_SECONDS = 5.0
 _HOW_TO_DO_WITHOUT = {"valid": ", or turn validation off with --eval-interval 0"}
 
 
@@ -262,7 +268,34 @@ def _cache_folder(prefixes: Sequence[str], root: str | None) -> Path:
         for stale in parent.glob(f"{family}*"):
             if stale != folder:
                 shutil.rmtree(stale, ignore_errors=True)
+        _remove_cut_short(folder)
     return folder
+
+
+def _remove_cut_short(folder: Path) -> None:
+    """Remove index files whose writing was cut short: megatron-core takes any that is there, and makes a missing one.
+
+    One that grows is another run's, which is waited for.
+    """
+    for path in sorted(folder.glob("*_index.npy")):
+        with suppress(FileNotFoundError):  # another run removed it
+            if not _becomes_whole(path):
+                logger.warning("making %s again: writing it was cut short", path)
+                path.unlink()
+
+
+def _becomes_whole(path: Path) -> bool:
+    size, since = -1, time.monotonic()
+    while time.monotonic() - since < _ABANDONED_AFTER_SECONDS:
+        try:
+            np.load(path, mmap_mode="r")
+        except (ValueError, EOFError):
+            time.sleep(0.1)
+        else:
+            return True
+        if path.stat().st_size != size:
+            size, since = path.stat().st_size, time.monotonic()
+    return False
 
 
 def _digest(values: Sequence[object]) -> str:

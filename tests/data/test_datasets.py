@@ -1,4 +1,5 @@
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from fp8_megatron.config import DataConfig
+from fp8_megatron.data import datasets as datasets_module
 from fp8_megatron.data.datasets import Blend, Datasets, MockDataset, build_datasets
 from fp8_megatron.data.tokenizer import NullTokenizer
 
@@ -129,6 +131,34 @@ def test_new_tokens_under_an_old_path_are_read(write_tokens, tmp_path, with_blen
     assert len(fresh) >= 20 and fresh.min() >= 2000
     (new_folder,) = (tmp_path / "cache").iterdir()
     assert new_folder != folder, "the cache of the tokens that are gone is gone too"
+
+
+@pytest.mark.parametrize("kept", [0, 50, -1], ids=["nothing", "header", "all but a byte"])
+def test_an_index_cut_short_is_made_again(write_tokens, tmp_path, monkeypatch, caplog, kept):
+    """A run killed while it built the index, or a full disk then, does not stand in the way of the next run."""
+    monkeypatch.setattr(datasets_module, "_ABANDONED_AFTER_SECONDS", 0.2)
+    prefix = write_tokens("corpus", counting(1, 1000))
+    before = all_tokens(build(100, data_path=(prefix,), split="1").train)
+    (index,) = (tmp_path / "cache").glob("index-*/*-shuffle_index.npy")
+    whole = index.read_bytes()
+    index.write_bytes(whole[:kept])
+    assert np.array_equal(all_tokens(build(100, data_path=(prefix,), split="1").train), before)
+    assert index.read_bytes() == whole and f"making {index} again" in caplog.text
+
+
+def test_an_index_that_another_run_writes_is_waited_for(write_tokens, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(datasets_module, "_ABANDONED_AFTER_SECONDS", 5.0)
+    prefix = write_tokens("corpus", counting(1, 1000))
+    before = all_tokens(build(100, data_path=(prefix,), split="1").train)
+    (index,) = (tmp_path / "cache").glob("index-*/*-shuffle_index.npy")
+    whole = index.read_bytes()
+    index.write_bytes(whole[:50])
+    node = index.stat().st_ino
+    writer = threading.Timer(0.5, index.write_bytes, [whole])
+    writer.start()
+    assert np.array_equal(all_tokens(build(100, data_path=(prefix,), split="1").train), before)
+    writer.join()
+    assert index.stat().st_ino == node and "again" not in caplog.text
 
 
 def test_cache_folder_can_be_chosen_and_must_be_writable(write_tokens, tmp_path):
