@@ -326,7 +326,7 @@ class TrainingConfig:
     recompute_method: Literal["uniform", "block"] | None = None
     """Which layers full recomputation takes."""
     recompute_num_layers: int | None = None
-    """Layers per recomputed chunk (uniform) or recomputed layers per stage (block)."""
+    """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
 
     @property
     def records_graphs(self) -> bool:

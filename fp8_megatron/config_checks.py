@@ -280,16 +280,20 @@ def _check_heads(config: Config) -> Iterator[str]:
 
 
 def _check_gemm_sizes(config: Config) -> Iterator[str]:
-    """Both dimensions of every rank's linear weights, and tokens, in multiples that FP8 tensor cores take."""
+    """Both dimensions of every rank's linear weights, and tokens, in multiples that FP8 tensor cores take.
+
+    In 16 bits ranks need whole columns alone; those of attention are whole when heads and groups are.
+    """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
+    ffn = model.padded_ffn_hidden_size
     if config.precision.precision in ("bf16", "fp16"):
+        if ffn % tp:
+            yield (
+                f"ffn_hidden_size({ffn}) % tensor_model_parallel_size({tp}) = {ffn % tp}; "
+                f"choose ffn_hidden_size = {_multiple_near(ffn, tp)}, or another tensor_model_parallel_size"
+            )
         return
-    heads, groups, head_dim, ffn = (
-        model.num_attention_heads,
-        model.query_groups,
-        model.head_dim,
-        model.padded_ffn_hidden_size,
-    )
+    heads, groups, head_dim = model.num_attention_heads, model.query_groups, model.head_dim
     sizes = [
         (f"hidden_size({model.hidden_size})", model.hidden_size, 1),
         (f"heads({heads}) × head width({head_dim}) = {heads * head_dim}", heads * head_dim, tp),
@@ -343,9 +347,16 @@ def _check_recompute(config: Config) -> Iterator[str]:
         ]
         if missing:
             yield f"recompute_granularity(full) needs {' and '.join(missing)}; for every layer: uniform and 1"
-        stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
-        if count is not None and count > stage:
-            yield f"recompute_num_layers({count}) > {stage} layers of a pipeline stage; choose at most {stage}"
+        per_virtual_stage = config.parallel.num_layers_per_virtual_pipeline_stage
+        layers = per_virtual_stage or config.model.num_layers // config.parallel.pipeline_model_parallel_size
+        stage = "pipeline stage" if per_virtual_stage is None else "virtual pipeline stage"
+        if count is not None and method == "uniform" and layers % count:
+            yield (
+                f"recompute_method(uniform) with recompute_num_layers({count}) does not cut the {layers} layers of a "
+                f"{stage} into equal parts; choose a divisor of {layers}, or recompute_method block"
+            )
+        elif count is not None and count > layers:
+            yield f"recompute_num_layers({count}) > {layers} layers of a {stage}; choose at most {layers}"
     elif method is not None or count is not None:
         yield (
             f"recompute_method({method}) and recompute_num_layers({count}) belong to recompute_granularity(full), "

@@ -25,6 +25,9 @@ def problems(config: Config, world_size: int) -> list[str]:
     return []
 
 
+VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 8 "
+
+
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
@@ -34,6 +37,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         (4, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16"),
         (2, "--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 2"),
         (1, "--bf16 --hidden-size 100 --num-attention-heads 10 --seq-length 7 --micro-batch-size 1"),
+        (3, "--bf16 --hidden-size 768 --num-attention-heads 12 --tensor-model-parallel-size 3"),
         (1, "--main-params-dtype fp32"),
         (1, "--main-params-dtype fp8"),
         (1, "--exp-avg-sq-dtype fp8"),
@@ -42,6 +46,10 @@ def problems(config: Config, world_size: int) -> list[str]:
         (1, "--opt-level O2"),
         (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-iters 900"),
         (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 24"),
+        (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 5"),
+        (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 24"),
+        (2, VIRTUAL4 + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
+        (2, VIRTUAL4 + "--recompute-granularity full --recompute-method block --recompute-num-layers 4"),
         (1, "--recompute-granularity selective"),
         (1, "--position-embedding-type rope --rotary-percent 0.5"),
         (1, "--hidden-size 384 --num-attention-heads 10 --kv-channels 32"),
@@ -151,7 +159,18 @@ FULL = "--recompute-granularity full "
             "--num-attention-heads 24 --bf16",
             "hidden_size(1024) % num_attention_heads(24) = 16; choose hidden_size = 1008",
         ),
-        (3, "--bf16 --tensor-model-parallel-size 3", "num_attention_heads(16) % tensor_model_parallel_size(3) = 1"),
+        (
+            3,
+            "--bf16 --ffn-hidden-size 3072 --tensor-model-parallel-size 3",
+            "num_attention_heads(16) % tensor_model_parallel_size(3) = 1",
+        ),
+        (
+            3,
+            "--bf16 --swiglu --hidden-size 768 --num-attention-heads 12 --tensor-model-parallel-size 3",
+            "ffn_hidden_size(2048) % tensor_model_parallel_size(3) = 2; choose ffn_hidden_size = 2046 or 2049, or "
+            "another tensor_model_parallel_size",
+        ),
+        (2, "--fp16 --ffn-hidden-size 4097 " + TP2, "ffn_hidden_size(4097) % tensor_model_parallel_size(2) = 1"),
         (1, GQA + "--num-query-groups 3", "num_attention_heads(16) % num_query_groups(3) = 1"),
         (2, GQA + TP2 + "--num-query-groups 1", "num_query_groups(1) % tensor_model_parallel_size(2) = 1"),
         (
@@ -201,6 +220,32 @@ FULL = "--recompute-granularity full "
             2,
             PP2 + FULL + "--recompute-method block --recompute-num-layers 13",
             "recompute_num_layers(13) > 12 layers of a pipeline stage",
+        ),
+        (
+            1,
+            FULL + "--recompute-method uniform --recompute-num-layers 5",
+            "recompute_method(uniform) with recompute_num_layers(5) does not cut the 24 layers of a pipeline stage "
+            "into equal parts; choose a divisor of 24, or recompute_method block",
+        ),
+        (
+            1,
+            FULL + "--recompute-method uniform --recompute-num-layers 48",
+            "recompute_num_layers(48) does not cut the 24 layers of a pipeline stage",
+        ),
+        (
+            2,
+            PP2 + FULL + "--recompute-method uniform --recompute-num-layers 8",
+            "recompute_num_layers(8) does not cut the 12 layers of a pipeline stage",
+        ),
+        (
+            2,
+            VIRTUAL4 + FULL + "--recompute-method uniform --recompute-num-layers 3",
+            "recompute_num_layers(3) does not cut the 4 layers of a virtual pipeline stage",
+        ),
+        (
+            2,
+            VIRTUAL4 + FULL + "--recompute-method block --recompute-num-layers 5",
+            "recompute_num_layers(5) > 4 layers of a virtual pipeline stage; choose at most 4",
         ),
         (1, "--recompute-granularity selective --recompute-num-layers 2", "recompute_num_layers(2) belong to"),
         # precision
