@@ -24,6 +24,8 @@ TEXT_SUFFIXES = (".txt", ".text", ".md")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
 
 _UTF8_BOM = b"\xef\xbb\xbf"
+#: Decompressed at once, which bounds the text held: 4 bytes of Zstandard can stand for 128 KiB, a chunk for 64 MiB.
+_ZSTD_CHUNK_BYTES = 1 << 11
 _BLANK_LINE = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
 TextLayout = Literal["json_lines", "whole_file", "paragraphs"]
@@ -205,9 +207,48 @@ def _decompressed(name: str, raw: BinaryIO) -> Iterator[IO[bytes]]:
             zstandard = import_module("zstandard")
         except ImportError as error:
             raise ValueError(f"input {name} is Zstandard: pip install zstandard") from error
-        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        stream, damage = io.BufferedReader(reader), (zstandard.ZstdError,)
+        reader = _ZstandardReader(raw, zstandard.ZstdDecompressor())
+        stream, damage = io.BufferedReader(reader), (EOFError, zstandard.ZstdError)
     try:
         yield stream
     except damage as error:
         raise ValueError(f"input {name} cannot be decompressed ({error}): it is truncated or not {suffix}") from error
+
+
+class _ZstandardReader(io.RawIOBase):
+    """The text of all frames of a Zstandard file.
+
+    zstandard's own reader takes an end of the file inside a frame for the end of the text.
+
+    Raises:
+        EOFError: the file ends inside a frame.
+    """
+
+    def __init__(self, raw: BinaryIO, decompressor: Any):
+        self._text, self._chunks = memoryview(b""), _zstandard_chunks(raw, decompressor)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._text:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._text = memoryview(chunk)
+        size = min(len(buffer), len(self._text))
+        buffer[:size], self._text = self._text[:size], self._text[size:]
+        return size
+
+
+def _zstandard_chunks(raw: BinaryIO, decompressor: Any) -> Iterator[bytes]:
+    """Pieces of the text, some of them empty."""
+    compressed, frame = b"", None
+    while compressed := compressed or raw.read(_ZSTD_CHUNK_BYTES):
+        frame = frame or decompressor.decompressobj()
+        yield frame.decompress(compressed)
+        compressed = frame.unused_data
+        if frame.eof:
+            frame = None
+    if frame is not None:
+        raise EOFError("the last frame has no end")

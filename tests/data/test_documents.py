@@ -2,7 +2,12 @@ import bz2
 import gzip
 import json
 import lzma
+import sys
+import zlib
+from itertools import pairwise
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,7 +60,7 @@ def test_zstandard(tmp_path, monkeypatch):
     path = tmp_path / "corpus.jsonl.zst"
     path.write_bytes(b"anything")
     with monkeypatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "zstandard", None)
+        patch.setitem(sys.modules, "zstandard", None)
         with pytest.raises(ValueError, match="pip install zstandard"):
             read(path)
     zstandard = pytest.importorskip("zstandard")
@@ -64,6 +69,47 @@ def test_zstandard(tmp_path, monkeypatch):
     texts = [f"document {index} " * 40 for index in range(40)]
     path.write_bytes(zstandard.compress(write_lines(tmp_path / "corpus.jsonl", texts).read_bytes()))
     assert read(path)[0] == texts
+
+
+@pytest.fixture(params=["zstandard", "stand-in"])
+def compress_frame(request, monkeypatch):
+    """Compresses bytes to one frame; the stand-in under zstandard's name is zlib, whose decompressors look alike."""
+    if request.param == "zstandard":
+        return pytest.importorskip("zstandard").compress
+    decompressor = SimpleNamespace(decompressobj=zlib.decompressobj)
+    module = SimpleNamespace(ZstdDecompressor=lambda: decompressor, ZstdError=zlib.error)
+    monkeypatch.setitem(sys.modules, "zstandard", module)
+    return zlib.compress
+
+
+@pytest.mark.parametrize("batch_bytes", [64, 1 << 20])
+def test_all_frames_of_zstandard_are_read_and_truncation_is_named(tmp_path, compress_frame, batch_bytes):
+    """Frames without text, of one piece and of several (random digits compress to half)."""
+    random = Random(0)
+    texts = [random.randbytes(200).hex() for _ in range(40)]
+    plain = write_lines(tmp_path / "corpus.jsonl", texts).read_bytes()
+    cuts = [0, 0, 1000, 1001, 9000, len(plain)]
+    frames = [compress_frame(plain[start:end]) for start, end in pairwise(cuts)]
+    path = tmp_path / "corpus.jsonl.zst"
+    path.write_bytes(b"".join(frames))
+    assert read(path, batch_bytes=batch_bytes)[0] == texts
+    for kept in (
+        b"".join(frames)[:-1],
+        b"".join(frames)[:-4000],
+        b"".join(frames[:-1]) + frames[-1][:1],
+        frames[0][:2],
+    ):
+        path.write_bytes(kept)
+        with pytest.raises(ValueError, match=r"corpus\.jsonl\.zst cannot be decompressed .*truncated"):
+            read(path, batch_bytes=batch_bytes, skip_errors=True)
+
+
+def test_a_skippable_frame_of_zstandard_is_no_text(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    skippable = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"index"
+    path = tmp_path / "corpus.jsonl.zst"
+    path.write_bytes(zstandard.compress(b'{"text": "one"}\n') + skippable + zstandard.compress(b'{"text": "two"}\n'))
+    assert read(path)[0] == ["one", "two"]
 
 
 def test_plain_text_is_one_document_or_one_a_paragraph(tmp_path):
