@@ -19,7 +19,7 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 
-MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST}" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST}" | sed -n 1p)
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export MASTER_ADDR MASTER_PORT
 

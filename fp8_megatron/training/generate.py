@@ -101,6 +101,7 @@ class _Sampler:
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.temperature, self.top_k, self.generator = temperature, top_k, generator
         self.max_context = config.model.seq_length
+        self.last_position = (config.model.max_position_embeddings or config.model.seq_length) - 1
         self.multiple = FP8_GEMM_MULTIPLE * config.parallel.tensor_model_parallel_size
 
     def continue_text(self, prompt: str, num_tokens: int) -> str:
@@ -119,7 +120,8 @@ class _Sampler:
         padded = -(-len(context) // self.multiple) * self.multiple
         tokens = torch.full((1, padded), self.tokenizer.eod, device=self.device)
         tokens[0, : len(context)] = torch.tensor(context, device=self.device)
-        positions = torch.arange(padded, device=self.device)[None]
+        # Padding may pass the end of the position table; attention is causal and sees none of it.
+        positions = torch.arange(padded, device=self.device).clamp(max=self.last_position)[None]
         logits = self.model(tokens, positions, None, runtime_gather_output=True)
         return self._draw(logits[0, len(context) - 1, : self.tokenizer.vocab_size].float())
 

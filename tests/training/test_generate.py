@@ -1,0 +1,52 @@
+"""Text from a checkpoint of the tiny run, on one CPU rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.config_io import parse_config
+from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.training import generate
+from fp8_megatron.training.trainer import Trainer
+
+
+@pytest.mark.parametrize("max_position_embeddings", [None, 28])
+def test_padding_past_the_position_table_changes_no_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_position_embeddings: int | None
+) -> None:
+    """Contexts of 5 to 24 tokens are padded to 16 or 32, more than the table's rows; the model sees them unpadded."""
+    flags = {
+        "precision": "bf16",
+        "seq_length": 24,
+        "max_position_embeddings": max_position_embeddings,
+        "init_method_std": 0.2,
+        "train_iters": 2,
+        "save": tmp_path / "saved",
+    }
+    Trainer(parse_config(tiny_flags(tmp_path, **flags))).fit()
+    prompts = [[3 * token % 63 for token in range(length)] for length in (5, 20, 24, 30)]
+    contexts = iter([prompt[-24:] for prompt in prompts])
+    draw = generate._Sampler._draw
+
+    def compare_and_draw(sampler: generate._Sampler, logits: Tensor) -> int:
+        tokens = torch.tensor([next(contexts)])
+        expected = sampler.model(tokens, torch.arange(tokens.numel())[None], None)[0, -1].float()
+        # A GEMM of other rows may round elsewhere: two units of BF16 of the largest.
+        torch.testing.assert_close(logits, expected, atol=float(2**-7 * expected.abs().max()), rtol=0)
+        return draw(sampler, logits)
+
+    monkeypatch.setattr(generate._Sampler, "_draw", compare_and_draw)
+    texts = generate.generate_text(
+        tmp_path / "saved",
+        [" ".join(map(str, prompt)) for prompt in prompts],
+        num_tokens=1,
+        temperature=0.0,
+        top_k=1,
+        seed=1,
+    )
+    assert [len(text.split()) for text in texts] == [6, 21, 25, 31]
+    assert next(contexts, None) is None
