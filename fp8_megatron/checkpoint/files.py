@@ -3,19 +3,30 @@
 ``<save>/iter_0000100/`` is a checkpoint; it has this name only when it is whole.
 ``<save>/latest_checkpointed_iteration.txt`` names the newest one and is replaced last. What a kill leaves behind ends
 in ``.tmp``, ``.replaced`` or ``.removed`` and is cleared by the next save.
+
+A folder may hold more than one run: after going back, or after a damaged checkpoint, later ones are of a branch that
+was left. Every checkpoint says which ones before it are its run's own (`ancestors`); only these are fallen back to,
+counted and removed.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 META = "checkpoint.json"
 CONFIG = "config.yaml"
+#: In `META`: iterations that the run had saved before.
+ANCESTORS = "ancestors"
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _OLD_META = "meta.json"
@@ -51,13 +62,26 @@ def saved_iterations(root: Path) -> list[int]:
     return sorted(found)
 
 
+def ancestors(root: Path, iteration: int) -> list[int]:
+    """Checkpoints under `root` that the run of one of them had saved before it, rising.
+
+    All lower ones where it does not say: it is damaged, or of an earlier version.
+    """
+    lower = [number for number in saved_iterations(root) if number < iteration]
+    try:
+        own = set(json.loads((iteration_folder(root, iteration) / META).read_text())[ANCESTORS])
+    except (OSError, ValueError, KeyError, TypeError):
+        return lower
+    return [number for number in lower if number in own]
+
+
 def unfinished_folders(root: Path) -> list[str]:
     """Names of folders that were being written when a run ended."""
     return sorted(path.name for path in root.glob("iter_*.tmp"))
 
 
 def candidates(root: Path, iteration: int | None = None) -> list[int]:
-    """Iterations to resume from, the best first: the one that the tracker names, then the older ones.
+    """Iterations to resume from, the best first: the one that the tracker names, then the older ones of its run.
 
     The tracked one is not looked into: `loading` says what it lacks.
 
@@ -81,7 +105,7 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
             f"(torch_dist); resume it with the version that wrote it, or start without --load"
         )
     if iteration is None:
-        return [wanted, *(number for number in saved[::-1] if number < wanted)]
+        return [wanted, *ancestors(root, wanted)[::-1]]
     if iteration not in saved:
         names = ", ".join(map(str, saved)) or "none"
         raise CheckpointError(f"ckpt_step({iteration}) is no whole checkpoint under {root}; there are: {names}")
@@ -89,13 +113,13 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
 
 
 def start_writing(folder: Path) -> Path:
-    """An empty temporary folder for a checkpoint; what earlier runs left behind is cleared."""
+    """An empty temporary folder for a checkpoint; what earlier runs left behind is cleared as far as it can be."""
     temporary = temporary_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _finish_replacing(folder.parent)
     for path in folder.parent.glob("iter_*"):
         if path.suffix in _LEFT_BEHIND:
-            shutil.rmtree(path)
+            _clear(path)
     temporary.mkdir()
     return temporary
 
@@ -117,20 +141,24 @@ def publish(temporary: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove_old(root: Path, newest: int, *, keep_last: int, retain_interval: int | None) -> None:
-    """Remove all but the newest `keep_last` checkpoints up to iteration `newest`.
+def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interval: int | None) -> None:
+    """Remove all but the newest `keep_last` of a run's own checkpoints; others are left alone and not counted.
 
     Args:
+        own: iterations.
         retain_interval: keep those of its multiples as well.
     """
-    kept = [number for number in saved_iterations(root) if number <= newest]
-    for iteration in kept[:-keep_last]:
+    for iteration in sorted(set(own).intersection(saved_iterations(root)))[:-keep_last]:
         if retain_interval is not None and iteration % retain_interval == 0:
             continue
         folder = iteration_folder(root, iteration)
         removed = folder.with_name(folder.name + ".removed")
-        os.replace(folder, removed)  # half of a checkpoint never has a checkpoint's name
-        shutil.rmtree(removed)
+        try:
+            os.replace(folder, removed)  # half of a checkpoint never has a checkpoint's name
+        except OSError as error:
+            logger.warning("old checkpoint %s was not removed: %s", folder, error)
+        else:
+            _clear(removed)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -149,6 +177,16 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _clear(path: Path) -> None:
+    """Remove a folder that is no checkpoint. A file that cannot be removed (on NFS, while it is open) stays."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s; saving goes on, remove it by hand", path, error)
 
 
 def _tracked_iteration(root: Path) -> int | None:

@@ -13,13 +13,15 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import yaml
 from torch import Tensor
 
+from ..config import ModelConfig
 from ..distributed.partition import Fragment, Slot
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from .concurrency import NUM_READERS, in_order
-from .files import META, CheckpointError, candidates, iteration_folder, rank_file, unfinished_folders
+from .files import CONFIG, META, CheckpointError, candidates, iteration_folder, rank_file, unfinished_folders
 from .manifest import problem_with, read_manifest
 from .placement import Placement
 from .run_state import (
@@ -66,15 +68,15 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     layout (random states, amax histories) starts anew.
 
     Raises:
-        CheckpointError: no whole checkpoint is left, or it is another model's (the first tensor that differs, with both
-            shapes); the same on every rank.
+        CheckpointError: no whole checkpoint is left, or it is another model's (the first tensor or setting that
+            differs, with both shapes or values); the same on every rank.
     """
     options = options or LoadOptions()
     folder = _choose(root, state, options.iteration)
     if folder is None:
         return None
     saved = SavedRun(folder)
-    _check_model(saved, state)
+    _check_model(saved, state, finetune=options.finetune)
     loads_moments = options.optimizer and not options.finetune
     takes_scales = saved.has_model_layout_of(state)
     parts = list(_parts(state, tuple(PREFIXES) if loads_moments else ("master",)))
@@ -87,11 +89,8 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         return Progress()
     if loads_moments:
         _restore_scalars(saved, state)
-    rng = saved.rank_tensors(state, "rng/") if saved.has_model_layout_of(state) else {}
-    if options.rng and rng:
-        set_rng_states(rng, state.device)
-    elif options.rng and state.topology.rank == 0:
-        logger.info("random states start anew: %s was saved with %s", folder, saved.layout_text)
+    if options.rng:
+        _restore_rng(saved, state)
     return Progress(*(saved.description[name] for name in ("iteration", "consumed_samples", "skipped_steps")))
 
 
@@ -175,6 +174,36 @@ def read_description(folder: Path) -> dict[str, Any]:
         problem = f"has no {missing[0]}" if version == FORMAT_VERSION else f"has format version {version}"
         raise CheckpointError(f"checkpoint file {path} {problem}; this version reads version {FORMAT_VERSION}")
     return description
+
+
+def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = False) -> str | None:
+    """The first setting beside a checkpoint that changes what weights of the same shapes compute, and differs.
+
+    What cannot be read there, as in an earlier version's file, is taken as equal. Heads fix the other widths of
+    attention, given the shapes. Fine-tuning may take another rotary base, for a longer context.
+    """
+    names = ["num_attention_heads", "norm_epsilon"]
+    if model.position_embedding_type == "rope":
+        names += ["rotary_percent"] if finetune else ["rotary_percent", "rotary_base"]
+    saved = _saved_settings(folder)
+    for name in names:
+        theirs, ours = saved.get(name), getattr(model, name)
+        if isinstance(theirs, int | float) and theirs != ours:
+            return (
+                f"{folder} was saved with {name}({theirs}), this run has {name}({ours}), under which those weights "
+                f"compute something else; give --{name.replace('_', '-')} {theirs}, as in {CONFIG} there"
+            )
+    return None
+
+
+def _saved_settings(folder: Path) -> dict[str, Any]:
+    """The model section of ``config.yaml`` as it is; empty where it is not there or is none."""
+    try:
+        content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    section = content.get("model") if isinstance(content, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 class SavedRun:
@@ -317,6 +346,16 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
     _restore_autoscales(saved, state)
 
 
+def _restore_rng(saved: SavedRun, state: Resumable) -> None:
+    """Generators' states, where the layout and the kind of device are those that it was saved under."""
+    rng = saved.rank_tensors(state, "rng/") if saved.has_model_layout_of(state) else {}
+    if rng and set_rng_states(rng, state.device):
+        return
+    if state.topology.rank == 0:
+        reason = f"on another kind of device than {state.device.type}" if rng else f"with {saved.layout_text}"
+        logger.info("random states start anew: %s was saved %s", saved.folder, reason)
+
+
 def _restore_autoscales(saved: SavedRun, state: Resumable) -> None:
     """μ of every parameter. On another number of replicas N, μ·N is kept: what a sum of N gradients has room for."""
     current = autoscales_of(state.optimizer)
@@ -378,17 +417,20 @@ def _problems(folder: Path, state: Resumable) -> list[str]:
     return [problem for record in mine if (problem := problem_with(folder, record)) is not None]
 
 
-def _check_model(saved: SavedRun, state: Resumable) -> None:
+def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
     """Raise on every rank what the first rank with a mismatch found."""
     placements = [placement for _, _, placement in state.slots()]
     mine = next((text for place in placements if (text := saved.mismatch(place, state.vocab_size)) is not None), None)
-    everyones = _everyones((mine, {placement.key for placement in placements}), state)
-    for problem, _ in everyones:
+    setting = differing_setting(saved.folder, state.config.model, finetune=finetune)
+    everyones = _everyones((mine, {placement.key for placement in placements}, setting), state)
+    for problem, _, _ in everyones:
         _raise_first(problem)
-    known = set().union(*(keys for _, keys in everyones))
+    known = set().union(*(keys for _, keys, _ in everyones))
     extra = [key for key in saved.reader.shapes if not key.startswith("optimizer.") and key not in known]
     if extra:
         raise CheckpointError(f"{saved.folder} holds {min(extra)!r}, which this model has not: it is another model's")
+    for _, _, problem in everyones:
+        _raise_first(problem)
 
 
 def _everyones(value: Any, state: Resumable) -> list[Any]:

@@ -225,15 +225,19 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
     return states | _under("tracker/", tracked)
 
 
-def set_rng_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what `rng_states` gave."""
+def set_rng_states(states: dict[str, Tensor], device: torch.device) -> bool:
+    """Put back what `rng_states` gave; False, and nothing is set, where that was on a CPU and this is a GPU, or the
+    other way round: generators of one cannot take the other's states."""
+    if ("cuda" in states) != (device.type == "cuda"):
+        return False
     torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
+    if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
     tracker = get_cuda_rng_tracker()
     of_graphs = is_graph_safe_cuda_rng_tracker(tracker)
     tracked = below("tracker/", states)
     tracker.set_states({name: convert_cuda_rng_state(state, of_graphs) for name, state in tracked.items()})
+    return True
 
 
 def below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

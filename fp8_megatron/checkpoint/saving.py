@@ -27,13 +27,16 @@ from ..config_io import save_config
 from ..distributed.flight_recorder import BACKGROUND_GROUP
 from ..distributed.topology import Topology
 from .files import (
+    ANCESTORS,
     CONFIG,
     META,
     CheckpointError,
+    ancestors,
     iteration_folder,
     publish,
     rank_file,
     remove_old,
+    saved_iterations,
     start_writing,
     sync,
     temporary_folder,
@@ -50,10 +53,15 @@ _TIMEOUT = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `keep_last` (None: all), and the multiples of `retain_interval`."""
+    """Which of a run's checkpoints stay: the newest `keep_last` (None: all), and the multiples of `retain_interval`."""
 
     keep_last: int | None = None
     retain_interval: int | None = None
+
+    @property
+    def removes(self) -> bool:
+        """Whether any checkpoint is ever removed."""
+        return self.keep_last is not None or self.retain_interval is not None
 
 
 class CheckpointWriter:
@@ -61,10 +69,19 @@ class CheckpointWriter:
 
     Args:
         in_background: `save` returns as soon as the state is copied; one save is written at a time.
+        resumed_at: iteration of the checkpoint under `root` that the run goes on from; 0: from none of them. Others
+            than that one and its ancestors are neither counted nor removed, until the run itself saves their
+            iterations. None: all that are there are the run's.
     """
 
     def __init__(
-        self, root: Path, topology: Topology, retention: Retention | None = None, *, in_background: bool = False
+        self,
+        root: Path,
+        topology: Topology,
+        retention: Retention | None = None,
+        *,
+        in_background: bool = False,
+        resumed_at: int | None = None,
     ) -> None:
         self.root = root
         self._topology = topology
@@ -73,6 +90,7 @@ class CheckpointWriter:
         self._ranks = _Ranks(topology)
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self._own = self._own_at_start(resumed_at) if topology.rank == 0 else []
 
     @property
     def is_writing(self) -> bool:
@@ -110,6 +128,23 @@ class CheckpointWriter:
         if self._error is not None:
             raise self._error
 
+    def _own_at_start(self, resumed_at: int | None) -> list[int]:
+        """Iterations of the checkpoints that the run goes on from; a warning names the others."""
+        saved = saved_iterations(self.root)
+        if resumed_at is None:
+            return saved
+        own = [*ancestors(self.root, resumed_at), resumed_at] if resumed_at > 0 else []
+        others = [iteration_folder(self.root, number).name for number in saved if number not in own]
+        if self._retention.removes and others:
+            logger.warning(
+                "%s: not of the run that goes on from iteration %d, so neither counted nor removed as old: %s; remove "
+                "what is not needed",
+                self.root,
+                resumed_at,
+                ", ".join(others),
+            )
+        return own
+
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
@@ -144,17 +179,22 @@ class CheckpointWriter:
             failures = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
             if failures:
                 raise OSError("; ".join(failures))
-            _write_description(temporary, snapshot, [part for part in parts if isinstance(part, _Part)])
+            iteration = snapshot.description["iteration"]
+            earlier = [number for number in saved_iterations(self.root) if number in self._own and number < iteration]
+            description = {**snapshot.description, ANCESTORS: earlier}
+            written = [part for part in parts if isinstance(part, _Part)]
+            _write_description(temporary, description, snapshot.config, written)
             publish(temporary, folder)
         except BaseException:
             with suppress(OSError):  # room for what else wants to be written
                 shutil.rmtree(temporary)
             raise
-        keep_last, interval = self._retention.keep_last, self._retention.retain_interval
-        if keep_last is None and interval is None:
+        self._own = [*earlier, iteration]
+        if not self._retention.removes:
             return
+        keep_last, interval = self._retention.keep_last or 1, self._retention.retain_interval
         try:
-            remove_old(self.root, snapshot.description["iteration"], keep_last=keep_last or 1, retain_interval=interval)
+            remove_old(self.root, self._own, keep_last=keep_last, retain_interval=interval)
         except OSError as error:
             logger.warning("an old checkpoint under %s was not removed: %s", self.root, error)
 
@@ -174,14 +214,13 @@ def _write_part(folder: Path, snapshot: Snapshot, topology: Topology, num_files:
     return _Part(written, [*records, write_file(folder, name, content)])
 
 
-def _write_description(folder: Path, snapshot: Snapshot, parts: list[_Part]) -> None:
+def _write_description(folder: Path, description: dict[str, Any], config: Config, parts: list[_Part]) -> None:
     """Everything that stands in a checkpoint once, the manifest last."""
     records = [record for part in parts for record in part.records]
     written = [item for part in parts for item in part.written]
-    iteration = snapshot.description["iteration"]
-    common = {"checkpoint_version": 3.0, "iteration": iteration, "content_metadata": snapshot.description}
+    common = {"checkpoint_version": 3.0, "iteration": description["iteration"], "content_metadata": description}
     records += write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
-    write_last_files(folder, snapshot.description, snapshot.config, records)
+    write_last_files(folder, description, config, records)
     sync(folder)
 
 

@@ -40,16 +40,47 @@ class MetricsFile:
                 self._truncate(resume_iteration)
             elif path.stat().st_size > 0:
                 self._set_aside()
-        self._stream = path.open("a", encoding="utf-8")
+        self._stream = path.open("ab", buffering=0)
+        self._num_bytes = path.stat().st_size
+        self._is_torn = False
+        self._has_failed = False
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line and flush it, so that a reader (or a crash) finds whole lines."""
-        self._stream.write(json_line(record))
-        self._stream.flush()
+        """Write one line at once, so that a reader (or a crash) finds whole lines.
+
+        One that cannot be written, as on a full disk, is left out, with a warning the first time.
+        """
+        line = json_line(record).encode()
+        try:
+            self._cut_torn_line()
+            self._is_torn = True
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._stream.write(rest) :]
+        except OSError as error:
+            self._warn(f"the line of iteration {record['iteration']} is left out, later ones are tried", error)
+        else:
+            self._is_torn = False
+            self._num_bytes += len(line)
 
     def close(self) -> None:
         """Close the file; appending is over."""
-        self._stream.close()
+        try:
+            self._cut_torn_line()
+            self._stream.close()
+        except OSError as error:
+            self._warn("lines may be missing", error)
+
+    def _cut_torn_line(self) -> None:
+        """Remove what was written of a line before an error."""
+        if self._is_torn:
+            self._stream.truncate(self._num_bytes)
+            self._is_torn = False
+
+    def _warn(self, what: str, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning("%s: %s: %s", self.path, what, error)
 
     def _truncate(self, resume_iteration: int) -> None:
         lines = list(_read_lines(self.path))

@@ -35,12 +35,16 @@ def open_sinks(
     sinks: list[ScalarSink] = []
     if config.tensorboard:
         try:
-            sinks.append(TensorBoardSink(output_dir / "tensorboard", resume_iteration=resume_iteration))
+            events = TensorBoardSink(output_dir / "tensorboard", resume_iteration=resume_iteration)
+            sinks.append(GuardedSink(events, "TensorBoard"))
         except ImportError as error:
             logger.warning("no TensorBoard events: %s (pip install tensorboard, or --no-tensorboard)", error)
+        except OSError as error:
+            logger.warning("no TensorBoard events: %s; training goes on without", error)
     if config.wandb_project is not None:
         try:
-            sinks.append(WandbSink(config, output_dir, resume_iteration=resume_iteration, run_config=run_config))
+            run = WandbSink(config, output_dir, resume_iteration=resume_iteration, run_config=run_config)
+            sinks.append(GuardedSink(run, "W&B"))
         except Exception as error:  # wandb raises its own types, ImportError, OSError and others
             logger.warning(
                 "no W&B: starting a run of project %s failed with %s: %s (WANDB_MODE=offline needs neither login nor "
@@ -50,6 +54,37 @@ def open_sinks(
                 error,
             )
     return sinks
+
+
+class GuardedSink:
+    """A sink that ends no run: after an error it warns once and stays silent."""
+
+    def __init__(self, sink: ScalarSink, name: str) -> None:
+        self.destination = sink.destination
+        self._sink = sink
+        self._name = name
+        self._has_failed = False
+
+    def log(self, scalars: Mapping[str, float], iteration: int) -> None:
+        """Log where nothing has failed yet."""
+        if self._has_failed:
+            return
+        try:
+            self._sink.log(scalars, iteration)
+        except Exception as error:  # whatever a library raises, the training matters more
+            self._warn(f"logging stops at iteration {iteration}", error)
+
+    def close(self) -> None:
+        """Close the sink, which may fail as well."""
+        try:
+            self._sink.close()
+        except Exception as error:  # as in log
+            self._warn("logging did not end well", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning("%s %s: %s: %s", self._name, what, type(error).__name__, error)
 
 
 class TensorBoardSink:
@@ -73,7 +108,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run, continued under its id on resume; after an error it warns once and stays silent."""
+    """A W&B run, continued under its id on resume."""
 
     def __init__(
         self,
@@ -102,24 +137,14 @@ class WandbSink:
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
         self.destination = self._run.url or str(Path(self._run.dir).parent)
-        self._failed = False
 
     def log(self, scalars: Mapping[str, float], iteration: int) -> None:
         """Log one row."""
-        if self._failed:
-            return
-        try:
-            self._run.log({**scalars, "iteration": iteration})
-        except Exception as error:  # whatever W&B raises, the training matters more
-            self._failed = True
-            logger.warning("W&B logging stops at iteration %d: %s: %s", iteration, type(error).__name__, error)
+        self._run.log({**scalars, "iteration": iteration})
 
     def close(self) -> None:
         """Finish the run."""
-        try:
-            self._run.finish()
-        except Exception as error:  # as in log
-            logger.warning("W&B did not finish its run: %s: %s", type(error).__name__, error)
+        self._run.finish()
 
 
 class ProgressBar:

@@ -118,8 +118,8 @@ class _Run:
             vocab_size=self.data.unpadded_vocab_size,
             padded_vocab_size=self.data.vocab_size,
         )
-        self.writer = _checkpoint_writer(config, topology)
         self.progress = self._resume()
+        self.writer = _checkpoint_writer(config, topology, self.progress.iteration)
         self.data = self.data.going_on(self.progress)
         self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
         self.batch_size = config.global_batch_size(topology.world_size)
@@ -315,17 +315,24 @@ class _Run:
         title = f"GPT, {model.num_layers} layers × {model.hidden_size}, {self.config.precision.level}"
         try:
             plot_losses(self.output_dir / METRICS_FILE, self.output_dir / "loss.png", title=title)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             logger.warning("no loss curve: %s", error)
         logger.info("%s", summary)
 
 
-def _checkpoint_writer(config: Config, topology: Topology) -> CheckpointWriter | None:
+def _checkpoint_writer(config: Config, topology: Topology, iteration: int) -> CheckpointWriter | None:
+    """Of a run that goes on from `iteration`."""
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         return None
-    retention = Retention(checkpoint.keep_last, checkpoint.save_retain_interval)
-    return CheckpointWriter(Path(checkpoint.save), topology, retention, in_background=checkpoint.async_save)
+    in_place = checkpoint.load is not None and Path(checkpoint.load).resolve() == Path(checkpoint.save).resolve()
+    return CheckpointWriter(
+        Path(checkpoint.save),
+        topology,
+        Retention(checkpoint.keep_last, checkpoint.save_retain_interval),
+        in_background=checkpoint.async_save,
+        resumed_at=iteration if in_place else 0,
+    )
 
 
 def _output_dir(config: Config) -> Path:

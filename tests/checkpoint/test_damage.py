@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 
 from fp8_megatron.checkpoint import manifest
 from fp8_megatron.checkpoint.files import CheckpointError
-from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
+from fp8_megatron.checkpoint.loading import LoadOptions, differing_setting, load_checkpoint
 from fp8_megatron.checkpoint.manifest import (
     FileRecord,
     RecordedFile,
@@ -26,9 +27,10 @@ from fp8_megatron.checkpoint.manifest import (
     write_manifest,
 )
 from fp8_megatron.config import ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config_io import save_config
 from fp8_megatron.testing.ranks import RankError, RankPool
 from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, whole_state
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, tiny_config
+from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 
 MODEL = replace(GPT3_STYLE, num_layers=1)
 CONFIG = tiny_config(MODEL, precision=PrecisionConfig(fp8_recipe="delayed"))
@@ -181,16 +183,79 @@ def test_what_is_ignored_is_said(ranks: RankPool, tmp_path: Path) -> None:
             r"has no tensor 'output_layer.weight', which this model has: it is another model's",
         ),
         (replace(MODEL, disable_bias_linear=True), r"holds 'decoder.*bias', which this model has not: it is another"),
+        (
+            replace(MODEL, num_attention_heads=8),
+            r"iter_0000002 was saved with num_attention_heads\(4\), this run has num_attention_heads\(8\), .*; "
+            r"give --num-attention-heads 4",
+        ),
     ],
-    ids=["width", "depth", "ffn", "head", "biases"],
+    ids=["width", "depth", "ffn", "head", "biases", "attention heads"],
 )
 def test_another_models_checkpoint(ranks: RankPool, tmp_path: Path, model: ModelConfig, expected: str) -> None:
-    """The first tensor that differs is named with both shapes, alike on every rank."""
+    """The first tensor or setting that differs is named with both shapes or values, alike on every rank."""
     ranks.run(run_tiny_on_a_rank, CONFIG, 2, None, tmp_path, num_ranks=1)
     config = tiny_config(model, parallel=ParallelConfig(tensor_model_parallel_size=2))
     with pytest.raises(RankError, match=expected) as error:
         ranks.run(run_tiny_on_a_rank, config, 1, tmp_path, None, num_ranks=2)
     assert "then rank" not in str(error.value) or "CheckpointError" in str(error.value).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_attention_heads": 2}, r"num_attention_heads\(4\), .* num_attention_heads\(2\), .*-attention-heads 4,"),
+        ({"norm_epsilon": 1e-6}, r"norm_epsilon\(1e-05\), this run has norm_epsilon\(1e-06\), .*--norm-epsilon 1e-05,"),
+        ({"rotary_base": 500_000}, r"rotary_base\(10000\), .* rotary_base\(500000\), .*--rotary-base 10000,"),
+        ({"rotary_percent": 0.5}, r"rotary_percent\(1.0\), .* rotary_percent\(0.5\), .*--rotary-percent 1.0,"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_no_shape_shows(tmp_path: Path, change: dict, expected: str) -> None:
+    save_config(tiny_config(LLAMA_STYLE), tmp_path / "config.yaml")
+    assert differing_setting(tmp_path, LLAMA_STYLE) is None
+    other = replace(LLAMA_STYLE, **change)
+    assert re.search(expected, differing_setting(tmp_path, other) or "")
+    assert (differing_setting(tmp_path, other, finetune=True) is None) == ("rotary_base" in change)
+
+
+@pytest.mark.parametrize(
+    ("saved", "change"),
+    [
+        (LLAMA_STYLE, {"seq_length": 64, "max_position_embeddings": 128}),
+        (LLAMA_STYLE, {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.01}),
+        (LLAMA_STYLE, {"attention_backend": "math", "make_vocab_size_divisible_by": 16, "kv_channels": 32}),
+        (GPT3_STYLE, {"rotary_base": 500_000, "rotary_percent": 0.5}),
+        (GPT3_STYLE, {"group_query_attention": True, "num_query_groups": 4}),
+    ],
+    ids=["length", "dropout", "implementation", "unused rotation", "one group a head"],
+)
+def test_settings_that_weights_do_not_depend_on(tmp_path: Path, saved: ModelConfig, change: dict) -> None:
+    save_config(tiny_config(saved), tmp_path / "config.yaml")
+    assert differing_setting(tmp_path, replace(saved, **change)) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "model:",
+        "[4]",
+        "model: [4]",
+        "model: {num_layers: 2, an_older_one: 3}",
+        "model: {num_attention_heads: four, norm_epsilon: null}",
+        "model: {",
+        "\xff",
+        "model: !!python/object/apply:os.mkdir [{}]",
+    ],
+)
+def test_settings_that_cannot_be_read(tmp_path: Path, content: str | None) -> None:
+    """Missing, another version's, or not this project's: as if they did not differ. Nothing is executed."""
+    if content is not None:
+        text = content.replace("{}", str(tmp_path / "made"))
+        (tmp_path / "config.yaml").write_bytes(text.encode("latin-1"))
+    assert differing_setting(tmp_path, MODEL) is None
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from fp8_megatron.checkpoint.files import (
+    ANCESTORS,
     MANIFEST,
+    META,
     TRACKER,
     CheckpointError,
+    ancestors,
     candidates,
     iteration_folder,
     publish,
@@ -20,10 +25,12 @@ from fp8_megatron.checkpoint.files import (
 )
 
 
-def save(root: Path, iteration: int, content: str = "") -> None:
+def save(root: Path, iteration: int, content: str = "", earlier: list[int] | None = None) -> None:
     folder = iteration_folder(root, iteration)
     temporary = start_writing(folder)
     (temporary / MANIFEST).write_text(content)
+    if earlier is not None:
+        (temporary / META).write_text(json.dumps({ANCESTORS: earlier}))
     publish(temporary, folder)
 
 
@@ -42,6 +49,26 @@ def test_without_a_tracker_whole_folders_are_found(tmp_path: Path) -> None:
     save(tmp_path, 10)
     (tmp_path / TRACKER).unlink()
     assert candidates(tmp_path) == [10]
+
+
+def test_older_ones_are_of_the_same_run(tmp_path: Path) -> None:
+    """30 was saved after going back to 10; 20 is of the branch that was left, and can still be asked for."""
+    save(tmp_path, 10, earlier=[])
+    save(tmp_path, 20, earlier=[10])
+    save(tmp_path, 30, earlier=[5, 10])
+    assert ancestors(tmp_path, 30) == [10]
+    assert candidates(tmp_path) == [30, 10]
+    assert candidates(tmp_path, 20) == [20]
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"ancestors": 1}', '{"ancestors": [[1]]}', "\xff"])
+def test_a_checkpoint_that_does_not_say_its_ancestors(tmp_path: Path, content: str | None) -> None:
+    """Damaged, or of an earlier version: all older ones are tried."""
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration)
+    if content is not None:
+        (iteration_folder(tmp_path, 30) / META).write_bytes(content.encode("latin-1"))
+    assert candidates(tmp_path) == [30, 20, 10]
 
 
 def test_a_tracker_that_leads_nowhere(tmp_path: Path) -> None:
@@ -86,6 +113,42 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
 
 
+@pytest.mark.parametrize("suffix", [".removed", ".replaced", ".tmp"])
+def test_what_cannot_be_cleared_stops_no_save(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that is open on NFS keeps its folder; everything else is cleared."""
+    save(tmp_path, 10)
+    stuck, other = tmp_path / f"iter_0000010{suffix}", tmp_path / "iter_0000005.tmp"
+    for folder in (stuck, other):
+        folder.mkdir()
+    rmtree = shutil.rmtree
+
+    def rmtree_on_nfs(path: Path, ignore_errors: bool = False) -> None:
+        if path != stuck:
+            rmtree(path, ignore_errors)
+        elif not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree_on_nfs)
+    save(tmp_path, 20)
+    assert candidates(tmp_path) == [20, 10]
+    assert stuck.exists() and not other.exists()
+    assert f"{stuck} cannot be removed: [Errno 39] Directory not empty" in caplog.text
+
+
+def test_one_that_cannot_be_removed_leaves_the_others_removable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration)
+    (tmp_path / "iter_0000010.removed").mkdir()
+    (tmp_path / "iter_0000010.removed" / ".nfs01").write_text("")
+    remove_old(tmp_path, [10, 20, 30], keep_last=1, retain_interval=None)
+    assert saved_iterations(tmp_path) == [10, 30]
+    assert "iter_0000010 was not removed: [Errno 39]" in caplog.text
+
+
 def test_a_kill_while_replacing_leaves_the_old_one(tmp_path: Path) -> None:
     save(tmp_path, 10, "first")
     iteration_folder(tmp_path, 10).rename(tmp_path / "iter_0000010.replaced")
@@ -94,13 +157,13 @@ def test_a_kill_while_replacing_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "interval", "kept"), [(2, None, [40, 50, 90]), (1, 20, [20, 40, 50, 90]), (9, None, None)]
+    ("keep_last", "interval", "kept"), [(2, None, [40, 45, 50, 90]), (1, 20, [20, 40, 45, 50, 90]), (9, None, None)]
 )
 def test_retention(tmp_path: Path, keep_last: int, interval: int | None, kept: list[int] | None) -> None:
-    """Newer ones, of a run that was gone back from, are left alone."""
-    for iteration in (10, 20, 30, 40, 90, 50):
+    """Others, of a run that was gone back from, are left alone and not counted."""
+    for iteration in (10, 20, 30, 40, 45, 90, 50):
         save(tmp_path, iteration)
-    remove_old(tmp_path, 50, keep_last=keep_last, retain_interval=interval)
-    assert saved_iterations(tmp_path) == (kept or [10, 20, 30, 40, 50, 90])
+    remove_old(tmp_path, [10, 20, 30, 35, 40, 50], keep_last=keep_last, retain_interval=interval)
+    assert saved_iterations(tmp_path) == (kept or [10, 20, 30, 40, 45, 50, 90])
     assert candidates(tmp_path)[0] == 50
     assert not list(tmp_path.glob("*.removed"))

@@ -48,7 +48,13 @@ def _run(root: Path, in_background: bool, delay: float | None, victim: int) -> t
         is_first = gpt.topology.rank == 0
         if is_first:
             _note(root / "resumed_at", progress.iteration)
-        writer = CheckpointWriter(root / "saved", gpt.topology, Retention(keep_last=2), in_background=in_background)
+        writer = CheckpointWriter(
+            root / "saved",
+            gpt.topology,
+            Retention(keep_last=2),
+            in_background=in_background,
+            resumed_at=progress.iteration,
+        )
         losses = train_steps(gpt, CONFIG, progress.iteration, 1, BATCHES)
         torch.distributed.barrier()
         if delay is not None and gpt.topology.rank == victim:
@@ -145,7 +151,7 @@ def _save_and_die(root: Path, number: int) -> int:
     """Resume, save the next iteration, dying at the n-th instant; how many there were."""
     with tiny_resumable(CONFIG, BATCHES) as (gpt, state):
         progress = load_checkpoint(root, state) or Progress()
-        writer = CheckpointWriter(root, gpt.topology, Retention(keep_last=1))
+        writer = CheckpointWriter(root, gpt.topology, Retention(keep_last=1), resumed_at=progress.iteration)
         instants = _DieAt(number)
         with (
             mock.patch("os.replace", instants.around(os.replace)),

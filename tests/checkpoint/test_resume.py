@@ -5,18 +5,21 @@ A checkpoint holds FP32 values alone, so this is the test that decoding and enco
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from fp8_megatron.checkpoint import run_state, torch_dist
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
-from fp8_megatron.checkpoint.run_state import Progress, autoscales_of
+from fp8_megatron.checkpoint.run_state import Progress, autoscales_of, rng_states, set_rng_states
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.device import runtime, seed_everything
 from fp8_megatron.distributed.grad_buffer import ShardedGradBuffer
 from fp8_megatron.formats import GradReduceMode, StorageDtype
 from fp8_megatron.optimizer.split_state import SplitSpaceState
@@ -205,3 +208,58 @@ def test_scales_of_split_masters_are_taken_over(ranks: RankPool, tmp_path: Path)
         for loaded in ranks.run(_split_scales, tmp_path, True, num_ranks=num_ranks):
             for name, (scale, weight) in saved.items():
                 assert loaded[name][0] == scale and torch.equal(loaded[name][1], weight), name
+
+
+#: What a GPU's generators give: a seed and an offset.
+GPU_STATES = {
+    "cpu": torch.Generator().manual_seed(3).get_state(),
+    "cuda": torch.arange(16, dtype=torch.uint8),
+    "tracker/model-parallel-rng": torch.arange(16, dtype=torch.uint8),
+}
+
+
+def test_random_states_of_another_kind_of_device_are_not_taken() -> None:
+    """A GPU's generators take no state of a CPU's, nor the other way round."""
+    device = torch.device("cpu")
+    with runtime(device), torch.random.fork_rng(devices=[]):
+        seed_everything(1, device, tensor_parallel_rank=0, pipeline_rank=0)
+        before = rng_states(device)
+        assert not set_rng_states(GPU_STATES, device)
+        assert not set_rng_states(before, torch.device("cuda"))
+        after = rng_states(device)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        with get_cuda_rng_tracker().fork():
+            torch.rand(1)
+        assert not torch.equal(rng_states(device)["tracker/model-parallel-rng"], before["tracker/model-parallel-rng"])
+        assert set_rng_states(before, device)
+        assert torch.equal(rng_states(device)["tracker/model-parallel-rng"], before["tracker/model-parallel-rng"])
+
+
+def _resume_from_a_gpu(folder: Path) -> tuple[list[str], int]:
+    """Save as a GPU would, load and draw: what is said, and the iteration."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fp8_megatron.checkpoint.loading")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    with tiny_resumable(config_of(PrecisionConfig()), 1) as (gpt, state):
+        writer = CheckpointWriter(folder, gpt.topology)
+        with mock.patch.object(run_state, "rng_states", return_value=GPU_STATES):
+            writer.save(state, Progress(1))
+        writer.finish()
+        progress = load_checkpoint(folder, state)
+        assert progress is not None
+        with get_cuda_rng_tracker().fork():
+            torch.rand(1)
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    return lines, progress.iteration
+
+
+def test_a_gpus_checkpoint_goes_on_on_a_cpu(ranks: RankPool, tmp_path: Path) -> None:
+    ((lines, iteration),) = ranks.run(_resume_from_a_gpu, tmp_path, num_ranks=1)
+    assert iteration == 1
+    assert lines == [f"random states start anew: {tmp_path}/iter_0000001 was saved on another kind of device than cpu"]

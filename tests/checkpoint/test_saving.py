@@ -17,9 +17,16 @@ import pytest
 import torch
 
 from fp8_megatron.checkpoint import saving
-from fp8_megatron.checkpoint.files import CheckpointError, candidates
+from fp8_megatron.checkpoint.files import (
+    META,
+    TRACKER,
+    CheckpointError,
+    candidates,
+    iteration_folder,
+    saved_iterations,
+)
 from fp8_megatron.checkpoint.loading import load_checkpoint
-from fp8_megatron.checkpoint.run_state import Progress
+from fp8_megatron.checkpoint.run_state import Progress, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
 from fp8_megatron.config import ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import StorageDtype
@@ -139,6 +146,100 @@ def _retain(root: Path) -> None:
 def test_retention_in_the_background(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_retain, tmp_path, num_ranks=1)
     assert candidates(tmp_path) == [9, 8, 4]
+
+
+class OneRank:
+    """What a writer asks a topology of one rank."""
+
+    rank, world_size = 0, 1
+
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+    tp = pp = dp = Group()
+
+
+class Run:
+    """Saves checkpoints without tensors."""
+
+    def __init__(self, root: Path, resumed_at: int | None, keep_last: int | None = 2, interval: int | None = None):
+        retention = Retention(keep_last, interval)
+        self._writer = CheckpointWriter(root, OneRank(), retention, resumed_at=resumed_at)  # type: ignore[arg-type]
+
+    def saves(self, *iterations: int) -> Run:
+        for iteration in iterations:
+            snapshot = Snapshot([], {}, {"iteration": iteration}, O3)
+            with mock.patch.object(Snapshot, "of", return_value=snapshot):
+                self._writer.save(None, Progress(iteration))  # type: ignore[arg-type]
+            self._writer.finish()
+        return self
+
+
+def test_a_damaged_one_does_not_push_out_a_good_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Resumed from 3, because 5 is damaged: 5 is not one of the last two. Saved again, it is."""
+    Run(tmp_path, 0).saves(1, 3, 5)
+    run = Run(tmp_path, 3)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: not of the run that goes on from iteration 3, so neither counted nor removed as old: "
+        "iter_0000005; remove what is not needed"
+    ]
+    run.saves(6)
+    assert saved_iterations(tmp_path) == [3, 5, 6]
+    assert candidates(tmp_path) == [6, 3]
+    Run(tmp_path, 3).saves(5, 8)
+    assert saved_iterations(tmp_path) == [5, 6, 8]
+    assert candidates(tmp_path) == [8, 5]
+
+
+def test_a_branch_that_was_left_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Gone back to 2 of 2, 4, 6, and stopped and resumed on the new branch: 4 and 6 stay, whatever is saved."""
+    Run(tmp_path, 0, keep_last=3).saves(2, 4, 6)
+    Run(tmp_path, 2).saves(3)
+    assert candidates(tmp_path) == [3, 2]
+    Run(tmp_path, 3).saves(5)
+    assert saved_iterations(tmp_path) == [3, 4, 5, 6]
+    assert candidates(tmp_path) == [5, 3]  # not 4
+    caplog.clear()
+    Run(tmp_path, 5).saves(7)
+    assert saved_iterations(tmp_path) == [4, 5, 6, 7]
+    assert "iter_0000004, iter_0000006; remove" in caplog.text
+    # And back to the old branch: what is not of it is left alone now.
+    Run(tmp_path, 6).saves(8, 9)
+    assert saved_iterations(tmp_path) == [5, 7, 8, 9]
+    assert candidates(tmp_path) == [9, 8]
+
+
+def test_a_left_branch_replaced_is_the_runs_own(tmp_path: Path) -> None:
+    Run(tmp_path, 0, keep_last=3).saves(2, 4, 6)
+    Run(tmp_path, 2).saves(4, 6, 8)
+    assert saved_iterations(tmp_path) == [6, 8]
+
+
+def test_a_run_from_scratch_removes_no_others(tmp_path: Path) -> None:
+    """Nor does one that takes weights alone (--finetune) from the folder that it saves into."""
+    Run(tmp_path, 0).saves(2, 4)
+    Run(tmp_path, 0).saves(1, 3, 5)
+    assert saved_iterations(tmp_path) == [2, 3, 4, 5]
+
+
+def test_a_folder_of_an_earlier_version_is_one_run(tmp_path: Path) -> None:
+    """Its checkpoints do not say what is before them: all are counted; later ones are not."""
+    Run(tmp_path, 0, keep_last=9).saves(1, 2, 3, 4)
+    for number in (1, 2, 3, 4):
+        (iteration_folder(tmp_path, number) / META).write_text('{"format_version": 3}')
+    Run(tmp_path, 3).saves(5)
+    assert saved_iterations(tmp_path) == [3, 4, 5]
+
+
+def test_a_save_that_fails_owns_nothing(tmp_path: Path) -> None:
+    """The folder of that iteration is still the one that was left."""
+    Run(tmp_path, 0, keep_last=3).saves(2, 4)
+    run = Run(tmp_path, 2, keep_last=1)
+    with mock.patch.object(saving, "publish", side_effect=OSError("full")), pytest.raises(CheckpointError):
+        run.saves(4)
+    run.saves(5)
+    assert saved_iterations(tmp_path) == [4, 5] and (tmp_path / TRACKER).read_text() == "5"
 
 
 def _stall(root: Path, in_background: bool) -> float:

@@ -6,9 +6,13 @@ import io
 import json
 import logging
 import math
+import resource
+import signal
 import sys
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +119,50 @@ def test_a_run_from_scratch_sets_the_older_file_aside(tmp_path: Path) -> None:
     assert losses == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
 
 
+@contextmanager
+def files_limited_to(num_bytes: int) -> Iterator[None]:
+    """No file of this process may be larger: what a full disk does to writing, by the kernel's hand."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("has_room_again", [True, False])
+def test_a_full_disk_leaves_whole_lines(has_room_again: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lines that do not fit are left out, the one that fits in part too; one warning; with room, lines come again."""
+    path = tmp_path / "metrics.jsonl"
+    with open_logger(tmp_path) as metrics_logger:
+        metrics_logger.log_step(step(1))
+        with files_limited_to(path.stat().st_size + 100):
+            for iteration in (2, 3):
+                metrics_logger.log_step(step(iteration))
+            metrics_logger.log_eval(EvalMetrics.from_loss(3, "valid", 2.0))
+            assert [record["iteration"] for record in read_records(path)] == [1, 3]
+            if not has_room_again:
+                metrics_logger.log_step(step(4))
+        if has_room_again:
+            metrics_logger.log_step(step(4))
+        summary = metrics_logger.summary()
+    assert [record["iteration"] for record in strict_lines(path)] == [1, 3, 4][: 2 + has_room_again]
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        f"{path}: the line of iteration 2 is left out, later ones are tried: [Errno 27] File too large"
+    ]
+    assert "4 of 300" in summary  # what is shown does not come from the file
+
+
+def test_a_disk_that_stays_full_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with open_logger(tmp_path) as metrics_logger:
+        for iteration in (1, 2):
+            metrics_logger.log_step(step(iteration))
+    assert caplog.text.count("is left out, later ones are tried: [Errno 28] No space left on device") == 1
+
+
 def test_console_line() -> None:
     line = step_line(step(120, loss=5.4321), 300, peak_flops=1979e12, eta_seconds=201.4)
     assert line == (
@@ -198,6 +246,43 @@ def test_tensorboard_has_steps_and_validations_and_hides_undone_ones(tmp_path: P
     assert [e.step for e in events.Scalars("throughput/mfu")] == [3]  # None is left out, not written as 0
 
 
+class BrokenSummaryWriter:
+    """Gets through one step's scalars or less; TensorBoard's raises what its writing thread met at the next call."""
+
+    def __init__(self, log_dir: str, purge_step: int) -> None: ...
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        if iteration > 1:
+            raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "expected"), [(3, "logging stops at iteration 2"), (1, "logging did not end well")]
+)
+def test_tensorboard_may_break(
+    num_steps: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", BrokenSummaryWriter)
+    with open_logger(tmp_path, replace(QUIET, tensorboard=True)) as metrics_logger:
+        for iteration in range(1, num_steps + 1):
+            metrics_logger.log_step(step(iteration))
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        f"TensorBoard {expected}: OSError: [Errno 28] No space left on device"
+    ]
+    assert len(read_records(tmp_path / "metrics.jsonl")) == num_steps
+
+
+def test_tensorboard_that_cannot_start_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    with open_logger(tmp_path, replace(QUIET, tensorboard=True)) as metrics_logger:
+        metrics_logger.log_step(step(1))
+    assert "no TensorBoard events: " in caplog.text
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 1
+
+
 def test_wandb_that_cannot_start_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,8 +340,7 @@ def test_wandb_run_is_continued_on_resume_and_may_break(
             metrics_logger.log_step(step(iteration))
     assert (settings["id"], settings["resume"]) == ((None, None) if resume_iteration == 0 else ("old-id", "allow"))
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        "W&B logging stops at iteration 4: OSError: disk full at 4",
-        "W&B did not finish its run: OSError: still full",
+        "W&B logging stops at iteration 4: OSError: disk full at 4"
     ]
     assert len(read_records(tmp_path / "metrics.jsonl")) == 2
 

@@ -276,6 +276,16 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in checkpoints.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
+def test_one_that_is_damaged_pushes_none_out(tmp_path: Path) -> None:
+    """Of 2, 4 and a damaged 6 the run resumes from 4; after 7 the last two are 4 and 7, and 6 is left alone."""
+    checkpoints = tmp_path / "checkpoints"
+    settings = {"save": checkpoints, "save_interval": 2, "keep_last": 2, "lr_decay_iters": 9}
+    fit(tmp_path / "first", train_iters=6, **settings)
+    (checkpoints / "iter_0000006" / ".metadata").write_bytes(b"")
+    fit(tmp_path / "second", load=checkpoints, train_iters=7, **{**settings, "save_interval": 7})
+    assert sorted(path.name[-1] for path in checkpoints.glob("iter_*")) == ["4", "6", "7"]
+
+
 def test_finetune_takes_weights_alone(tmp_path: Path) -> None:
     """--finetune starts at iteration 1 with the trained weights: its first loss is the next step's, not the first."""
     checkpoints = tmp_path / "checkpoints"
