@@ -412,6 +412,20 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
+    def is_fp8_layer(self, layer: int) -> bool:
+        """Whether linear weights of layer `layer` of the whole model are this project's FP8."""
+        precision = self.precision
+        if precision.precision != "fp8" or not precision.first_last_layers_bf16:
+            return precision.precision == "fp8"
+        last = self.model.num_layers - precision.num_layers_at_end_in_bf16
+        return precision.num_layers_at_start_in_bf16 <= layer < last
+
+    def layers_of_stage(self, stage: int) -> list[int]:
+        """Layers of the whole model that pipeline stage `stage` has, those of all its virtual stages."""
+        stages = self.parallel.pipeline_model_parallel_size
+        width = self.parallel.num_layers_per_virtual_pipeline_stage or self.model.num_layers // stages
+        return [layer for layer in range(self.model.num_layers) if layer // width % stages == stage]
+
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that hold the same weights: world_size / (tensor × pipeline)."""
         return world_size // (self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size)

@@ -376,6 +376,19 @@ def _check_precision(config: Config) -> Iterator[str]:
             "precision(te) needs Transformer Engine, which is not installed; "
             "pip install --no-build-isolation transformer_engine[pytorch], or choose --precision fp8"
         )
+    if precision.precision == "te" and precision.first_last_layers_bf16:
+        if precision.fp8_recipe == "delayed":
+            yield (
+                "precision(te) with fp8_recipe(delayed) has no first_last_layers_bf16; drop it, or choose --fp8-recipe "
+                "tensorwise or --precision fp8"
+            )
+        stage = num_layers // config.parallel.pipeline_model_parallel_size
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if getattr(precision, name) > stage:
+                yield (
+                    f"{name}({getattr(precision, name)}) > {stage} layers of a pipeline stage, all that precision(te) "
+                    f"keeps out of FP8; choose at most {stage}, or --precision fp8"
+                )
     if precision.precision == "fp8":
         companded = list(_check_companded(config))
         yield from companded or _check_master(precision)

@@ -461,6 +461,14 @@ def test_te_needs_transformer_engine(installed: bool, monkeypatch: pytest.Monkey
             "params_dtype(fp8) has no effect under precision(te)"
             in problems(parse("--precision te --params-dtype fp8"), 1)[0]
         )
+        kept = "--precision te --first-last-layers-bf16"
+        assert problems(parse(kept), 1) == []
+        (problem,) = problems(parse(f"{kept} --fp8-recipe delayed"), 1)
+        assert "precision(te) with fp8_recipe(delayed) has no first_last_layers_bf16; drop it" in problem
+        two_stages = f"{kept} --pipeline-model-parallel-size 2 --num-layers-at-end-in-bf16"
+        assert problems(parse(f"{two_stages} 12"), 2) == []
+        (problem,) = problems(parse(f"{two_stages} 13"), 2)
+        assert "num_layers_at_end_in_bf16(13) > 12 layers of a pipeline stage" in problem
     else:
         (problem,) = found
         assert "pip install --no-build-isolation transformer_engine[pytorch]" in problem

@@ -132,6 +132,9 @@ def _te_settings(precision: PrecisionConfig) -> dict[str, Any]:
         "fp8_recipe": precision.fp8_recipe,
         "fp8_amax_history_len": precision.fp8_amax_history_len,
         "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+        "first_last_layers_bf16": precision.first_last_layers_bf16,
+        "num_layers_at_start_in_bf16": precision.num_layers_at_start_in_bf16,
+        "num_layers_at_end_in_bf16": precision.num_layers_at_end_in_bf16,
     }
 
 
@@ -180,7 +183,7 @@ def _build_chunk(
     if config.precision.precision == "te":
         submodules = te_block_submodules(count)
     else:
-        recipes = [recipe if _is_fp8_layer(config, offset + index) else None for index in range(count)]
+        recipes = [recipe if config.is_fp8_layer(offset + index) else None for index in range(count)]
         submodules = block_submodules(recipes, model.attention_backend, defers_final_norm=config.precision.fp8_lm_head)
     model_class = GPTModel if config.precision.precision == "te" else GPT
     module = model_class(
@@ -210,16 +213,6 @@ def _build_chunk(
     if recipe.history is not None and config.precision.precision == "fp8":
         recipe.history.allocate(device)
     return ModelChunk(module, recipe)
-
-
-def _is_fp8_layer(config: Config, layer: int) -> bool:
-    precision = config.precision
-    if precision.precision != "fp8":
-        return False
-    if not precision.first_last_layers_bf16:
-        return True
-    last = config.model.num_layers - precision.num_layers_at_end_in_bf16
-    return precision.num_layers_at_start_in_bf16 <= layer < last
 
 
 def _tag_vocab_parallel(module: GPTModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,8 @@ def generate_text(
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
-        ConfigError: another number of ranks than the checkpoint's.
+        ConfigError: another number of ranks than the checkpoint's, a prompt that the tokenizer cannot read, or numbers
+            that nothing can be drawn with.
     """
     iterations = candidates(checkpoint_root)
     if not iterations:
@@ -48,17 +50,24 @@ def generate_text(
     config = load_config(folder / CONFIG)
     parallel = replace(config.parallel, pipeline_model_parallel_size=1, num_layers_per_virtual_pipeline_stage=None)
     config = replace(config, parallel=parallel, checkpoint=replace(config.checkpoint, load=None, save=None))
+    num_ranks, tp = int(os.environ.get("WORLD_SIZE", "1")), parallel.tensor_model_parallel_size
+    if num_ranks != tp:
+        raise ConfigError(
+            f"the checkpoint has tensor_model_parallel_size({tp}), this run {num_ranks} ranks; start it with torchrun "
+            f"--nproc-per-node {tp}"
+        )
+    if top_k < 1 or temperature < 0:
+        raise ConfigError(f"top_k({top_k}) must be 1 or more and temperature({temperature}) 0 or more")
     tokenizer = load_tokenizer(config)
+    for prompt in prompts:
+        try:
+            tokenizer.encode(prompt)
+        except ValueError as error:
+            raise ConfigError(f"prompt {prompt!r}: {error}") from error
     device = devices.select_device()
     with ExitStack() as stack:
         stack.enter_context(devices.runtime(device))
         topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
-        if topology.world_size != config.parallel.tensor_model_parallel_size:
-            raise ConfigError(
-                f"the checkpoint has tensor_model_parallel_size({config.parallel.tensor_model_parallel_size}), "
-                f"this run {topology.world_size} ranks; start it with torchrun --nproc-per-node "
-                f"{config.parallel.tensor_model_parallel_size}"
-            )
         devices.seed_everything(seed, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=0)
         model = _load_model(config, folder, topology, device)
         generator = torch.Generator(device).manual_seed(seed)

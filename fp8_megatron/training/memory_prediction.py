@@ -19,7 +19,7 @@ from .memory_report import MemoryByKind, StorageBytes
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of one model-parallel rank, by how they are stored."""
+    """Parameters of one model-parallel rank, by how they are stored where every layer is in FP8."""
 
     linear: int
     matrix: int
@@ -69,8 +69,10 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
         StorageClass.MATRIX: counts.matrix,
         StorageClass.VECTOR: counts.vector,
     }
-    if precision.precision != "fp8":
-        by_class[StorageClass.MATRIX] += by_class.pop(StorageClass.LINEAR)
+    layers = config.layers_of_stage(stage)
+    in_16_bits = sum(not config.is_fp8_layer(layer) for layer in layers) * (counts.linear // len(layers))
+    by_class[StorageClass.LINEAR] -= in_16_bits
+    by_class[StorageClass.MATRIX] += in_16_bits
     linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)
     for storage, count in by_class.items():
         held = _predict(storage, count, precision, replicas, num_micro_batches)

@@ -130,6 +130,13 @@ class _Run:
         self.stop_requested = False
         self.graph = step_graph(self.state) if config.training.records_graphs else None
         self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank)
+        start = config.profile.profile_step_start
+        if config.profile.profile and start <= self.progress.iteration and self.is_writer:
+            logger.warning(
+                "no step is profiled: profile_step_start(%d) was before this session; choose %d or more",
+                start,
+                self.progress.iteration + 1,
+            )
         self.metrics = MetricsLogger(
             config.logging,
             output_dir,

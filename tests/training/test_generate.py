@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.config_io import parse_config
+from fp8_megatron.config import Config
+from fp8_megatron.config_checks import ConfigError
+from fp8_megatron.config_io import parse_config, save_config
 from fp8_megatron.testing.runs import tiny_flags
 from fp8_megatron.training import generate
 from fp8_megatron.training.trainer import Trainer
@@ -50,3 +52,28 @@ def test_padding_past_the_position_table_changes_no_logits(
     )
     assert [len(text.split()) for text in texts] == [6, 21, 25, 31]
     assert next(contexts, None) is None
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "changes", "message"),
+    [
+        (2, {}, r"tensor_model_parallel_size\(2\), this run 1 ranks; start it with torchrun --nproc-per-node 2"),
+        (1, {"top_k": 0}, r"top_k\(0\) must be 1 or more"),
+        (1, {"temperature": -1.0}, r"temperature\(-1.0\) 0 or more"),
+        (1, {"prompts": ["1 2", "hello"]}, "prompt 'hello': NullTokenizer reads token ids"),
+        (1, {"prompts": ["64"]}, "prompt '64': token id 64 is outside"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor_parallel: int, changes: dict, message: str
+) -> None:
+    """Before any process group or device is touched."""
+    config: Config = parse_config(tiny_flags(tmp_path, tensor_model_parallel_size=tensor_parallel))
+    save_config(config, tmp_path / "config.yaml")
+    monkeypatch.setattr(generate, "candidates", lambda root: [1])
+    monkeypatch.setattr(generate, "iteration_folder", lambda root, iteration: root)
+    monkeypatch.setattr(generate, "initialized", None)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    arguments = {"prompts": ["1 2"], "num_tokens": 1, "temperature": 0.0, "top_k": 1, "seed": 1} | changes
+    with pytest.raises(ConfigError, match=message):
+        generate.generate_text(tmp_path, **arguments)

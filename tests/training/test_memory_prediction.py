@@ -23,6 +23,7 @@ VOCAB = 1024
 MODELS = {
     "gpt3": replace(GPT3_STYLE, hidden_size=256, num_layers=2),
     "llama": replace(LLAMA_STYLE, hidden_size=256, num_layers=2, add_qkv_bias=True),
+    "llama-4": replace(LLAMA_STYLE, hidden_size=256, num_layers=4),
 }
 
 
@@ -58,6 +59,14 @@ def _compare(config: Config) -> tuple[MemoryByKind, MemoryByKind]:
         ("gpt3", 2, ParallelConfig(), PrecisionConfig(precision="bf16"), 2),
         ("gpt3", 2, ParallelConfig(pipeline_model_parallel_size=2), PrecisionConfig(), 2),
         ("llama", 4, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True), PrecisionConfig(), 2),
+        ("gpt3", 1, ParallelConfig(), PrecisionConfig(first_last_layers_bf16=True, num_layers_at_end_in_bf16=0), 1),
+        (
+            "llama-4",
+            2,
+            ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
+            PrecisionConfig(first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1),
+            2,
+        ),
     ],
 )
 def test_predicted_is_measured(

@@ -195,6 +195,17 @@ def test_another_global_batch_reads_on_where_the_last_one_stopped(
     assert in_pieces == read.samples and len(set(in_pieces)) == consumed[-1]
 
 
+def test_steps_that_are_past_cannot_be_profiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    fit(tmp_path / "first", train_iters=2, save=checkpoints)
+    settings = {"train_iters": 4, "load": checkpoints, "profile": True, "profile_step_end": 4}
+    fit(tmp_path / "second", profile_step_start=2, **settings)
+    assert "profile_step_start(2) was before this session; choose 3 or more" in caplog.text
+    caplog.clear()
+    fit(tmp_path / "third", profile_step_start=3, **settings)
+    assert "profile_step_start" not in caplog.text and (tmp_path / "third" / "profile_rank0.json").exists()
+
+
 def test_fewer_steps_than_were_trained_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = tmp_path / "checkpoints"
     fit(tmp_path / "first", train_iters=4, save=checkpoints)
