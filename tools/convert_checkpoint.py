@@ -65,7 +65,7 @@ class Options:
     verify: bool = True
     """Compare logits at the end."""
     verify_tokens: int = 64
-    """Random tokens to compare logits on."""
+    """Random tokens to compare logits on, 1 or more."""
     seed: int = 0
     """Of these tokens."""
 
@@ -73,8 +73,11 @@ class Options:
 def run(options: Options) -> int:
     """Convert and verify; returns the exit status."""
     from fp8_megatron.checkpoint.conversion import Format, check_new, open_source
+    from fp8_megatron.config_checks import ConfigError
     from fp8_megatron.config_io import load_config
 
+    if options.verify and options.verify_tokens < 1:
+        raise ConfigError(f"verify_tokens({options.verify_tokens}) compares nothing; give 1 or more, or --no-verify")
     check_new(options.output)
     config = load_config(options.config) if options.config is not None else None
     source = open_source(options.input, iteration=options.iteration, config=config)
@@ -127,14 +130,17 @@ def to_hugging_face(source: Source, options: Options) -> str:
     from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer
 
     config, vocab_size = source.config, source.vocab_size
+    # The run's choice; a run without FP8 gives all its layers.
+    layers = range(config.model.num_layers) if config.precision.precision == "fp8" else ()
+    layers_in_16_bits = tuple(layer for layer in layers if not config.is_fp8_layer(layer))
     export = folders.Export(
         folders.DTYPES[options.dtype],
         fp8_layout=folders.FP8Layout(options.fp8) if options.fp8 is not None else None,
-        power_of_two=config.precision.fp8_power_of_two_scales,
-        layers_in_16_bits=tuple(layer for layer in range(config.model.num_layers) if not is_fp8_layer(config, layer)),
+        layers_in_16_bits=layers_in_16_bits,
         max_shard_bytes=int(options.max_shard_gb * 1e9),
     )
-    partial = options.output.with_name(options.output.name + ".partial")
+    output = options.output.resolve()  # "." has no name
+    partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -149,18 +155,14 @@ def to_hugging_face(source: Source, options: Options) -> str:
                 token_ids=tokenizer.token_ids,
                 on_weight=advance,
             )
-        partial.replace(options.output)
+        if output.exists():  # empty, and perhaps somebody's working directory: it is filled, not replaced
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == folders.CONFIG_FILE):
+                path.replace(output / path.name)
+        else:
+            partial.replace(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return tokenizer.message
-
-
-def is_fp8_layer(config: Config, layer: int) -> bool:
-    """Whether FP8 was the run's choice for a layer; under --fp8 a run without FP8 gives all its layers."""
-    precision, num_layers = config.precision, config.model.num_layers
-    if precision.precision != "fp8" or not precision.first_last_layers_bf16:
-        return True
-    return precision.num_layers_at_start_in_bf16 <= layer < num_layers - precision.num_layers_at_end_in_bf16
 
 
 def with_flags(config: Config, options: Options) -> Config:

@@ -79,14 +79,16 @@ def report_of(options: Options) -> Report:
     from fp8_megatron.checkpoint.conversion import Format, find_format
 
     kind, folder = find_format(options.path, options.iteration)
-    tensors = _safetensors_lines(folder, options) if kind is Format.HUGGING_FACE else _torch_dist_lines(folder, options)
+    problems = _problems(folder) if options.verify and kind is Format.OURS else []
+    lines = _safetensors_lines if kind is Format.HUGGING_FACE else _torch_dist_lines
+    tensors = list(lines(folder, options, problems))
     return Report(
         format=kind.value,
         folder=str(folder),
         description=_description(kind.value, folder),
-        tensors=list(tensors),
+        tensors=tensors,
         files={path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()},
-        problems=_problems(folder) if options.verify and kind is Format.OURS else [],
+        problems=problems,
     )
 
 
@@ -104,7 +106,7 @@ def _description(kind: str, folder: Path) -> dict[str, Any]:
     return {"iteration": int(number)} if number.isdigit() else {}
 
 
-def _torch_dist_lines(folder: Path, options: Options) -> Iterator[TensorLine]:
+def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
     """Tensors of all ranks, then what each rank keeps for itself."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -117,20 +119,27 @@ def _torch_dist_lines(folder: Path, options: Options) -> Iterator[TensorLine]:
             statistics = _statistics(reader.read_whole(name)) if reader is not None else {}
             yield TensorLine(name, shape, _name(dtype), prod(shape) * dtype.itemsize, **statistics)
     for path in sorted(folder.glob("rank_*.safetensors")):
-        yield from _file_lines(path, options, prefix=f"{path.stem}/")
+        yield from _file_lines(path, options, problems, prefix=f"{path.stem}/")
 
 
-def _safetensors_lines(folder: Path, options: Options) -> Iterator[TensorLine]:
+def _safetensors_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
     from fp8_megatron.checkpoint.safetensors_files import SafetensorsFolder
 
     for file in sorted(set(SafetensorsFolder(folder).file_of.values())):
-        yield from _file_lines(folder / file, options)
+        yield from _file_lines(folder / file, options, problems)
 
 
-def _file_lines(path: Path, options: Options, *, prefix: str = "") -> Iterator[TensorLine]:
-    from safetensors import safe_open
+def _file_lines(path: Path, options: Options, problems: list[str], *, prefix: str = "") -> Iterator[TensorLine]:
+    """Tensors of a file; one that cannot be opened is added to `problems`."""
+    from fp8_megatron.checkpoint.files import CheckpointError
+    from fp8_megatron.checkpoint.safetensors_files import open_safetensors
 
-    with safe_open(path, framework="pt") as file:
+    try:
+        opened = open_safetensors(path)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return
+    with opened as file:
         for name in file.keys():  # noqa: SIM118  # it is no mapping
             if options.filter not in prefix + name:
                 continue

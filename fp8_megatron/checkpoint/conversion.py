@@ -29,7 +29,7 @@ from .run_state import FORMAT_VERSION
 from .saving import write_config, write_last_files
 from .torch_dist import METADATA
 from .torch_dist_weights import TorchDistWeights, write_torch_dist
-from .weights import WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
+from .weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
 
 
 class Format(str, Enum):
@@ -100,6 +100,9 @@ def open_source(path: Path, *, iteration: int | None = None, config: Config | No
         theirs = HuggingFaceWeights(folder)
         vocab_size = theirs.model.vocab_size
         assert vocab_size is not None
+        if theirs.model.add_qkv_bias:
+            for layer in range(theirs.model.num_layers):
+                theirs.read(QKV + "bias", layer)  # refuses other biases of attention now, not halfway through
         return Source(kind, folder, theirs, replace(config or Config(), model=theirs.model), vocab_size)
     if kind is Format.OURS:
         problem = next((text for record in read_manifest(folder) if (text := problem_with(folder, record))), None)
@@ -132,14 +135,17 @@ def check_new(folder: Path) -> None:
 
 
 def check_trainable(config: Config, vocab_size: int) -> None:
-    """Raise `ConfigError` where a run on TP × PP ranks with this configuration would be refused (data aside)."""
+    """Raise `ConfigError` where a run on TP × PP ranks with this configuration would be refused (data aside).
+
+    More data-parallel ranks only divide the micro-batches of a step: too few of them here are too few anywhere.
+    """
     parallel = config.parallel
     check_config(
         replace(
             config,
             model=replace(config.model, vocab_size=vocab_size),
             data=replace(config.data, data_path=(), train_data_path=(), valid_data_path=(), mock_data=True),
-            training=replace(config.training, global_batch_size=None, eval_interval=0),
+            training=replace(config.training, eval_interval=0),
         ),
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
     )

@@ -7,6 +7,8 @@ One `Rule` per weight of ours says which tensors of theirs it is made of, and ho
 - GPT-2's linear layers are ``Conv1D``: [in, out], the transpose of ours.
 - SwiGLU: ours stacks gate over up ([2 · ffn, hidden]); Llama has two weights.
 - RoPE: both rotate the two halves of a head against each other (not interleaved pairs), so heads are copied.
+- Llama's attention has biases of QKV and of the projection, or none. Where ours has those of QKV alone, the
+  projection's are zero there, and any that is not is refused.
 - A tied head is stored once, as the embedding. The vocabulary's padding is ours alone.
 """
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from .files import CheckpointError
 from .weights import (
     ATTENTION_NORM,
     FC1,
@@ -121,7 +124,8 @@ def rules_of(
 
     Args:
         vocab_size: rows that theirs keep of a padded vocabulary. `join` gives the vocabulary without padding.
-        attention_bias, mlp_bias: which biases their tensors include (GPT-2: all, always).
+        attention_bias, mlp_bias: which biases of ours their tensors are made of (GPT-2: all, always). Biases of QKV
+            alone are the model's `add_qkv_bias`.
     """
     if family is Family.GPT2:
         return _gpt2_rules(model, vocab_size)
@@ -184,11 +188,27 @@ def _llama_rules(model: ModelConfig, vocab_size: int, *, attention_bias: bool, m
             for part in (("weight", "bias") if has_bias else ("weight",))
         ]
 
+    def join_qkv_bias(parts: Sequence[Tensor]) -> Tensor:
+        *qkv, projection = parts
+        if projection.any():
+            raise CheckpointError(
+                f"config.json: attention_bias(True) without mlp_bias is supported where every self_attn.o_proj.bias is "
+                f"zero (add_qkv_bias), but one is not (|x| up to {projection.abs().max():.1e}); only models with all "
+                f"biases, none, or those of QKV alone convert"
+            )
+        return heads.join(qkv)
+
+    def split_qkv_bias(bias: Tensor) -> tuple[Tensor, ...]:
+        return (*heads.split(bias), bias.new_zeros(model.hidden_size))
+
     projections = [f"self_attn.{name}_proj" for name in "qkv"]
+    qkv_bias_names = tuple(f"{layer}{name}.bias" for name in (*projections, "self_attn.o_proj"))
+    has_qkv_bias_alone = model.add_qkv_bias and not attention_bias
     rules = [
         _vocabulary_rule(WORD_EMBEDDING, "model.embed_tokens.weight", vocab_size),
         *_norm_rules(ATTENTION_NORM, f"{layer}input_layernorm", ("weight",)),
         *linear(QKV, projections, attention_bias, heads.join, heads.split),
+        *([Rule(QKV + "bias", qkv_bias_names, join_qkv_bias, split_qkv_bias)] if has_qkv_bias_alone else []),
         *linear(PROJECTION, ("self_attn.o_proj",), attention_bias),
         *_norm_rules(MLP_NORM, f"{layer}post_attention_layernorm", ("weight",)),
         *linear(FC1, ("mlp.gate_proj", "mlp.up_proj"), mlp_bias, join_gate_and_up, split_gate_and_up),

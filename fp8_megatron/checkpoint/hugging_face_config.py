@@ -100,6 +100,7 @@ def model_from_json(settings: Json) -> ModelConfig:
         )
     heads = values["num_attention_heads"]
     groups = settings.get("num_key_value_heads") or heads
+    attention_bias, mlp_bias = _biases(settings)
     return ModelConfig(
         **values,
         kv_channels=settings.get("head_dim"),
@@ -109,7 +110,8 @@ def model_from_json(settings: Json) -> ModelConfig:
         rotary_base=int(_rope(settings)["rope_theta"]),
         normalization="RMSNorm",
         swiglu=True,
-        disable_bias_linear=not settings.get("attention_bias", False),
+        disable_bias_linear=not mlp_bias,
+        add_qkv_bias=attention_bias and not mlp_bias,
         untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", False),
     )
 
@@ -143,12 +145,17 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
         yield f"partial_rotary_factor({rope['partial_rotary_factor']}) is not supported (whole heads are rotated)"
     if rope["rope_theta"] != int(rope["rope_theta"]):
         yield f"rope_theta({rope['rope_theta']}) is not a whole number, which rotary_base is"
-    attention_bias, mlp_bias = (bool(settings.get(name)) for name in ("attention_bias", "mlp_bias"))
-    if attention_bias != mlp_bias:
+    attention_bias, mlp_bias = _biases(settings)
+    if mlp_bias and not attention_bias:
         yield (
-            f"attention_bias({attention_bias}) without the same mlp_bias({mlp_bias}) is not supported: "
-            f"linear layers have biases all or none (disable_bias_linear)"
+            f"mlp_bias({mlp_bias}) with attention_bias({attention_bias}) is not supported: linear layers have biases "
+            f"all (disable_bias_linear off), none, or of QKV alone (add_qkv_bias)"
         )
+
+
+def _biases(settings: Json) -> tuple[bool, bool]:
+    """Whether a Llama's attention and MLP have biases."""
+    return bool(settings.get("attention_bias")), bool(settings.get("mlp_bias"))
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -233,21 +240,12 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
         "hidden_act": "silu",
         "rope_theta": float(model.rotary_base),
         "rope_scaling": None,
-        "attention_bias": _has_attention_bias(model),
+        "attention_bias": not model.disable_bias_linear or model.add_qkv_bias,
         "mlp_bias": not model.disable_bias_linear,
     }
 
 
-def _has_attention_bias(model: ModelConfig) -> bool:
-    return not model.disable_bias_linear or model.add_qkv_bias
-
-
 def export_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
     """How each tensor of theirs is made from ours; some biases of theirs this model may lack (they are zero)."""
-    return rules_of(
-        family_of(model),
-        model,
-        vocab_size,
-        attention_bias=_has_attention_bias(model),
-        mlp_bias=not model.disable_bias_linear,
-    )
+    has_bias = not model.disable_bias_linear
+    return rules_of(family_of(model), model, vocab_size, attention_bias=has_bias, mlp_bias=has_bias)

@@ -125,14 +125,12 @@ class Export:
     Attributes:
         dtype: of weights, or of those that are not FP8.
         fp8_layout: FP8 for the linear weights, None for none.
-        power_of_two: FP8 scales are powers of two.
         layers_in_16_bits: these layers stay out of FP8.
         max_shard_bytes: of one file.
     """
 
     dtype: torch.dtype = torch.bfloat16
     fp8_layout: FP8Layout | None = None
-    power_of_two: bool = False
     layers_in_16_bits: tuple[int, ...] = ()
     max_shard_bytes: int = 5 * 10**9
 
@@ -220,7 +218,7 @@ def _theirs(rule: Rule, layer: int | None, weight: Tensor, export: Export) -> It
     assert export.fp8_layout is not None
     suffix = export.fp8_layout.scale_suffix
     if export.fp8_layout is FP8Layout.COMPRESSED_TENSORS:
-        payload, scale = fp8.quantize_tensor(weight, power_of_two=export.power_of_two)
+        payload, scale = fp8.quantize_tensor(weight)
         for name, part in zip(names, rule.split(payload), strict=True):
             yield name, part
             yield name + suffix, scale

@@ -5,6 +5,7 @@ Both hold ``<layer>.weight`` in E4M3 and an FP32 scale that dequantises (x ≈ p
 - ``compressed-tensors``: format float-quantized, ``<layer>.weight_scale`` of shape [1], one for the weight. QKV, and
   gate with up, share the scale of the weight that training holds: the payload is then, bit for bit, the FP8 weight
   that training on one tensor-parallel rank derives from the same master, and an engine that fuses them keeps it.
+  Excepted are split masters (``--main-params-dtype split``), whose FP8 weight is a half of the master.
 - ``fp8``: blocks of 128 × 128 with ``<layer>.weight_scale_inv`` [⌈out/128⌉, ⌈in/128⌉], as DeepSeek-V3 was published
   ("inv" notwithstanding, it dequantises).
 
@@ -91,11 +92,9 @@ def specs(layout: FP8Layout, name: str, shape: tuple[int, ...]) -> list[TensorSp
     return [TensorSpec(name, E4M3, shape), TensorSpec(name + layout.scale_suffix, torch.float32, scale_shape)]
 
 
-def quantize_tensor(weight: Tensor, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
     """One scale for the weight: (payload E4M3, scale FP32 [1]), as training derives it from the master."""
-    payload, _, scale = reference.quantize_current(
-        weight, E4M3, power_of_two=power_of_two, rowwise=True, transposed=False
-    )
+    payload, _, scale = reference.quantize_current(weight, E4M3, power_of_two=False, rowwise=True, transposed=False)
     return payload, scale
 
 

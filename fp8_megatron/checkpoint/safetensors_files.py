@@ -74,7 +74,7 @@ class SafetensorsFolder:
                     raise CheckpointError(f"{index} names {file!r}, which is not a file of its folder")
             return dict(weight_map)
         if (self._folder / WEIGHTS_FILE).is_file():
-            return dict.fromkeys(_open(self._folder / WEIGHTS_FILE).keys(), WEIGHTS_FILE)
+            return dict.fromkeys(open_safetensors(self._folder / WEIGHTS_FILE).keys(), WEIGHTS_FILE)
         found = sorted(path.name for path in self._folder.glob("*.bin"))
         hint = f" (it has {found[0]}: load and save it with transformers, which writes safetensors)" if found else ""
         raise CheckpointError(f"{self._folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{hint}")
@@ -108,7 +108,7 @@ class SafetensorsFolder:
             raise CheckpointError(f"{self._folder} has no tensor {name!r}")
         file = self.file_of[name]
         if self._open is None or self._open[0] != file:
-            self._open = (file, _open(self._folder / file))
+            self._open = (file, open_safetensors(self._folder / file))
             missing = {key for key, value in self.file_of.items() if value == file} - set(self._open[1].keys())
             if missing:
                 raise CheckpointError(f"{self._folder / file} has no {min(missing)!r}, which {INDEX_FILE} says it has")
@@ -168,8 +168,12 @@ class SafetensorsWriter:
             write_text(self._folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
-def _open(path: Path) -> Any:
-    """A safetensors file whose tensors are read as they are asked for."""
+def open_safetensors(path: Path) -> Any:
+    """A safetensors file whose tensors are read as they are asked for; a context manager.
+
+    Raises:
+        CheckpointError: missing or damaged.
+    """
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:

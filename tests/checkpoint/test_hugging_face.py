@@ -153,7 +153,7 @@ def test_both_places_of_rope_theta_are_read() -> None:
         ({"model_type": "gpt2", "embd_pdrop": 0.0}, r"embd_pdrop\(0.0\) and resid_pdrop\(0.1\)"),
         ({**LLAMA_JSON, "hidden_act": "gelu"}, r"hidden_act\(gelu\)"),
         ({**LLAMA_JSON, "sliding_window": 4096}, r"sliding_window\(4096\)"),
-        ({**LLAMA_JSON, "attention_bias": True}, r"attention_bias\(True\) without the same mlp_bias\(False\)"),
+        ({**LLAMA_JSON, "mlp_bias": True}, r"mlp_bias\(True\) with attention_bias\(False\)"),
         ({**LLAMA_JSON, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling\(llama3\)"),
         ({**LLAMA_JSON, "rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling\(linear\)"),
         ({**LLAMA_JSON, "rope_parameters": {"rope_type": "yarn"}}, r"rope_scaling\(yarn\)"),
@@ -187,6 +187,11 @@ def test_biases_that_ours_lacks_are_zero_there(tmp_path: Path, tied: bool) -> No
         write_hugging_face(folder, weights, model, VOCAB_SIZE, Export(torch.float32))
         expected = logits_of_weights(weights, model, TOKENS)
         assert differ_by(load_logits(folder, TOKENS), expected) < FP32_TOLERANCE
+    again = HuggingFaceWeights(folder)
+    assert (again.model.add_qkv_bias, again.model.disable_bias_linear) == (True, True)
+    for place in places(again.shapes):
+        read = again.read(*place)
+        assert torch.equal(read, weights.read(*place)[: VOCAB_SIZE if place[1] is None else None]), place
 
 
 class RandomWeights:

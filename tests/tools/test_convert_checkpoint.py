@@ -18,21 +18,23 @@ pytest.importorskip("transformers", reason="models are made and compared with tr
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fp8_megatron.checkpoint import logits as logits_module
-from fp8_megatron.checkpoint.conversion import open_source
+from fp8_megatron.checkpoint.conversion import check_trainable, open_source
 from fp8_megatron.checkpoint.hugging_face_folder import HuggingFaceWeights
 from fp8_megatron.checkpoint.logits import logits_of_weights, random_tokens
 from fp8_megatron.checkpoint.torch_dist_weights import TorchDistWeights
 from fp8_megatron.checkpoint.weights import module_name, places
-from fp8_megatron.config import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
+from fp8_megatron.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config_checks import ConfigError
 from fp8_megatron.config_io import load_config, parse_config, save_config
 from fp8_megatron.data.tokenizer import build_tokenizer
 from fp8_megatron.device import runtime
 from fp8_megatron.distributed.topology import initialized
 from fp8_megatron.models.gpt import build_model, transformer_config
 from fp8_megatron.models.initialization import named_parameters_of_model
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.testing.hugging_face_models import VOCAB_SIZE, load_logits, make_model, save_model
 from fp8_megatron.testing.ranks import RankPool
@@ -117,11 +119,105 @@ def test_wrong_commands(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (llama, tmp_path / "a", "ours", ("--tensor-model-parallel-size", "4"), "num_query_groups(2) % tensor_model"),
         (llama, tmp_path / "a", "hf", ("--fp8", "fp8"), "does not divide into blocks of 128 × 128"),
         (llama, tmp_path / "a", "ours", ("--config", "none.yaml"), "cannot read the configuration file"),
+        (llama, tmp_path / "a", "ours", ("--verify-tokens", "0"), "verify_tokens(0) compares nothing; give 1 or more"),
     ):
         assert convert(source, output, to, *flags) == 1
         error = capsys.readouterr().err
         assert "error: " in error and message in error
     assert not (tmp_path / "a").exists() and not (tmp_path / "a.partial").exists(), "nothing is left behind"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_output_without_a_name_is_filled(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    output = Path() if exists else Path("new")
+    assert convert(llama, output, "hf", "--dtype", "fp32", "--no-verify") == 0
+    assert {file.name for file in output.iterdir()} >= {"config.json", "model.safetensors"}
+    assert Path.cwd().samefile(tmp_path / "out"), "the working directory is not replaced"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "precision", "message"),
+    [
+        (ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1), None, "groups of"),
+        (None, PrecisionConfig(keep_fp8_transpose_cache=2), "from one micro-batch of a step to the next"),
+    ],
+    ids=["interleaved", "transpose_cache"],
+)
+def test_what_needs_several_micro_batches_is_trainable(
+    parallel: ParallelConfig | None, precision: PrecisionConfig | None, message: str
+) -> None:
+    config = tiny_config(replace(LLAMA_STYLE, num_layers=4), parallel=parallel, precision=precision)
+    several = replace(config.training, micro_batch_size=2, global_batch_size=8)
+    check_trainable(replace(config, training=several), VOCAB_SIZE)
+    with pytest.raises(ConfigError, match=message):
+        check_trainable(replace(config, training=replace(several, global_batch_size=2)), VOCAB_SIZE)
+
+
+def test_released_gradients_keep_their_one_micro_batch() -> None:
+    config = tiny_config(LLAMA_STYLE, precision=PrecisionConfig(release_gradients=True))
+    config = replace(config, optimizer=replace(config.optimizer, clip_grad=0.0))
+    check_trainable(replace(config, training=replace(config.training, global_batch_size=4)), VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def qkv_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with biases of QKV alone, as transformers saves it: those of o_proj are zero."""
+    folder = save_model(make_model("llama_biases"), tmp_path_factory.mktemp("qkv_biases"))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not ("mlp" in name and name.endswith("bias"))}
+    save_file(
+        {name: 0 * value if name.endswith("o_proj.bias") else value for name, value in kept.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "mlp_bias": False}))
+    return folder
+
+
+def test_biases_of_qkv_alone_go_there_and_back(
+    qkv_biases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(qkv_biases, tmp_path / "ours", "ours", "--precision", "bf16") == 0
+    model = load_config(tmp_path / "ours" / "iter_0000000" / "config.yaml").model
+    assert model.add_qkv_bias and model.disable_bias_linear
+    assert convert(tmp_path / "ours", tmp_path / "back", "hf", "--dtype", "fp32") == 0
+    assert capsys.readouterr().err.count("agree: ") == 4
+    before, after = (load_file(folder / "model.safetensors") for folder in (qkv_biases, tmp_path / "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_other_biases_of_attention_are_refused(
+    qkv_biases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(qkv_biases, tmp_path / "in"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.self_attn.o_proj.bias"][5] = 0.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert convert(folder, tmp_path / "out", "ours", "--precision", "bf16") == 1
+    assert "every self_attn.o_proj.bias is zero (add_qkv_bias), but one is not (|x| up to 5.0e-01)" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_do_not_follow_power_of_two_scales(llama: Path, tmp_path: Path) -> None:
+    """Training derives weights with plain scales whatever the option says of the rest."""
+    config = tiny_config(LLAMA_STYLE, precision=PrecisionConfig(fp8_power_of_two_scales=True))
+    save_config(config, tmp_path / "run.yaml")
+    flags = ("--config", str(tmp_path / "run.yaml"), "--fp8", "compressed-tensors", "--no-verify")
+    assert convert(llama, tmp_path / "out", "hf", *flags) == 0
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = HuggingFaceWeights(llama).read_theirs(name)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    trained = ScaledTensor.quantize(weight)
+    assert torch.equal(stored[name].view(torch.uint8), trained.payload.view(torch.uint8))
+    assert torch.equal(stored[name + "_scale"], trained.scale)
 
 
 def _train(ranks: RankPool, config: Config, folder: Path, num_steps: int) -> None:

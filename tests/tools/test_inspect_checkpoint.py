@@ -61,6 +61,20 @@ def test_damage_is_reported(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [(), ("--verify",)], ids=["plain", "verify"])
+def test_a_truncated_file_of_a_rank_is_reported(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    root = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (file,) = (root / "iter_0000002").glob("rank_*.safetensors")
+    file.write_bytes(file.read_bytes()[:-10])
+    assert inspect_checkpoint.main([str(root), "--json", *flags]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] and all(f"{file.name} is damaged" in problem for problem in report["problems"])
+    names = {line["name"] for line in report["tensors"]}
+    assert QKV in names and not any(name.startswith("rank_") for name in names)
+
+
 def test_hugging_face_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weight, scale = torch.randn(8, 4).to(E4M3), torch.tensor([0.25])
     specs = [TensorSpec("a.weight", E4M3, (8, 4)), TensorSpec("a.weight_scale", torch.float32, (1,))]
