@@ -69,6 +69,8 @@ RUNS = {
 WARM_UP_STEPS = 5
 #: What torchrun needs to end its ranks.
 _LAUNCHER_SECONDS = 45
+#: What a peer's JSON line must have.
+_PEER_FIGURES = ("tok_s_gpu", "step_ms", "tflops_gpu", "tflops_causal", "mem_gb", "losses")
 
 
 @dataclass
@@ -101,25 +103,34 @@ class Result:
 def main() -> int:
     """Run, then print and write the comparison; returns the exit status."""
     args = _parse()
+    commands = {name: _own_command(args, name) for name in args.runs}
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    _remove(args.output_dir, "comparison.json", "comparison.md", "comparison.png")
     results: list[Result] = []
     status = 0
-    for name in args.runs:
-        command = _own_command(args, name)
+    for name, command in commands.items():
+        _remove(args.output_dir / name, METRICS_FILE, "profile_rank*.json")
         ended = _run(name, command, args.output_dir / f"{name}.log", args.timeout)
-        if ended or _has_every_figure(args, name):
+        if _has_every_figure(args, name):
             results.append(_own_result(args, name, command))
+            _write(args, results)
+        elif ended:
+            print(f"error: {name} left no figures of all its steps in {args.output_dir / name}", file=sys.stderr)
+            ended = False
         status = status if ended else 1
-    for peer in args.peer:
-        name, command = peer.split("=", 1)
+    for name, command in args.peer:
         log = args.output_dir / f"{name}.log"
-        if _run(name, shlex.split(command), log, args.timeout):
-            results.append(_peer_result(name, command, log))
-        else:
+        if not _run(name, shlex.split(command), log, args.timeout):
             status = 1
-        _write(args, results)
+            continue
+        try:
+            results.append(_peer_result(name, command, log))
+        except ValueError as error:
+            print(f"error: {name}: {error}", file=sys.stderr)
+            status = 1
+        else:
+            _write(args, results)
     if results:
-        _write(args, results)
         Console(width=150).print(_table(args, results))
     for result in results:
         if result.broken_steps:
@@ -132,7 +143,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare training speed and memory side by side.")
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--runs", nargs="*", choices=list(RUNS), default=["O3-delayed", "bf16", "te-delayed"])
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another program")
+    parser.add_argument(
+        "--peer", action="append", default=[], type=_peer, metavar="NAME=COMMAND", help="another program"
+    )
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--num-micro-batches", type=int, default=1, help="per rank and step")
@@ -149,6 +162,24 @@ def _parse() -> argparse.Namespace:
     if args.train_iters < least:
         parser.error(f"--train-iters {args.train_iters}: give at least {least}")
     return args
+
+
+def _peer(text: str) -> tuple[str, str]:
+    """Name and command of a --peer."""
+    name, _, command = text.partition("=")
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command for a shell: {error}") from error
+    if not name or "/" in name or not words:
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=COMMAND, no slash in the name")
+    return name, command
+
+
+def _remove(folder: Path, *patterns: str) -> None:
+    """Remove what an older run left: where this one fails, it would be taken for its figures."""
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+        path.unlink()
 
 
 def _flags(args: argparse.Namespace, name: str) -> list[str]:
@@ -178,7 +209,11 @@ def _own_command(args: argparse.Namespace, name: str) -> list[str]:
 def _run(name: str, command: list[str], log: Path, timeout: int) -> bool:
     print(f"== {name}: {_shown(command)}", flush=True)
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        except OSError as error:
+            print(f"error: {name} cannot be started: {error}", file=sys.stderr, flush=True)
+            return False
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -203,11 +238,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _has_every_figure(args: argparse.Namespace, name: str) -> bool:
-    """Whether a run that was stopped had come to the end of its steps and of its profile."""
-    folder = args.output_dir / name
-    if not all(path.exists() for path in _profiles(args, name)):
+    """Whether a run, even one that was stopped, has come to the end of its steps and of its profile."""
+    metrics = args.output_dir / name / METRICS_FILE
+    if not all(path.exists() for path in (metrics, *_profiles(args, name))):
         return False
-    return sum(record["kind"] == "train" for record in read_records(folder / METRICS_FILE)) == args.train_iters
+    return sum(record["kind"] == "train" for record in read_records(metrics)) == args.train_iters
 
 
 def _profiles(args: argparse.Namespace, name: str) -> list[Path]:
@@ -252,8 +287,17 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
 
 
 def _peer_result(name: str, command: str, log: Path) -> Result:
-    line = next(line for line in log.read_text().splitlines() if line.startswith("JSON "))
+    """Figures of a peer from its output.
+
+    Raises:
+        ValueError: it has no line of them, or not all.
+    """
+    line = next((line for line in log.read_text().splitlines() if line.startswith("JSON ")), None)
+    if line is None:
+        raise ValueError(f"no line 'JSON {{…}}' in {log}: the peer must print its figures")
     values = json.loads(line.removeprefix("JSON "))
+    if missing := [key for key in _PEER_FIGURES if values.get(key) in (None, [])]:
+        raise ValueError(f"no {', '.join(missing)} in the JSON line of {log}: the peer must print them")
     peak = peak_flops(_device_name(), "bf16" if "bf16" in name else "fp8")
     return Result(
         name=name,

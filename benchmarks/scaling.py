@@ -130,6 +130,8 @@ def main() -> int:
         processes = []
         for layout, gpus in at_once:
             command = _command(args, layout, args.output_dir / layout.name)
+            # An older one would be taken for this point's where compare.py fails.
+            (args.output_dir / layout.name / "comparison.json").unlink(missing_ok=True)
             commands[layout.name] = shlex.join(["python", *command[1:]])
             processes.append(subprocess.Popen(command, env=_environment(gpus)))
         for process in processes:

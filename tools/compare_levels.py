@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import shlex
 import statistics
@@ -42,27 +41,41 @@ WARM_UP_STEPS = 10
 
 
 def main() -> int:
-    """Run, then print the table; returns the exit status."""
+    """Run, then print the table; returns the exit status. A level that fails is left out."""
     args = _parse()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("comparison.json", "comparison.png"):  # an older comparison's
+        (args.output_dir / name).unlink(missing_ok=True)
     results: dict[str, dict[str, Any]] = {}
+    status = 0
     for level in [*args.levels, *args.speed_levels]:
         folder = args.output_dir / level
         command = _command(args, level, folder)
         if level in args.speed_levels:
             command += ["--train-iters", str(args.speed_iters), "--lr-warmup-iters", "1", "--eval-interval", "0"]
         print(f"== {level}: {shlex.join(command)}", flush=True)
-        status = subprocess.run(command, check=False).returncode
-        if status != 0:
-            print(f"error: {level} ended with status {status}", file=sys.stderr)
-            return status
-        results[level] = {"command": shlex.join(command), **_read(folder)}
-    reference = args.levels[0]
+        ended = subprocess.run(command, check=False).returncode
+        if ended != 0:
+            print(f"error: {level} ended with status {ended}", file=sys.stderr)
+            status = 1
+            continue
+        try:
+            figures = _read(folder)
+        except (OSError, ValueError) as error:
+            print(f"error: {level} left no figures: {error}", file=sys.stderr)
+            status = 1
+            continue
+        results[level] = {"command": shlex.join(command), **figures}
+        _add_gaps(args, results)
+        _write(args, results)
+    if not results:
+        return status
+    _print(results, args.levels[0])
     for level, result in results.items():
-        compared = level not in args.speed_levels
-        result["loss_gap"] = result["final_loss"] / results[reference]["final_loss"] - 1.0 if compared else None
-    _write(args, results)
-    _print(results, reference)
-    return 0
+        if result["final_loss"] is None:
+            print(f"error: {level} ends without a finite loss", file=sys.stderr)
+            status = 1
+    return max(status, _plot(args, results))
 
 
 def _parse() -> argparse.Namespace:
@@ -94,12 +107,20 @@ def _command(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """A run's figures from its metrics.jsonl: final loss is the last validation's, else the mean of 10 steps."""
+    """A run's figures from its metrics.jsonl: final loss is the last validation's, else the mean of 10 steps. A loss
+    that is not finite is None.
+
+    Raises:
+        ValueError: no training step in it.
+    """
     records = read_records(folder / METRICS_FILE)
     steps = [record for record in records if record["kind"] == "train"]
+    if not steps:
+        raise ValueError(f"no training step in {folder / METRICS_FILE}")
     valid = [record for record in records if record["kind"] == "eval" and record["split"] == "valid"]
     timed = steps[WARM_UP_STEPS:] or steps
-    train_loss = statistics.fmean(math.nan if r["loss"] is None else r["loss"] for r in steps[-10:])
+    last = [record["loss"] for record in steps[-10:]]
+    train_loss = None if None in last else statistics.fmean(last)
     return {
         "num_steps": len(steps),
         "final_train_loss": train_loss,
@@ -115,6 +136,14 @@ def _read(folder: Path) -> dict[str, Any]:
     }
 
 
+def _add_gaps(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
+    """Each level's final loss against the first level's; None where either has none, and for levels timed only."""
+    reference = results.get(args.levels[0], {}).get("final_loss")
+    for level, result in results.items():
+        loss = None if level in args.speed_levels else result["final_loss"]
+        result["loss_gap"] = None if loss is None or reference is None else loss / reference - 1.0
+
+
 def _write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
     import torch
 
@@ -126,9 +155,19 @@ def _write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "results": results,
     }
-    (args.output_dir / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
-    runs = {level: args.output_dir / level / METRICS_FILE for level in args.levels}
-    compare_losses(runs, args.output_dir / "comparison.png", title="Training loss by precision level")
+    (args.output_dir / "comparison.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def _plot(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> int:
+    """Draw the losses of the levels that have some; returns the exit status."""
+    output = args.output_dir / "comparison.png"
+    runs = {level: args.output_dir / level / METRICS_FILE for level in args.levels if level in results}
+    try:
+        compare_losses(runs, output, title="Training loss by precision level")
+    except ValueError as error:
+        print(f"error: no {output}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _print(results: dict[str, dict[str, Any]], reference: str) -> None:
@@ -136,11 +175,10 @@ def _print(results: dict[str, dict[str, Any]], reference: str) -> None:
     for heading in ("level", "validation loss", "train loss", "gap", "tok/s/GPU", "step ms", "peak GiB", "skipped"):
         table.add_column(heading, justify="left" if heading == "level" else "right")
     for level, result in results.items():
-        validation = result["final_validation_loss"]
         table.add_row(
             level,
-            "-" if validation is None else f"{validation:.4f}",
-            f"{result['final_train_loss']:.4f}",
+            _shown(result["final_validation_loss"]) if result["validation_losses"] else "-",
+            _shown(result["final_train_loss"]),
             "-" if result["loss_gap"] is None else f"{result['loss_gap']:+.2%}",
             f"{result['tokens_per_second_per_gpu']:,.0f}",
             f"{1e3 * result['step_seconds']:.1f}",
@@ -148,6 +186,10 @@ def _print(results: dict[str, dict[str, Any]], reference: str) -> None:
             str(result["skipped_steps"]),
         )
     Console(width=110).print(table)
+
+
+def _shown(loss: float | None) -> str:
+    return "NaN" if loss is None else f"{loss:.4f}"
 
 
 if __name__ == "__main__":

@@ -52,8 +52,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--micro-batches", type=int, default=NUM_MICRO_BATCHES)
     parser.add_argument("--blocks-per-tensor", type=int, default=BLOCKS_PER_TENSOR, help="of 128 elements")
     args = parser.parse_args(argv)
-    console = Console(width=110)
     blocks = args.blocks_per_tensor
+    allowed = [n for n in range(2, NUM_TENSORS * blocks + 1) if NUM_TENSORS * blocks % n == 0]
+    if wrong := [n for n in args.num_ranks if n not in allowed]:
+        numbers = ", ".join(map(str, allowed))
+        parser.error(f"--num-ranks {wrong[0]}: give one of {numbers} (with --blocks-per-tensor {blocks})")
+    console = Console(width=110)
     reductions = {
         kind: measure_reductions(args.num_ranks, correlated=kind == "correlated", blocks_per_tensor=blocks)
         for kind in _KINDS

@@ -28,6 +28,10 @@ def run_names(runs: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
+def _with_suffix(output: Path) -> Path:
+    return output if output.suffix else output.with_name(f"{output.name}.png")
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,19 +46,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Draw; returns the exit status."""
     options = parse_arguments(arguments)
     try:
+        output = _with_suffix(options.output)
         labels = options.labels if options.labels is not None else run_names(options.runs)
         if len(labels) != len(options.runs) or len(set(labels)) != len(labels):
             raise ValueError(f"{len(options.runs)} runs need as many different --labels, got {labels}")
         paths = [metrics_path(run) for run in options.runs]
         if len(paths) == 1:
-            plot_losses(paths[0], options.output, title=options.title or labels[0])
+            plot_losses(paths[0], output, title=options.title or labels[0])
         else:
             runs = dict(zip(labels, paths, strict=True))
-            compare_losses(runs, options.output, title=options.title or "Training loss")
+            compare_losses(runs, output, title=options.title or "Training loss")
     except ValueError as error:
         print(f"plot_losses: {error}", file=sys.stderr)
         return 1
-    print(options.output)
+    except OSError as error:
+        hint = "give runs that can be read and an --output that can be written"
+        print(f"plot_losses: {error}; {hint}", file=sys.stderr)
+        return 1
+    print(output)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/compare.py: a peer's figures are read, written and drawn; one that fails is named."""
+"""benchmarks/compare.py: figures are read, written and drawn; a run or a peer that fails is named, the others stay."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from benchmarks import compare as compare_script
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
@@ -66,3 +69,88 @@ def test_a_peer_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert done.returncode == 1 and "stub-bf16 took longer than 2 s" in done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_peer_without_its_figures_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "peer.py"
+    script.write_text("print('no figures')\n")
+    done = compare(tmp_path / "out", script)
+    assert done.returncode == 1 and "error: stub-bf16: no line 'JSON {…}' in" in done.stderr
+    script.write_text("""print('JSON {"tok_s_gpu": 1.0, "step_ms": 1.0, "tflops_gpu": 1.0, "losses": []}')\n""")
+    done = compare(tmp_path / "out", script)
+    assert done.returncode == 1 and "stub-bf16: no tflops_causal, mem_gb, losses in the JSON line" in done.stderr
+    done = compare(tmp_path / "out", script, "--peer", "gone=/no/such/program")
+    assert done.returncode == 1 and "error: gone cannot be started" in done.stderr
+
+
+@pytest.mark.parametrize("peer", ["a command", "=command", "name=", "a/b=command", "name=an 'open quote"])
+def test_a_bad_peer_is_refused_before_anything_runs(
+    peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        own_runs(monkeypatch, tmp_path / "out", ["O3"], "--peer", peer)
+    assert f"argument --peer: {peer!r}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+#: Stands in for a run: it logs every step, or, as bf16, fails before it logs any.
+_STAND_IN = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+if folder.name == "bf16":
+    raise SystemExit(3)
+folder.mkdir(exist_ok=True)
+(folder / "config.yaml").write_text(pathlib.Path("configs/gpt_345m.yaml").read_text())
+record = {"kind": "train", "iteration": 1, "loss": 2.0}
+record |= {"tokens_per_second_per_gpu": 10.0, "step_seconds": 0.5, "peak_memory_gib": 1.0}
+if folder.name != "te-delayed":
+    (folder / "metrics.jsonl").write_text((json.dumps(record) + "\\n") * 14)
+"""
+
+
+def own_runs(monkeypatch: pytest.MonkeyPatch, folder: Path, runs: list[str], *flags: str) -> int:
+    def command(args: Any, name: str) -> list[str]:
+        return [sys.executable, "-c", _STAND_IN, str(args.output_dir / name)]
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(compare_script, "_own_command", command)
+    arguments = ["--model", "345m", "--output-dir", str(folder), "--profiled-steps", "0", *flags, "--runs", *runs]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+    return compare_script.main()
+
+
+def names(folder: Path) -> list[str]:
+    return [result["name"] for result in json.loads((folder / "comparison.json").read_text())["results"]]
+
+
+def test_a_run_that_fails_before_it_logs_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own_runs(monkeypatch, tmp_path, ["bf16", "O3", "te-delayed"]) == 1
+    assert names(tmp_path) == ["O3"]
+    errors = capsys.readouterr().err
+    assert "bf16 ended with status 3" in errors and "te-delayed left no figures of all its steps in" in errors
+
+
+def test_figures_of_an_older_run_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_runs(monkeypatch, tmp_path, ["O3"]) == 0
+    (tmp_path / "O3").rename(tmp_path / "bf16")
+    profile = tmp_path / "bf16" / "profile_rank0.json"
+    profile.write_text("{}")
+    assert own_runs(monkeypatch, tmp_path, ["bf16"]) == 1
+    assert not list(tmp_path.glob("comparison.*")) and not profile.exists()
+    assert (tmp_path / "bf16" / "config.yaml").exists()
+
+
+def test_the_report_is_written_after_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compare_script._run
+
+    def interrupted(name: str, command: list[str], log: Path, timeout: int) -> bool:
+        if name == "O1":
+            raise KeyboardInterrupt
+        return run(name, command, log, timeout)
+
+    monkeypatch.setattr(compare_script, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        own_runs(monkeypatch, tmp_path, ["O3", "O1"])
+    assert names(tmp_path) == ["O3"]

@@ -26,3 +26,11 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert report["snr_db_of_accumulation"][kind][compare_reductions.ACCUMULATION_OF_OURS] > 30.0
     printed = capsys.readouterr().out
     assert "hierarchical, intra fp8" in printed and "added in E4M3" in printed
+
+
+@pytest.mark.parametrize("number", ["1", "0", "3", "32"])
+def test_a_number_of_ranks_that_cannot_be_is_refused(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare_reductions.main(["--num-ranks", "2", number, "--blocks-per-tensor", "2", "--micro-batches", "1"])
+    message = f"--num-ranks {number}: give one of 2, 4, 8, 16 (with --blocks-per-tensor 2)"
+    assert message in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import scaling
 from benchmarks.scaling import Layout, plan, rounds, rows
 
 ROOT = Path(__file__).parents[2]
@@ -71,3 +73,13 @@ def test_bad_numbers_are_refused_before_anything_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2 and "2 does not divide the most GPUs (3)" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_figures_of_an_older_point_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = tmp_path / "weak-1gpus" / "comparison.json"
+    older.parent.mkdir()
+    older.write_text(json.dumps({"results": [result("O3", 90.0)]}))
+    monkeypatch.setattr(scaling, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--model", "7b", "--gpus", "1", "--output-dir", str(tmp_path)])
+    assert scaling.main() == 1
+    assert not older.exists() and not (tmp_path / "scaling.json").exists()

@@ -1,0 +1,93 @@
+"""tools/compare_levels.py: what is written where a level fails or has no finite loss."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8_megatron.training.metrics_file import json_line
+from tools import compare_levels
+
+
+def write_run(folder: Path, train_loss: float, valid_loss: float) -> None:
+    folder.mkdir(exist_ok=True)
+    figures = {"tokens_per_second_per_gpu": 1.0, "tflops_per_gpu": 1.0, "step_seconds": 1.0, "peak_memory_gib": 1.0}
+    steps = [
+        {"kind": "train", "iteration": i, "loss": train_loss, "consumed_tokens": i, "skipped_steps": 0, **figures}
+        for i in (1, 2)
+    ]
+    valid = {"kind": "eval", "split": "valid", "iteration": 2, "loss": valid_loss}
+    (folder / "metrics.jsonl").write_text("".join(map(json_line, [*steps, valid])))
+
+
+def compare(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, losses: dict[str, tuple[float, float] | None]
+) -> tuple[int, dict[str, Any]]:
+    """Exit status and results; a level without losses fails."""
+    run = subprocess.run
+
+    def train(command: list[str], **options: Any) -> Any:
+        if "pretrain_gpt.py" not in command:
+            return run(command, **options)
+        output = Path(command[command.index("--output-dir") + 1])
+        found = losses[output.name]
+        if found is not None:
+            write_run(output, *found)
+        return subprocess.CompletedProcess(command, 0 if found else 3)
+
+    monkeypatch.setattr(compare_levels.subprocess, "run", train)
+    monkeypatch.setattr(sys, "argv", ["compare_levels.py", "--output-dir", str(folder), "--levels", *losses])
+    status = compare_levels.main()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    report = folder / "comparison.json"
+    return status, json.loads(report.read_text(), parse_constant=refuse)["results"] if report.exists() else {}
+
+
+def test_levels_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, results = compare(monkeypatch, tmp_path, {"bf16": (2.0, 2.0), "O3": (2.5, 3.0)})
+    assert status == 0 and [result["loss_gap"] for result in results.values()] == [0.0, 0.5]
+    assert results["O3"]["final_train_loss"] == 2.5 and (tmp_path / "comparison.png").exists()
+
+
+@pytest.mark.parametrize("without", ["bf16", "O3"])
+def test_a_validation_loss_that_is_not_finite(
+    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    levels = {"bf16": (2.0, 2.0), "O3": (2.5, 3.0), "O1": (2.0, 2.5)}
+    levels[without] = (2.0, float("nan"))
+    status, results = compare(monkeypatch, tmp_path, dict(levels))
+    assert status == 1 and results[without]["final_loss"] is None and results[without]["loss_gap"] is None
+    assert results["O1"]["loss_gap"] == (None if without == "bf16" else 0.25)
+    printed = capsys.readouterr()
+    assert f"{without} ends without a finite loss" in printed.err and "NaN" in printed.out
+
+
+def test_train_losses_that_are_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, results = compare(monkeypatch, tmp_path, {"bf16": (2.0, 2.0), "O3": (float("nan"), float("nan"))})
+    assert status == 1 and results["O3"]["final_train_loss"] is None
+    assert "comparison.png: " in capsys.readouterr().err and not (tmp_path / "comparison.png").exists()
+
+
+@pytest.mark.parametrize("failed", ["bf16", "O1", "O3"])
+def test_a_level_that_fails_leaves_the_others(failed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, results = compare(monkeypatch, tmp_path, {n: None if n == failed else (2.0, 2.0) for n in _LEVELS})
+    assert status == 1 and list(results) == [level for level in _LEVELS if level != failed]
+    assert (tmp_path / "comparison.png").exists()
+
+
+_LEVELS = ("bf16", "O1", "O3")
+
+
+def test_an_older_comparison_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(monkeypatch, tmp_path, {"bf16": (2.0, 2.0), "O3": (2.5, 3.0)})
+    assert compare(monkeypatch, tmp_path, {"bf16": None, "O3": None}) == (1, {})
