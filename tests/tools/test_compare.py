@@ -71,16 +71,17 @@ def test_a_peer_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_peer_without_its_figures_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "peer.py"
-    script.write_text("print('no figures')\n")
-    done = compare(tmp_path / "out", script)
-    assert done.returncode == 1 and "error: stub-bf16: no line 'JSON {…}' in" in done.stderr
-    script.write_text("""print('JSON {"tok_s_gpu": 1.0, "step_ms": 1.0, "tflops_gpu": 1.0, "losses": []}')\n""")
-    done = compare(tmp_path / "out", script)
-    assert done.returncode == 1 and "stub-bf16: no tflops_causal, mem_gb, losses in the JSON line" in done.stderr
-    done = compare(tmp_path / "out", script, "--peer", "gone=/no/such/program")
-    assert done.returncode == 1 and "error: gone cannot be started" in done.stderr
+def test_a_peer_without_its_figures_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = """JSON {"tok_s_gpu": 1.0, "step_ms": 1.0, "tflops_gpu": 1.0, "losses": []}"""
+    peers = ["none=echo no figures", f"some=echo '{some}'", "gone=/no/such/program"]
+    flags = [flag for peer in peers for flag in ("--peer", peer)]
+    assert own_runs(monkeypatch, tmp_path, ["O3"], *flags) == 1
+    assert names(tmp_path) == ["O3"]
+    errors = capsys.readouterr().err
+    assert "error: none: no line 'JSON {…}' in" in errors and "error: gone cannot be started" in errors
+    assert "error: some: no tflops_causal, mem_gb, losses in the JSON line" in errors
 
 
 @pytest.mark.parametrize("peer", ["a command", "=command", "name=", "a/b=command", "name=an 'open quote"])
