@@ -8,7 +8,8 @@ A peer that is another program takes part too: ``--peer "name=command"``, whose 
 Everything after -- goes to pretrain_gpt.py (data, for instance; without any, random tokens).
 
 Writes comparison.json (commands, commit, versions, every figure, time by kind of kernel), comparison.md and
-comparison.png. Speed is the median over the steps after the first ones, profiled steps left out.
+comparison.png. Speed is the median over the steps after the first ones, profiled steps left out. Where a run leaves
+--cuda-graph-impl open, Python launches its steps if some are profiled: --profiled-steps 0 measures what training does.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ _LEAN = [
     *("--fp8-lm-head", "--grad-accumulation-dtype", "bf16"),
 ]
 _FAST = [*_LEAN, "--fp8-weight-grad-scaling", "delayed"]
-_GRAPH = ["--cuda-graph-impl", "local"]
+_GRAPH, _NO_GRAPH = (["--cuda-graph-impl", impl] for impl in ("local", "none"))
 RUNS = {
     "O3": ["--precision", "fp8"],
     "O3-delayed": ["--precision", "fp8", "--fp8-recipe", "delayed"],
     "O3-lean": _LEAN,
     "O3-fast": _FAST,
     "O3-graph": [*_FAST, *_GRAPH],
+    "O3-no-graph": [*_FAST, *_NO_GRAPH],
     "O3-nccl": ["--precision", "fp8", "--fp8-recipe", "delayed", "--dp-transport", "nccl"],
     "O3-no-overlap": [
         *("--precision", "fp8", "--fp8-recipe", "delayed"),
@@ -62,6 +64,7 @@ RUNS = {
     "O2": ["--precision", "fp8", "--opt-level", "O2"],
     "bf16": ["--precision", "bf16"],
     "bf16-graph": ["--precision", "bf16", *_GRAPH],
+    "bf16-no-graph": ["--precision", "bf16", *_NO_GRAPH],
     "te-delayed": ["--precision", "te", "--fp8-recipe", "delayed"],
     "te-tensorwise": ["--precision", "te", "--fp8-recipe", "tensorwise"],
 }

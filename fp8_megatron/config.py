@@ -122,8 +122,8 @@ class ParallelConfig:
     each other, with no multiprocessor taken from the GEMMs); auto (copy_engine inside a node where it works)."""
     tp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
     """What carries activations between tensor-parallel ranks under --sequence-parallel in FP8 layers: nccl; copy_engine
-    (each GEMM goes part by part, beside the copies of the next); auto (copy_engine between two ranks of a node where it
-    works, else nccl)."""
+    (each GEMM goes part by part, beside the copies of the next); auto (copy_engine between two ranks of a node, or up
+    to four where steps are recorded as CUDA graphs, if it works; else nccl)."""
     nccl_communicator_config_path: str | None = None
     """YAML of NCCL settings by process group, as megatron-core reads it: {dp_cp: {max_ctas: 8}} bounds the
     multiprocessors that data parallelism's collectives take from the GEMMs beside them."""
@@ -314,9 +314,10 @@ class TrainingConfig:
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
     deterministic_mode: bool = False
     """Only kernels that repeat bit for bit."""
-    cuda_graph_impl: Literal["none", "local"] = "none"
-    """local: record forward and backward of a step once, as a CUDA graph, and launch that: a slow host no longer holds
-    up a small model's kernels."""
+    cuda_graph_impl: Literal["auto", "none", "local"] = "auto"
+    """local: record forward and backward of a step once, as a CUDA graph, and launch that, so that no kernel waits for
+    the host; none: never; auto: as local on the GPUs of one node where layers are small enough to gain by it, all that
+    is asked for can be recorded and memory allows."""
     cuda_graph_scope: Literal["full_iteration"] = "full_iteration"
     """What a graph holds: all micro-batches of a step and the reduction of their gradients."""
     cuda_graph_warmup_steps: int = 3
@@ -327,11 +328,6 @@ class TrainingConfig:
     """Which layers full recomputation takes."""
     recompute_num_layers: int | None = None
     """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
-
-    @property
-    def records_graphs(self) -> bool:
-        """Whether steps are recorded as CUDA graphs."""
-        return self.cuda_graph_impl != "none"
 
 
 @dataclass(frozen=True)
@@ -387,7 +383,8 @@ class ProfileConfig:
     """Where the time of a step goes (torch.profiler)."""
 
     profile: bool = False
-    """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json."""
+    """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json; under
+    --cuda-graph-impl auto Python launches all steps of such a run."""
     profile_step_start: int = 10
     """First profiled step."""
     profile_step_end: int = 12

@@ -180,10 +180,14 @@ def _check_weight_grad_scaling(config: Config) -> Iterator[str]:
 
 
 def _check_cuda_graph(config: Config) -> Iterator[str]:
-    """What cannot be recorded: several stages, saved random generators, what is in Python alone."""
+    """Where recording is not asked for, what cannot be recorded only rules it out (`training.graph_choice`)."""
+    if config.training.cuda_graph_impl == "local":
+        yield from cuda_graph_problems(config)
+
+
+def cuda_graph_problems(config: Config) -> Iterator[str]:
+    """What cannot be recorded: several stages, saved random generators, what is in Python alone; one line each."""
     training = config.training
-    if not training.records_graphs:
-        return
     if training.cuda_graph_warmup_steps < MIN_CUDA_GRAPH_WARMUP_STEPS:
         yield (
             f"cuda_graph_warmup_steps({training.cuda_graph_warmup_steps}): the first step with delayed scales is the "

@@ -122,6 +122,11 @@ def count_memory_beside_allocator(nbytes: int) -> None:
     _bytes_beside_allocator += nbytes
 
 
+def peak_reserved_bytes(device: torch.device) -> int:
+    """The most that torch's allocator has reserved on a GPU, and what is counted beside it."""
+    return torch.cuda.max_memory_reserved(device) + _bytes_beside_allocator
+
+
 def begin_another_peak(device: torch.device) -> None:
     """Bytes that are counted beside the allocator from here on add to a later peak, not to what was held before."""
     global _earlier_peak_gib

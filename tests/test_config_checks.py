@@ -486,6 +486,24 @@ def test_sizes_are_those_of_one_rank() -> None:
     assert len(problems(parse(flags + "4"), 4)) == 1
 
 
+@pytest.mark.parametrize("impl", ["auto", "none"])
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (2, PP2),
+        (1, "--recompute-granularity selective"),
+        (1, "--release-gradients --clip-grad 0"),
+        (1, "--cuda-graph-warmup-steps 1"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_only_where_recording_is_asked_for(
+    world_size: int, flags: str, impl: str
+) -> None:
+    assert problems(parse(flags), world_size) == []
+    assert problems(parse(f"{flags} --cuda-graph-impl {impl}"), world_size) == []
+    assert problems(parse(f"{flags} --cuda-graph-impl local"), world_size)
+
+
 def test_transformer_engines_layers_are_not_recorded() -> None:
     found = problems(parse("--cuda-graph-impl local --precision te"), 1)
     assert any("cuda_graph_impl(local) cannot record Transformer Engine's layers" in problem for problem in found)

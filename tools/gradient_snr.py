@@ -6,6 +6,7 @@ python -m tools.gradient_snr runs/snr.json --config configs/gpt_345m.yaml --fp8-
 The first argument is the file to write, on rank 0; the others are pretrain_gpt.py's. Of every 97th gradient (so that
 all layers have their turn) the FP32 product of the same FP8 operands is compared with the gradient as the run sends it
 and as blocks of 128 with a scale each would: signal-to-noise ratio in dB, and the share of elements that saturate.
+Measuring is Python's work, so steps are not recorded (--cuda-graph-impl none).
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def main() -> int:
         print("the first argument is the file to write: python -m tools.gradient_snr FILE --config …")
         return 2
     output, sample = Path(sys.argv.pop(1)), Sample()
+    sys.argv += ["--cuda-graph-impl", "none"]
     write = WeightGrad.write_fp8_
 
     def write_and_measure(grad: WeightGrad, payload: Tensor, scales: Tensor) -> None:

@@ -5,7 +5,8 @@ torchrun --nproc-per-node 4 -m tools.memory_at_peak runs/memory.txt --config con
 
 The first argument is the file to write, on rank 0: the allocations that were alive when the most was allocated, added
 up by the code that made them, largest first. The others are pretrain_gpt.py's. Recording every stack slows a run down.
-Buffers that ranks share (--dp-transport copy_engine) are not torch's allocator's: choose nccl to see them too.
+Buffers that ranks share (--dp-transport copy_engine) are not torch's allocator's: choose nccl to see them too. What a
+recorded step keeps between its launches counts as free: give --cuda-graph-impl none where that matters.
 """
 
 from __future__ import annotations

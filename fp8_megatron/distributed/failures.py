@@ -43,9 +43,17 @@ class RankFailure(RuntimeError):
 
 @contextmanager
 def watched_world(
-    parallel: ParallelConfig, num_layers: int, device: torch.device, output_dir: Path
+    parallel: ParallelConfig,
+    num_layers: int,
+    device: torch.device,
+    output_dir: Path,
+    *,
+    records_graphs: bool = False,
 ) -> Iterator[tuple[Topology, RankWatch]]:
     """Join the process group (`topology.initialized`) with the flight recorder on and this rank watching the others.
+
+    Args:
+        records_graphs: as for `transport.share_rows`.
 
     Raises:
         RankFailure: in place of the error that a collective raised because another rank is gone.
@@ -56,7 +64,7 @@ def watched_world(
         watch = RankWatch(60.0 * parallel.distributed_timeout_minutes)
         # Entered first, left last: leaving a process group may hang too when a rank is gone.
         stack.callback(watch.stop)
-        topology = stack.enter_context(initialized(parallel, num_layers, device))
+        topology = stack.enter_context(initialized(parallel, num_layers, device, records_graphs=records_graphs))
         if topology.world_size > 1:
             watch.start(topology.rank, topology.world_size)
         stack.enter_context(watch)

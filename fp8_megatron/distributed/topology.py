@@ -81,10 +81,15 @@ class Topology:
 
 
 @contextmanager
-def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device) -> Iterator[Topology]:
+def initialized(
+    parallel: ParallelConfig, num_layers: int, device: torch.device, *, records_graphs: bool = False
+) -> Iterator[Topology]:
     """Join the process group that torchrun describes (or a world of one) and lay the ranks out.
 
     Groups are destroyed at the end of the block, also after an error, so that no rank waits for one that is gone.
+
+    Args:
+        records_graphs: as for `transport.share_rows`.
     """
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -109,7 +114,7 @@ def initialized(parallel: ParallelConfig, num_layers: int, device: torch.device)
         hierarchical = parallel.fp8_grad_reduce is GradReduceMode.HIERARCHICAL
         dp_nodes = _node_groups(timeout) if hierarchical else None
         weight_memory = send_memory(parallel, groups.dp_cp, device)
-        share_rows(parallel, groups.tp, device)
+        share_rows(parallel, groups.tp, device, records_graphs=records_graphs)
         yield Topology(
             rank=torch.distributed.get_rank(),
             world_size=torch.distributed.get_world_size(),

@@ -19,8 +19,8 @@ from ..config import ParallelConfig, Precision
 Group = torch.distributed.ProcessGroup
 
 _PROBE_BYTES = 1024
-#: Tensor-parallel ranks whose rows copy engines carry under `auto`.
-_MOST_RANKS_BY_AUTO = 2
+#: Tensor-parallel ranks whose rows copy engines carry under `auto`, by whether steps are recorded.
+_MOST_RANKS_BY_AUTO = {False: 2, True: 4}
 
 
 class TransportError(ValueError):
@@ -55,29 +55,45 @@ def send_memory(parallel: ParallelConfig, group: Group, device: torch.device) ->
     return SendMemory(device, group if copies else None)
 
 
-def share_rows(parallel: ParallelConfig, group: Group, device: torch.device) -> None:
+def share_rows(parallel: ParallelConfig, group: Group, device: torch.device, *, records_graphs: bool = False) -> None:
     """Let copy engines carry activations between the ranks of a tensor-parallel `group`, where --tp-transport says so.
+
+    Args:
+        records_graphs: whether steps are meant to become CUDA graphs.
 
     Raises:
         TransportError: as `send_memory`.
     """
-    if _may_copy_rows(parallel) and _copies("tp_transport", parallel, group, device):
+    if _may_copy_rows(parallel, records_graphs) and _copies("tp_transport", parallel, group, device):
         row_exchange.share_memory(group, device)
 
 
-def _may_copy_rows(parallel: ParallelConfig) -> bool:
-    """Whether rows are exchanged and --tp-transport allows copy engines. `auto` does not for more than two ranks: a
-    layer then has so many parts that the host comes last (docs/performance.md)."""
-    few_ranks = parallel.tensor_model_parallel_size <= _MOST_RANKS_BY_AUTO
+def _may_copy_rows(parallel: ParallelConfig, records_graphs: bool) -> bool:
+    """Whether rows are exchanged and --tp-transport allows copy engines.
+
+    `auto` does not for more than two ranks: a layer then has so many parts that the host comes last
+    (docs/performance.md). Where steps are recorded the host has no part, and four ranks are faster by copy engines
+    (GPT-7B: 450 ms a step, 502 over NCCL); more have not been measured.
+    """
+    few_ranks = parallel.tensor_model_parallel_size <= _MOST_RANKS_BY_AUTO[records_graphs]
     allows = parallel.tp_transport == "copy_engine" or (parallel.tp_transport == "auto" and few_ranks)
     return parallel.sequence_parallel and allows
 
 
-def needs_launch_order(parallel: ParallelConfig, precision: Precision) -> bool:
-    """Whether collectives must start in the order of their launch: under tensor parallelism over NCCL."""
+def needs_launch_order(parallel: ParallelConfig, precision: Precision, *, records_graphs: bool = False) -> bool:
+    """Whether collectives must start in the order of their launch: under tensor parallelism over NCCL.
+
+    Args:
+        records_graphs: as for `share_rows`.
+    """
     size = parallel.tensor_model_parallel_size
-    copies_rows = precision == "fp8" and _may_copy_rows(parallel)
-    return size > 1 and not (copies_rows and _node_size() % size == 0)
+    copies_rows = precision == "fp8" and _may_copy_rows(parallel, records_graphs)
+    return size > 1 and not (copies_rows and node_size() % size == 0)
+
+
+def node_size() -> int:
+    """Ranks of this node, as torchrun sets them (1 outside torchrun)."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _copies(
@@ -100,17 +116,12 @@ def _copies(
     return obstacle is None
 
 
-def _node_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def _obstacle(group: Group, device: torch.device) -> str | None:
     """Why ranks of `group` cannot read each other's memory; the same on all of them."""
     if device.type != "cuda":
         return "it needs GPUs"
-    node_size = _node_size()
     ranks = torch.distributed.get_process_group_ranks(group)
-    if len({rank // node_size for rank in ranks}) > 1:
+    if len({rank // node_size() for rank in ranks}) > 1:
         return f"ranks {ranks} are on several nodes"
     reason = None
     try:

@@ -50,6 +50,7 @@ class StepGraph:
         compute: waits for no device.
         before_recording: called before each recording.
         can_measure: asked after a step that measured underflow: whether there was any to measure.
+        has_room: asked once, after the warm-up, the same on all ranks: without it every step goes on as it is.
         warmup_steps: steps before the recordings, at least `MIN_CUDA_GRAPH_WARMUP_STEPS`.
     """
 
@@ -59,6 +60,7 @@ class StepGraph:
         before_recording: Callable[[], None],
         *,
         can_measure: Callable[[], bool],
+        has_room: Callable[[], bool],
         num_micro_batches: int,
         device: torch.device,
         warmup_steps: int,
@@ -67,9 +69,12 @@ class StepGraph:
         self._compute = compute
         self._before_recording = before_recording
         self._can_measure = can_measure
+        self._has_room = has_room
         self._num_micro_batches = num_micro_batches
         self._device = device
         self._warmup_left = warmup_steps
+        #: None until the warm-up is over.
+        self._records: bool | None = None
         self._batches: list[Batch] = []
         self._pool = torch.cuda.graph_pool_handle()
         #: By whether underflow is measured.
@@ -80,9 +85,13 @@ class StepGraph:
         """What `compute` gives for the next step of `loader`; to be read before the next call."""
         if self._warmup_left > 0:
             self._warmup_left -= 1
-            batches = take_step(loader, self._num_micro_batches, self._device)
             # The last one measures in any case, so that a recording that does finds its kernels compiled.
-            return self._compute(batches, measures_underflow=measures_underflow or self._warmup_left == 0)
+            measures_underflow = measures_underflow or self._warmup_left == 0
+        elif self._records is None:
+            self._records = self._has_room()
+        if not self._records:
+            batches = take_step(loader, self._num_micro_batches, self._device)
+            return self._compute(batches, measures_underflow=measures_underflow)
         self._take_in_place(loader)
         if not self._recorded:
             self._record()
@@ -144,7 +153,7 @@ class StepGraph:
         except Exception as error:
             first = first or error  # a capture that was broken off ends with an error of its own
             # Said now: process groups with collectives in a broken recording may hang when they are destroyed.
-            logger.error("recording a step failed; drop --cuda-graph-impl local to train without", exc_info=first)
+            logger.error("recording a step failed; give --cuda-graph-impl none to train without", exc_info=first)
             raise first from None
         return _Recorded(graph, figures)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..distributed.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
+from .graph_choice import has_room
 from .setup import TrainingState
 from .step_graph import StepGraph
 
@@ -64,8 +65,12 @@ def compute_gradients(state: TrainingState, batches: list[Batch], *, measures_un
     return torch.cat([_part_of_loss(losses, state), _underflow_fraction(state)])
 
 
-def step_graph(state: TrainingState) -> StepGraph:
-    """`compute_gradients` as a CUDA graph (--cuda-graph-impl local)."""
+def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
+    """`compute_gradients` as a CUDA graph.
+
+    Args:
+        needs_room: see `GraphChoice`.
+    """
 
     def before_recording() -> None:
         for chunk in state.model:
@@ -78,6 +83,7 @@ def step_graph(state: TrainingState) -> StepGraph:
         partial(compute_gradients, state),
         before_recording,
         can_measure=lambda: any(buffer.underflow is not None for buffer in state.optimizer.buffers),
+        has_room=partial(has_room, state.device) if needs_room else lambda: True,
         num_micro_batches=state.num_micro_batches,
         device=state.device,
         warmup_steps=state.config.training.cuda_graph_warmup_steps,

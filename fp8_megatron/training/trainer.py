@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,10 +23,11 @@ from ..config_checks import check_config
 from ..config_io import format_config, save_config
 from ..distributed.failures import RankWatch, watched_world
 from ..distributed.topology import Topology
-from ..distributed.transport import needs_launch_order
+from ..distributed.transport import needs_launch_order, node_size
 from ..layers.attention import preferring_backends
 from .batches import Batch
 from .flops import model_flops_per_token, peak_flops
+from .graph_choice import GraphChoice, choose_graph
 from .memory_prediction import predict_memory
 from .memory_report import memory_table
 from .metrics import EvalMetrics, MetricsLogger, StepMetrics
@@ -49,21 +51,27 @@ class Trainer:
     """
 
     def __init__(self, config: Config) -> None:
-        check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
+        check_config(config, _world_size())
         self.config = config
         self.output_dir = _output_dir(config)
 
     def fit(self) -> None:
         """Train to `train_iters`, or until a signal, a time limit or divergence ends it; saves on the way out."""
-        in_order = needs_launch_order(self.config.parallel, self.config.precision.precision)
-        records_graphs = self.config.training.records_graphs
+        world_size = _world_size()
+        choose = partial(choose_graph, self.config, world_size=world_size, node_size=node_size())
+        # Looking for a GPU would start CUDA, and where there is none the environment does not matter.
+        records_graphs = choose(has_gpu=True).records
+        in_order = needs_launch_order(
+            self.config.parallel, self.config.precision.precision, records_graphs=records_graphs
+        )
         warning = devices.prepare_cuda_environment(needs_launch_order=in_order, records_graphs=records_graphs)
         device = devices.select_device()
-        if warning is not None and device.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if warning is not None and device.type == "cuda" and world_size > 1:
             logger.warning("%s", warning)
         if self.config.precision.precision == "fp8":
             devices.check_fp8_support(device)
-        if records_graphs:
+        graph_choice = choose(has_gpu=device.type == "cuda")
+        if graph_choice.records:
             devices.check_cuda_graph_support(device)
         if self.config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
@@ -72,9 +80,15 @@ class Trainer:
             stack.enter_context(devices.runtime(device))
             stack.enter_context(preferring_backends(self.config.model.attention_backend))
             topology, watch = stack.enter_context(
-                watched_world(self.config.parallel, self.config.model.num_layers, device, self.output_dir)
+                watched_world(
+                    self.config.parallel,
+                    self.config.model.num_layers,
+                    device,
+                    self.output_dir,
+                    records_graphs=graph_choice.records,
+                )
             )
-            run = _Run(self.config, self.output_dir, topology, watch, device, signals)
+            run = _Run(self.config, self.output_dir, topology, watch, device, signals, graph_choice)
             stack.callback(run.close)
             with watch:  # the others hear of an error before the logs are closed, which may take long
                 run.train()
@@ -91,6 +105,7 @@ class _Run:
         watch: RankWatch,
         device: torch.device,
         signals: SignalHandler,
+        graph_choice: GraphChoice,
     ) -> None:
         self.config = config
         self.output_dir = output_dir
@@ -103,10 +118,11 @@ class _Run:
             device,
             tensor_parallel_rank=topology.tp.rank(),
             pipeline_rank=topology.pp.rank(),
-            records_graphs=config.training.records_graphs,
+            records_graphs=graph_choice.records,
         )
         if self.is_writer:
             logger.info("configuration (* differs from the default)\n%s", format_config(config))
+            graph_choice.log()
         self.data: RunData = open_run_data(config, topology)
         self.state: TrainingState = build_training_state(config, self.data.vocab_size, topology, device)
         self.resumable = Resumable(
@@ -128,7 +144,7 @@ class _Run:
         self.peak_flops = peak_flops(name, config.precision.precision)
         self.started = time.monotonic()
         self.stop_requested = False
-        self.graph = step_graph(self.state) if config.training.records_graphs else None
+        self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if graph_choice.records else None
         self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank)
         start = config.profile.profile_step_start
         if config.profile.profile and start <= self.progress.iteration and self.is_writer:
@@ -340,6 +356,11 @@ def _checkpoint_writer(config: Config, topology: Topology, iteration: int) -> Ch
         in_background=checkpoint.async_save,
         resumed_at=iteration if in_place else 0,
     )
+
+
+def _world_size() -> int:
+    """Ranks of the run, as torchrun sets them (1 outside torchrun)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _output_dir(config: Config) -> Path:

@@ -10,6 +10,7 @@ import torch
 from fp8_megatron import device as devices
 from fp8_megatron.config_io import parse_config
 from fp8_megatron.testing.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+from fp8_megatron.training import graph_choice
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.trainer import Trainer
 
@@ -28,7 +29,7 @@ MODEL = {
     "deterministic_mode": True,
 }
 FAST = {"fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed", "fp8_lm_head": True}
-GRAPH = {"cuda_graph_impl": "local"}
+PYTHON, GRAPH = ({"cuda_graph_impl": impl} for impl in ("none", "local"))
 
 
 def fit(output_dir: Path, **overrides: object) -> list[dict]:
@@ -62,11 +63,25 @@ def underflow(output_dir: Path) -> dict[int, float]:
     ids=["bf16", "fp16", "O1", "O3", "llama-accumulation", "fast", "fast-accumulation", "split", "dropout"],
 )
 def test_recorded_steps_train_bit_for_bit(tmp_path: Path, settings: dict) -> None:
-    expected = fit(tmp_path / "python", **settings)
+    expected = fit(tmp_path / "python", **settings, **PYTHON)
     assert fit(tmp_path / "graph", **settings, **GRAPH) == expected
     measured = underflow(tmp_path / "graph")
     for iteration, fraction in underflow(tmp_path / "python").items():
         assert measured[iteration] == fraction
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_by_default_small_layers_are_recorded_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_room: bool
+) -> None:
+    if not has_room:
+        monkeypatch.setattr(graph_choice, "_ROOM_FACTOR", 1e9)
+    with caplog.at_level("INFO", logger="fp8_megatron"):
+        measured = fit(tmp_path / "default")
+    assert "steps are recorded as a CUDA graph: a layer has 0.0 TFLOP" in caplog.text
+    assert ("recorded a step as a CUDA graph in" in caplog.text) == has_room
+    assert ("steps are not recorded as a CUDA graph: " in caplog.text) == (not has_room)
+    assert measured == fit(tmp_path / "python", **PYTHON)
 
 
 def test_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -77,7 +92,8 @@ def test_resumes_bit_for_bit(tmp_path: Path) -> None:
     fit(tmp_path / "halves", exit_interval=7, **saving, **settings, **GRAPH)
     assert fit(tmp_path / "halves", load=tmp_path / "checkpoints", **saving, **settings, **GRAPH) == straight
     # Random states of either kind go on in the other.
-    assert fit(tmp_path / "python", load=tmp_path / "checkpoints", ckpt_step=7, **settings) == straight[-8:]
+    resumed = fit(tmp_path / "python", load=tmp_path / "checkpoints", ckpt_step=7, **settings, **PYTHON)
+    assert resumed == straight[-8:]
 
 
 def test_holds_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +108,7 @@ def test_holds_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "vocab_size": 8192,
     }
     settings |= {"deterministic_mode": False}
-    for name, graph in (("python", {}), ("graph", GRAPH)):
+    for name, graph in (("python", PYTHON), ("graph", GRAPH)):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         monkeypatch.setattr(devices, "_earlier_peak_gib", 0.0)

@@ -13,6 +13,7 @@ from benchmarks import compare, measure, scaling
 from benchmarks.measure import PARTS, Target, resolved
 from fp8_megatron.config_checks import check_config
 from fp8_megatron.config_io import parse_config
+from fp8_megatron.training.graph_choice import choose_graph
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +43,27 @@ def test_every_run_is_a_valid_configuration(part: str, tmp_path: Path, monkeypat
                 check_config(parse_config(compare._flags(args, name)), args.nproc_per_node)
         elif command[1] == "benchmarks/scaling.py":
             assert max(scaling._parse().gpus) == PARTS[part].gpus
+
+
+@pytest.mark.parametrize(
+    ("part", "records"), [("small", True), ("7b-2gpus", False), ("13b-2gpus", False), ("7b", False), ("13b", False)]
+)
+def test_each_comparison_has_runs_with_a_graph_and_without(
+    part: str, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default is one of them, whichever it is for this model and layout; where it records, BF16's does too."""
+    gpus = PARTS[part].gpus
+    for command in commands_of(part, tmp_path):
+        monkeypatch.setattr(sys, "argv", command[1:])
+        args = compare._parse()
+        chosen = {
+            name: choose_graph(
+                parse_config(compare._flags(args, name)), has_gpu=True, world_size=gpus, node_size=gpus
+            ).records
+            for name in args.runs
+        }
+        with_default = {"O3-fast": True, "O3-no-graph": False, "bf16": True, "bf16-no-graph": False}
+        assert chosen == (with_default if records else {"O3-graph": True, "O3-fast": False})
 
 
 def test_the_peer_trains_the_same_model(tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ def make(cuda: Cuda, prepared: list[None] | None = None, **settings: Any) -> tup
     """A step of two micro-batches, recorded after two."""
     model = Model(cuda)
     prepared = [] if prepared is None else prepared
-    settings = {"can_measure": lambda: True, "num_micro_batches": 2, "device": CPU, "warmup_steps": 2, **settings}
-    return StepGraph(model, lambda: prepared.append(None), **settings), model
+    settings = {"can_measure": lambda: True, "has_room": lambda: True, "num_micro_batches": 2, **settings}
+    return StepGraph(model, lambda: prepared.append(None), device=CPU, warmup_steps=2, **settings), model
 
 
 def test_after_warm_up_each_kind_of_step_is_recorded_and_launched(cuda: Cuda) -> None:
@@ -179,6 +179,27 @@ def test_without_anything_to_measure_one_recording_is_enough(cuda: Cuda) -> None
     figures = [float(graph(batches, measures_underflow=measures)) for measures in (True, True, True, False)]
     assert figures == [3.0 * 4**step for step in range(4)]
     assert model.calls == [("computed", True), ("computed", True), ("recorded", False)]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_room_is_asked_for_once_after_the_warm_up(cuda: Cuda, has_room: bool) -> None:
+    asked_after: list[int] = []
+
+    def answer() -> bool:
+        asked_after.append(len(model.calls))
+        return has_room
+
+    graph, model = make(cuda, has_room=answer)
+    batches = loader()
+    figures = [float(graph(batches, measures_underflow=measures)) for measures in (False, False, True, False, True)]
+    assert figures == [3.0 * 4**step for step in range(5)]
+    assert asked_after == [2]
+    if has_room:
+        assert len(cuda.graphs) == 2 and model.calls[2:] == [("recorded", False), ("recorded", True)]
+    else:
+        assert not cuda.graphs
+        assert model.calls[2:] == [("computed", True), ("computed", False), ("computed", True)]
+    graph.release()
 
 
 def test_a_launch_among_ranks_is_watched(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +248,7 @@ def test_the_error_is_what_broke_a_recording_off(cuda: Cuda, caplog: pytest.LogC
         patch.setattr(torch.cuda, "graph", graph)
         with pytest.raises(RuntimeError, match="CUDA out of memory"):
             step(batches, measures_underflow=False)
-    assert "recording a step failed; drop --cuda-graph-impl local to train without" in caplog.text
+    assert "recording a step failed; give --cuda-graph-impl none to train without" in caplog.text
     assert "CUDA out of memory" in caplog.text and not recording.is_recording()
 
 

@@ -15,6 +15,7 @@ import torch
 from fp8_megatron.checkpoint import saving
 from fp8_megatron.checkpoint.files import CheckpointError, saved_iterations
 from fp8_megatron.config_io import parse_config
+from fp8_megatron.device import UnsupportedDeviceError
 from fp8_megatron.testing.runs import LLAMA_STYLE_FLAGS, tiny_flags
 from fp8_megatron.testing.token_files import write_token_files
 from fp8_megatron.training import train_step as train_step_module
@@ -100,6 +101,18 @@ def test_resume_is_bitwise(tmp_path: Path, recipe: str, num_micro_batches: int) 
     evals = [(r["iteration"], r["loss"]) for r in straight if r["kind"] == "eval"]
     assert evals == [(r["iteration"], r["loss"]) for r in resumed if r["kind"] == "eval"]
     assert len(evals) == 3
+
+
+def test_a_run_goes_on_however_its_steps_are_launched(tmp_path: Path) -> None:
+    """Who saved launched every step, or left it open, as who resumes; what needs a GPU is refused without one."""
+    straight = fit(tmp_path / "straight", train_iters=4)
+    for saves, resumes in (("none", "auto"), ("auto", "none")):
+        folder = tmp_path / saves
+        fit(folder, train_iters=4, exit_interval=2, save=folder / "saved", cuda_graph_impl=saves)
+        resumed = fit(folder / "resumed", train_iters=4, load=folder / "saved", cuda_graph_impl=resumes)
+        assert steps(resumed) == steps(straight)[2:]
+    with pytest.raises(UnsupportedDeviceError, match="--cuda-graph-impl local needs a GPU"):
+        fit(tmp_path / "local", cuda_graph_impl="local")
 
 
 @pytest.mark.parametrize("settings", [{"async_save": True}, {"precision": "bf16"}], ids=["async", "bf16"])

@@ -1,0 +1,111 @@
+"""Whether steps are recorded as CUDA graphs (`step_graph`): what --cuda-graph-impl asks for, and what `auto` chooses.
+
+A recording pays where a layer's kernels are so short that the host cannot launch them in time. Else it costs memory:
+what it keeps for activations nothing beside it can have.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from .. import device as devices
+from ..config import Config
+from ..config_checks import cuda_graph_problems
+from .flops import model_flops_per_token
+
+logger = logging.getLogger(__name__)
+
+#: FLOPs of a layer (`layer_flops`) from which `auto` does not record. Milliseconds of a step, launched by Python and
+#: recorded, on H200s (--fp8-recipe and --fp8-weight-grad-scaling delayed, --fp8-lm-head), by FLOPs in 10^12:
+#: GPT-345M 0.4: 100 → 19, 2.9: 124 → 109; GPT-7B at TP 4 2.7: 739 → 502, at TP 2 5.4: 460 → 389, at TP 1 10.7:
+#: 1,399 → 1,395 with 1.8 GB more; GPT-13B at TP 2 8.2: 1,403 → 1,412 with 3.5 GB more.
+RECORDS_BELOW_FLOPS = 6e12
+#: What a recording may take of the memory that the steps before it reserved at most.
+_ROOM_FACTOR = 1.1
+
+
+@dataclass(frozen=True)
+class GraphChoice:
+    """What becomes of --cuda-graph-impl.
+
+    Attributes:
+        records: whether steps are recorded.
+        reason: for the log.
+        needs_room: nothing is recorded where memory would not do (`has_room`).
+    """
+
+    records: bool
+    reason: str
+    needs_room: bool = False
+
+    def log(self) -> None:
+        """One line for a user, where steps are recorded."""
+        if self.records:
+            logger.info("steps are recorded as a CUDA graph: %s", self.reason)
+        else:
+            logger.debug("steps are not recorded as a CUDA graph: %s", self.reason)
+
+
+def choose_graph(config: Config, *, has_gpu: bool, world_size: int, node_size: int) -> GraphChoice:
+    """Record or not; the same on all ranks.
+
+    `auto` records where a layer has less than `RECORDS_BELOW_FLOPS`, on the GPUs of one node (several have never been
+    tried), unless something asked for cannot be recorded. Under --profile it does not either: recorded steps have not
+    been profiled, and --profile-trace is of the host's work, of which they have none.
+
+    Args:
+        node_size: ranks of this node.
+    """
+    impl = config.training.cuda_graph_impl
+    if impl != "auto":
+        return GraphChoice(impl == "local", f"cuda_graph_impl is {impl}")
+    obstacle = _obstacle(config, has_gpu=has_gpu, world_size=world_size, node_size=node_size)
+    if obstacle is not None:
+        return GraphChoice(False, obstacle)
+    flops = layer_flops(config)
+    work = f"a layer has {flops / 1e12:.1f} TFLOP a micro-batch on a GPU"
+    if flops < RECORDS_BELOW_FLOPS:
+        return GraphChoice(True, work, needs_room=True)
+    return GraphChoice(False, f"{work}, which gives the host the time to launch it")
+
+
+def layer_flops(config: Config) -> float:
+    """Model FLOPs of one layer, forward and backward, for one micro-batch on one GPU; attention counted in full."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    per_token = model_flops_per_token(model, causal=False, padded_vocab_size=0) / model.num_layers
+    return config.training.micro_batch_size * model.seq_length * per_token / tp
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether what was reserved so far, and a tenth more, fits into the memory of every rank's GPU.
+
+    Called by all ranks at the same step, once; waits for the device.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = torch.tensor([devices.peak_reserved_bytes(device) / total], device=device)
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(share, torch.distributed.ReduceOp.MAX)
+    largest = share.item()  # what the host does next depends on it
+    if largest * _ROOM_FACTOR <= 1.0:
+        return True
+    logger.info(
+        "steps are not recorded as a CUDA graph: %.0f%% of a GPU's memory were reserved, and a recording may take a "
+        "tenth more; --cuda-graph-impl local records in any case",
+        100 * largest,
+    )
+    return False
+
+
+def _obstacle(config: Config, *, has_gpu: bool, world_size: int, node_size: int) -> str | None:
+    """Why `auto` does not record, however small the layers."""
+    if not has_gpu:
+        return "there is no GPU"
+    if world_size != node_size:
+        return f"of WORLD_SIZE({world_size}) ranks LOCAL_WORLD_SIZE({node_size}) are on this node"
+    problem = next(cuda_graph_problems(config), None)
+    if problem is None and config.profile.profile:
+        return "profile shows the kernels of steps that Python launches"
+    return problem
