@@ -59,6 +59,23 @@ def _norm(device: torch.device, tokens: int, hidden: int, *, rms: bool) -> Itera
         lambda i: ops.norm_backward(grad(i)[None], residual(i), x(i), weight, mean, rstd, has_bias=not rms),
         (3 * 2 + 2) * n + statistics,
     )
+    yield Case(
+        f"{kind} backward with residual gradient → E5M2 both layouts with column sums, known scale {at}",
+        lambda i: ops.norm_backward_quantize(
+            grad(i)[None],
+            residual(i),
+            x(i),
+            weight,
+            mean,
+            rstd,
+            E5M2,
+            has_bias=not rms,
+            scale=scaling.scale,
+            amax_out=scaling.amax,
+            transposed=True,
+        ),
+        (3 * 2 + 2 + 2) * n + statistics,
+    )
 
 
 def _norm_quantize(

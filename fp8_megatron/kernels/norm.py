@@ -113,6 +113,35 @@ def norm_backward(
     return grad_x.to(x.dtype), (g * normalized).sum(dim=0), grad_bias
 
 
+def norm_backward_quantize(
+    grad: Tensor,
+    residual_grad: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    has_bias: bool,
+    dtype: torch.dtype,
+    scale: Tensor,
+    amax_out: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`norm_backward`, and its gradient of x as `reference.quantize_grad_output` casts it with a known scale.
+
+    Args:
+        scale: FP32 [1]. amax_out: FP32 [1], raised to the gradient's amax when given.
+
+    Returns:
+        What `norm_backward` does; the gradient of x in FP8 [T, K]; `transposed` [K, T], else empty; its column sums
+        FP32 [K].
+    """
+    grads = norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
+    payload, payload_t, column_sums, _ = reference.quantize_grad_output(
+        grads[0], dtype, scale, False, amax_out, transposed
+    )
+    return *grads, payload, payload_t, column_sums
+
+
 def quantize_with_or_without_scale(
     values: Tensor, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:

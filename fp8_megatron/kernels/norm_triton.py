@@ -246,7 +246,8 @@ def _load_rows_at(values, rows, T):
 
 
 @cache
-def _num_multiprocessors(index: int) -> int:
+def num_multiprocessors(index: int) -> int:
+    """Of GPU `index`."""
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
@@ -291,7 +292,7 @@ def norm_quantize(
     is_even = block == K and T % rows == 0
     # As many as a multiprocessor has registers for: programs beyond these would come after the others, not beside them.
     a_multiprocessor = 1 if block > _FORWARD_ELEMENTS else 3 if is_even else 2
-    most = a_multiprocessor * _num_multiprocessors(x.device.index)
+    most = a_multiprocessor * num_multiprocessors(x.device.index)
     payload = torch.empty((T, K), dtype=dtype, device=x.device)
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
     mean = no_values(torch.float32, x.device) if rms else torch.empty_like(rstd)
@@ -372,7 +373,7 @@ def norm_backward(
     is_flat = next_power_of_2(K) >= _FLAT_FROM
     rows, block = _block(K, _FLAT_ELEMENTS if is_flat else _BACKWARD_ELEMENTS)
     a_multiprocessor = _FLAT_PROGRAMS_PER_MULTIPROCESSOR if is_flat else _BACKWARD_PROGRAMS_PER_MULTIPROCESSOR
-    programs = min(cdiv(T, rows), a_multiprocessor * _num_multiprocessors(x.device.index))
+    programs = min(cdiv(T, rows), a_multiprocessor * num_multiprocessors(x.device.index))
     grad_x = torch.empty_like(x)
     sums = torch.empty((2 if has_bias else 1, programs, K), dtype=torch.float32, device=x.device)
     has_residual = residual_grad is not None

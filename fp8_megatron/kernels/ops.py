@@ -108,6 +108,28 @@ def norm_backward(
     return _OPS.norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
 
 
+def norm_backward_quantize(
+    grad: Tensor,
+    residual_grad: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dtype: torch.dtype,
+    *,
+    has_bias: bool,
+    scale: Tensor,
+    amax_out: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`norm.norm_backward_quantize`: the three gradients of `norm_backward`, payload [T, K], transpose [K, T], column
+    sums [K] of the first."""
+    assert grad.shape[1:] == x.shape and grad.ndim == 3, (grad.shape, x.shape)
+    return _OPS.norm_backward_quantize(
+        grad, residual_grad, x, weight, mean, rstd, has_bias, dtype, scale, amax_out, transposed
+    )
+
+
 def activation_amax(z: Tensor, kind: str) -> Tensor:
     """`activation.activation_amax`: FP32 [1]."""
     return _OPS.activation_amax(z, kind)

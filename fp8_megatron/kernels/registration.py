@@ -1,7 +1,7 @@
 """The ``fp8_megatron::`` operators: their schemas, and which variant a device takes.
 
-A CPU tensor takes the specification (`reference` and its neighbours); a CUDA tensor takes the Triton variant, and the
-FP8 GEMM takes cuBLASLt. The device alone decides: there is no silent fall-back.
+A CPU tensor takes the specification (`reference` and its neighbours); a CUDA tensor takes the Triton variant, the FP8
+GEMM cuBLASLt, and one kernel csrc's (`norm_cuda`). The device alone decides: there is no silent fall-back.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ _SCHEMAS = {
     " ScalarType dtype, bool transposed) -> Tensor",
     "norm_backward": "(Tensor grad, Tensor? residual_grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd,"
     " bool has_bias) -> (Tensor, Tensor, Tensor)",
+    "norm_backward_quantize": "(Tensor grad, Tensor? residual_grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd,"
+    " bool has_bias, ScalarType dtype, Tensor scale, Tensor(a!)? amax_out, bool transposed)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "activation_amax": "(Tensor z, str kind) -> Tensor",
     "activation_backward_amax": "(Tensor grad, Tensor z, str kind) -> Tensor",
     "activation_quantize": "(Tensor z, str kind, ScalarType dtype, Tensor? scale, bool power_of_two,"
@@ -139,6 +142,7 @@ _CPU: dict[str, Callable[..., Any]] = {
     "norm_quantize": norm.norm_quantize,
     "norm_requantize": norm.norm_requantize,
     "norm_backward": norm.norm_backward,
+    "norm_backward_quantize": norm.norm_backward_quantize,
     "activation_amax": activation.activation_amax,
     "activation_backward_amax": activation.activation_backward_amax,
     "activation_quantize": activation.activation_quantize,
@@ -160,8 +164,8 @@ _CPU: dict[str, Callable[..., Any]] = {
     "derive_fp8_weights_": reference.derive_fp8_weights_,
 }
 
-#: Operator → module of its Triton variant, imported on the first CUDA call (a CPU machine has no Triton).
-_TRITON = {
+#: Operator → module of its GPU variant, imported on the first CUDA call (a CPU machine has no Triton).
+_GPU_MODULES = {
     "amax": "quantize_triton",
     "quantize_current": "quantize_triton",
     "quantize_with_scale": "quantize_triton",
@@ -172,6 +176,7 @@ _TRITON = {
     "norm_quantize": "norm_triton",
     "norm_requantize": "norm_triton",
     "norm_backward": "norm_triton",
+    "norm_backward_quantize": "norm_cuda",
     "activation_amax": "activation_triton",
     "activation_backward_amax": "activation_triton",
     "activation_quantize": "activation_triton",
@@ -197,7 +202,7 @@ _CUBLASLT: dict[str, Callable[..., Any]] = {
 }
 
 
-def _lazy_triton(name: str, module: str) -> Callable[..., Any]:
+def _lazy(name: str, module: str) -> Callable[..., Any]:
     loaded = None
 
     def call(*args: Any) -> Any:
@@ -214,7 +219,7 @@ def _lazy_triton(name: str, module: str) -> Callable[..., Any]:
 def _cuda_variant(name: str) -> Callable[..., Any]:
     if name in _CUBLASLT:
         return _CUBLASLT[name]
-    return _lazy_triton(name, _TRITON[name])
+    return _lazy(name, _GPU_MODULES[name])
 
 
 def callables() -> SimpleNamespace:

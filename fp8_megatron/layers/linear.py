@@ -24,7 +24,7 @@ from ..collectives.scale_sync import max_over_group_
 from ..kernels import ops
 from ..quantization.recipe import INPUT_DTYPE, AmaxSync, LinearQuantizers, Quantizer
 from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.sources import GradSource, NormSource, TensorSource
+from ..quantization.sources import Grads, GradSource, NormSource, TensorSource
 from ..quantization.weight_grad import WeightGrad
 
 
@@ -54,13 +54,32 @@ class TensorParallelism:
     scatters_output: bool = False
 
 
+class GradReceiver(NamedTuple):
+    """The linear layer whose output a norm reads, and nothing else does: the gradient that leaves the norm is that
+    layer's output gradient, cast for it where it is made; `transposed` if it wants both layouts."""
+
+    quantizers: LinearQuantizers
+    transposed: bool
+
+
 class NormParams(NamedTuple):
-    """The norm in front of a linear layer: weight [K], bias [K] or None, epsilon, and whether it is RMSNorm."""
+    """The norm in front of a linear layer: weight [K], bias [K] or None, epsilon, whether it is RMSNorm, and who
+    receives its gradient in FP8."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     rms: bool
+    receiver: GradReceiver | None = None
+
+    @property
+    def settings(self) -> NormSettings:
+        """All but the parameters."""
+        return self.eps, self.rms, self.receiver
+
+
+#: The end of `NormParams`.
+NormSettings = tuple[float, bool, GradReceiver | None]
 
 
 class LinearParams(NamedTuple):
@@ -205,7 +224,7 @@ def quantized_norm(
     x: Tensor, norm: NormParams, quantizer: Quantizer, parallelism: TensorParallelism
 ) -> tuple[Rows, NormStatistics]:
     """norm(x) in FP8 over the gathered sequence [T, K], and what backward needs beside x."""
-    source = NormSource(x.reshape(-1, x.shape[-1]), *norm)
+    source = NormSource(x.reshape(-1, x.shape[-1]), norm.weight, norm.bias, norm.eps, norm.rms)
     (payload, mean, rstd), scale = quantizer.quantize(source, sync=amax_sync(parallelism))
     return gathered(payload, parallelism), NormStatistics(mean, rstd, scale)
 
@@ -256,9 +275,18 @@ def norm_backward(
     """
     x2d = x.reshape(-1, x.shape[-1])
     residual = None if residual_grad is None else residual_grad.reshape(x2d.shape)
-    grad_x, grad_weight, grad_bias = ops.norm_backward(
-        summands, residual, x2d, norm.weight, kept.mean, kept.rstd, has_bias=norm.bias is not None
-    )
+    arguments = (summands, residual, x2d, norm.weight, kept.mean, kept.rstd)
+    has_bias = norm.bias is not None
+    known = None if norm.receiver is None else norm.receiver.quantizers.grad_output.known_scale()
+    if norm.receiver is None or known is None:
+        grad_x, grad_weight, grad_bias = ops.norm_backward(*arguments, has_bias=has_bias)
+    else:
+        (scale, amax_out), (quantizers, transposed) = known, norm.receiver
+        dtype = quantizers.grad_output.dtype
+        grad_x, grad_weight, grad_bias, *cast = ops.norm_backward_quantize(
+            *arguments, dtype, has_bias=has_bias, scale=scale, amax_out=amax_out, transposed=transposed
+        )
+        quantizers.early_cast.put(grad_x, Grads(*cast), scale)
     return grad_x.view(x.shape), delivered(grad_weight, norm.weight), delivered(grad_bias, norm.bias)
 
 
@@ -395,9 +423,12 @@ def quantized_grad(
     grad_output: Tensor, quantizers: LinearQuantizers, *, has_bias: bool
 ) -> tuple[Operand, Tensor | None]:
     """The output gradient [..., N] for both GEMMs, and the bias's gradient FP32 [N]."""
-    source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias)
-    (payload, payload_t, column_sums), scale = quantizers.grad_output.quantize(source)
-    return Operand(Rows.local(payload), scale, payload_t), column_sums
+    made = quantizers.early_cast.take(grad_output)
+    if made is None:
+        source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias)
+        made = quantizers.grad_output.quantize(source)
+    (payload, payload_t, column_sums), scale = made
+    return Operand(Rows.local(payload), scale, payload_t), column_sums if has_bias else None
 
 
 def gathered_grad(
@@ -409,10 +440,12 @@ def gathered_grad(
     The cast is bit for bit that of the gathered gradient, for half of BF16's bytes.
     """
     assert parallelism.group is not None
-    source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias, transposed=False)
-    sync = partial(max_over_group_, group=parallelism.group)
-    (part, _, column_sums), scale = quantizers.grad_output.quantize(source, sync=sync)
-    return Operand(gather_rows(part, parallelism.group), scale), column_sums
+    made = quantizers.early_cast.take(grad_output)
+    if made is None:
+        source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias, transposed=False)
+        made = quantizers.grad_output.quantize(source, sync=partial(max_over_group_, group=parallelism.group))
+    (part, _, column_sums), scale = made
+    return Operand(gather_rows(part, parallelism.group), scale), column_sums if has_bias else None
 
 
 def amax_sync(parallelism: TensorParallelism) -> AmaxSync | None:

@@ -26,6 +26,7 @@ from ..quantization.recipe import GRAD_OUTPUT_DTYPE, INPUT_DTYPE, WEIGHT_DTYPE, 
 from .cross_entropy import agree_on_statistics, local_labels
 from .linear import (
     NormParams,
+    NormSettings,
     NormStatistics,
     TensorParallelism,
     gathered_shape,
@@ -67,9 +68,17 @@ def fp8_norm_head_loss(
     Returns:
         FP32 [s, b], alike on all ranks of the group. Backward works once: it gives the logits up.
     """
-    settings = (norm.eps, norm.rms, power_of_two)
     return _FP8NormHeadLoss.apply(
-        x, norm.weight, norm.bias, weight, labels, settings, quantizer, parallelism, torch.is_grad_enabled()
+        x,
+        norm.weight,
+        norm.bias,
+        weight,
+        labels,
+        norm.settings,
+        power_of_two,
+        quantizer,
+        parallelism,
+        torch.is_grad_enabled(),
     )
 
 
@@ -93,13 +102,13 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         norm_bias: Tensor | None,
         weight: Tensor,
         labels: Tensor,
-        settings: tuple[float, bool, bool],
+        norm_settings: NormSettings,
+        power_of_two: bool,
         quantizer: Quantizer,
         parallelism: TensorParallelism,
         needs_backward: bool,
     ) -> Tensor:
-        eps, rms, power_of_two = settings
-        rows, kept = quantized_norm(x, NormParams(norm_weight, norm_bias, eps, rms), quantizer, parallelism)
+        rows, kept = quantized_norm(x, NormParams(norm_weight, norm_bias, *norm_settings), quantizer, parallelism)
         payload = rows.wait()
         local = local_labels(labels, weight.shape[0], parallelism.group)
         statistics, all_logits, weight_scales, first = [], [], [], 0
@@ -116,7 +125,7 @@ class _FP8NormHeadLoss(torch.autograd.Function):
             ctx.save_for_backward(x, norm_weight, norm_bias, weight, local, log_sum_exp, *kept)
             # Not saved as the others: each is let go of when its gradient is made.
             ctx.logits, ctx.weight_scales = all_logits, weight_scales
-            ctx.norm_settings, ctx.power_of_two, ctx.parallelism = (eps, rms), power_of_two, parallelism
+            ctx.norm_settings, ctx.power_of_two, ctx.parallelism = norm_settings, power_of_two, parallelism
         return (log_sum_exp - target).view(labels.shape)
 
     @staticmethod
@@ -153,7 +162,7 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         grad_weight = _weight_gradient(payloads_t, scale, x_t, statistics.scale, weight)
         del x_t, gathering
         grad_x, grad_norm_weight, grad_norm_bias = norm_backward(reducing.summands(), None, x, norm, statistics)
-        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, *[None] * 5
+        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, *[None] * 6
 
 
 def _parts(weight: Tensor) -> tuple[Tensor, ...]:

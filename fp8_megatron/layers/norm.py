@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from .linear import NormParams
+from .linear import GradReceiver, NormParams
 
 
 class Norm(torch.nn.Module):
@@ -29,10 +31,19 @@ class Norm(torch.nn.Module):
         else:
             self.register_parameter("bias", None)
         self.is_rms = config.normalization == "RMSNorm"
+        self._receiver: Callable[[], GradReceiver | None] = _no_receiver
+
+    def cast_grad_for(self, receiver: Callable[[], GradReceiver | None]) -> None:
+        """From now on the backward of what has this norm inside casts the gradient of its input for a linear layer.
+
+        Args:
+            receiver: asked at each forward; None where something comes between that layer and this norm.
+        """
+        self._receiver = receiver
 
     def norm_params(self) -> NormParams:
         """For the linear layer that has this norm inside."""
-        return NormParams(self.weight, self.bias, self.eps, self.is_rms)
+        return NormParams(self.weight, self.bias, self.eps, self.is_rms, self._receiver())
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] → [..., hidden] in the dtype of `x`."""
@@ -47,3 +58,7 @@ class DeferredNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """`x` itself."""
         return x
+
+
+def _no_receiver() -> None:
+    return None

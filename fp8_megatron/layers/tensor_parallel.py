@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..quantization.recipe import WEIGHT_DTYPE, LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
-from .linear import TensorParallelism, fp8_linear
+from .linear import GradReceiver, TensorParallelism, fp8_linear
 
 
 def _quantize_weight(weight: torch.nn.Parameter, *, is_initialized: bool) -> torch.nn.Parameter:
@@ -127,6 +127,10 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
         """Whether the residual branch is added on the way: nothing stands between it and the output."""
         drops_out = self.training and self.config.hidden_dropout > 0.0
         return self.output_is_whole and not drops_out
+
+    def grad_receiver(self) -> GradReceiver | None:
+        """This layer, for the norm that reads its output, where it has added all of the norm's input."""
+        return GradReceiver(self.quantizers, not self._scatters_output) if self.adds_residual else None
 
     @property
     def _scatters_output(self) -> bool:

@@ -41,6 +41,11 @@ class FP8TransformerLayer(TransformerLayer):
         assert isinstance(self.self_attention, FP8SelfAttention) and isinstance(self.mlp, FP8MLP)
         self.self_attention.fuse_norm(self.input_layernorm)
         self.mlp.fuse_norm(self.pre_mlp_layernorm)
+        self.pre_mlp_layernorm.cast_grad_for(self.self_attention.linear_proj.grad_receiver)
+
+    def comes_after(self, layer: FP8TransformerLayer) -> None:
+        """Nothing but `layer` writes what this layer reads, and nothing else reads it."""
+        self.input_layernorm.cast_grad_for(layer.mlp.linear_fc2.grad_receiver)
 
     def _forward_attention(
         self,

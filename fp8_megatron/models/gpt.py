@@ -20,6 +20,8 @@ from ..distributed.topology import Topology
 from ..layers.cross_entropy import vocab_parallel_cross_entropy
 from ..layers.linear import KeptTranspose
 from ..layers.lm_head import FP8OutputLayer
+from ..layers.norm import DeferredNorm
+from ..layers.transformer_layer import FP8TransformerLayer
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe
 from ..quantization.scaled_tensor import ScaledTensor
@@ -202,6 +204,7 @@ def _build_chunk(
     )
     if config.precision.fp8_lm_head and module.post_process:
         module.use_fp8_head(recipe)
+    _cast_grads_early(module)
     _tag_vocab_parallel(module)
     if module.pre_process and module.embedding.add_position_embedding:
         # The one parameter that megatron-core leaves in FP32 on the CPU.
@@ -213,6 +216,19 @@ def _build_chunk(
     if recipe.history is not None and config.precision.precision == "fp8":
         recipe.history.allocate(device)
     return ModelChunk(module, recipe)
+
+
+def _cast_grads_early(module: GPT) -> None:
+    """Let each norm cast its gradient for the FP8 layer in front of it, where a fused function has that norm inside."""
+    before: FP8TransformerLayer | None = None
+    for layer in module.decoder.layers:
+        is_fp8 = isinstance(layer, FP8TransformerLayer)
+        if is_fp8 and before is not None:
+            layer.comes_after(before)
+        before = layer if is_fp8 else None
+    norm = getattr(module.decoder, "final_layernorm", None)
+    if before is not None and isinstance(norm, DeferredNorm):
+        norm.cast_grad_for(before.mlp.linear_fc2.grad_receiver)
 
 
 def _tag_vocab_parallel(module: GPTModel) -> None:

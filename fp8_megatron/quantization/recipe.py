@@ -7,7 +7,7 @@ fprop: y = x·Wᵀ; dgrad: grad_input = g·W; wgrad: grad_weight = gᵀ·x, with
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..formats import E4M3, E5M2
 from ..kernels.reference import scale_from_amax
 from .amax_history import AmaxHistory
+from .early_cast import EarlyCast
 from .sources import Payloads, Source, TensorSource
 from .weight_grad import DelayedGradScale
 
@@ -56,8 +57,9 @@ class Quantizer:
                 are shared already, because the history is reduced over that group.
         """
         history, power_of_two = self.history, self.power_of_two
-        if history is not None and history.is_warm:
-            scale, amax_out = history.scale_of(self.slot), history.amax_of(self.slot)
+        known = self.known_scale()
+        if known is not None:
+            scale, amax_out = known
             payloads, _ = source.quantize(self.dtype, scale, power_of_two=power_of_two, amax_out=amax_out)
             return payloads, scale
         if sync is None and history is None:
@@ -70,6 +72,12 @@ class Quantizer:
         scale = scale_from_amax(amax, self.dtype, power_of_two=power_of_two)
         return source.quantize(self.dtype, scale, power_of_two=power_of_two, amax_out=None)
 
+    def known_scale(self) -> tuple[Tensor, Tensor] | None:
+        """The delayed scale and where the amax is to be recorded, FP32 [1] each; None where the values come first."""
+        if self.history is None or not self.history.is_warm:
+            return None
+        return self.history.scale_of(self.slot), self.history.amax_of(self.slot)
+
     def __call__(
         self, x: Tensor, *, rowwise: bool = True, transposed: bool = False, sync: AmaxSync | None = None
     ) -> QuantizedOperand:
@@ -80,11 +88,15 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class LinearQuantizers:
-    """The quantisers of one linear layer, by GEMM role; without `weight_grad` blocks of its gradient have scales."""
+    """The quantisers of one linear layer, by GEMM role; without `weight_grad` blocks of its gradient have scales.
+
+    `early_cast`: what `grad_output` would do, done by who makes the gradient.
+    """
 
     input: Quantizer
     grad_output: Quantizer
     weight_grad: DelayedGradScale | None = None
+    early_cast: EarlyCast = field(default_factory=EarlyCast, compare=False)
 
 
 @dataclass(frozen=True)

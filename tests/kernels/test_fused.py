@@ -121,6 +121,22 @@ def test_norm_backward_of_summands(num_parts: int) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, expected, strict=True))
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "both_layouts"])
+def test_norm_backward_with_the_cast_of_its_gradient(transposed: bool) -> None:
+    x, weight, grad = normal(T, K, seed=1), 1 + normal(K, seed=2, size=0.3), normal(1, T, K, seed=3)
+    arguments = (grad, normal(T, K, seed=4), x, weight, *norm.statistics(x, 1e-5, rms=False))
+    scale, amax = torch.full((1,), 1e-4), torch.zeros(1)
+    *grads, payload, payload_t, sums = ops.norm_backward_quantize(
+        *arguments, E5M2, has_bias=True, scale=scale, amax_out=amax, transposed=transposed
+    )
+    expected = ops.norm_backward(*arguments, has_bias=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(grads, expected, strict=True))
+    assert torch.equal(payload.view(torch.uint8), reference.encode(grads[0], scale, E5M2).view(torch.uint8))
+    assert amax == grads[0].abs().max() and torch.equal(sums, grads[0].float().sum(dim=0))
+    assert payload_t.numel() == 0 or torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
+    assert (payload_t.numel() > 0) == transposed
+
+
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_cross_entropy(num_shards: int) -> None:
     logits, vocab = normal(T, 64, seed=1, size=3.0), 64

@@ -1,0 +1,130 @@
+"""The CUDA C++ kernels of csrc/, compiled for the GPU at hand when one is first used: there is nothing to build.
+
+NVRTC compiles them, which comes with torch, in a fraction of a second; the sources need no header. What a kernel is
+specialised for (a hidden size, a norm) are its macros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+#: In a checkout, and where a wheel puts them.
+_FOLDERS = (
+    Path(__file__).parents[2] / "csrc",
+    Path(sysconfig.get_path("data")) / "share" / "fp8_megatron" / "csrc",
+)
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+class ExtensionError(RuntimeError):
+    """A kernel that cannot be compiled or loaded here, with the reason."""
+
+
+class Kernel:
+    """A loaded kernel of one GPU, launched on torch's current stream.
+
+    Args:
+        cubin: what `compile_source` gave. function: the kernel's name in it.
+        threads: of a block. shared_bytes: dynamic shared memory of a block.
+        parameters: a ctypes type for each of the kernel's parameters.
+    """
+
+    def __init__(
+        self, cubin: bytes, function: str, *, threads: int, shared_bytes: int, parameters: Sequence[type]
+    ) -> None:
+        self._cubin = cubin  # the driver need not have copied it
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, function.encode()), function)
+        status = _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        _check(status, f"{shared_bytes} bytes of shared memory for {function}")
+        self._threads, self._shared_bytes, self._parameters = threads, shared_bytes, tuple(parameters)
+
+    def launch(self, blocks: int, device: torch.device, *arguments: int) -> None:
+        """Queue it; addresses are plain numbers, of what the caller keeps until the stream has got there."""
+        values = [kind(argument) for kind, argument in zip(self._parameters, arguments, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        status = _driver().cuLaunchKernel(
+            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, pointers, None
+        )
+        _check(status, "cuLaunchKernel")
+
+
+def compile_source(name: str, macros: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+    """The cubin of csrc/`name` for GPUs of a compute capability.
+
+    Raises:
+        ExtensionError: no NVRTC, no such file, or NVRTC's own messages.
+    """
+    nvrtc = _nvrtc()
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options += [f"-D{macro}={int(value)}" for macro, value in macros.items()]
+    program = ctypes.c_void_p()
+    source = _source(name)
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None), name)
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).rstrip(b"\0").decode()
+            raise ExtensionError(f"csrc/{name} does not compile with {' '.join(options)}:\n{log}")
+        return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(program, get_size, get) -> bytes:  # type: ignore[no-untyped-def]
+    size = ctypes.c_size_t()
+    _check(get_size(program, ctypes.byref(size)), "NVRTC")
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(get(program, buffer), "NVRTC")
+    return buffer.raw
+
+
+def _source(name: str) -> bytes:
+    for folder in _FOLDERS:
+        if (folder / name).is_file():
+            return (folder / name).read_bytes()
+    raise ExtensionError(f"csrc/{name} is in none of {', '.join(map(str, _FOLDERS))}")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise ExtensionError(f"{what} failed with CUDA error {status}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    driver.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+    driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    return driver
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """NVRTC of torch's CUDA: of the system's paths, or of the wheel that torch depends on."""
+    if torch.version.cuda is None:
+        raise ExtensionError("this torch has no CUDA")
+    major = torch.version.cuda.split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    packages = Path(torch.__file__).parents[1] / "nvidia"
+    beside = [packages / f"cu{major}" / "lib" / name, packages / "cuda_nvrtc" / "lib" / name]
+    for candidate in [*(str(path) for path in beside if path.is_file()), name]:
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError as error:
+            logger.debug("%s: %s", candidate, error)
+    raise ExtensionError(f"there is no {name}: install nvidia-cuda-nvrtc")
