@@ -3,8 +3,10 @@
 torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --output runs/tensor_parallel.json
 
 Each GEMM alone, with collectives (NCCL; gloo on a CPU) and, between the GPUs of a node, part by part over copy engines
-(`collectives.row_exchange`); what a call takes of the device and of the host, and whether the results are equal. Then
-the bytes are checked while other copies keep the engines busy and memory is used again as soon as it may be.
+(`collectives.row_exchange`); what a call takes of the device and of the host, and whether the results are equal. Where
+rows are gathered also from BF16 on, over collectives: cast, gathered in FP8 and multiplied, beside gathered in BF16,
+cast and multiplied. Then the bytes are checked while other copies keep the engines busy and memory is used again as
+soon as it may be.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class Row:
     alone: float
     collectives: float
     collectives_host: float
+    cast_then_gathered: float | None = None
+    gathered_then_cast: float | None = None
     by_parts: float | None = None
     by_parts_host: float | None = None
     equal: bool | None = None
@@ -86,7 +90,12 @@ def _run(args: argparse.Namespace, group: Group, device: torch.device) -> tuple[
     for case in cases:
         alone, _ = _time(case.alone, group, device)
         both, host = _time(case.exchange, group, device)
-        rows.append(Row(case.name, case.n, case.k, alone, both, host))
+        row = Row(case.name, case.n, case.k, alone, both, host)
+        if case.gathers:
+            row.cast_then_gathered, _ = _time(case.cast_then_gathered, group, device)
+            row.gathered_then_cast, _ = _time(case.gathered_then_cast, group, device)
+            assert torch.equal(case.cast_then_gathered(), case.gathered_then_cast()), row.name
+        rows.append(row)
     expected = [case.expected() for case in cases]
     if device.type == "cuda":
         share_memory(group, device)
@@ -113,9 +122,10 @@ class _Case:
     def __init__(
         self, name: str, n: int, k: int, gathers: bool, tokens: int, group: Group, device: torch.device
     ) -> None:
-        self.name, self.n, self.k = name, n, k
-        self._gathers, self._tokens, self._group = gathers, tokens, group
-        self._x = torch.randn(tokens // group.size() if gathers else tokens, k, device=device).to(E4M3)
+        self.name, self.n, self.k, self.gathers = name, n, k, gathers
+        self._tokens, self._group = tokens, group
+        self._wide = torch.randn(tokens // group.size() if gathers else tokens, k, device=device).bfloat16()
+        self._x = self._wide.to(E4M3)
         self._whole = self._x.view(torch.uint8).repeat(group.size(), 1).view(E4M3) if gathers else self._x
         self._weight = torch.randn(n, k, device=device).to(E4M3)
         self._scale = torch.ones(1, device=device)
@@ -126,7 +136,7 @@ class _Case:
 
     def expected(self) -> Tensor:
         """What `exchange` gives by parts, from collectives of whole matrices: a sum in FP32 and in rank order."""
-        if self._gathers:
+        if self.gathers:
             return self.exchange()
         own = self.alone()
         matrices = [torch.empty_like(own) for _ in range(self._group.size())]
@@ -136,19 +146,36 @@ class _Case:
 
     def exchange(self) -> Tensor:
         """y [tokens, n] of gathered rows, or this rank's part of the sum."""
-        shape = (self._tokens, self.n)
-        if not self._gathers:
+        if not self.gathers:
             return sum_rows(
                 lambda rows, out, _: self._multiply(out, self._x[rows]),
-                shape,
+                (self._tokens, self.n),
                 torch.bfloat16,
                 self._x.device,
                 self._group,
             ).wait()
-        y = torch.empty(shape, dtype=torch.bfloat16, device=self._x.device)
-        for rows, part in gather_rows(self._x, self._group).parts():
+        return self._gathered_product(self._x)
+
+    def cast_then_gathered(self) -> Tensor:
+        """As `exchange`, from this rank's rows in BF16 on: one byte an element travels."""
+        return self._gathered_product(self._cast(self._wide))
+
+    def gathered_then_cast(self) -> Tensor:
+        """The same bits; two bytes an element travel, and every rank casts all rows."""
+        whole = self._wide.new_empty(self._tokens, self.k)
+        torch.distributed.all_gather_into_tensor(whole, self._wide, group=self._group)
+        y = torch.empty((self._tokens, self.n), dtype=torch.bfloat16, device=self._x.device)
+        self._multiply(y, self._cast(whole))
+        return y
+
+    def _gathered_product(self, x: Tensor) -> Tensor:
+        y = torch.empty((self._tokens, self.n), dtype=torch.bfloat16, device=self._x.device)
+        for rows, part in gather_rows(x, self._group).parts():
             self._multiply(y[rows], part)
         return y
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return ops.quantize_with_scale(x, self._scale, E4M3, rowwise=True, transposed=False)[0]
 
     def _multiply(self, out: Tensor, x: Tensor) -> None:
         ops.scaled_mm_into_(out, x, self._weight, self._scale, self._scale)
@@ -223,11 +250,17 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _report(args: argparse.Namespace, rows: list[Row], wrong: int, device: torch.device) -> None:
-    print(f"{'µs':24} {'alone':>9} {'collectives':>12} {'(host)':>8} {'by parts':>9} {'(host)':>8}  equal")
+    print(
+        f"{'µs':24} {'alone':>9} {'collectives':>12} {'(host)':>8} {'FP8 gather':>10} {'BF16':>8}"
+        f" {'by parts':>9} {'(host)':>8}  equal"
+    )
     for row in rows:
+        gathers = " " * 19
+        if row.cast_then_gathered is not None:
+            gathers = f"{row.cast_then_gathered:10.1f} {row.gathered_then_cast:8.1f}"
         parts = "" if row.by_parts is None else f"{row.by_parts:9.1f} {row.by_parts_host:8.1f}  {row.equal}"
         shape = f"{row.name} [{row.n}, {row.k}]"
-        print(f"{shape:24} {row.alone:9.1f} {row.collectives:12.1f} {row.collectives_host:8.1f} {parts}")
+        print(f"{shape:24} {row.alone:9.1f} {row.collectives:12.1f} {row.collectives_host:8.1f} {gathers} {parts}")
     print(f"{wrong} of {args.check_exchanges} exchanges wrong")
     if args.output is None:
         return

@@ -21,3 +21,5 @@ def test_two_ranks_over_gloo(tmp_path: Path) -> None:
     report = json.loads(output.read_text())
     assert [row["name"] for row in report["rows"]] == ["qkv", "fc1", "proj", "fc2"]
     assert all(row["alone"] > 0 and row["by_parts"] is None for row in report["rows"])
+    gathered = [row["name"] for row in report["rows"] if (row["cast_then_gathered"] or 0) > 0]
+    assert gathered == [row["name"] for row in report["rows"] if (row["gathered_then_cast"] or 0) > 0] == ["qkv", "fc1"]
