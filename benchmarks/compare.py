@@ -8,8 +8,7 @@ A peer that is another program takes part too: ``--peer "name=command"``, whose 
 Everything after -- goes to pretrain_gpt.py (data, for instance; without any, random tokens).
 
 Writes comparison.json (commands, commit, versions, every figure, time by kind of kernel), comparison.md and
-comparison.png. Speed is the median over the steps after the first ones, profiled steps left out. Where a run leaves
---cuda-graph-impl open, Python launches its steps if some are profiled: --profiled-steps 0 measures what training does.
+comparison.png. Speed is the median over the steps after the first ones, profiled steps left out.
 """
 
 from __future__ import annotations

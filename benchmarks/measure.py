@@ -109,13 +109,13 @@ PARTS = {
     "7b-2gpus": Part(
         2,
         "GPT-7B over two data-parallel GPUs",
-        lambda to: [_compare(to, "7b-2", "7b", ["O3-graph", "O3-fast"], gpus=2, micro=4, num_micro=4, steps=10)],
+        lambda to: [_compare(to, "7b-2", "7b", ["O3-fast", "O3-graph"], gpus=2, micro=4, num_micro=4, steps=10)],
     ),
     "13b-2gpus": Part(
         2,
         "GPT-13B over two tensor-parallel GPUs",
         lambda to: [
-            _compare(to, "13b-2", "13b", ["O3-graph", "O3-fast"], *_TP2, gpus=2, micro=4, num_micro=2, steps=10)
+            _compare(to, "13b-2", "13b", ["O3-fast", "O3-no-graph"], *_TP2, gpus=2, micro=4, num_micro=2, steps=10)
         ],
     ),
     "7b": Part(
@@ -129,7 +129,7 @@ PARTS = {
         4,
         "GPT-13B, TP 2 with sequence parallelism, DP 2, 4 × 4 micro-batches",
         lambda to: [
-            _compare(to, "13b", "13b", ["O3-graph", "O3-fast"], *_TP2, *_KEEP_13B, gpus=4, micro=4, num_micro=4)
+            _compare(to, "13b", "13b", ["O3-fast", "O3-no-graph"], *_TP2, *_KEEP_13B, gpus=4, micro=4, num_micro=4)
         ],
     ),
     "scaling": Part(

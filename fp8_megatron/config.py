@@ -383,8 +383,7 @@ class ProfileConfig:
     """Where the time of a step goes (torch.profiler)."""
 
     profile: bool = False
-    """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json; under
-    --cuda-graph-impl auto Python launches all steps of such a run."""
+    """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json."""
     profile_step_start: int = 10
     """First profiled step."""
     profile_step_end: int = 12
@@ -392,7 +391,7 @@ class ProfileConfig:
     profile_ranks: tuple[str, ...] = ("0",)
     """Global ranks that are profiled."""
     profile_trace: bool = False
-    """Also record the host and write trace_rank*.json.gz for Perfetto (slower)."""
+    """Also record the host and write trace_rank*.json.gz for Perfetto (slower); --cuda-graph-impl auto is none then."""
 
 
 @dataclass(frozen=True)

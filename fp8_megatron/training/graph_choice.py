@@ -20,9 +20,12 @@ logger = logging.getLogger(__name__)
 
 #: FLOPs of a layer (`layer_flops`) from which `auto` does not record. Milliseconds of a step, launched by Python and
 #: recorded, on H200s (--fp8-recipe and --fp8-weight-grad-scaling delayed, --fp8-lm-head), by FLOPs in 10^12:
-#: GPT-345M 0.4: 100 → 19, 2.9: 124 → 109; GPT-7B at TP 4 2.7: 739 → 502, at TP 2 5.4: 460 → 389, at TP 1 10.7:
-#: 1,399 → 1,395 with 1.8 GB more; GPT-13B at TP 2 8.2: 1,403 → 1,412 with 3.5 GB more.
+#: GPT-345M 0.4: 100 → 19, 2.9: 124 → 109; GPT-1.3B 5.8: 165 → 164; GPT-7B at TP 1 10.7: 1,399 → 1,395 with 1.8 GB more.
 RECORDS_BELOW_FLOPS = 6e12
+#: The same over tensor-parallel ranks, whose layers have twice as many launches, and where each rank waits for the
+#: slowest host: GPT-7B at TP 4 2.7: 739 → 502, at TP 2 5.4: 460 → 389; GPT-13B at TP 2 8.2: 1,403 → 1,412 with 3.5 GB
+#: more, but 1,400 to 2,040 from step to step on a machine of slow hosts (docs/performance.md, "Tensor parallelism").
+RECORDS_BELOW_FLOPS_OVER_RANKS = 12e12
 #: What a recording may take of the memory that the steps before it reserved at most.
 _ROOM_FACTOR = 1.1
 
@@ -52,9 +55,9 @@ class GraphChoice:
 def choose_graph(config: Config, *, has_gpu: bool, world_size: int, node_size: int) -> GraphChoice:
     """Record or not; the same on all ranks.
 
-    `auto` records where a layer has less than `RECORDS_BELOW_FLOPS`, on the GPUs of one node (several have never been
-    tried), unless something asked for cannot be recorded. Under --profile it does not either: recorded steps have not
-    been profiled, and --profile-trace is of the host's work, of which they have none.
+    `auto` records where a layer has few FLOPs (`RECORDS_BELOW_FLOPS`), on the GPUs of one node (several have never been
+    tried), unless something asked for cannot be recorded. Nor does it under --profile-trace, which shows the host's
+    work beside the kernels.
 
     Args:
         node_size: ranks of this node.
@@ -67,7 +70,8 @@ def choose_graph(config: Config, *, has_gpu: bool, world_size: int, node_size: i
         return GraphChoice(False, obstacle)
     flops = layer_flops(config)
     work = f"a layer has {flops / 1e12:.1f} TFLOP a micro-batch on a GPU"
-    if flops < RECORDS_BELOW_FLOPS:
+    over_ranks = config.parallel.tensor_model_parallel_size > 1
+    if flops < (RECORDS_BELOW_FLOPS_OVER_RANKS if over_ranks else RECORDS_BELOW_FLOPS):
         return GraphChoice(True, work, needs_room=True)
     return GraphChoice(False, f"{work}, which gives the host the time to launch it")
 
@@ -106,6 +110,6 @@ def _obstacle(config: Config, *, has_gpu: bool, world_size: int, node_size: int)
     if world_size != node_size:
         return f"of WORLD_SIZE({world_size}) ranks LOCAL_WORLD_SIZE({node_size}) are on this node"
     problem = next(cuda_graph_problems(config), None)
-    if problem is None and config.profile.profile:
-        return "profile shows the kernels of steps that Python launches"
+    if problem is None and config.profile.profile_trace:
+        return "profile_trace shows how Python launches a step"
     return problem

@@ -31,8 +31,9 @@ def choose(flags: str, *, model: str = "345m", **facts: Any) -> GraphChoice:
         ("345m", 1, "0.4", True),
         ("7b", 4, "2.7", True),
         ("7b", 2, "5.4", True),
-        ("13b", 2, "8.2", False),
+        ("13b", 2, "8.2", True),
         ("7b", 1, "10.7", False),
+        ("13b", 1, "16.5", False),
     ],
 )
 def test_small_layers_are_recorded(model: str, tensor_parallel: int, tflop: str, records: bool) -> None:
@@ -40,6 +41,11 @@ def test_small_layers_are_recorded(model: str, tensor_parallel: int, tflop: str,
     choice = choose(f"--tensor-model-parallel-size {tensor_parallel}", model=model, **ranks)
     assert choice.records == choice.needs_room == records
     assert choice.reason.startswith(f"a layer has {tflop} TFLOP a micro-batch")
+
+
+def test_large_layers_over_ranks_are_not_recorded() -> None:
+    choice = choose("--tensor-model-parallel-size 2 --micro-batch-size 6", model="13b", world_size=2, node_size=2)
+    assert not choice.records and choice.reason.startswith("a layer has 12.4 TFLOP a micro-batch")
 
 
 def test_a_layers_work_is_its_gemms() -> None:
@@ -62,12 +68,16 @@ def test_a_layers_work_is_its_gemms() -> None:
         ("--release-gradients --clip-grad 0", {}, "release_gradients updates weights"),
         ("--precision te", {}, "Transformer Engine's layers"),
         ("--cuda-graph-warmup-steps 1", {}, "cuda_graph_warmup_steps(1)"),
-        ("--profile", {}, "profile shows the kernels of steps that Python launches"),
+        ("--profile --profile-trace", {}, "profile_trace shows how Python launches a step"),
     ],
 )
 def test_however_small_these_are_not_recorded(flags: str, facts: dict[str, Any], reason: str) -> None:
     choice = choose(flags, **facts)
     assert not choice.records and reason in choice.reason
+
+
+def test_the_table_of_a_profile_is_of_recorded_steps() -> None:
+    assert choose("--profile").records
 
 
 def test_all_ranks_of_one_node_record() -> None:
