@@ -122,9 +122,12 @@ def count_memory_beside_allocator(nbytes: int) -> None:
     _bytes_beside_allocator += nbytes
 
 
-def peak_reserved_bytes(device: torch.device) -> int:
-    """The most that torch's allocator has reserved on a GPU, and what is counted beside it."""
-    return torch.cuda.max_memory_reserved(device) + _bytes_beside_allocator
+def peak_used_share(device: torch.device) -> float:
+    """The most of a GPU's memory that was in use: by torch's allocator at its peak, and by all else (CUDA and NCCL
+    themselves, buffers that ranks share, other processes) now."""
+    free, total = torch.cuda.mem_get_info(device)
+    beside_allocator = total - free - torch.cuda.memory_reserved(device)
+    return (beside_allocator + torch.cuda.max_memory_reserved(device)) / total
 
 
 def begin_another_peak(device: torch.device) -> None:

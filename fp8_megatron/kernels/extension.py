@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,11 +16,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-#: In a checkout, and where a wheel puts them.
-_FOLDERS = (
-    Path(__file__).parents[2] / "csrc",
-    Path(sysconfig.get_path("data")) / "share" / "fp8_megatron" / "csrc",
-)
+#: In a checkout a link.
+_FOLDER = Path(__file__).parents[1] / "csrc"
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
@@ -91,10 +87,10 @@ def _read(program, get_size, get) -> bytes:  # type: ignore[no-untyped-def]
 
 
 def _source(name: str) -> bytes:
-    for folder in _FOLDERS:
-        if (folder / name).is_file():
-            return (folder / name).read_bytes()
-    raise ExtensionError(f"csrc/{name} is in none of {', '.join(map(str, _FOLDERS))}")
+    try:
+        return (_FOLDER / name).read_bytes()
+    except OSError as error:
+        raise ExtensionError(f"{error}: fp8_megatron is not installed whole; install it again") from error
 
 
 def _check(status: int, what: str) -> None:

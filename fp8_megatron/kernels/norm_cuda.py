@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _SOURCE, _FUNCTION = "norm_backward_quantize.cu", "norm_backward_quantize"
 _PARAMETERS = [*[ctypes.c_uint64] * 12, ctypes.c_long]
 _FIRST_CAPABILITY = (9, 0)
+#: Bytes, of every operand: vectors and bulk copies.
+_ALIGNMENT = 16
 
 
 def norm_backward_quantize(
@@ -50,10 +52,13 @@ def norm_backward_quantize(
         kernel = _kernel(
             x.device.index, columns, len(grad), transposed, mean.numel() == 0, has_bias, residual_grad is not None
         )
-    if kernel is None or T % kernel.tile_rows:
-        return _apart(grad, residual_grad, x, weight, mean, rstd, has_bias, dtype, scale, amax_out, transposed)
     x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
     residual_grad = None if residual_grad is None else residual_grad.contiguous()
+    residual = 0 if residual_grad is None else residual_grad.data_ptr()
+    addresses = grad.data_ptr() | residual | x.data_ptr() | weight.data_ptr()
+    if kernel is None or not T or T % kernel.tile_rows or addresses % _ALIGNMENT:
+        operands = (grad, residual_grad, x, weight, mean, rstd, has_bias)
+        return _apart(operands, dtype, scale, amax_out, transposed)
     grad_x = torch.empty_like(x)
     payload = torch.empty((T, columns), dtype=dtype, device=x.device)
     payload_t = torch.empty((columns, T), dtype=dtype, device=x.device) if transposed else no_values(dtype, x.device)
@@ -63,7 +68,7 @@ def norm_backward_quantize(
         blocks,
         x.device,
         grad.data_ptr(),
-        0 if residual_grad is None else residual_grad.data_ptr(),
+        residual,
         x.data_ptr(),
         weight.data_ptr(),
         mean.data_ptr(),
@@ -81,19 +86,13 @@ def norm_backward_quantize(
 
 
 def _apart(
-    grad: Tensor,
-    residual_grad: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    has_bias: bool,
+    operands: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, bool],
     dtype: torch.dtype,
     scale: Tensor,
     amax_out: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = norm_triton.norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
+    grads = norm_triton.norm_backward(*operands)
     payload, payload_t, sums, _ = grad_output_triton.quantize_grad_output(
         grads[0], dtype, scale, False, amax_out, transposed
     )
@@ -114,14 +113,16 @@ def _kernel(
     chosen = plan(columns, parts, transposed=transposed, shared_bytes=most)
     if capability < _FIRST_CAPABILITY or chosen is None:
         return None
+    macros = chosen.macros(rms=rms, has_bias=has_bias, has_residual=has_residual)
     try:
-        kernel = _NormKernel(
-            compile_source(_SOURCE, chosen.macros(rms=rms, has_bias=has_bias, has_residual=has_residual), capability),
-            _FUNCTION,
-            threads=chosen.threads,
-            shared_bytes=chosen.shared_bytes,
-            parameters=_PARAMETERS,
-        )
+        with torch.cuda.device(index):
+            kernel = _NormKernel(
+                compile_source(_SOURCE, macros, capability),
+                _FUNCTION,
+                threads=chosen.threads,
+                shared_bytes=chosen.shared_bytes,
+                parameters=_PARAMETERS,
+            )
     except ExtensionError as error:
         logger.warning("a norm's backward and the cast of its gradient are two launches instead of one: %s", error)
         return None

@@ -7,6 +7,7 @@ what it keeps for activations nothing beside it can have.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,11 @@ RECORDS_BELOW_FLOPS = 6e12
 #: slowest host: GPT-7B at TP 4 2.7: 739 → 502, at TP 2 5.4: 460 → 389; GPT-13B at TP 2 8.2: 1,403 → 1,412 with 3.5 GB
 #: more, but 1,400 to 2,040 from step to step on a machine of slow hosts (docs/performance.md, "Tensor parallelism").
 RECORDS_BELOW_FLOPS_OVER_RANKS = 12e12
-#: What a recording may take of the memory that the steps before it reserved at most.
-_ROOM_FACTOR = 1.1
+#: Layers times micro-batches that `auto` records in one graph at the most: the largest that was tried has 160.
+MOST_RECORDED_LAYERS = 1024
+#: What may be in use with a recording, of what was before: beside it are a rank's shard of new weights (6.5% of
+#: GPT-13B's peak) and validation's activations, which the steps before it shared memory with.
+_ROOM_FACTOR = 1.15
 
 
 @dataclass(frozen=True)
@@ -84,21 +88,22 @@ def layer_flops(config: Config) -> float:
 
 
 def has_room(device: torch.device) -> bool:
-    """Whether what was reserved so far, and a tenth more, fits into the memory of every rank's GPU.
+    """Whether what was in use so far, and some more (`_ROOM_FACTOR`), fits into the memory of every rank's GPU.
 
     Called by all ranks at the same step, once; waits for the device.
     """
-    total = torch.cuda.get_device_properties(device).total_memory
-    share = torch.tensor([devices.peak_reserved_bytes(device) / total], device=device)
+    share = torch.tensor([devices.peak_used_share(device)], device=device)
     if torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(share, torch.distributed.ReduceOp.MAX)
     largest = share.item()  # what the host does next depends on it
     if largest * _ROOM_FACTOR <= 1.0:
         return True
     logger.info(
-        "steps are not recorded as a CUDA graph: %.0f%% of a GPU's memory were reserved, and a recording may take a "
-        "tenth more; --cuda-graph-impl local records in any case",
+        "steps are not recorded as a CUDA graph: %.0f%% of a GPU's memory were in use, and a recording may take %.0f%% "
+        "more of that; --cuda-graph-impl local records in any case, none goes over NCCL between more than two "
+        "tensor-parallel ranks, which is faster for steps that Python launches",
         100 * largest,
+        100 * (_ROOM_FACTOR - 1),
     )
     return False
 
@@ -109,7 +114,14 @@ def _obstacle(config: Config, *, has_gpu: bool, world_size: int, node_size: int)
         return "there is no GPU"
     if world_size != node_size:
         return f"of WORLD_SIZE({world_size}) ranks LOCAL_WORLD_SIZE({node_size}) are on this node"
+    if world_size > 1 and (value := os.environ.get("NCCL_GRAPH_REGISTER", "0")) != "0":
+        return f"NCCL_GRAPH_REGISTER is {value}, with which its first launch may hang"
     problem = next(cuda_graph_problems(config), None)
-    if problem is None and config.profile.profile_trace:
+    if problem is not None:
+        return problem
+    layers = config.model.num_layers * config.num_micro_batches(world_size)
+    if layers > MOST_RECORDED_LAYERS:
+        return f"a step has {layers} layers × micro-batches, more than {MOST_RECORDED_LAYERS}"
+    if config.profile.profile_trace:
         return "profile_trace shows how Python launches a step"
-    return problem
+    return None

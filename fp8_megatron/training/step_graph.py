@@ -51,6 +51,7 @@ class StepGraph:
         before_recording: called before each recording.
         can_measure: asked after a step that measured underflow: whether there was any to measure.
         has_room: asked once, after the warm-up, the same on all ranks: without it every step goes on as it is.
+        may_go_on: where recording fails, log why and go on without; not where ranks exchange anything in `compute`.
         warmup_steps: steps before the recordings, at least `MIN_CUDA_GRAPH_WARMUP_STEPS`.
     """
 
@@ -61,6 +62,7 @@ class StepGraph:
         *,
         can_measure: Callable[[], bool],
         has_room: Callable[[], bool],
+        may_go_on: bool = False,
         num_micro_batches: int,
         device: torch.device,
         warmup_steps: int,
@@ -70,6 +72,7 @@ class StepGraph:
         self._before_recording = before_recording
         self._can_measure = can_measure
         self._has_room = has_room
+        self._may_go_on = may_go_on
         self._num_micro_batches = num_micro_batches
         self._device = device
         self._warmup_left = warmup_steps
@@ -93,8 +96,8 @@ class StepGraph:
             batches = take_step(loader, self._num_micro_batches, self._device)
             return self._compute(batches, measures_underflow=measures_underflow)
         self._take_in_place(loader)
-        if not self._recorded:
-            self._record()
+        if not self._recorded and not self._try_to_record():
+            return self._compute(self._batches, measures_underflow=measures_underflow)
         recorded = self._recorded[measures_underflow]
         recording.launch(recorded.graph.replay)
         self._remember_launch()
@@ -113,6 +116,21 @@ class StepGraph:
         for place in self._batches:
             for key, tensor in next(loader).items():
                 place[key].copy_(tensor, non_blocking=True)
+
+    def _try_to_record(self) -> bool:
+        """Whether it worked; raises unless steps may go on without."""
+        try:
+            self._record()
+            return True
+        except Exception as error:
+            if not self._may_go_on:
+                raise
+            logger.warning("steps go on as Python launches them: recording one failed (%s)", error)
+        self._records = False  # below, the error holds none of the memory any more
+        self.release()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return False
 
     def _record(self) -> None:
         """Record every kind of step now, so that none comes later, when it may not fit or when steps are timed."""
@@ -152,8 +170,9 @@ class StepGraph:
                     raise
         except Exception as error:
             first = first or error  # a capture that was broken off ends with an error of its own
-            # Said now: process groups with collectives in a broken recording may hang when they are destroyed.
-            logger.error("recording a step failed; give --cuda-graph-impl none to train without", exc_info=first)
+            if not self._may_go_on:
+                # Said now: process groups with collectives in a broken recording may hang when they are destroyed.
+                logger.error("recording a step failed; give --cuda-graph-impl none to train without", exc_info=first)
             raise first from None
         return _Recorded(graph, figures)
 

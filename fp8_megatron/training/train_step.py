@@ -84,6 +84,7 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
         before_recording,
         can_measure=lambda: any(buffer.underflow is not None for buffer in state.optimizer.buffers),
         has_room=partial(has_room, state.device) if needs_room else lambda: True,
+        may_go_on=needs_room and state.topology.world_size == 1,
         num_micro_batches=state.num_micro_batches,
         device=state.device,
         warmup_steps=state.config.training.cuda_graph_warmup_steps,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E5M2
-from fp8_megatron.kernels import norm, ops, reference
+from fp8_megatron.kernels import extension, norm, ops, reference
 from fp8_megatron.kernels.extension import ExtensionError, compile_source
 from fp8_megatron.kernels.norm_cuda_plan import Plan, plan
 from fp8_megatron.quantization.stats import snr_db
@@ -123,6 +123,24 @@ def test_what_is_not_finite_stays_so(damage: float, transposed: bool) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("operand", [0, 1, 2, 3], ids=["grad", "residual", "x", "weight"])
+def test_operands_at_odd_addresses(operand: int) -> None:
+    """Views into a buffer, two bytes beside a vector's address."""
+    shapes = ((1, 64, 1024), (64, 1024), (64, 1024), (1024,))
+    operands = [normal(*shape, seed=seed).cuda() for seed, shape in enumerate(shapes)]
+    statistics = norm.statistics(operands[2], 1e-5, rms=False)
+    odd = list(operands)
+    flat = torch.cat([operands[operand].new_zeros(1), operands[operand].flatten()])
+    odd[operand] = flat[1:].view(shapes[operand])
+    assert odd[operand].data_ptr() % 16 == 2
+    scale = torch.ones(1, device="cuda")
+    settings = dict(has_bias=True, scale=scale, amax_out=None, transposed=True)
+    measured, expected = (ops.norm_backward_quantize(*o, *statistics, E5M2, **settings) for o in (odd, operands))
+    assert snr_db(measured[0], expected[0]) > BF16_DB and snr_db(measured[1], expected[1]) > FP32_DB
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_the_same_bits_again() -> None:
     """Column sums are added up in one order."""
     x, weight, grad = (normal(*shape, seed=1).cuda() for shape in ((8192, 1024), (1024,), (1, 8192, 1024)))
@@ -154,3 +172,9 @@ def test_it_compiles(capability: tuple[int, int]) -> None:
 def test_without_cuda_it_says_so() -> None:
     with pytest.raises(ExtensionError, match="this torch has no CUDA"):
         compile_source("norm_backward_quantize.cu", {}, (9, 0))
+
+
+def test_its_source_is_in_the_package() -> None:
+    assert b"norm_backward_quantize(" in extension._source("norm_backward_quantize.cu")
+    with pytest.raises(ExtensionError, match=r"no_such\.cu.*not installed whole"):
+        extension._source("no_such.cu")

@@ -47,8 +47,10 @@ class Cuda:
         assert pool == "pool" and capture_error_mode == "thread_local"
         self.graphs.append(graph)
         self.is_capturing = True
-        yield
-        self.is_capturing = False
+        try:
+            yield
+        finally:
+            self.is_capturing = False
 
     def synchronize(self, device: torch.device) -> None: ...
 
@@ -200,6 +202,35 @@ def test_room_is_asked_for_once_after_the_warm_up(cuda: Cuda, has_room: bool) ->
         assert not cuda.graphs
         assert model.calls[2:] == [("computed", True), ("computed", False), ("computed", True)]
     graph.release()
+
+
+@pytest.mark.parametrize("may_go_on", [True, False])
+def test_where_recording_fails_steps_go_on_or_the_run_ends(
+    cuda: Cuda, may_go_on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, model = make(cuda, may_go_on=may_go_on)
+    steps = iter(range(100))
+
+    def compute(batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+        next(steps)
+        if cuda.is_capturing:
+            raise torch.OutOfMemoryError("no room for the graph")
+        return model(batches, measures_underflow=measures_underflow)
+
+    graph._compute = compute
+    batches = loader()
+    for _ in range(2):
+        graph(batches, measures_underflow=False)
+    if not may_go_on:
+        with pytest.raises(torch.OutOfMemoryError, match="no room for the graph"):
+            graph(batches, measures_underflow=False)
+        assert "give --cuda-graph-impl none" in caplog.text
+        return
+    figures = [float(graph(batches, measures_underflow=measures)) for measures in (True, False)]
+    assert figures == [3.0 * 4**step for step in (2, 3)], "the batches of the broken recording are not lost"
+    assert model.calls[2:] == [("computed", True), ("computed", False)] and next(steps) == 5
+    assert "steps go on as Python launches them: recording one failed (no room for the graph)" in caplog.text
+    assert "give --cuda-graph-impl none" not in caplog.text
 
 
 def test_a_launch_among_ranks_is_watched(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
