@@ -46,7 +46,7 @@ class StepMetrics:
     mfu: float | None
     """`tflops_per_gpu` over the device's dense peak, 0 to 1; None where that is unknown."""
     peak_memory_gib: float
-    """Peak of memory on the rank that writes the log: rank 0, of the first pipeline stage."""
+    """The most memory that any rank has held so far; on a GPU the allocator's, and what is counted beside it."""
     step_seconds: float
     skipped_steps: int
     """Steps skipped so far in the whole run."""

@@ -45,6 +45,7 @@ class StepResult:
     saturation_fraction: float | None
     autoscale_mu: float | None
     loss_scale: float | None
+    peak_memory_gib: float
     step_seconds: float
 
     @property
@@ -71,7 +72,7 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for this step (not for later ones) and read it."""
         self.ended.wait()
-        loss, stops, grad_norm, *optional = self._host.tolist()
+        loss, stops, grad_norm, *optional, peak_memory_gib = self._host.tolist()
         underflow, saturation, mu, loss_scale = (None if math.isnan(value) else value for value in optional)
         return StepResult(
             iteration=self._iteration,
@@ -83,5 +84,6 @@ class PendingStep:
             saturation_fraction=saturation,
             autoscale_mu=mu,
             loss_scale=loss_scale,
+            peak_memory_gib=peak_memory_gib,
             step_seconds=self.ended.seconds_since(self._started),
         )

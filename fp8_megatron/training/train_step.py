@@ -9,6 +9,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from .. import device as devices
 from ..distributed.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
 from .graph_choice import has_room
@@ -32,10 +33,10 @@ def train_step(
         graph: what `step_graph` gave: all up to the reduced gradients goes through it.
 
     Returns:
-        FP32 [7] on the device: mean loss of the global batch, number of ranks that want to stop, gradient norm before
+        FP32 [8] on the device: mean loss of the global batch, number of ranks that want to stop, gradient norm before
         clipping, alike on all ranks; this rank's underflowed fraction of FP8 weight gradients; under the native FP8 sum
-        the largest saturated fraction of a tensor and the least μ; the next loss scale. What is not measured or not
-        there is NaN. Reading it waits for the step; nothing in here does.
+        the largest saturated fraction of a tensor and the least μ; the next loss scale; the most memory that a rank has
+        held so far, GiB. What is not measured or not there is NaN. Reading it waits for the step; nothing in here does.
     """
     if graph is not None:
         figures = graph(loader, measures_underflow=measures_underflow)
@@ -48,8 +49,9 @@ def train_step(
     for history in state.histories:
         if history is not None:
             history.update(state.topology.replica)
-    loss_and_stops = _sum_over_ranks(loss, state, wants_stop=wants_stop)
-    return torch.cat([loss_and_stops, grad_norm, underflow_fraction, _scaling(state)])
+    peak = devices.peak_memory_gib(state.device)
+    loss_and_stops, largest_peak = _over_ranks(loss, state, wants_stop=wants_stop, peak_memory_gib=peak)
+    return torch.cat([loss_and_stops, grad_norm, underflow_fraction, _scaling(state), largest_peak])
 
 
 def compute_gradients(state: TrainingState, batches: list[Batch], *, measures_underflow: bool) -> Tensor:
@@ -100,7 +102,7 @@ def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) ->
     for _ in range(num_batches):
         batches = take_step(loader, state.num_micro_batches, state.device)
         losses = _run_schedule(state, batches, forward_only=True)
-        total += _sum_over_ranks(_part_of_loss(losses, state), state, wants_stop=False)[:1]
+        total += _over_ranks(_part_of_loss(losses, state), state)[0][:1]
     for chunk in state.model:
         chunk.train()
     for history in state.histories:
@@ -157,11 +159,16 @@ def _part_of_loss(losses: list[dict[str, Tensor]], state: TrainingState) -> Tens
     return (torch.stack([loss["loss"] for loss in losses]).mean() / state.topology.dp.size()).view(1)
 
 
-def _sum_over_ranks(loss: Tensor, state: TrainingState, *, wants_stop: bool) -> Tensor:
-    """FP32 [2] on every rank: the sum of `loss` [1], and how many ranks want to stop."""
-    values = torch.zeros(2, device=state.device)
+def _over_ranks(
+    loss: Tensor, state: TrainingState, *, wants_stop: bool = False, peak_memory_gib: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """On every rank, by one collective: FP32 [2], the sum of `loss` [1] and how many ranks want to stop; and FP32 [1],
+    the largest peak."""
+    world_size = state.topology.world_size
+    values = torch.zeros(2 + world_size, device=state.device)
     values[:1] = loss
-    values[1:].fill_(float(wants_stop))  # making it from a list of numbers would copy, and wait
-    if state.topology.world_size > 1:
+    values[1:2].fill_(float(wants_stop))  # making it from a list of numbers would copy, and wait
+    values[2 + state.topology.rank].fill_(peak_memory_gib)
+    if world_size > 1:
         torch.distributed.all_reduce(values)
-    return values
+    return values[:2], values[2:].amax(dim=0, keepdim=True)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 
 from .. import device as devices
@@ -269,7 +270,7 @@ class _Run:
                 tokens_per_second_per_gpu=rate,
                 tflops_per_gpu=flops / 1e12,
                 mfu=None if self.peak_flops is None else flops / self.peak_flops,
-                peak_memory_gib=devices.peak_memory_gib(self.state.device),
+                peak_memory_gib=result.peak_memory_gib,
                 step_seconds=result.step_seconds,
                 skipped_steps=self.guard.num_skipped,
                 consumed_samples=self.progress.consumed_samples,
@@ -368,4 +369,9 @@ def _output_dir(config: Config) -> Path:
         return Path(config.logging.output_dir)
     if config.checkpoint.save is not None:
         return Path(config.checkpoint.save)
-    return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / time.strftime("%Y%m%d-%H%M%S", time.localtime(_started()))
+
+
+def _started() -> float:
+    """Seconds since the epoch: alike for the ranks of a node, which torchrun has started, whenever they ask."""
+    return psutil.Process(os.getppid()).create_time() if node_size() > 1 else time.time()

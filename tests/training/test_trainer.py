@@ -130,6 +130,23 @@ def test_ten_and_ten_are_twenty(tmp_path: Path, settings: dict) -> None:
     assert names[:3] == ["iter_0000004", "iter_0000008", "iter_0000010"] and names[-1].startswith("latest_")
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_of_a_node_name_one_folder(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --output-dir and --save, though one of them asks in another second."""
+    flags = [flag for flag in tiny_flags(Path("unused")) if not flag.startswith("--output-dir") and flag != "unused"]
+    config = parse_config(flags)
+    assert config.logging.output_dir is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    folders = []
+    for late in (0.0, 90.0):
+        now = time.time() + late
+        monkeypatch.setattr(trainer_module.time, "time", lambda now=now: now)
+        folders.append(trainer_module._output_dir(config))
+        monkeypatch.undo()
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    assert (folders[0] == folders[1]) == (num_ranks == 2) and folders[0].parent == Path("runs")
+
+
 def test_sigterm_waits_for_a_pending_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save in the background is as slow as ten steps; SIGTERM in the next one ends with both checkpoints whole."""
     write_chunks, train_step, calls = saving.write_chunks, trainer_module.train_step, 0
