@@ -1,3 +1,7 @@
 """fp8_megatron: LLM pre-training with FP8 end to end on megatron-core."""
 
+from .cudnn import load_bundled
+
 __version__ = "0.1.0"
+
+load_bundled()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -123,16 +124,16 @@ def describe_collective(site: CallSite) -> str:
         ),
         None,
     )
+    copied = copy_engine.unfinished()
+    if copied is not None and (running is None or copied.queued_at < _queued_at(running)):
+        ranks = torch.distributed.get_process_group_ranks(copied.group)
+        place = f"; Python is in {site.caller}" if site.caller else ""
+        return f"in {copied.name} by {copied.by} among ranks {_list_ranks(ranks)}{place}"
     if running is not None:
         started_at = _site(running) or (site if site.collective else None)
         # On CUDA Python has mostly gone on to wait for something else.
         place = _called_by(started_at) if started_at else f"; Python is in {site.caller}" if site.caller else ""
         return f"in {_describe(running)}{place}"
-    copied = copy_engine.unfinished()
-    if copied is not None:
-        ranks = torch.distributed.get_process_group_ranks(copied.group)
-        place = f"; Python is in {site.caller}" if site.caller else ""
-        return f"in {copied.name} by {copied.by} among ranks {_list_ranks(ranks)}{place}"
     if site.collective:
         recorded = bool(entries) and site.collective not in _UNRECORDED
         return f"in {_describe(entries[-1], site.collective) if recorded else site.collective}{_called_by(site)}"
@@ -149,6 +150,11 @@ def _describe(entry: dict[str, Any], operation: str = "") -> str:
     sizes = [f", {dtype}{size}" for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)]
     backend, _, recorded_as = entry["profiling_name"].partition(":")
     return f"{operation or recorded_as} of {where}, number {number} on {backend}{''.join(sizes)}"
+
+
+def _queued_at(entry: dict[str, Any]) -> float:
+    """Of ``time.monotonic``; the record has nanoseconds since the epoch."""
+    return time.monotonic() - (time.time() - entry["time_created_ns"] / 1e9)
 
 
 def _called_by(site: CallSite) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .. import cudnn
+from ..device import UnsupportedDeviceError
+
+logger = logging.getLogger(__name__)
 
 AttentionBackend = Literal["auto", "cudnn", "flash", "math"]
 
@@ -30,20 +36,48 @@ _BACKENDS: dict[str, list[SDPBackend]] = {
     "math": [SDPBackend.MATH],
 }
 
-
-#: What `preferring_backends` holds.
+#: The backend that `preferring_backends` holds.
 _preferred: list[SDPBackend] | None = None
 
 
+def may_use_cudnn(backend: AttentionBackend, seq_length: int, *, recorded: bool, device: torch.device) -> bool:
+    """Whether cuDNN's kernels are right for a run; says so if not, and if another cuDNN than PyTorch's is loaded.
+
+    Args:
+        recorded: whether steps are CUDA graphs.
+
+    Raises:
+        UnsupportedDeviceError: they are not, and `backend` is cuDNN's alone.
+    """
+    if device.type != "cuda" or SDPBackend.CUDNN_ATTENTION not in _BACKENDS[backend]:
+        return True
+    may = not recorded or cudnn.can_record(seq_length)
+    if not may and backend == "cudnn":
+        raise UnsupportedDeviceError(
+            f"--attention-backend cudnn: this cuDNN is older than 9.15.1 and wrong in a CUDA graph for --seq-length "
+            f"{seq_length}, which is no multiple of 128; {cudnn.fix()}, or give --attention-backend auto, or "
+            "--cuda-graph-impl none"
+        )
+    problem = cudnn.problem()
+    if problem is not None or not may:
+        instead = "" if may else f"; attention runs PyTorch's flash kernels for --seq-length {seq_length}"
+        logger.warning("%s%s; %s", problem or "cuDNN is older than 9.15.1", instead, cudnn.fix())
+    return may
+
+
 @contextmanager
-def preferring_backends(backend: AttentionBackend) -> Iterator[None]:
+def preferring_backends(backend: AttentionBackend, *, with_cudnn: bool = True) -> Iterator[None]:
     """Let PyTorch choose between this backend's kernels inside the block, as every `CoreAttention` does by itself.
 
     A run holds it around its steps: to say it at each call takes the host 31 µs, as long as three launches.
+
+    Args:
+        with_cudnn: whether cuDNN's are among them (`may_use_cudnn`).
     """
     global _preferred
     before = _preferred
-    with sdpa_kernel(_BACKENDS[backend], set_priority=True):
+    kernels = [kernel for kernel in _BACKENDS[backend] if with_cudnn or kernel is not SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(kernels, set_priority=True):
         _preferred = _BACKENDS[backend]
         try:
             yield

@@ -25,7 +25,7 @@ from ..config_io import format_config, save_config
 from ..distributed.failures import RankWatch, watched_world
 from ..distributed.topology import Topology
 from ..distributed.transport import needs_launch_order, node_size
-from ..layers.attention import preferring_backends
+from ..layers.attention import may_use_cudnn, preferring_backends
 from .batches import Batch
 from .flops import model_flops_per_token, peak_flops
 from .graph_choice import GraphChoice, choose_graph
@@ -74,12 +74,14 @@ class Trainer:
         graph_choice = choose(has_gpu=device.type == "cuda")
         if graph_choice.records:
             devices.check_cuda_graph_support(device)
+        model, recorded = self.config.model, graph_choice.records
+        with_cudnn = may_use_cudnn(model.attention_backend, model.seq_length, recorded=recorded, device=device)
         if self.config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         with ExitStack() as stack:
             signals = stack.enter_context(SignalHandler(all_ranks_any=lambda received_here: received_here))
             stack.enter_context(devices.runtime(device))
-            stack.enter_context(preferring_backends(self.config.model.attention_backend))
+            stack.enter_context(preferring_backends(model.attention_backend, with_cudnn=with_cudnn))
             topology, watch = stack.enter_context(
                 watched_world(
                     self.config.parallel,

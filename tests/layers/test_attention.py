@@ -10,8 +10,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from fp8_megatron.device import UnsupportedDeviceError
 from fp8_megatron.layers import attention
-from fp8_megatron.layers.attention import CoreAttention
+from fp8_megatron.layers.attention import AttentionBackend, CoreAttention
 from fp8_megatron.quantization.stats import snr_db
 
 SEQ, BATCH, HEADS, HEAD_DIM = 48, 2, 4, 32
@@ -107,3 +108,57 @@ def test_backends_are_said_once_for_a_run_and_taken_back(monkeypatch: pytest.Mon
     assert _backend_flags() == before
     assert torch.equal(auto(*operands), values[0]) and said[2:] == [auto.backends]
     torch.testing.assert_close(other, values[0])
+
+
+def _without_cudnn(monkeypatch: pytest.MonkeyPatch, problem: str | None = None) -> None:
+    """A cuDNN that is wrong in a CUDA graph for some sequences."""
+    monkeypatch.setattr(attention.cudnn, "can_record", lambda seq_length: seq_length % 128 == 0)
+    monkeypatch.setattr(attention.cudnn, "problem", lambda: problem)
+    monkeypatch.setattr(attention.cudnn, "fix", lambda: "unset CUDNN_HOME(/opt/cudnn)")
+
+
+@pytest.mark.parametrize(
+    ("backend", "seq_length", "recorded", "device", "expected"),
+    [
+        ("auto", 1000, True, "cuda", False),
+        ("auto", 1024, True, "cuda", True),
+        ("auto", 1000, False, "cuda", True),
+        ("auto", 1000, True, "cpu", True),
+        ("flash", 1000, True, "cuda", True),
+    ],
+)
+def test_cudnn_is_left_out_where_it_cannot_be_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    backend: AttentionBackend,
+    seq_length: int,
+    recorded: bool,
+    device: str,
+    expected: bool,
+) -> None:
+    _without_cudnn(monkeypatch)
+    may = attention.may_use_cudnn(backend, seq_length, recorded=recorded, device=torch.device(device))
+    assert may == expected
+    warned = [
+        "cuDNN is older than 9.15.1; attention runs PyTorch's flash kernels for --seq-length 1000; "
+        "unset CUDNN_HOME(/opt/cudnn)"
+    ]
+    assert [record.getMessage() for record in caplog.records] == ([] if expected else warned)
+    with attention.preferring_backends(backend, with_cudnn=may):
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (expected and backend == "auto")
+        assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_another_cudnn_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    _without_cudnn(monkeypatch, "PyTorch was compiled against (9, 19, 0) but found (9, 14, 0)")
+    assert attention.may_use_cudnn("auto", 2048, recorded=True, device=torch.device("cuda"))
+    (record,) = caplog.records
+    expected = "PyTorch was compiled against (9, 19, 0) but found (9, 14, 0); unset CUDNN_HOME(/opt/cudnn)"
+    assert record.getMessage() == expected
+
+
+def test_cudnn_alone_is_refused_where_it_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_cudnn(monkeypatch)
+    with pytest.raises(UnsupportedDeviceError, match=r"--seq-length 1000.*unset CUDNN_HOME\(/opt/cudnn\), or give"):
+        attention.may_use_cudnn("cudnn", 1000, recorded=True, device=torch.device("cuda"))
+    assert attention.may_use_cudnn("cudnn", 1000, recorded=False, device=torch.device("cuda"))

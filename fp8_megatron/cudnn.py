@@ -1,0 +1,74 @@
+"""Which cuDNN this process runs: PyTorch's own, whatever else is installed.
+
+megatron-core imports Transformer Engine where there is one. Its library is linked to all of cuDNN's, of which PyTorch
+loads most only when it needs them: what the system has comes first then, and PyTorch runs that from there on. Before
+9.15.1 cuDNN's attention backward in a CUDA graph reads and writes where it must not, if the sequence is no multiple of
+128 (release notes of cudnn-frontend 1.16.0). On an H200 a system's 9.14.0 gave gradients of NaN, or ended with an
+illegal memory access, where PyTorch's 9.19.0 was bit for bit right, and 3 to 7% faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+#: Where Transformer Engine looks before the system's, in its order.
+VARIABLES = ("CUDNN_HOME", "CUDNN_PATH")
+_RECORDS_ANY_SEQUENCE = 91501
+_RECORDED_MULTIPLE = 128
+#: Of `VARIABLES` what `load_bundled` has set.
+_home: str | None = None
+
+
+def load_bundled() -> None:
+    """Load all of the cuDNN that was installed with PyTorch, so that Transformer Engine runs it too.
+
+    Called before megatron-core is imported. Does nothing without Transformer Engine, where the user names another
+    cuDNN (`VARIABLES`), or where PyTorch has brought none with it.
+    """
+    if importlib.util.find_spec("transformer_engine") is None or any(name in os.environ for name in VARIABLES):
+        return
+    libraries = sorted((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libcudnn*.so.*"))
+    if not libraries:
+        return
+    # A library that is loaded is taken for every later one of its name, wherever that one lies.
+    for library in libraries:
+        try:
+            ctypes.CDLL(str(library))
+        except OSError as error:
+            logger.debug("%s: %s", library, error)
+    global _home
+    _home = os.environ[VARIABLES[0]] = str(libraries[0].parents[1])
+
+
+def problem() -> str | None:
+    """What is wrong with the cuDNN that is loaded: that it is older than the one PyTorch was built with."""
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return str(error).partition(". ")[0]
+    return None
+
+
+def fix() -> str:
+    """How a user gets PyTorch's own cuDNN."""
+    named = [f"{name}({os.environ[name]})" for name in VARIABLES if os.environ.get(name, _home) != _home]
+    return f"unset {' and '.join(named)}" if named else "take the other cuDNN out of LD_LIBRARY_PATH"
+
+
+def can_record(seq_length: int) -> bool:
+    """Whether attention over `seq_length` tokens is right in a CUDA graph."""
+    if seq_length % _RECORDED_MULTIPLE == 0:
+        return True
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError:
+        return False
+    return version is None or version >= _RECORDS_ANY_SEQUENCE
