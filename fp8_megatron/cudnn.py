@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: Where Transformer Engine looks before the system's, in its order.
 VARIABLES = ("CUDNN_HOME", "CUDNN_PATH")
+#: Loaded first, and in the order of their names: the rest is linked to them, by name alone.
+_LINKED_BY_OTHERS = ("libcudnn_graph.", "libcudnn_ops.")
 _RECORDS_ANY_SEQUENCE = 91501
 _RECORDED_MULTIPLE = 128
 #: Of `VARIABLES` what `load_bundled` has set.
@@ -35,9 +37,10 @@ def load_bundled() -> None:
     """
     if importlib.util.find_spec("transformer_engine") is None or any(name in os.environ for name in VARIABLES):
         return
-    libraries = sorted((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libcudnn*.so.*"))
+    libraries = list((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libcudnn*.so.*"))
     if not libraries:
         return
+    libraries.sort(key=lambda library: (not library.name.startswith(_LINKED_BY_OTHERS), library.name))
     # A library that is loaded is taken for every later one of its name, wherever that one lies.
     for library in libraries:
         try:

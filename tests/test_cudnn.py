@@ -44,15 +44,15 @@ def _library(path: Path, version: int, *linked: Path) -> None:
 @pytest.mark.parametrize("folder", ["cudnn", "cu13"])
 def test_linked_to_the_systems_it_runs_the_bundled(home: Path, folder: str) -> None:
     """As Transformer Engine's library is linked; the names are this test's own, so that no other library has them."""
-    name = f"libcudnn_{folder}_graph.so.9"
-    bundled, of_system = home / "nvidia" / folder / "lib" / name, home / "system" / name
-    _library(bundled, 91900)
-    _library(of_system, 91400)
-    _library(home / f"lib{folder}_engine.so", 0, of_system)
+    graph, adv, engine = f"libcudnn_graph.so.{folder}", f"libcudnn_adv.so.{folder}", f"libengine.so.{folder}"
+    bundled, of_system = home / "nvidia" / folder / "lib", home / "system"
+    _library(bundled / graph, 91900)
+    _library(of_system / graph, 91400)
+    _library(bundled / adv, 0, of_system / graph)  # as LD_LIBRARY_PATH would lead it
+    _library(home / engine, 0, of_system / graph)
     cudnn.load_bundled()
-    engine = ctypes.CDLL(str(home / f"lib{folder}_engine.so"))
-    assert getattr(engine, f"{folder}_engine")() == 91900
-    assert os.environ["CUDNN_HOME"] == str(home / "nvidia" / folder)
+    assert ctypes.CDLL(str(home / engine)).engine() == 91900
+    assert os.environ["CUDNN_HOME"] == str(bundled.parent)
 
 
 @pytest.mark.parametrize("name", cudnn.VARIABLES)
