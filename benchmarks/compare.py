@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8_megatron.config_io import own_and_run_flags, parse_config
+from fp8_megatron.cudnn import users_environment
 from fp8_megatron.training.flops import model_flops_per_token, peak_flops
 from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 
@@ -212,7 +213,7 @@ def _run(name: str, command: list[str], log: Path, timeout: int) -> bool:
     print(f"== {name}: {_shown(command)}", flush=True)
     with log.open("w") as output:
         try:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=users_environment())
         except OSError as error:
             print(f"error: {name} cannot be started: {error}", file=sys.stderr, flush=True)
             return False

@@ -35,10 +35,13 @@ def load_bundled() -> None:
     Called before megatron-core is imported. Does nothing without Transformer Engine, where the user names another
     cuDNN (`VARIABLES`), or where PyTorch has brought none with it.
     """
-    if importlib.util.find_spec("transformer_engine") is None or any(name in os.environ for name in VARIABLES):
+    if importlib.util.find_spec("transformer_engine") is None:
         return
     libraries = list((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libcudnn*.so.*"))
     if not libraries:
+        return
+    home = str(libraries[0].parents[1])
+    if any(os.environ.get(name, home) != home for name in VARIABLES):
         return
     libraries.sort(key=lambda library: (not library.name.startswith(_LINKED_BY_OTHERS), library.name))
     # A library that is loaded is taken for every later one of its name, wherever that one lies.
@@ -48,7 +51,12 @@ def load_bundled() -> None:
         except OSError as error:
             logger.debug("%s: %s", library, error)
     global _home
-    _home = os.environ[VARIABLES[0]] = str(libraries[0].parents[1])
+    _home = os.environ[VARIABLES[0]] = home
+
+
+def users_environment() -> dict[str, str]:
+    """The environment without what `load_bundled` has set, for other programs."""
+    return {name: value for name, value in os.environ.items() if name != VARIABLES[0] or value != _home}
 
 
 def problem() -> str | None:

@@ -53,6 +53,21 @@ def test_linked_to_the_systems_it_runs_the_bundled(home: Path, folder: str) -> N
     cudnn.load_bundled()
     assert ctypes.CDLL(str(home / engine)).engine() == 91900
     assert os.environ["CUDNN_HOME"] == str(bundled.parent)
+    assert "CUDNN_HOME" not in cudnn.users_environment() and "PATH" in cudnn.users_environment()
+
+
+def test_a_program_that_this_one_starts_loads_it_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the parent has set is not taken for the user's."""
+    libraries = home / "nvidia" / "cudnn" / "lib"
+    libraries.mkdir(parents=True)
+    (libraries / "libcudnn.so.9").touch()
+    loaded: list[str] = []
+    monkeypatch.setattr(cudnn.ctypes, "CDLL", loaded.append)
+    for _ in range(2):
+        cudnn.load_bundled()
+        assert loaded == [str(libraries / "libcudnn.so.9")]
+        loaded.clear()
+        monkeypatch.setattr(cudnn, "_home", None)
 
 
 @pytest.mark.parametrize("name", cudnn.VARIABLES)
@@ -62,7 +77,7 @@ def test_what_the_user_names_stays(home: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(name, "/opt/cudnn")
     cudnn.load_bundled()
     assert {n: os.environ[n] for n in cudnn.VARIABLES if n in os.environ} == {name: "/opt/cudnn"}
-    assert cudnn.fix() == f"unset {name}(/opt/cudnn)"
+    assert cudnn.fix() == f"unset {name}(/opt/cudnn)" and cudnn.users_environment() == dict(os.environ)
 
 
 @pytest.mark.parametrize("missing", ["nvidia", "transformer_engine"])
