@@ -60,6 +60,16 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def node_size() -> int:
+    """Ranks of this node, as torchrun sets them (1 outside torchrun)."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def world_size() -> int:
+    """Ranks of the run, as torchrun sets them (1 outside torchrun)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def select_device() -> torch.device:
     """The GPU of this local rank where CUDA is available, else the CPU.
 

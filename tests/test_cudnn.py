@@ -28,6 +28,14 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _broken_bundled(site: Path) -> Path:
+    """A cuDNN beside PyTorch that nobody can load."""
+    library = site / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    return library
+
+
 def _library(path: Path, version: int, *linked: Path) -> None:
     """A shared library whose `<its stem>()` gives `version`, or that of the first library it is linked to."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,22 +66,19 @@ def test_linked_to_the_systems_it_runs_the_bundled(home: Path, folder: str) -> N
 
 def test_a_program_that_this_one_starts_loads_it_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the parent has set is not taken for the user's."""
-    libraries = home / "nvidia" / "cudnn" / "lib"
-    libraries.mkdir(parents=True)
-    (libraries / "libcudnn.so.9").touch()
+    library = _broken_bundled(home)
     loaded: list[str] = []
     monkeypatch.setattr(cudnn.ctypes, "CDLL", loaded.append)
     for _ in range(2):
         cudnn.load_bundled()
-        assert loaded == [str(libraries / "libcudnn.so.9")]
+        assert loaded == [str(library)]
         loaded.clear()
         monkeypatch.setattr(cudnn, "_home", None)
 
 
 @pytest.mark.parametrize("name", cudnn.VARIABLES)
 def test_what_the_user_names_stays(home: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    (home / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
-    (home / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9").touch()
+    _broken_bundled(home)
     monkeypatch.setenv(name, "/opt/cudnn")
     cudnn.load_bundled()
     assert {n: os.environ[n] for n in cudnn.VARIABLES if n in os.environ} == {name: "/opt/cudnn"}
@@ -84,15 +89,13 @@ def test_what_the_user_names_stays(home: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_does_nothing_without_either(home: Path, missing: str) -> None:
     if missing == "transformer_engine":
         shutil.rmtree(home / "transformer_engine")
-        (home / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
-        (home / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9").touch()
+        _broken_bundled(home)
     cudnn.load_bundled()
     assert not any(name in os.environ for name in cudnn.VARIABLES)
 
 
 def test_a_library_that_cannot_be_loaded_is_passed_over(home: Path) -> None:
-    (home / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
-    (home / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9").touch()
+    _broken_bundled(home)
     cudnn.load_bundled()
     assert os.environ["CUDNN_HOME"] == str(home / "nvidia" / "cudnn")
     assert cudnn.fix() == "take the other cuDNN out of LD_LIBRARY_PATH"

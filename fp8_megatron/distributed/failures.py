@@ -22,6 +22,7 @@ import torch
 
 from ..collectives import copy_engine
 from ..config import ParallelConfig
+from ..device import world_size
 from . import flight_recorder
 from .flight_recorder import CallSite
 from .heartbeat import Heartbeat, Pace, Record, Sighting, State
@@ -59,7 +60,7 @@ def watched_world(
         RankFailure: in place of the error that a collective raised because another rank is gone.
     """
     with ExitStack() as stack:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if world_size() > 1:
             stack.enter_context(flight_recorder.recording(output_dir))
         watch = RankWatch(60.0 * parallel.distributed_timeout_minutes)
         # Entered first, left last: leaving a process group may hang too when a rank is gone.

@@ -124,16 +124,14 @@ def describe_collective(site: CallSite) -> str:
         ),
         None,
     )
+    waiting = f"; Python is in {site.caller}" if site.caller else ""  # on CUDA it has mostly gone on
     copied = copy_engine.unfinished()
     if copied is not None and (running is None or copied.queued_at < _queued_at(running)):
         ranks = torch.distributed.get_process_group_ranks(copied.group)
-        place = f"; Python is in {site.caller}" if site.caller else ""
-        return f"in {copied.name} by {copied.by} among ranks {_list_ranks(ranks)}{place}"
+        return f"in {copied.name} by {copied.by} among ranks {_list_ranks(ranks)}{waiting}"
     if running is not None:
         started_at = _site(running) or (site if site.collective else None)
-        # On CUDA Python has mostly gone on to wait for something else.
-        place = _called_by(started_at) if started_at else f"; Python is in {site.caller}" if site.caller else ""
-        return f"in {_describe(running)}{place}"
+        return f"in {_describe(running)}{_called_by(started_at) if started_at else waiting}"
     if site.collective:
         recorded = bool(entries) and site.collective not in _UNRECORDED
         return f"in {_describe(entries[-1], site.collective) if recorded else site.collective}{_called_by(site)}"

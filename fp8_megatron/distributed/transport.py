@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..collectives import copy_engine, row_exchange
 from ..config import ParallelConfig, Precision
+from ..device import node_size
 
 Group = torch.distributed.ProcessGroup
 
@@ -89,11 +90,6 @@ def needs_launch_order(parallel: ParallelConfig, precision: Precision, *, record
     size = parallel.tensor_model_parallel_size
     copies_rows = precision == "fp8" and _may_copy_rows(parallel, records_graphs)
     return size > 1 and not (copies_rows and node_size() % size == 0)
-
-
-def node_size() -> int:
-    """Ranks of this node, as torchrun sets them (1 outside torchrun)."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _copies(

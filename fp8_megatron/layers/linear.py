@@ -423,12 +423,8 @@ def quantized_grad(
     grad_output: Tensor, quantizers: LinearQuantizers, *, has_bias: bool
 ) -> tuple[Operand, Tensor | None]:
     """The output gradient [..., N] for both GEMMs, and the bias's gradient FP32 [N]."""
-    made = quantizers.early_cast.take(grad_output)
-    if made is None:
-        source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias)
-        made = quantizers.grad_output.quantize(source)
-    (payload, payload_t, column_sums), scale = made
-    return Operand(Rows.local(payload), scale, payload_t), column_sums if has_bias else None
+    cast, scale = _cast_grad(grad_output, quantizers, has_bias=has_bias)
+    return Operand(Rows.local(cast.payload), scale, cast.payload_t), cast.column_sums
 
 
 def gathered_grad(
@@ -440,12 +436,26 @@ def gathered_grad(
     The cast is bit for bit that of the gathered gradient, for half of BF16's bytes.
     """
     assert parallelism.group is not None
+    sync = partial(max_over_group_, group=parallelism.group)
+    cast, scale = _cast_grad(grad_output, quantizers, has_bias=has_bias, transposed=False, sync=sync)
+    return Operand(gather_rows(cast.payload, parallelism.group), scale), cast.column_sums
+
+
+def _cast_grad(
+    grad_output: Tensor,
+    quantizers: LinearQuantizers,
+    *,
+    has_bias: bool,
+    transposed: bool = True,
+    sync: AmaxSync | None = None,
+) -> tuple[Grads, Tensor]:
+    """The cast that the gradient came with, which has column sums in any case, or else one made now; and its scale."""
     made = quantizers.early_cast.take(grad_output)
-    if made is None:
-        source = GradSource(grad_output.reshape(-1, grad_output.shape[-1]), column_sums=has_bias, transposed=False)
-        made = quantizers.grad_output.quantize(source, sync=partial(max_over_group_, group=parallelism.group))
-    (part, _, column_sums), scale = made
-    return Operand(gather_rows(part, parallelism.group), scale), column_sums if has_bias else None
+    if made is not None:
+        return made
+    flat = grad_output.reshape(-1, grad_output.shape[-1])
+    source = GradSource(flat, column_sums=has_bias, transposed=transposed)
+    return quantizers.grad_output.quantize(source, sync=sync)
 
 
 def amax_sync(parallelism: TensorParallelism) -> AmaxSync | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +49,7 @@ def generate_text(
     config = load_config(folder / CONFIG)
     parallel = replace(config.parallel, pipeline_model_parallel_size=1, num_layers_per_virtual_pipeline_stage=None)
     config = replace(config, parallel=parallel, checkpoint=replace(config.checkpoint, load=None, save=None))
-    num_ranks, tp = int(os.environ.get("WORLD_SIZE", "1")), parallel.tensor_model_parallel_size
+    num_ranks, tp = devices.world_size(), parallel.tensor_model_parallel_size
     if num_ranks != tp:
         raise ConfigError(
             f"the checkpoint has tensor_model_parallel_size({tp}), this run {num_ranks} ranks; start it with torchrun "

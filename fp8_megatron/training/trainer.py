@@ -24,7 +24,7 @@ from ..config_checks import check_config
 from ..config_io import format_config, save_config
 from ..distributed.failures import RankWatch, watched_world
 from ..distributed.topology import Topology
-from ..distributed.transport import needs_launch_order, node_size
+from ..distributed.transport import needs_launch_order
 from ..layers.attention import may_use_cudnn, preferring_backends
 from .batches import Batch
 from .flops import model_flops_per_token, peak_flops
@@ -52,14 +52,14 @@ class Trainer:
     """
 
     def __init__(self, config: Config) -> None:
-        check_config(config, _world_size())
+        check_config(config, devices.world_size())
         self.config = config
         self.output_dir = _output_dir(config)
 
     def fit(self) -> None:
         """Train to `train_iters`, or until a signal, a time limit or divergence ends it; saves on the way out."""
-        world_size = _world_size()
-        choose = partial(choose_graph, self.config, world_size=world_size, node_size=node_size())
+        world_size = devices.world_size()
+        choose = partial(choose_graph, self.config, world_size=world_size, node_size=devices.node_size())
         # Looking for a GPU would start CUDA, and where there is none the environment does not matter.
         records_graphs = choose(has_gpu=True).records
         in_order = needs_launch_order(
@@ -74,8 +74,10 @@ class Trainer:
         graph_choice = choose(has_gpu=device.type == "cuda")
         if graph_choice.records:
             devices.check_cuda_graph_support(device)
-        model, recorded = self.config.model, graph_choice.records
-        with_cudnn = may_use_cudnn(model.attention_backend, model.seq_length, recorded=recorded, device=device)
+        model = self.config.model
+        with_cudnn = may_use_cudnn(
+            model.attention_backend, model.seq_length, recorded=graph_choice.records, device=device
+        )
         if self.config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         with ExitStack() as stack:
@@ -85,7 +87,7 @@ class Trainer:
             topology, watch = stack.enter_context(
                 watched_world(
                     self.config.parallel,
-                    self.config.model.num_layers,
+                    model.num_layers,
                     device,
                     self.output_dir,
                     records_graphs=graph_choice.records,
@@ -361,11 +363,6 @@ def _checkpoint_writer(config: Config, topology: Topology, iteration: int) -> Ch
     )
 
 
-def _world_size() -> int:
-    """Ranks of the run, as torchrun sets them (1 outside torchrun)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def _output_dir(config: Config) -> Path:
     if config.logging.output_dir is not None:
         return Path(config.logging.output_dir)
@@ -376,4 +373,4 @@ def _output_dir(config: Config) -> Path:
 
 def _started() -> float:
     """Seconds since the epoch: alike for the ranks of a node, which torchrun has started, whenever they ask."""
-    return psutil.Process(os.getppid()).create_time() if node_size() > 1 else time.time()
+    return psutil.Process(os.getppid()).create_time() if devices.node_size() > 1 else time.time()

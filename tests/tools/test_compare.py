@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import compare as compare_script
+from fp8_megatron import cudnn
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
@@ -40,6 +41,16 @@ def test_a_peer_takes_part(tmp_path: Path) -> None:
     assert (result["final_loss"], result["causal_tflops_per_gpu"]) == (2.0, 1.5)
     assert "stub-bf16" in (tmp_path / "out" / "comparison.md").read_text()
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
+
+
+def test_a_peer_has_the_users_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the cuDNN that this program has chosen for itself."""
+    monkeypatch.setattr(cudnn, "_home", "/site-packages/nvidia/cudnn")
+    monkeypatch.setenv("CUDNN_HOME", "/site-packages/nvidia/cudnn")
+    monkeypatch.setenv("CUDNN_PATH", "/opt/cudnn")
+    command = [sys.executable, "-c", "import os; print(os.environ.get('CUDNN_HOME'), os.environ.get('CUDNN_PATH'))"]
+    assert compare_script._run("stub-bf16", command, tmp_path / "log", 60)
+    assert (tmp_path / "log").read_text() == "None /opt/cudnn\n"
 
 
 def test_speed_without_a_loss_is_an_error(tmp_path: Path) -> None:
