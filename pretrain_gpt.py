@@ -8,8 +8,8 @@ import sys
 import time
 import warnings
 
-from fp8_megatron.config_checks import ConfigError
-from fp8_megatron.config_io import parse_config
+from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.io import parse_config
 
 
 def main() -> int:
@@ -21,10 +21,10 @@ def main() -> int:
     try:
         config = parse_config()
         from fp8_megatron.checkpoint.files import CheckpointError
-        from fp8_megatron.device import UnsupportedDeviceError
-        from fp8_megatron.distributed.failures import EXIT_STATUS, RankFailure
+        from fp8_megatron.device.device import UnsupportedDeviceError
         from fp8_megatron.training.stopping import TrainingDiverged
         from fp8_megatron.training.trainer import Trainer
+        from fp8_megatron.watch.failures import EXIT_STATUS, RankFailure
     except ConfigError as error:
         return fail(rank, error)
     try:

@@ -33,7 +33,6 @@ from unittest import mock
 
 import torch
 
-from fp8_megatron import device as devices
 from fp8_megatron.checkpoint import loading
 from fp8_megatron.checkpoint.concurrency import NUM_READERS
 from fp8_megatron.checkpoint.files import iteration_folder
@@ -42,11 +41,12 @@ from fp8_megatron.checkpoint.manifest import RecordedFile
 from fp8_megatron.checkpoint.run_state import Progress, Resumable, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.checkpoint.torch_dist import TorchDistReader
-from fp8_megatron.config_io import own_and_run_flags, parse_config
-from fp8_megatron.distributed.topology import initialized
-from fp8_megatron.distributed.transport import needs_launch_order
+from fp8_megatron.config.io import own_and_run_flags, parse_config
+from fp8_megatron.device import device as devices
+from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.optimizer.state import SpaceState, StateTensor
+from fp8_megatron.sharding.transport import needs_launch_order
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.setup import build_training_state
 from fp8_megatron.training.train_step import train_step

@@ -29,10 +29,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp8_megatron.config_io import own_and_run_flags, parse_config
-from fp8_megatron.cudnn import users_environment
-from fp8_megatron.training.flops import model_flops_per_token, peak_flops
-from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.config.io import own_and_run_flags, parse_config
+from fp8_megatron.device.cudnn import users_environment
+from fp8_megatron.reporting.flops import model_flops_per_token, peak_flops
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 
 MODELS = {
     "345m": "gpt_345m",

@@ -13,7 +13,8 @@ from kernel_timing import Case, Rotating
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2
-from fp8_megatron.kernels import activation, ops
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.activation import reference as activation
 
 
 class _Scaling:

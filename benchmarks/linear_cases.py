@@ -20,13 +20,13 @@ from functools import partial
 import torch
 from kernel_timing import reason, seconds_per_call
 
-from fp8_megatron.distributed.grad_buffer import LocalGradBuffer
-from fp8_megatron.distributed.partition import partition
 from fp8_megatron.formats import StorageDtype
-from fp8_megatron.layers.linear import TensorParallelism, fp8_linear
+from fp8_megatron.nn.linear import TensorParallelism, fp8_linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.sharding.grad_buffer import LocalGradBuffer
+from fp8_megatron.sharding.partition import partition
 
 HISTORY_LENGTH = 16
 BF16, TE, TE_CACHED = "BF16", "Transformer Engine, delayed", "Transformer Engine, delayed, W cast once"

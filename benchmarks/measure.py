@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fp8_megatron.config_io import parse_config
+from fp8_megatron.config.io import parse_config
 
 _HERE = Path(__file__).parent
 #: Seconds for one run of a comparison: the largest models take a minute to start and end.

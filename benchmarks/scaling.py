@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp8_megatron.config_io import own_and_run_flags
+from fp8_megatron.config.io import own_and_run_flags
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives import copy_engine
 from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum_rows
-from fp8_megatron.device import distributed_backend, runtime, select_device
+from fp8_megatron.collectives.transport import copy_engine
+from fp8_megatron.device.device import distributed_backend, runtime, select_device
 from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops, reference
 

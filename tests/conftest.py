@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fp8_megatron.testing.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import pretrain_gpt
-from fp8_megatron.device import UnsupportedDeviceError, check_fp8_support
-from fp8_megatron.testing.runs import tiny_flags
-from fp8_megatron.testing.token_files import write_token_files
+from fp8_megatron.device.device import UnsupportedDeviceError, check_fp8_support
+from tests.harness.runs import tiny_flags
+from tests.harness.token_files import write_token_files
 
 Run = Callable[..., tuple[int, str]]
 

@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp8_megatron.config_io import own_and_run_flags
-from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
-from fp8_megatron.training.plot import compare_losses
+from fp8_megatron.config.io import own_and_run_flags
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.plot import compare_losses
 
 LEVELS = {
     "bf16": ["--precision", "bf16"],

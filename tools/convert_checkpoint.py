@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from fp8_megatron.checkpoint.conversion import Source
-    from fp8_megatron.config import Config
+    from fp8_megatron.config.schema import Config
+    from fp8_megatron.conversion.conversion import Source
 
 console = Console(stderr=True)
 
@@ -72,9 +72,9 @@ class Options:
 
 def run(options: Options) -> int:
     """Convert and verify; returns the exit status."""
-    from fp8_megatron.checkpoint.conversion import Format, check_new, open_source
-    from fp8_megatron.config_checks import ConfigError
-    from fp8_megatron.config_io import load_config
+    from fp8_megatron.config.checks import ConfigError
+    from fp8_megatron.config.io import load_config
+    from fp8_megatron.conversion.conversion import Format, check_new, open_source
 
     if options.verify and options.verify_tokens < 1:
         raise ConfigError(f"verify_tokens({options.verify_tokens}) compares nothing; give 1 or more, or --no-verify")
@@ -92,7 +92,7 @@ def run(options: Options) -> int:
 
 def to_ours(source: Source, options: Options) -> str:
     """Write a checkpoint that --load takes; what there is to say about it."""
-    from fp8_megatron.checkpoint.conversion import Format, check_trainable, rewrite_ours, write_ours
+    from fp8_megatron.conversion.conversion import Format, check_trainable, rewrite_ours, write_ours
     from fp8_megatron.data.hugging_face_tokenizer import import_tokenizer
     from fp8_megatron.data.tokenizer import padded_vocab_size
 
@@ -117,7 +117,7 @@ def to_ours(source: Source, options: Options) -> str:
 
 def to_megatron_core(source: Source, options: Options) -> str:
     """Write weights alone as torch_dist."""
-    from fp8_megatron.checkpoint.conversion import write_megatron_core
+    from fp8_megatron.conversion.conversion import write_megatron_core
 
     with progress("converting", num_weights(source)) as advance:
         write_megatron_core(options.output, source, on_weight=advance)
@@ -126,7 +126,7 @@ def to_megatron_core(source: Source, options: Options) -> str:
 
 def to_hugging_face(source: Source, options: Options) -> str:
     """Write a folder that transformers loads."""
-    from fp8_megatron.checkpoint import hugging_face_folder as folders
+    from fp8_megatron.conversion import hugging_face_folder as folders
     from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer
 
     config, vocab_size = source.config, source.vocab_size
@@ -170,7 +170,7 @@ def with_flags(config: Config, options: Options) -> Config:
 
     One tensor-parallel rank has nothing to shard sequences over.
     """
-    from fp8_megatron.config import CheckpointConfig
+    from fp8_megatron.config.schema import CheckpointConfig
 
     config = replace(config, checkpoint=CheckpointConfig(), logging=replace(config.logging, output_dir=None))
     if options.tensor_model_parallel_size == 1:
@@ -197,9 +197,9 @@ def verify(source: Source, options: Options) -> int:
     """Compare logits; returns the exit status."""
     import torch
 
-    from fp8_megatron.checkpoint import verification
-    from fp8_megatron.checkpoint.conversion import open_source
-    from fp8_megatron.checkpoint.hugging_face_folder import DTYPES
+    from fp8_megatron.conversion import verification
+    from fp8_megatron.conversion.conversion import open_source
+    from fp8_megatron.conversion.hugging_face_folder import DTYPES
 
     target = open_source(options.output, config=source.config if options.to == "mcore" else None)
     stored = torch.float32
@@ -232,7 +232,7 @@ def main(words: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from fp8_megatron.checkpoint.files import CheckpointError
-    from fp8_megatron.config_checks import ConfigError
+    from fp8_megatron.config.checks import ConfigError
 
     try:
         return run(options)

@@ -27,7 +27,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from fp8_megatron.checkpoint.files import CheckpointError
-    from fp8_megatron.config_checks import ConfigError
+    from fp8_megatron.config.checks import ConfigError
     from fp8_megatron.training.generate import generate_text
 
     is_first = int(os.environ.get("RANK", "0")) == 0

@@ -76,7 +76,7 @@ def report_of(options: Options) -> Report:
     Raises:
         CheckpointError: nothing readable.
     """
-    from fp8_megatron.checkpoint.conversion import Format, find_format
+    from fp8_megatron.conversion.conversion import Format, find_format
 
     kind, folder = find_format(options.path, options.iteration)
     problems = _problems(folder) if options.verify and kind is Format.OURS else []
@@ -93,8 +93,8 @@ def report_of(options: Options) -> Report:
 
 
 def _description(kind: str, folder: Path) -> dict[str, Any]:
-    from fp8_megatron.checkpoint.hugging_face_folder import CONFIG_FILE, read_json
     from fp8_megatron.checkpoint.loading import read_description
+    from fp8_megatron.conversion.hugging_face_folder import CONFIG_FILE, read_json
 
     if kind == "ours":
         return read_description(folder)
@@ -123,7 +123,7 @@ def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> It
 
 
 def _safetensors_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
-    from fp8_megatron.checkpoint.safetensors_files import SafetensorsFolder
+    from fp8_megatron.conversion.safetensors_files import SafetensorsFolder
 
     for file in sorted(set(SafetensorsFolder(folder).file_of.values())):
         yield from _file_lines(folder / file, options, problems)
@@ -132,7 +132,7 @@ def _safetensors_lines(folder: Path, options: Options, problems: list[str]) -> I
 def _file_lines(path: Path, options: Options, problems: list[str], *, prefix: str = "") -> Iterator[TensorLine]:
     """Tensors of a file; one that cannot be opened is added to `problems`."""
     from fp8_megatron.checkpoint.files import CheckpointError
-    from fp8_megatron.checkpoint.safetensors_files import open_safetensors
+    from fp8_megatron.conversion.safetensors_files import open_safetensors
 
     try:
         opened = open_safetensors(path)

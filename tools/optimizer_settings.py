@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, STATE_BLOCK, StorageDtype
 from fp8_megatron.kernels import ops, reference
-from fp8_megatron.kernels.split_master import join_master, next_weight_scales, split_master
+from fp8_megatron.kernels.adamw.split_master import join_master, next_weight_scales, split_master
 
 CHUNK = 4096
 BETA1, EPS, WEIGHT_DECAY = 0.9, 1e-8, 0.1

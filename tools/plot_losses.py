@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from fp8_megatron.training.metrics_file import METRICS_FILE
-from fp8_megatron.training.plot import compare_losses, plot_losses
+from fp8_megatron.reporting.metrics_file import METRICS_FILE
+from fp8_megatron.reporting.plot import compare_losses, plot_losses
 
 
 def metrics_path(run: Path) -> Path:

@@ -16,10 +16,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from ..config import ModelConfig
-from ..distributed.partition import Fragment, Slot
+from ..config.schema import ModelConfig
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
+from ..sharding.partition import Fragment, Slot
 from .concurrency import NUM_READERS, in_order
 from .files import CONFIG, META, CheckpointError, candidates, iteration_folder, rank_file, unfinished_folders
 from .manifest import problem_with, read_manifest

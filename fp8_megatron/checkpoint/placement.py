@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.layer_spec import CHECKPOINT_KEYS
+from ..mcore.layer_spec import CHECKPOINT_KEYS
 
 Shape = tuple[int, ...]
 Sharding = tuple[int, int] | None

@@ -21,15 +21,15 @@ from megatron.core.tensor_parallel.random import (
 )
 from torch import Tensor
 
-from ..config import Config
-from ..distributed.grad_buffer import ShardedGradBuffer
-from ..distributed.partition import Fragment, Slot
-from ..distributed.topology import Topology
+from ..config.schema import Config
 from ..formats import STATE_BLOCK
+from ..mcore.topology import Topology
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..quantization.amax_history import AmaxHistory
+from ..sharding.grad_buffer import ShardedGradBuffer
+from ..sharding.partition import Fragment, Slot
 from .placement import Placement, placement_of
 from .torch_dist import Chunk
 

@@ -22,10 +22,10 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ..config import Config
-from ..config_io import save_config
-from ..distributed.flight_recorder import BACKGROUND_GROUP
-from ..distributed.topology import Topology
+from ..config.io import save_config
+from ..config.schema import Config
+from ..mcore.topology import Topology
+from ..watch.flight_recorder import BACKGROUND_GROUP
 from .files import (
     ANCESTORS,
     CONFIG,

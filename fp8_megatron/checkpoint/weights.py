@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig
-from ..models.layer_spec import CHECKPOINT_KEYS
+from ..config.schema import ModelConfig
+from ..mcore.layer_spec import CHECKPOINT_KEYS
 from .files import CheckpointError
 from .placement import VOCABULARY_KEYS
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import copy_engine
 from .traffic import count_all_gather
+from .transport import copy_engine
 
 
 @dataclass

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..formats import StorageDtype
 from .reduce_scatter import Group, ReduceScatterWork, Work, check_buffers, reduce_scatter_mean, start_all_to_all
-from .side_stream import side_stream
 from .traffic import TrafficKind
+from .transport.side_stream import side_stream
 from .wire import WireTensor, accumulate_rows_
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..formats import E4M3, GRAD_BLOCK, MAX_FINITE, StorageDtype
 from ..kernels import ops, reference
-from ..quantization.autoscale import AutoScale
+from .autoscale import AutoScale
 from .reduce_scatter import Group, ReduceScatterWork, check_buffers
 from .scale_sync import max_over_group_
-from .side_stream import side_stream
 from .traffic import TrafficKind, count_all_to_all
+from .transport.side_stream import side_stream
 from .wire import WireTensor
 
 MIN_NCCL = (2, 24)

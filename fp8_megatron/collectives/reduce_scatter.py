@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..formats import GRAD_BLOCK
-from . import copy_engine
 from .traffic import TrafficKind, count_all_to_all
+from .transport import copy_engine
 from .wire import OwnRow, WireTensor, accumulate_rows_
 
 Group = torch.distributed.ProcessGroup

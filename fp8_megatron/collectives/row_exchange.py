@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
-from . import copy_engine, recording
 from .all_gather import all_gather_into
-from .peer_link import Link, PeerLink
-from .stream_barrier import StreamBarrier
 from .traffic import count_all_gather
+from .transport import copy_engine, recording
+from .transport.peer_link import Link, PeerLink
+from .transport.stream_barrier import StreamBarrier
 
 Group = torch.distributed.ProcessGroup
 #: Writes rows [rows, N] of a rank's matrix into a tensor; told, for one of the ranks, to add what the sum has once.

@@ -19,7 +19,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
-from ..config import DataConfig
+from ..config.schema import DataConfig
 from .indexed import IndexedSummary, check_indexed_dataset
 from .tokenizer import Tokenizer
 

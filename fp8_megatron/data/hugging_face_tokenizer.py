@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import DataConfig
+from ..config.schema import DataConfig
 from .tokenizer import SentencePieceTokenizer
 
 _SPACE = "\u2581"

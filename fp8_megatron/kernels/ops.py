@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES
-from . import activation, registration
-from .scaled_mm import check_scaled_mm
+from . import registration
+from .activation import reference as activation
+from .gemm.scaled_mm import check_scaled_mm
 
 _OPS = registration.callables()
 

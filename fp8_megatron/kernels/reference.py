@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..formats import COMPANDED_DTYPES, FP8_DTYPES, MAX_FINITE
-from . import companding
+from .adamw import companding
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 

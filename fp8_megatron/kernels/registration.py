@@ -13,8 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import activation, amax_history, cross_entropy, norm, qkv, reference, split_master, underflow
-from .scaled_mm import scaled_mm_cublaslt, scaled_mm_into_cublaslt_, scaled_mm_to_fp8_cublaslt_
+from . import reference
+from .activation import reference as activation
+from .adamw import split_master
+from .cross_entropy import reference as cross_entropy
+from .gemm.scaled_mm import scaled_mm_cublaslt, scaled_mm_into_cublaslt_, scaled_mm_to_fp8_cublaslt_
+from .norm import reference as norm
+from .quantize import qkv
+from .scales import amax_history, underflow
 
 _LIBRARY = torch.library.Library("fp8_megatron", "DEF")
 

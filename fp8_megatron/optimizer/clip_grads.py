@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..distributed.grad_buffer import GradBuffer
+from ..sharding.grad_buffer import GradBuffer
 
 
 def global_grad_norm(buffers: Iterable[GradBuffer], device: torch.device) -> Tensor:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import OptimizerConfig, PrecisionConfig
-from ..distributed.data_parallel import FP8DataParallel
-from ..distributed.grad_buffer import GradBuffer
-from ..distributed.partition import Slot, StorageClass
-from ..distributed.released_grads import ReleasedGrad, ReleasedGradBuffer
-from ..distributed.topology import Topology
+from ..config.schema import OptimizerConfig, PrecisionConfig
 from ..formats import StorageDtype
+from ..mcore.data_parallel import FP8DataParallel
+from ..mcore.topology import Topology
+from ..sharding.grad_buffer import GradBuffer
+from ..sharding.partition import Slot, StorageClass
+from ..sharding.released_grads import ReleasedGrad, ReleasedGradBuffer
 from .clip_grads import clip_factor, global_grad_norm
 from .loss_scale import build_loss_scale
 from .split_state import SplitSpaceState

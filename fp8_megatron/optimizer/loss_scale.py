@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config import OptimizerConfig, PrecisionConfig
+from ..config.schema import OptimizerConfig, PrecisionConfig
 
 
 class LossScale:

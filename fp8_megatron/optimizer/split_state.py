@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import OptimizerConfig
-from ..distributed.grad_buffer import GradBuffer
-from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot
-from ..distributed.released_grads import ReleasedGrad
-from ..distributed.topology import Topology
+from ..config.schema import OptimizerConfig
 from ..formats import StorageDtype, StorageFormats
 from ..kernels import ops
-from ..kernels.split_master import join_master, next_weight_scales, split_master
+from ..kernels.adamw.split_master import join_master, next_weight_scales, split_master
+from ..mcore.topology import Topology
+from ..sharding.grad_buffer import GradBuffer
+from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
+from ..sharding.released_grads import ReleasedGrad
 from .state import SpaceState, StateTensor, cpu_copy, hyperparameters, whole
 
 

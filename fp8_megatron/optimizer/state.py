@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
-from ..config import OptimizerConfig
-from ..distributed.grad_buffer import GradBuffer
-from ..distributed.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
-from ..distributed.released_grads import ReleasedGrad
-from ..distributed.topology import Topology
-from ..distributed.transport import SendMemory
-from ..distributed.weight_gather import WeightGather
+from ..config.schema import OptimizerConfig
 from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops, reference
 from ..kernels.reference import scale_from_amax
+from ..mcore.topology import Topology
 from ..quantization.recipe import WEIGHT_DTYPE
 from ..quantization.scaled_tensor import ScaledTensor
+from ..sharding.grad_buffer import GradBuffer
+from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
+from ..sharding.released_grads import ReleasedGrad
+from ..sharding.transport import SendMemory
+from ..sharding.weight_gather import WeightGather
 
 #: Elements whose FP32 values are held at a time where no fused kernel reads a state, a multiple of all blocks.
 _PIECE = 1 << 26

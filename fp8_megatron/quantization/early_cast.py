@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .sources import Grads
+from ..quantization.sources import Grads
 
 
 class EarlyCast:

@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import device as devices
 from ..checkpoint.files import CONFIG, CheckpointError, candidates, iteration_folder
 from ..checkpoint.loading import read_description, read_weights
 from ..checkpoint.placement import placement_of
-from ..config import Config
-from ..config_checks import ConfigError
-from ..config_io import load_config
+from ..config.checks import ConfigError
+from ..config.io import load_config
+from ..config.schema import Config
 from ..data.tokenizer import Tokenizer
-from ..distributed.topology import Topology, initialized
+from ..device import device as devices
 from ..formats import FP8_GEMM_MULTIPLE
-from ..models.gpt import build_model
-from ..models.initialization import named_parameters_of_model
+from ..mcore.gpt import build_model
+from ..mcore.initialization import named_parameters_of_model
+from ..mcore.topology import Topology, initialized
 from .run_data import load_tokenizer
 
 

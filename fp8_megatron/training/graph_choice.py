@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import device as devices
-from ..config import Config
-from ..config_checks import cuda_graph_problems
-from .flops import model_flops_per_token
+from ..config.checks import cuda_graph_problems
+from ..config.schema import Config
+from ..device import device as devices
+from ..reporting.flops import model_flops_per_token
 
 logger = logging.getLogger(__name__)
 

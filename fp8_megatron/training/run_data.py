@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..checkpoint.run_state import Progress
-from ..config import Config
-from ..config_checks import ConfigError
+from ..config.checks import ConfigError
+from ..config.schema import Config
 from ..data.datasets import Datasets, build_datasets
 from ..data.loader import build_loader
 from ..data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
-from ..distributed.topology import Topology
+from ..mcore.topology import Topology
 from .batches import Batch
 
 

@@ -9,17 +9,17 @@ from itertools import chain
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from ..config import Config, OptimizerConfig
-from ..distributed.data_parallel import FP8DataParallel
-from ..distributed.finalize import finalize_model_grads
-from ..distributed.partition import StorageClass
-from ..distributed.staging import StagingPools
-from ..distributed.topology import Topology
-from ..models.gpt import ModelChunk, build_model
-from ..models.initialization import initial_values, named_parameters_of_model
+from ..config.schema import Config, OptimizerConfig
+from ..mcore.data_parallel import FP8DataParallel
+from ..mcore.finalize import finalize_model_grads
+from ..mcore.gpt import ModelChunk, build_model
+from ..mcore.initialization import initial_values, named_parameters_of_model
+from ..mcore.topology import Topology
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..quantization.amax_history import AmaxHistory
-from .memory_report import MemoryByKind, StorageBytes
+from ..reporting.memory_report import MemoryByKind, StorageBytes
+from ..sharding.partition import StorageClass
+from ..sharding.staging import StagingPools
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import torch
 from megatron.core.tensor_parallel.random import get_all_rng_states
 from torch import Tensor
 
-from .. import device as devices
-from ..collectives import copy_engine, recording
-from ..config import MIN_CUDA_GRAPH_WARMUP_STEPS
+from ..collectives.transport import copy_engine, recording
+from ..config.schema import MIN_CUDA_GRAPH_WARMUP_STEPS
+from ..device import device as devices
 from .batches import Batch, take_step
 
 logger = logging.getLogger(__name__)

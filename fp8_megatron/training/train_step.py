@@ -9,8 +9,8 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from .. import device as devices
-from ..distributed.grad_buffer import ShardedGradBuffer
+from ..device import device as devices
+from ..sharding.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
 from .graph_choice import has_room
 from .setup import TrainingState

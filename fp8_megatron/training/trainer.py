@@ -14,27 +14,27 @@ from pathlib import Path
 import psutil
 import torch
 
-from .. import device as devices
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.loading import LoadOptions, load_checkpoint
 from ..checkpoint.run_state import Progress, Resumable
 from ..checkpoint.saving import CheckpointWriter, Retention
-from ..config import Config
-from ..config_checks import check_config
-from ..config_io import format_config, save_config
-from ..distributed.failures import RankWatch, watched_world
-from ..distributed.topology import Topology
-from ..distributed.transport import needs_launch_order
-from ..layers.attention import may_use_cudnn, preferring_backends
+from ..config.checks import check_config
+from ..config.io import format_config, save_config
+from ..config.schema import Config
+from ..device import device as devices
+from ..mcore.attention import may_use_cudnn, preferring_backends
+from ..mcore.topology import Topology
+from ..planning.memory import predict_memory
+from ..reporting.flops import model_flops_per_token, peak_flops
+from ..reporting.memory_report import memory_table
+from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
+from ..reporting.metrics_file import METRICS_FILE
+from ..reporting.plot import plot_losses
+from ..reporting.profiling import StepProfiler
+from ..sharding.transport import needs_launch_order
+from ..watch.failures import RankWatch, watched_world
 from .batches import Batch
-from .flops import model_flops_per_token, peak_flops
 from .graph_choice import GraphChoice, choose_graph
-from .memory_prediction import predict_memory
-from .memory_report import memory_table
-from .metrics import EvalMetrics, MetricsLogger, StepMetrics
-from .metrics_file import METRICS_FILE
-from .plot import plot_losses
-from .profiling import StepProfiler
 from .run_data import RunData, open_run_data
 from .setup import TrainingState, build_training_state, measured_storage
 from .step_results import Mark, PendingStep, StepResult

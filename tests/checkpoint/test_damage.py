@@ -26,11 +26,11 @@ from fp8_megatron.checkpoint.manifest import (
     write_file,
     write_manifest,
 )
-from fp8_megatron.config import ModelConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.config_io import save_config
-from fp8_megatron.testing.ranks import RankError, RankPool
-from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, whole_state
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
+from fp8_megatron.config.io import save_config
+from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from tests.harness.ranks import RankError, RankPool
+from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, whole_state
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 
 MODEL = replace(GPT3_STYLE, num_layers=1)
 CONFIG = tiny_config(MODEL, precision=PrecisionConfig(fp8_recipe="delayed"))

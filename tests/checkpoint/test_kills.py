@@ -19,10 +19,10 @@ import torch
 from fp8_megatron.checkpoint.loading import load_checkpoint
 from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
-from fp8_megatron.config import ParallelConfig
-from fp8_megatron.testing.ranks import RankError, RankPool
-from fp8_megatron.testing.tiny_checkpoint import tiny_resumable, train_steps
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, tiny_config
+from fp8_megatron.config.schema import ParallelConfig
+from tests.harness.ranks import RankError, RankPool
+from tests.harness.tiny_checkpoint import tiny_resumable, train_steps
+from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
 
 CONFIG = tiny_config(replace(GPT3_STYLE, num_layers=1), parallel=ParallelConfig(ddp_bucket_size=1 << 15))
 BATCHES = 2

@@ -13,10 +13,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from fp8_megatron.checkpoint.placement import Placement
 from fp8_megatron.checkpoint.run_state import _extra_state
-from fp8_megatron.config import ModelConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_checkpoint import tiny_resumable
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
+from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_checkpoint import tiny_resumable
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 
 LAYOUTS = {
     "one": (1, ParallelConfig()),

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import StorageDtype
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_checkpoint import TinyRun, run_tiny_on_a_rank
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 
 #: Buckets smaller than a space, so that every parameter is in several ranks' shards.
 BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)

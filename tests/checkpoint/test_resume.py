@@ -18,14 +18,14 @@ from fp8_megatron.checkpoint import run_state, torch_dist
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.run_state import Progress, autoscales_of, rng_states, set_rng_states
 from fp8_megatron.checkpoint.saving import CheckpointWriter
-from fp8_megatron.config import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.device import runtime, seed_everything
-from fp8_megatron.distributed.grad_buffer import ShardedGradBuffer
+from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.device.device import runtime, seed_everything
 from fp8_megatron.formats import GradReduceMode, StorageDtype
 from fp8_megatron.optimizer.split_state import SplitSpaceState
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, tiny_config
+from fp8_megatron.sharding.grad_buffer import ShardedGradBuffer
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
+from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
 
 #: Buckets smaller than a space, so that every parameter is in several ranks' shards.
 BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)

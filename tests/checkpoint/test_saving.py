@@ -17,22 +17,15 @@ import pytest
 import torch
 
 from fp8_megatron.checkpoint import saving
-from fp8_megatron.checkpoint.files import (
-    META,
-    TRACKER,
-    CheckpointError,
-    candidates,
-    iteration_folder,
-    saved_iterations,
-)
+from fp8_megatron.checkpoint.files import META, TRACKER, CheckpointError, candidates, iteration_folder, saved_iterations
 from fp8_megatron.checkpoint.loading import load_checkpoint
 from fp8_megatron.checkpoint.run_state import Progress, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
-from fp8_megatron.config import ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import StorageDtype
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, train_steps, whole_state
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, tiny_config
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, train_steps, whole_state
+from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
 
 BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)
 O3 = tiny_config(replace(GPT3_STYLE, num_layers=1), parallel=BUCKETS)

@@ -31,12 +31,12 @@ from fp8_megatron.checkpoint.torch_dist import (
     write_chunks,
     write_metadata,
 )
-from fp8_megatron.config import ModelConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.models.gpt import transformer_config
-from fp8_megatron.models.initialization import named_parameters_of_model
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, tiny_config
+from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.mcore.gpt import transformer_config
+from fp8_megatron.mcore.initialization import named_parameters_of_model
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, tiny_config
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2, ddp_bucket_size=1 << 15)
 

@@ -9,11 +9,11 @@ import torch
 
 from fp8_megatron.checkpoint.loading import Elements, SavedRun
 from fp8_megatron.checkpoint.placement import Placement
-from fp8_megatron.config_io import parse_config
-from fp8_megatron.testing.ranks import RankError, RankPool
-from fp8_megatron.testing.runs import tiny_flags
-from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.ranks import RankError, RankPool
+from tests.harness.runs import tiny_flags
 
 KEY = "embedding.word_embeddings.weight"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp8_megatron.collectives import recording
-from fp8_megatron.collectives.recording import Recordable
+from fp8_megatron.collectives.transport import recording
+from fp8_megatron.collectives.transport.recording import Recordable
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from fp8_megatron.collectives.all_gather import all_gather_into
 from fp8_megatron.collectives.row_exchange import gather_rows
 from fp8_megatron.collectives.scale_sync import max_over_group_
 from fp8_megatron.formats import E4M3, E5M2
-from fp8_megatron.testing.ranks import RankPool, on_default_group
+from tests.harness.ranks import RankPool, on_default_group
 
 
 def _gather(group: torch.distributed.ProcessGroup, codes: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, Tensor]:

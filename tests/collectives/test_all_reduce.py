@@ -20,7 +20,7 @@ from fp8_megatron.collectives.all_reduce import all_reduce_mean_fp8
 from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.testing.ranks import RankPool, on_default_group
+from tests.harness.ranks import RankPool, on_default_group
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 SIZE = 40_000

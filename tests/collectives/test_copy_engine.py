@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fp8_megatron.collectives import copy_engine
 from fp8_megatron.collectives.all_gather import all_gather_each
-from fp8_megatron.collectives.copy_engine import PeerMemory
-from fp8_megatron.collectives.recording import Recordable
 from fp8_megatron.collectives.reduce_scatter import start_all_to_all
-from fp8_megatron.collectives.stream_barrier import StreamBarrier
+from fp8_megatron.collectives.transport import copy_engine
+from fp8_megatron.collectives.transport.copy_engine import PeerMemory
+from fp8_megatron.collectives.transport.recording import Recordable
+from fp8_megatron.collectives.transport.stream_barrier import StreamBarrier
 from fp8_megatron.collectives.wire import WireTensor
-from fp8_megatron.config import ParallelConfig
-from fp8_megatron.distributed.topology import initialized
-from fp8_megatron.distributed.transport import TransportError, send_memory
+from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.formats import StorageDtype
+from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.sharding.transport import TransportError, send_memory
 
 CPU = torch.device("cpu")
 

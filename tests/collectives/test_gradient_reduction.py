@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.formats import GRAD_BLOCK, GradReduceMode, StorageDtype
-from fp8_megatron.quantization.autoscale import AutoScale
-from fp8_megatron.testing.ranks import RankPool, on_default_group
+from tests.harness.ranks import RankPool, on_default_group
 from tools.compare_reductions import NUM_TENSORS, GradientSource, reduce_all_to_all, reduce_hierarchical, reduce_nccl
 
 CPU = torch.device("cpu")

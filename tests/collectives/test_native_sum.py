@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.native_sum import native_reduce_scatter_mean, ring_sum
 from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
-from fp8_megatron.quantization.autoscale import AutoScale
-from fp8_megatron.testing.ranks import RankPool, on_default_group
+from tests.harness.ranks import RankPool, on_default_group
 from tools.compare_reductions import NUM_TENSORS, GradientSource, reduce_nccl, worst_snr_db
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8_megatron.collectives import copy_engine, peer_link, recording, stream_ops
-from fp8_megatron.collectives.peer_link import PeerLink
-from fp8_megatron.collectives.recording import Recordable
+from fp8_megatron.collectives.transport import copy_engine, peer_link, recording, stream_ops
+from fp8_megatron.collectives.transport.peer_link import PeerLink
+from fp8_megatron.collectives.transport.recording import Recordable
 
 from .test_copy_engine import Member
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.collectives import recording
-from fp8_megatron.collectives.recording import Recordable
+from fp8_megatron.collectives.transport import recording
+from fp8_megatron.collectives.transport.recording import Recordable
 
 
 def test_everybody_counts_anew_inside_a_recording_alone(recordables: dict[str, Recordable]) -> None:

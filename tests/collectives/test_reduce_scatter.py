@@ -19,7 +19,7 @@ from fp8_megatron.collectives.reduce_scatter import reduce_scatter_mean
 from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
 from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.testing.ranks import RankPool, on_default_group
+from tests.harness.ranks import RankPool, on_default_group
 from tools.compare_reductions import GradientSource, worst_snr_db
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ import ctypes
 import pytest
 import torch
 
-from fp8_megatron.collectives import recording, stream_ops
-from fp8_megatron.collectives.recording import Recordable
-from fp8_megatron.collectives.stream_barrier import RecordableBarrier, StreamBarrier
-from fp8_megatron.collectives.stream_ops import _Operation
+from fp8_megatron.collectives.transport import recording, stream_ops
+from fp8_megatron.collectives.transport.recording import Recordable
+from fp8_megatron.collectives.transport.stream_barrier import RecordableBarrier, StreamBarrier
+from fp8_megatron.collectives.transport.stream_ops import _Operation
 
 
 class Driver:

@@ -9,14 +9,14 @@ import torch
 
 from fp8_megatron.collectives.all_gather import all_gather_into
 from fp8_megatron.collectives.all_reduce import all_reduce_mean_fp8
+from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.collectives.scale_sync import max_over_group_
 from fp8_megatron.collectives.traffic import TrafficKind, count_all_gather, counted_traffic
 from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, GradReduceMode, StorageDtype
-from fp8_megatron.quantization.autoscale import AutoScale
-from fp8_megatron.testing.ranks import RankPool, on_default_group
+from tests.harness.ranks import RankPool, on_default_group
 
 CPU = torch.device("cpu")
 NUMEL = 64 * GRAD_BLOCK

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_megatron.config import DataConfig
+from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data import datasets as datasets_module
 from fp8_megatron.data.datasets import Blend, Datasets, MockDataset, build_datasets
 from fp8_megatron.data.tokenizer import NullTokenizer

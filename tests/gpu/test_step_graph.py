@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_megatron import device as devices
-from fp8_megatron.config_io import parse_config
-from fp8_megatron.testing.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.device import device as devices
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import graph_choice
-from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +59,7 @@ def underflow(output_dir: Path) -> dict[int, float]:
         {"opt_level": "O3", **FAST, "global_batch_size": 12, "keep_fp8_transpose_cache": 2},
         {"opt_level": "O3", "main_params_dtype": "split", "exp_avg_dtype": "fp8"},
         {"opt_level": "O3", "hidden_dropout": 0.1, "attention_dropout": 0.1},
-        {"opt_level": "O3", "seq_length": 200},  # no multiple of 128: see `fp8_megatron.cudnn`
+        {"opt_level": "O3", "seq_length": 200},  # no multiple of 128: see `fp8_megatron.device.cudnn`
     ],
     ids=["bf16", "fp16", "O1", "O3", "llama-accumulation", "fast", "fast-accumulation", "split", "dropout", "seq-200"],
 )

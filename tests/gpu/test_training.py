@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_megatron import device as devices
-from fp8_megatron.config_io import parse_config
-from fp8_megatron.distributed.partition import StorageClass
-from fp8_megatron.distributed.topology import initialized
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.device import device as devices
+from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.testing.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
-from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.sharding.partition import StorageClass
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.setup import build_training_state
 from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
 
 pytestmark = [
     pytest.mark.gpu,

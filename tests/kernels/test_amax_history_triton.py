@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.kernels import amax_history, ops
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.scales import amax_history
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.kernels import companding, reference
+from fp8_megatron.kernels import reference
+from fp8_megatron.kernels.adamw import companding
 from tests.kernels.cases import Case
 
 BLOCK = 256

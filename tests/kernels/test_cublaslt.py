@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_megatron.formats import E4M3, E5M2
-from fp8_megatron.kernels import cublaslt
+from fp8_megatron.kernels.gemm import cublaslt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

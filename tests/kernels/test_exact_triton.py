@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, STATE_BLOCK
-from fp8_megatron.kernels import ops, reference, split_master
+from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels.adamw import split_master
 from tests.kernels.cases import BLOCKS, FLATS, Case
 from tests.kernels.test_triton import Guards, assert_same
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2
-from fp8_megatron.kernels import activation, norm, ops, reference
+from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels.activation import reference as activation
+from fp8_megatron.kernels.norm import reference as norm
 from fp8_megatron.quantization.stats import snr_db
 
 #: FP32 arithmetic on sums of some hundred terms keeps more than this; BF16 and FP8 roundings far less.

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2
-from fp8_megatron.kernels import activation, cross_entropy, norm, ops, qkv, reference
+from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels.activation import reference as activation
+from fp8_megatron.kernels.cross_entropy import reference as cross_entropy
+from fp8_megatron.kernels.norm import reference as norm
+from fp8_megatron.kernels.quantize import qkv
 from fp8_megatron.quantization.stats import snr_db
 
 pytestmark = [

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E5M2
-from fp8_megatron.kernels import extension, norm, ops, reference
+from fp8_megatron.kernels import extension, ops, reference
 from fp8_megatron.kernels.extension import ExtensionError, compile_source
-from fp8_megatron.kernels.norm_cuda_plan import Plan, plan
+from fp8_megatron.kernels.norm import reference as norm
+from fp8_megatron.kernels.norm.cuda_plan import Plan, plan
 from fp8_megatron.quantization.stats import snr_db
 
 BF16_DB, FP32_DB = 60.0, 110.0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import ops, reference
-from fp8_megatron.kernels.scaled_mm import check_scaled_mm
+from fp8_megatron.kernels.gemm.scaled_mm import check_scaled_mm
 from tests.kernels.cases import BLOCK_PAYLOADS, BLOCKS, FP8, INPUT_DTYPES, MATRICES, Case
 
 INF, NAN = math.inf, math.nan

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, STATE_BLOCK
-from fp8_megatron.kernels import companding, ops, reference
-from fp8_megatron.kernels.split_master import adamw_split_step_, join_master, next_weight_scales, split_master
+from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels.adamw import companding
+from fp8_megatron.kernels.adamw.split_master import adamw_split_step_, join_master, next_weight_scales, split_master
 from fp8_megatron.quantization.stats import snr_db
 from tests.kernels.cases import claiming_a_gpu
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fp8_megatron.formats import E4M3
-from fp8_megatron.kernels import ops, underflow
-from fp8_megatron.kernels.underflow import SAMPLED_FROM
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.scales import underflow
+from fp8_megatron.kernels.scales.underflow import SAMPLED_FROM
 
 
 def underflow_counts(value: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:

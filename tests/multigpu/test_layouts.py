@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import pretrain_gpt
-from fp8_megatron.testing.runs import GPU_RUN, tiny_flags
-from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from tests.harness.runs import GPU_RUN, tiny_flags
 
 pytestmark = [
     pytest.mark.multigpu,

@@ -11,19 +11,19 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from fp8_megatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.device import runtime
-from fp8_megatron.distributed.data_parallel import FP8DataParallel
-from fp8_megatron.distributed.partition import CHUNK
-from fp8_megatron.distributed.staging import StagingPools
-from fp8_megatron.distributed.topology import Topology, initialized
-from fp8_megatron.distributed.transport import SendMemory
+from fp8_megatron.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.device.device import runtime
 from fp8_megatron.formats import E4M3, StorageDtype
 from fp8_megatron.kernels import reference
+from fp8_megatron.mcore.data_parallel import FP8DataParallel
+from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer import state as state_module
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.sharding.partition import CHUNK
+from fp8_megatron.sharding.staging import StagingPools
+from fp8_megatron.sharding.transport import SendMemory
 
 CPU = torch.device("cpu")
 SHAPES = {"linear": (128, 64), "other_linear": (64, 64), "matrix": (96, 32), "vector": (96,)}

@@ -16,19 +16,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fp8_megatron.collectives.traffic import counted_traffic
-from fp8_megatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.device import runtime
-from fp8_megatron.distributed.data_parallel import FP8DataParallel
-from fp8_megatron.distributed.partition import Slot, StorageClass
-from fp8_megatron.distributed.staging import StagingPools
-from fp8_megatron.distributed.topology import Topology, initialized
-from fp8_megatron.distributed.transport import SendMemory
+from fp8_megatron.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.device.device import runtime
 from fp8_megatron.formats import StorageDtype
+from fp8_megatron.mcore.data_parallel import FP8DataParallel
+from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.state import SpaceState
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.testing.ranks import RankPool
+from fp8_megatron.sharding.partition import Slot, StorageClass
+from fp8_megatron.sharding.staging import StagingPools
+from fp8_megatron.sharding.transport import SendMemory
+from tests.harness.ranks import RankPool
 
 CPU = torch.device("cpu")
 #: The second linear weight ends inside a chunk; the matrix and the vector end inside a block.

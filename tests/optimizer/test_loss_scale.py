@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.config import OptimizerConfig, PrecisionConfig
+from fp8_megatron.config.schema import OptimizerConfig, PrecisionConfig
 from fp8_megatron.optimizer.loss_scale import LossScale, build_loss_scale
 
 CPU = torch.device("cpu")

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
-from fp8_megatron.device import runtime
-from fp8_megatron.distributed.partition import StorageClass
-from fp8_megatron.distributed.released_grads import ReleasedGradBuffer
-from fp8_megatron.distributed.topology import initialized
+from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from fp8_megatron.device.device import runtime
 from fp8_megatron.formats import StorageDtype
 from fp8_megatron.kernels import ops
+from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.optimizer.state import SpaceState
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_gpt import (
+from fp8_megatron.sharding.partition import StorageClass
+from fp8_megatron.sharding.released_grads import ReleasedGradBuffer
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_gpt import (
     GPT3_STYLE,
     LLAMA_STYLE,
     TinyGPT,

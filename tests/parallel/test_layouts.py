@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.distributed.grad_buffer import GradBuffer
+from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.testing.ranks import RankError, RankPool
-from fp8_megatron.testing.tiny_gpt import (
+from fp8_megatron.sharding.grad_buffer import GradBuffer
+from tests.harness.ranks import RankError, RankPool
+from tests.harness.tiny_gpt import (
     GPT3_STYLE,
     LLAMA_STYLE,
     TinyGPT,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8_megatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import GradReduceMode
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, TinyRun, random_batches, tiny_config, train_tiny_gpt
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_gpt import GPT3_STYLE, TinyRun, random_batches, tiny_config, train_tiny_gpt
 
 MODEL = replace(GPT3_STYLE, num_layers=2)
 OPTIMIZER = OptimizerConfig(lr=5e-4)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fp8_megatron.collectives import row_exchange
 from fp8_megatron.collectives.row_exchange import RowExchange
-from fp8_megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_gpt import (
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_gpt import (
     GPT3_STYLE,
     LLAMA_STYLE,
     TinyGPT,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2
 from fp8_megatron.quantization.amax_history import AmaxHistory
-from fp8_megatron.testing.ranks import RankPool, on_default_group
+from tests.harness.ranks import RankPool, on_default_group
 
 
 def make_history(

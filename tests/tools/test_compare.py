@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import compare as compare_script
-from fp8_megatron import cudnn
+from fp8_megatron.device import cudnn
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp8_megatron.training.metrics_file import json_line
+from fp8_megatron.reporting.metrics_file import json_line
 from tools import compare_levels
 
 

@@ -20,28 +20,35 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 
-from fp8_megatron.checkpoint import logits as logits_module
-from fp8_megatron.checkpoint.conversion import check_trainable, open_source
-from fp8_megatron.checkpoint.hugging_face_folder import HuggingFaceWeights
-from fp8_megatron.checkpoint.logits import logits_of_weights, random_tokens
-from fp8_megatron.checkpoint.torch_dist_weights import TorchDistWeights
 from fp8_megatron.checkpoint.weights import module_name, places
-from fp8_megatron.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.config_checks import ConfigError
-from fp8_megatron.config_io import load_config, parse_config, save_config
+from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.io import load_config, parse_config, save_config
+from fp8_megatron.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
+from fp8_megatron.conversion import logits as logits_module
+from fp8_megatron.conversion.conversion import check_trainable, open_source
+from fp8_megatron.conversion.hugging_face_folder import HuggingFaceWeights
+from fp8_megatron.conversion.logits import logits_of_weights, random_tokens
+from fp8_megatron.conversion.torch_dist_weights import TorchDistWeights
 from fp8_megatron.data.tokenizer import build_tokenizer
-from fp8_megatron.device import runtime
-from fp8_megatron.distributed.topology import initialized
-from fp8_megatron.models.gpt import build_model, transformer_config
-from fp8_megatron.models.initialization import named_parameters_of_model
+from fp8_megatron.device.device import runtime
+from fp8_megatron.mcore.gpt import build_model, transformer_config
+from fp8_megatron.mcore.initialization import named_parameters_of_model
+from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.testing.hugging_face_models import VOCAB_SIZE, load_logits, make_model, save_model
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.runs import tiny_flags
-from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank
-from fp8_megatron.testing.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.hugging_face_models import VOCAB_SIZE, load_logits, make_model, save_model
+from tests.harness.ranks import RankPool
+from tests.harness.runs import tiny_flags
+from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 from tools import convert_checkpoint
 
 CPU = torch.device("cpu")
@@ -103,7 +110,7 @@ def test_a_wrong_conversion_is_noticed(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gate and up exchanged on the way in, which no shape shows."""
-    from fp8_megatron.checkpoint import hugging_face
+    from fp8_megatron.conversion import hugging_face
 
     monkeypatch.setattr(hugging_face, "join_gate_and_up", lambda parts: torch.cat([parts[1], parts[0]]))
     assert convert(llama, tmp_path / "out", "ours", "--precision", "bf16") == 1
@@ -334,7 +341,7 @@ def test_megatron_cores_own_checkpoints(tmp_path: Path, model: ModelConfig) -> N
 def test_without_transformers_ours_is_compared_alone(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8_megatron.checkpoint import verification
+    from fp8_megatron.conversion import verification
 
     monkeypatch.setattr(verification, "has_transformers", lambda: False)
     monkeypatch.setitem(sys.modules, "transformers", None)

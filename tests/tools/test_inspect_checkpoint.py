@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_megatron.checkpoint.safetensors_files import SafetensorsWriter, TensorSpec
 from fp8_megatron.checkpoint.torch_dist import TorchDistReader
+from fp8_megatron.conversion.safetensors_files import SafetensorsWriter, TensorSpec
 from fp8_megatron.formats import E4M3
-from fp8_megatron.testing.ranks import RankPool
-from fp8_megatron.testing.tiny_checkpoint import run_tiny_on_a_rank
-from fp8_megatron.testing.tiny_gpt import LLAMA_STYLE, tiny_config
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
+from tests.harness.tiny_gpt import LLAMA_STYLE, tiny_config
 from tools import inspect_checkpoint
 
 QKV = "decoder.layers.self_attention.linear_qkv.weight"

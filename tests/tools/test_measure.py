@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import compare, measure, scaling
 from benchmarks.measure import PARTS, Target, resolved
-from fp8_megatron.config_checks import check_config
-from fp8_megatron.config_io import parse_config
+from fp8_megatron.config.checks import check_config
+from fp8_megatron.config.io import parse_config
 from fp8_megatron.training.graph_choice import choose_graph
 
 ROOT = Path(__file__).parents[2]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.config import Config
-from fp8_megatron.config_checks import ConfigError
-from fp8_megatron.config_io import parse_config, save_config
-from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.io import parse_config, save_config
+from fp8_megatron.config.schema import Config
 from fp8_megatron.training import generate
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.runs import tiny_flags
 
 
 @pytest.mark.parametrize("max_position_embeddings", [None, 28])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_megatron.config_io import parse_config
+from fp8_megatron.config.io import parse_config
 from fp8_megatron.training import graph_choice
 from fp8_megatron.training.graph_choice import GraphChoice, choose_graph, has_room, layer_flops
 

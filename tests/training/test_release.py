@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_megatron.config_io import parse_config
-from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import trainer as trainer_module
-from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.stopping import TrainingDiverged
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.runs import tiny_flags
 
 RELEASE = {"release_gradients": True, "clip_grad": 0}
 STRETCH = {"main_params_dtype": "split", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron import device as devices
-from fp8_megatron.collectives import copy_engine, recording
-from fp8_megatron.config_io import parse_config
-from fp8_megatron.distributed.topology import initialized
-from fp8_megatron.testing.runs import tiny_flags
+from fp8_megatron.collectives.transport import copy_engine, recording
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.device import device as devices
+from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.training import step_graph, train_step
 from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.setup import build_training_state
 from fp8_megatron.training.step_graph import StepGraph
+from tests.harness.runs import tiny_flags
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_megatron.testing.ranks import RankPool, on_default_group
 from fp8_megatron.training.train_step import _over_ranks
+from tests.harness.ranks import RankPool, on_default_group
 
 
 def _figures(group: torch.distributed.ProcessGroup) -> tuple[list[float], list[float]]:

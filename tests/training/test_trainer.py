@@ -14,16 +14,16 @@ import torch
 
 from fp8_megatron.checkpoint import saving
 from fp8_megatron.checkpoint.files import CheckpointError, saved_iterations
-from fp8_megatron.config_io import parse_config
-from fp8_megatron.device import UnsupportedDeviceError
-from fp8_megatron.testing.runs import LLAMA_STYLE_FLAGS, tiny_flags
-from fp8_megatron.testing.token_files import write_token_files
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.device.device import UnsupportedDeviceError
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import train_step as train_step_module
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.batches import Batch
-from fp8_megatron.training.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.stopping import TrainingDiverged
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
+from tests.harness.token_files import write_token_files
 
 
 def fit(output_dir: Path, **overrides: object) -> list[dict]:

@@ -1,0 +1,1 @@
+"""The configuration: fields, files and flags, checks."""

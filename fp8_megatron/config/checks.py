@@ -1,0 +1,478 @@
+"""What cannot work: every check of a configuration that needs no device, made before one is touched.
+
+megatron-core has no arguments module, so what Megatron-LM's validated is validated here. Each problem is one line with
+the values in it and a fix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Iterator
+
+from ..formats import FP8_GEMM_MULTIPLE, GradReduceMode, StorageDtype
+from .run_checks import run_problems
+from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig, PrecisionConfig
+
+_POSITIVE = frozenset(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
+    "max_position_embeddings rotary_base norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by "
+    "tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+    "distributed_timeout_minutes ddp_bucket_size fp8_amax_history_len lr lr_decay_iters lr_wsd_decay_iters adam_eps "
+    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
+    "micro_batch_size global_batch_size train_iters exit_interval exit_duration_in_mins max_skipped_steps "
+    "recompute_num_layers save_interval keep_last save_retain_interval ckpt_step log_interval".split()
+)
+_NOT_NEGATIVE = frozenset(
+    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 min_lr lr_warmup_iters lr_warmup_init weight_decay "
+    "clip_grad num_workers eval_interval eval_iters seed keep_fp8_transpose_cache".split()
+)
+_BELOW_ONE = frozenset("attention_dropout hidden_dropout adam_beta1 adam_beta2".split())
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be read or cannot work; one problem per line."""
+
+
+def check_config(config: Config, world_size: int) -> None:
+    """Raise one `ConfigError` that lists every problem of `config` on `world_size` ranks, one per line.
+
+    Whether the device at hand can compute in the chosen precision is not checked here. Problems of the layout and the
+    sizes are only looked for when every number is in its own range.
+    """
+    problems = list(_check_ranges(config))
+    if not problems:
+        problems += _check_layout(config, world_size)
+        problems += _check_heads(config)
+        problems += _check_gemm_sizes(config)
+        problems += _check_recompute(config)
+        problems += _check_cuda_graph(config)
+    problems += _check_precision(config)
+    problems += run_problems(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_ranges(config: Config) -> Iterator[str]:
+    """Every number on its own: finite and inside its range."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for field in dataclasses.fields(values):
+            name, value = field.name, getattr(values, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not math.isfinite(value):
+                yield f"{name}({value}) is not a finite number; choose one"
+            elif name in _POSITIVE and value <= 0:
+                least = "1 or more" if isinstance(value, int) else "a number above 0"
+                yield f"{name}({value}) must be positive; choose {least}"
+            elif name in _NOT_NEGATIVE and value < 0:
+                yield f"{name}({value}) must not be negative; choose 0 or more"
+            elif name in _BELOW_ONE and not 0 <= value < 1:
+                yield f"{name}({value}) must be in [0, 1); choose a fraction below 1"
+    if not 0 < config.model.rotary_percent <= 1:
+        yield f"rotary_percent({config.model.rotary_percent}) must be in (0, 1]; choose 1 to rotate whole heads"
+
+
+def _check_layout(config: Config, world_size: int) -> Iterator[str]:
+    """Ranks, pipeline stages and the batch."""
+    parallel, training, num_layers = config.parallel, config.training, config.model.num_layers
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.sequence_parallel and tp == 1:
+        yield (
+            "sequence_parallel shards inside a tensor-parallel group, but tensor_model_parallel_size(1) has one rank; "
+            "raise it or pass --no-sequence-parallel"
+        )
+    if parallel.sequence_parallel and config.model.seq_length % tp:
+        yield (
+            f"sequence_parallel: seq_length({config.model.seq_length}) % tensor_model_parallel_size({tp}) = "
+            f"{config.model.seq_length % tp}; choose a seq_length that is a multiple of {tp}"
+        )
+    copies_rows = parallel.sequence_parallel and config.precision.precision == "fp8"
+    if parallel.tp_transport == "copy_engine" and not copies_rows:
+        yield (
+            f"tp_transport(copy_engine) serves FP8 layers under sequence parallelism, but precision is "
+            f"{config.precision.precision} and sequence_parallel {parallel.sequence_parallel}; pass "
+            f"--sequence-parallel with --precision fp8, or --tp-transport auto"
+        )
+    if num_layers % pp:
+        yield (
+            f"num_layers({num_layers}) % pipeline_model_parallel_size({pp}) = {num_layers % pp}; "
+            f"choose a number of stages that divides the layers"
+        )
+    if world_size % (tp * pp):
+        yield (
+            f"tensor_model_parallel_size({tp}) × pipeline_model_parallel_size({pp}) = {tp * pp} does not divide "
+            f"WORLD_SIZE({world_size}); choose sizes whose product does"
+        )
+        return
+    data_parallel_size = config.data_parallel_size(world_size)
+    global_batch_size = config.global_batch_size(world_size)
+    samples = training.micro_batch_size * data_parallel_size
+    if global_batch_size % samples:
+        yield (
+            f"global_batch_size({global_batch_size}) is not a multiple of micro_batch_size({training.micro_batch_size})"
+            f" × data-parallel size({data_parallel_size}) = {samples}; "
+            f"choose {_multiple_near(global_batch_size, samples)}, or a smaller micro_batch_size"
+        )
+        return
+    num_micro_batches = config.num_micro_batches(world_size)
+    yield from _check_virtual_stages(config, num_micro_batches)
+    yield from _check_reduction(config)
+    yield from _check_weight_grad_scaling(config)
+    yield from _check_transpose_cache(config, num_micro_batches)
+    yield from _check_release(config, data_parallel_size, num_micro_batches)
+
+
+def _check_reduction(config: Config) -> Iterator[str]:
+    """How gradients cross the wire."""
+    parallel, precision = config.parallel, config.precision
+    mode = parallel.fp8_grad_reduce
+    if mode is not GradReduceMode.ALL_TO_ALL and precision.formats.main_grad is not StorageDtype.FP8:
+        yield (
+            f"fp8_grad_reduce({mode.value}) reduces FP8 gradients, but main_grads_dtype is "
+            f"{precision.formats.main_grad.value}; drop it or choose --precision fp8 with --main-grads-dtype fp8"
+        )
+    if mode is not GradReduceMode.HIERARCHICAL and parallel.fp8_wire_intra != ParallelConfig().fp8_wire_intra:
+        yield (
+            f"fp8_wire_intra({parallel.fp8_wire_intra}) has no effect under fp8_grad_reduce({mode.value}); "
+            f"drop it or choose --fp8-grad-reduce hierarchical"
+        )
+
+
+def _check_release(config: Config, data_parallel_size: int, num_micro_batches: int) -> Iterator[str]:
+    """What gradients that are released into the optimizer during backward rule out."""
+    precision, clip_grad = config.precision.precision, config.optimizer.clip_grad
+    if not config.precision.release_gradients:
+        return
+    name = "release_gradients updates weights during backward"
+    if precision == "fp16":
+        yield f"{name}, before an overflow of the loss scale can be known; choose --precision fp8"
+    elif precision != "fp8":
+        yield f"release_gradients is for FP8's linear weights, precision is {precision}; drop it or choose fp8"
+    if clip_grad > 0:
+        yield f"{name}, before the norm that clip_grad({clip_grad}) clips by is known; give --clip-grad 0, or drop it"
+    if num_micro_batches > 1:
+        yield (
+            f"{name}, but a step has {num_micro_batches} micro-batches to add up; "
+            f"choose global_batch_size = micro_batch_size({config.training.micro_batch_size}), or drop it"
+        )
+    if data_parallel_size > 1:
+        yield (
+            f"{name}, but {data_parallel_size} data-parallel ranks have gradients to reduce first; drop it (they hold "
+            f"4 / {data_parallel_size} bytes of gradients a parameter), or raise tensor_model_parallel_size"
+        )
+
+
+def _check_weight_grad_scaling(config: Config) -> Iterator[str]:
+    """What weight gradients with a delayed scale need."""
+    precision = config.precision
+    if precision.fp8_weight_grad_scaling == "block":
+        return
+    name = "fp8_weight_grad_scaling(delayed)"
+    if precision.precision != "fp8":
+        yield f"{name} is for FP8's linear weights, precision is {precision.precision}; drop it or choose fp8"
+    elif precision.fp8_recipe != "delayed":
+        yield f"{name} takes scales from the amax history of fp8_recipe(delayed), not {precision.fp8_recipe}; give both"
+    elif precision.formats.main_grad is not StorageDtype.FP8:
+        yield f"{name} is for gradients in fp8, main_grads_dtype is {precision.formats.main_grad.value}; drop one"
+
+
+def _check_cuda_graph(config: Config) -> Iterator[str]:
+    """Where recording is not asked for, what cannot be recorded only rules it out (`training.graph_choice`)."""
+    if config.training.cuda_graph_impl == "local":
+        yield from cuda_graph_problems(config)
+
+
+def cuda_graph_problems(config: Config) -> Iterator[str]:
+    """What cannot be recorded: several stages, saved random generators, what is in Python alone; one line each."""
+    training = config.training
+    if training.cuda_graph_warmup_steps < MIN_CUDA_GRAPH_WARMUP_STEPS:
+        yield (
+            f"cuda_graph_warmup_steps({training.cuda_graph_warmup_steps}): the first step with delayed scales is the "
+            f"second; choose at least {MIN_CUDA_GRAPH_WARMUP_STEPS}"
+        )
+    name = f"cuda_graph_impl({training.cuda_graph_impl})"
+    if config.parallel.pipeline_model_parallel_size > 1:
+        size = config.parallel.pipeline_model_parallel_size
+        yield f"{name} records steps of one stage, pipeline_model_parallel_size is {size}; drop it, or choose 1"
+    if training.recompute_granularity is not None:
+        yield (
+            f"{name} cannot record recompute_granularity({training.recompute_granularity}), which saves the state of "
+            f"random generators; drop one"
+        )
+    if config.precision.release_gradients:
+        yield f"{name} would repeat one step's learning rate, by which release_gradients updates weights; drop one"
+    if config.precision.precision == "te":
+        yield f"{name} cannot record Transformer Engine's layers, whose scales move in Python; drop it, or choose fp8"
+
+
+def _check_transpose_cache(config: Config, num_micro_batches: int) -> Iterator[str]:
+    """What is kept from one micro-batch to the next."""
+    layers = config.precision.keep_fp8_transpose_cache
+    if layers == 0:
+        return
+    name = f"keep_fp8_transpose_cache({layers})"
+    if config.precision.precision != "fp8":
+        yield f"{name} is for FP8's weights, precision is {config.precision.precision}; drop it or choose fp8"
+    elif num_micro_batches == 1:
+        yield f"{name} saves work from one micro-batch of a step to the next, but there is one; drop it"
+
+
+def _check_virtual_stages(config: Config, num_micro_batches: int) -> Iterator[str]:
+    per_virtual_stage = config.parallel.num_layers_per_virtual_pipeline_stage
+    num_layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    if per_virtual_stage is None or num_layers % pp:
+        return
+    name = f"num_layers_per_virtual_pipeline_stage({per_virtual_stage})"
+    per_stage = num_layers // pp
+    if pp == 1:
+        yield f"{name} needs pipeline stages, but pipeline_model_parallel_size(1) has one; raise it or drop the former"
+        return
+    if per_stage % per_virtual_stage or per_stage == per_virtual_stage:
+        yield (
+            f"{name} does not cut num_layers({num_layers}) / pipeline_model_parallel_size({pp}) = {per_stage} layers "
+            f"of a stage into two or more equal parts; choose a smaller divisor of {per_stage}"
+        )
+    if num_micro_batches % pp:
+        yield (
+            f"the interleaved schedule ({name}) takes micro-batches in groups of pipeline_model_parallel_size({pp}), "
+            f"but there are {num_micro_batches} per step; choose a global_batch_size that gives a multiple of {pp}"
+        )
+
+
+def _check_heads(config: Config) -> Iterator[str]:
+    """Attention heads, their groups and their positions."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            f"hidden_size({model.hidden_size}) % num_attention_heads({heads}) = {model.hidden_size % heads}; "
+            f"choose hidden_size = {_multiple_near(model.hidden_size, heads)}, or set kv_channels"
+        )
+    if heads % tp:
+        yield (
+            f"num_attention_heads({heads}) % tensor_model_parallel_size({tp}) = {heads % tp}; "
+            f"choose a tensor_model_parallel_size that divides the heads"
+        )
+    if model.group_query_attention:
+        groups = model.num_query_groups
+        if heads % groups:
+            yield (
+                f"num_attention_heads({heads}) % num_query_groups({groups}) = {heads % groups}; "
+                f"choose groups that divide the heads"
+            )
+        if groups % tp:
+            yield (
+                f"num_query_groups({groups}) % tensor_model_parallel_size({tp}) = {groups % tp}; "
+                f"choose a multiple of {tp}, or a smaller tensor_model_parallel_size"
+            )
+    elif model.num_query_groups != 1:
+        yield f"num_query_groups({model.num_query_groups}) has no effect alone; add --group-query-attention"
+    rotated = int(model.head_dim * model.rotary_percent)
+    if model.position_embedding_type == "rope" and (rotated % 2 or rotated == 0):
+        yield (
+            f"rope rotates pairs, but head width({model.head_dim}) × rotary_percent({model.rotary_percent}) = {rotated}"
+            f" is not a positive even number; choose another kv_channels or num_attention_heads"
+        )
+    if model.max_position_embeddings is not None and model.max_position_embeddings < model.seq_length:
+        yield (
+            f"max_position_embeddings({model.max_position_embeddings}) < seq_length({model.seq_length}); "
+            f"choose at least {model.seq_length}, or leave it out"
+        )
+
+
+def _check_gemm_sizes(config: Config) -> Iterator[str]:
+    """Both dimensions of every rank's linear weights, and tokens, in multiples that FP8 tensor cores take.
+
+    In 16 bits ranks need whole columns alone; those of attention are whole when heads and groups are.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    ffn = model.padded_ffn_hidden_size
+    if config.precision.precision in ("bf16", "fp16"):
+        if ffn % tp:
+            yield (
+                f"ffn_hidden_size({ffn}) % tensor_model_parallel_size({tp}) = {ffn % tp}; "
+                f"choose ffn_hidden_size = {_multiple_near(ffn, tp)}, or another tensor_model_parallel_size"
+            )
+        return
+    heads, groups, head_dim = model.num_attention_heads, model.query_groups, model.head_dim
+    sizes = [
+        (f"hidden_size({model.hidden_size})", model.hidden_size, 1),
+        (f"heads({heads}) × head width({head_dim}) = {heads * head_dim}", heads * head_dim, tp),
+        (
+            f"(heads({heads}) + 2 × groups({groups})) × head width({head_dim}) = {(heads + 2 * groups) * head_dim}",
+            (heads + 2 * groups) * head_dim,
+            tp,
+        ),
+        (f"ffn_hidden_size({ffn})", ffn, tp),
+    ]
+    for equation, size, ranks in sizes:
+        multiple = FP8_GEMM_MULTIPLE * ranks
+        if size % multiple:
+            over = (
+                f"{FP8_GEMM_MULTIPLE} × tensor_model_parallel_size({tp}) = {multiple}" if ranks > 1 else f"{multiple}"
+            )
+            yield (
+                f"FP8 GEMM: {equation} is not a multiple of {over}; "
+                f"choose one ({_multiple_near(size, multiple)}), or --precision bf16"
+            )
+    tokens = model.seq_length * config.training.micro_batch_size
+    if tokens % FP8_GEMM_MULTIPLE:
+        yield (
+            f"FP8 GEMM: seq_length({model.seq_length}) × micro_batch_size({config.training.micro_batch_size}) = "
+            f"{tokens} tokens is not a multiple of {FP8_GEMM_MULTIPLE}; choose another seq_length or micro_batch_size"
+        )
+    if config.precision.fp8_lm_head:
+        yield from _check_vocabulary(config)
+
+
+def _check_vocabulary(config: Config) -> Iterator[str]:
+    """Every rank's rows of an LM head in FP8; without --vocab-size those of any tokenizer."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    divisor = model.make_vocab_size_divisible_by
+    rows = divisor if model.vocab_size is None else -(-model.vocab_size // (divisor * tp)) * divisor
+    if rows % FP8_GEMM_MULTIPLE:
+        size = "the tokenizer's vocabulary" if model.vocab_size is None else f"vocab_size({model.vocab_size})"
+        yield (
+            f"fp8_lm_head: {size} padded by make_vocab_size_divisible_by({divisor}) is not sure to leave each of "
+            f"tensor_model_parallel_size({tp}) ranks a multiple of {FP8_GEMM_MULTIPLE} rows; choose a "
+            f"make_vocab_size_divisible_by that is one ({_multiple_near(divisor, FP8_GEMM_MULTIPLE)})"
+        )
+
+
+def _check_recompute(config: Config) -> Iterator[str]:
+    training = config.training
+    method, count = training.recompute_method, training.recompute_num_layers
+    if training.recompute_granularity == "full":
+        missing = [
+            name for name, value in (("recompute_method", method), ("recompute_num_layers", count)) if value is None
+        ]
+        if missing:
+            yield f"recompute_granularity(full) needs {' and '.join(missing)}; for every layer: uniform and 1"
+        per_virtual_stage = config.parallel.num_layers_per_virtual_pipeline_stage
+        layers = per_virtual_stage or config.model.num_layers // config.parallel.pipeline_model_parallel_size
+        stage = "pipeline stage" if per_virtual_stage is None else "virtual pipeline stage"
+        if count is not None and method == "uniform" and layers % count:
+            yield (
+                f"recompute_method(uniform) with recompute_num_layers({count}) does not cut the {layers} layers of a "
+                f"{stage} into equal parts; choose a divisor of {layers}, or recompute_method block"
+            )
+        elif count is not None and count > layers:
+            yield f"recompute_num_layers({count}) > {layers} layers of a {stage}; choose at most {layers}"
+    elif method is not None or count is not None:
+        yield (
+            f"recompute_method({method}) and recompute_num_layers({count}) belong to recompute_granularity(full), "
+            f"not ({training.recompute_granularity}); drop them or choose full"
+        )
+
+
+def _check_precision(config: Config) -> Iterator[str]:
+    precision, num_layers = config.precision, config.model.num_layers
+    if config.optimizer.loss_scale is not None and precision.precision != "fp16":
+        yield (
+            f"loss_scale({config.optimizer.loss_scale}) has no effect under precision({precision.precision}), whose "
+            f"gradients have the range; drop it or choose --precision fp16"
+        )
+    if precision.precision == "te" and importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            "precision(te) needs Transformer Engine, which is not installed; "
+            "pip install --no-build-isolation transformer_engine[pytorch], or choose --precision fp8"
+        )
+    if precision.precision == "te" and precision.first_last_layers_bf16:
+        if precision.fp8_recipe == "delayed":
+            yield (
+                "precision(te) with fp8_recipe(delayed) has no first_last_layers_bf16; drop it, or choose --fp8-recipe "
+                "tensorwise or --precision fp8"
+            )
+        stage = num_layers // config.parallel.pipeline_model_parallel_size
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if getattr(precision, name) > stage:
+                yield (
+                    f"{name}({getattr(precision, name)}) > {stage} layers of a pipeline stage, all that precision(te) "
+                    f"keeps out of FP8; choose at most {stage}, or --precision fp8"
+                )
+    if precision.precision == "fp8":
+        companded = list(_check_companded(config))
+        yield from companded or _check_master(precision)
+        if precision.main_grads_dtype is StorageDtype.FP16:
+            yield "main_grads_dtype(fp16) would overflow without a loss scale; choose fp8, bf16 or fp32"
+    else:
+        for name in ("params_dtype", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(precision, name)
+            if dtype is not None:
+                yield f"{name}({dtype.value}) has no effect under precision({precision.precision}); drop it or use fp8"
+        if precision.fp8_lm_head:
+            yield (
+                f"fp8_lm_head runs this project's FP8 GEMMs, which precision({precision.precision}) does not use; "
+                f"drop it or choose --precision fp8"
+            )
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16:
+        if start + end > num_layers:
+            yield (
+                f"num_layers_at_start_in_bf16({start}) + num_layers_at_end_in_bf16({end}) = {start + end} > "
+                f"num_layers({num_layers}); choose fewer"
+            )
+    elif (start, end) != (1, 1):
+        yield (
+            f"num_layers_at_start_in_bf16({start}) and num_layers_at_end_in_bf16({end}) have no effect alone; "
+            f"add --first-last-layers-bf16"
+        )
+
+
+def _check_companded(config: Config) -> Iterator[str]:
+    """Companded integers are each made for one moment, the split master for FP8 weights."""
+    precision = config.precision
+    int8, uint8 = StorageDtype.INT8, StorageDtype.UINT8
+    if precision.exp_avg_dtype is uint8:
+        yield "exp_avg_dtype(uint8) has no sign, which the first moment needs; choose int8"
+    if precision.exp_avg_sq_dtype is int8:
+        yield "exp_avg_sq_dtype(int8) has half its codes below zero, where no second moment is; choose uint8"
+    for name, choices in (
+        ("params_dtype", "fp8 or fp16"),
+        ("main_params_dtype", "fp16, bf16 or fp32"),
+        ("main_grads_dtype", "fp8, bf16 or fp32"),
+        ("exp_avg_dtype", "fp8 or int8"),
+        ("exp_avg_sq_dtype", "fp16 or uint8"),
+    ):
+        dtype = getattr(precision, name)
+        if dtype is StorageDtype.SPLIT and name == "main_params_dtype":
+            yield from _check_split(config)
+        elif dtype is StorageDtype.SPLIT:
+            yield f"{name}(split) is a storage of masters alone (main_params_dtype); choose {choices}"
+        elif dtype in (int8, uint8) and not name.startswith("exp_avg"):
+            moment = "exp_avg_dtype" if dtype is int8 else "exp_avg_sq_dtype"
+            yield f"{name}({dtype.value}) is a storage of moments alone ({moment}); choose {choices}"
+
+
+def _check_split(config: Config) -> Iterator[str]:
+    weight, optimizer = config.precision.formats.weight, config.optimizer
+    if weight is not StorageDtype.FP8:
+        yield f"main_params_dtype(split) is half of an FP8 weight, params_dtype is {weight.value}; choose fp8 (O3)"
+    if optimizer.adam_beta1**2 >= optimizer.adam_beta2:
+        yield (
+            f"main_params_dtype(split) foretells scales from the bound of Adam's update, which "
+            f"adam_beta1({optimizer.adam_beta1})² ≥ adam_beta2({optimizer.adam_beta2}) has not; raise adam_beta2"
+        )
+
+
+def _check_master(precision: PrecisionConfig) -> Iterator[str]:
+    """A master must hold more than the weight; the FP8 master beside an FP8 weight is the paper's failing ablation."""
+    weight, master = precision.formats.weight, precision.formats.master_weight
+    if master is None:
+        return
+    beside_fp8 = weight is StorageDtype.FP8 and master in (StorageDtype.FP8, StorageDtype.SPLIT)
+    if master.itemsize <= weight.itemsize and not beside_fp8:
+        yield (
+            f"a master in {master.value} (main_params_dtype or opt_level {precision.opt_level}) holds no more than the "
+            f"weight in params_dtype({weight.value}); choose a wider main_params_dtype, or opt_level O2, whose weight "
+            f"is its own master"
+        )
+
+
+def _multiple_near(size: int, multiple: int) -> str:
+    """The multiples on either side of `size`: "192 or 256"."""
+    below = size // multiple * multiple
+    return f"{below} or {below + multiple}" if below else f"{multiple}"

@@ -1,0 +1,317 @@
+"""Read a `Config` from a YAML file and flags, write it to YAML, and print it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+import yaml
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from .checks import ConfigError
+from .schema import Config, Precision
+
+# YAML 1.2's plain scalars. PyYAML's own are YAML 1.1's, where 3e-4 is a string, off is false and 1:30 is 90.
+_PLAIN_SCALARS = {
+    None: [
+        ("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)\Z")),
+        ("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")),
+        ("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z")),
+        ("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z")),
+        ("tag:yaml.org,2002:float", re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")),
+    ]
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars; a key given twice is an error instead of silently the last one."""
+
+    yaml_implicit_resolvers = _PLAIN_SCALARS
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key '{key_node.value}' is given twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
+
+    yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, **_PLAIN_SCALARS}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class _FieldType:
+    """What a field of the configuration takes, from its annotation."""
+
+    base: type
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+
+    @classmethod
+    def of(cls, annotation: Any) -> _FieldType:
+        origin = get_origin(annotation)
+        if origin in (Union, UnionType):
+            (inner,) = (argument for argument in get_args(annotation) if argument is not NoneType)
+            return dataclasses.replace(cls.of(inner), optional=True)
+        if origin is Literal:
+            return cls(str, get_args(annotation))
+        if origin is tuple:
+            return cls(tuple)
+        if issubclass(annotation, Enum):
+            return cls(annotation, tuple(member.value for member in annotation))
+        return cls(annotation)
+
+    def __str__(self) -> str:
+        if self.choices:
+            expected = "one of " + ", ".join(self.choices)
+        else:
+            names = {tuple: "a list of strings", str: "a string", bool: "true or false"}
+            expected = names.get(self.base, self.base.__name__)
+        return expected + (" or null" if self.optional else "")
+
+    def from_yaml(self, value: Any) -> Any:
+        """The field's value for a YAML value; ValueError where the types differ."""
+        if value is None and self.optional:
+            return None
+        if self.base is tuple:
+            items = value if isinstance(value, list) else [value]
+            if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):
+                raise ValueError
+            return tuple(str(item) for item in items)  # a blend's weights are numbers in YAML
+        if self.choices:
+            if value not in self.choices:
+                raise ValueError
+            return self.base(value)
+        if self.base is float and type(value) is int:
+            return float(value)
+        if type(value) is not self.base:
+            raise ValueError
+        return value
+
+    def from_flag(self, text: str) -> Any:
+        """The field's value for one command-line word; `none` unsets an optional field."""
+        if self.optional and text.lower() == "none":
+            return None
+        return self.base(text)
+
+
+@dataclass(frozen=True)
+class _CommandLine(Config):
+    """Pre-train a GPT on megatron-core with FP8 end to end.
+
+    Settings come from --config and from flags; a flag overrides the files. `none` unsets an optional flag.
+    """
+
+    config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.yaml [FILE.yaml ...]")] = ()
+    """YAML files of settings: {section: {name: value}} or {name: value}, names as the flags' with underscores. A file
+    overrides those before it."""
+    bf16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Same as --precision bf16."""
+    fp16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Same as --precision fp16."""
+
+
+def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> Config:
+    """The configuration of a command line: defaults, overridden by each --config FILE.yaml, overridden by flags.
+
+    Args:
+        argv: Words after the program's name; ``sys.argv[1:]`` when None.
+        prog: The program's name in help and errors.
+
+    Raises:
+        ConfigError: A YAML file is missing, malformed, or has an unknown key or a value of the wrong type.
+        SystemExit: Code 2 with a message on stderr for an unknown flag or a bad value; code 0 after --help.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", nargs="+", action="extend", default=[])
+    paths = finder.parse_known_args(words)[0].config
+    base = Config()
+    for path in paths:
+        base = load_config(path, base)
+    parsed = tyro.cli(
+        _CommandLine,
+        prog=prog,
+        args=words,
+        default=_CommandLine(**_sections(base), config=tuple(paths)),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues),
+        registry=_flag_rules(),
+    )
+    config = Config(**{name: getattr(parsed, name) for name in _sections(base)})
+    if parsed.bf16 and parsed.fp16:
+        raise ConfigError("--bf16 contradicts --fp16; give one of them")
+    if not parsed.bf16 and not parsed.fp16:
+        return config
+    alias: Precision = "bf16" if parsed.bf16 else "fp16"
+    precision_given = any(word.partition("=")[0] == "--precision" for word in words)
+    if precision_given and config.precision.precision != alias:
+        raise ConfigError(f"--{alias} contradicts --precision {config.precision.precision}; give one of them")
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, precision=alias))
+
+
+def own_and_run_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A tool's own flags, and those after ``--``, which are pretrain_gpt.py's."""
+    flags = list(argv)
+    end = flags.index("--") if "--" in flags else len(flags)
+    return flags[:end], flags[end + 1 :]
+
+
+def load_config(path: str | Path, base: Config | None = None) -> Config:
+    """`base`, or the defaults, overridden by a YAML file, whose keys are under their sections or flat at the top.
+
+    Raises:
+        ConfigError: As `parse_config`; all of the file's problems at once, one per line.
+    """
+    types = {section: _field_types(type(default)) for section, default in _sections(Config()).items()}
+    values: dict[str, dict[str, Any]] = {section: {} for section in types}
+    problems = []
+    for section, key, value in _entries(_read_mapping(path), types):
+        label = f"{section}.{key}" if section else key
+        owner = next((name for name, fields in types.items() if key in fields), None)
+        if owner is None or section not in (owner, None):
+            problems.append(f"{path}: unknown key '{label}'{_suggestion(key, owner, types)}")
+        elif key in values[owner]:
+            problems.append(f"{path}: '{key}' is given twice, at the top and under '{owner}'; keep one")
+        else:
+            values[owner][key] = None
+            try:
+                values[owner][key] = types[owner][key].from_yaml(value)
+            except ValueError:
+                problems.append(f"{path}: {label}: {value!r} is not {types[owner][key]}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    overridden = _sections(base or Config()).items()
+    return Config(**{name: dataclasses.replace(section, **values[name]) for name, section in overridden})
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write every setting by section as YAML that `load_config` reads back equal. Makes the parent folder."""
+    sections = {name: _plain_values(section) for name, section in _sections(config).items()}
+    text = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def format_config(config: Config) -> str:
+    """The configuration by section for printing; a star marks a value that differs from the default shown after it."""
+    lines = []
+    for name, default in _sections(Config()).items():
+        lines.append(f"{name}:")
+        values, defaults = _plain_values(getattr(config, name)), _plain_values(default)
+        for key, value in values.items():
+            changed = value != defaults[key]
+            note = f"  (default {_shown(defaults[key])})" if changed else ""
+            lines.append(f"  {'*' if changed else ' '} {key} = {_shown(value)}{note}")
+    return "\n".join(lines)
+
+
+def _sections(config: Config) -> dict[str, Any]:
+    """The sections of a configuration by name."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
+
+
+def _field_types(section: type) -> dict[str, _FieldType]:
+    return {name: _FieldType.of(annotation) for name, annotation in get_type_hints(section).items()}
+
+
+def _flag_rules() -> ConstructorRegistry:
+    """Flags of optional fields and tuples with one plain metavar, where tyro would print `{None}|INT`."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type_origin not in (Union, UnionType):
+            return None
+        field_type = _FieldType.of(info.type)
+        choices = field_type.choices
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{" + ",".join(choices) + "}" if choices else field_type.base.__name__.upper(),
+            instance_from_str=lambda words: field_type.from_flag(words[0]),
+            is_instance=lambda value: value is None or isinstance(value, field_type.base),
+            str_from_instance=lambda value: [_shown(value.value if isinstance(value, Enum) else value)],
+            choices=(*choices, "none") if choices else None,
+        )
+
+    @registry.primitive_rule
+    def tuple_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]] | None:
+        if info.type_origin is not tuple:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="STR [STR ...]",
+            instance_from_str=tuple,
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=list,
+        )
+
+    return registry
+
+
+def _read_mapping(path: str | Path) -> Mapping[Any, Any]:
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot read the configuration file: {reason}; check --config") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: holds a {type(content).__name__}; expected a mapping such as 'num_layers: 24'")
+    return content
+
+
+def _entries(
+    content: Mapping[Any, Any], types: Mapping[str, Mapping[str, _FieldType]]
+) -> Iterator[tuple[str | None, str, Any]]:
+    """Each (section or None, key, value) of a file; an empty section is a section without keys."""
+    for name, value in content.items():
+        if isinstance(value, Mapping) and name in types:
+            yield from ((name, str(key), inner) for key, inner in value.items())
+        elif value is not None or name not in types:
+            yield None, str(name), value
+
+
+def _suggestion(key: str, owner: str | None, types: Mapping[str, Mapping[str, _FieldType]]) -> str:
+    if owner is not None:
+        return f"; '{key}' belongs under '{owner}'"
+    known = [name for section, fields in types.items() for name in (section, *fields)]
+    nearest = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
+    return f"; did you mean '{nearest[0]}'?" if nearest else "; --help lists the names"
+
+
+def _plain_values(section: Any) -> dict[str, Any]:
+    """A section's fields as YAML's own types: enums by value, tuples as lists."""
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {
+        key: value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
+        for key, value in values.items()
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

@@ -1,0 +1,134 @@
+"""What cannot work in a run's schedule, data, checkpoints and profile: the second half of `config_checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from .schema import Config, DataConfig
+
+
+def run_problems(config: Config) -> Iterator[str]:
+    """One line for each thing that cannot work: what, the values, the fix."""
+    yield from _check_schedule(config)
+    yield from _check_data(config)
+    yield from _check_checkpoint(config)
+    yield from _check_profile(config)
+    yield from _check_files(config)
+
+
+def _check_schedule(config: Config) -> Iterator[str]:
+    optimizer, training = config.optimizer, config.training
+    decay_iters = optimizer.lr_decay_iters if optimizer.lr_decay_iters is not None else training.train_iters
+    decay_name = "lr_decay_iters" if optimizer.lr_decay_iters is not None else "train_iters"
+    if optimizer.lr_warmup_iters >= decay_iters:
+        yield (
+            f"lr_warmup_iters({optimizer.lr_warmup_iters}) ≥ {decay_name}({decay_iters}); "
+            f"the warm-up must end before the decay does"
+        )
+    for name in ("min_lr", "lr_warmup_init"):
+        if getattr(optimizer, name) > optimizer.lr:
+            yield f"{name}({getattr(optimizer, name)}) > lr({optimizer.lr}); choose at most {optimizer.lr}"
+    wsd_iters = optimizer.lr_wsd_decay_iters
+    if optimizer.lr_decay_style != "WSD":
+        if wsd_iters is not None:
+            yield (
+                f"lr_wsd_decay_iters({wsd_iters}) has no effect under lr_decay_style({optimizer.lr_decay_style}); "
+                f"drop it or choose WSD"
+            )
+    elif wsd_iters is None:
+        yield "lr_decay_style(WSD) needs lr_wsd_decay_iters, the steps of its final decay; about a tenth of train_iters"
+    elif wsd_iters > decay_iters - optimizer.lr_warmup_iters:
+        yield (
+            f"lr_wsd_decay_iters({wsd_iters}) > {decay_name}({decay_iters}) - "
+            f"lr_warmup_iters({optimizer.lr_warmup_iters}); choose fewer"
+        )
+
+
+def _check_data(config: Config) -> Iterator[str]:
+    data, model = config.data, config.model
+    sources = [
+        name for name, given in (("data_path", data.data_path), ("train_data_path", data.train_data_path)) if given
+    ]
+    sources += ["mock_data"] if data.mock_data else []
+    if len(sources) != 1:
+        yield (
+            f"exactly one of data_path, train_data_path and mock_data says where tokens come from, but "
+            f"{' and '.join(sources) or 'none'} is given; give one"
+        )
+    if not data.train_data_path and (data.valid_data_path or data.test_data_path):
+        yield (
+            f"valid_data_path({' '.join(data.valid_data_path)}) and test_data_path({' '.join(data.test_data_path)}) "
+            f"go with train_data_path; give it instead of data_path, which split cuts"
+        )
+    yield from _check_evaluation_data(config)
+    if data.tokenizer_type == "NullTokenizer" or data.mock_data:
+        if model.vocab_size is None:
+            reason = "mock_data" if data.mock_data else "tokenizer_type(NullTokenizer)"
+            yield f"{reason} needs vocab_size; give --vocab-size, e.g. 50304"
+    elif data.tokenizer_model is None:
+        yield f"tokenizer_type({data.tokenizer_type}) needs tokenizer_model; give --tokenizer-model"
+
+
+def _check_evaluation_data(config: Config) -> Iterator[str]:
+    data, eval_interval = config.data, config.training.eval_interval
+    if data.train_data_path:
+        if data.split != DataConfig().split:
+            yield f"split({data.split}) cuts data_path, but train_data_path is given; drop split"
+        if eval_interval > 0 and not data.valid_data_path:
+            yield (
+                f"eval_interval({eval_interval}) with train_data_path needs valid_data_path; "
+                f"give it or --eval-interval 0"
+            )
+        return
+    try:
+        weights = [float(weight) for weight in data.split.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != 3 or not all(weight >= 0 for weight in weights) or weights[0] == 0:
+        yield f"split({data.split}) is not three weights train,validation,test; write for example 969,31,0"
+    elif data.data_path and eval_interval > 0 and weights[1] == 0:
+        yield (
+            f"split({data.split}) leaves nothing to validate on every eval_interval({eval_interval}) steps; "
+            f"raise its second weight, or --eval-interval 0"
+        )
+
+
+def _check_checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):
+            value = getattr(checkpoint, name)
+            if value is not None and value is not False:
+                yield f"{name}({value}) needs a folder to save into; give --save"
+    elif checkpoint.save_retain_interval is not None and checkpoint.save_interval is None:
+        yield (
+            f"save_retain_interval({checkpoint.save_retain_interval}) chooses among the checkpoints of save_interval, "
+            f"which is not given; give --save-interval"
+        )
+    if checkpoint.load is None:
+        if checkpoint.finetune:
+            yield "finetune takes weights from load, which is not given; give --load"
+        if checkpoint.ckpt_step is not None:
+            yield f"ckpt_step({checkpoint.ckpt_step}) names a checkpoint of load, which is not given; give --load"
+
+
+def _check_files(config: Config) -> Iterator[str]:
+    path = config.parallel.nccl_communicator_config_path
+    if path is not None and not Path(path).is_file():
+        yield f"nccl_communicator_config_path({path}) is no file; give a YAML such as {{dp_cp: {{max_ctas: 8}}}}"
+
+
+def _check_profile(config: Config) -> Iterator[str]:
+    profile = config.profile
+    if not profile.profile:
+        return
+    start, end = profile.profile_step_start, profile.profile_step_end
+    if not 1 <= start < end <= config.training.train_iters + 1:
+        yield (
+            f"profile_step_start({start}) and profile_step_end({end}) are not a range of steps within "
+            f"train_iters({config.training.train_iters}); steps count from 1 and the end is not profiled itself"
+        )
+    bad = [rank for rank in profile.profile_ranks if not rank.isdecimal()]
+    if bad:
+        yield f"profile_ranks({' '.join(bad)}) are not ranks; give numbers, e.g. --profile-ranks 0 1"

@@ -1,0 +1,438 @@
+"""The configuration: frozen dataclasses that are at once the YAML keys, the command-line flags and their help.
+
+Every field is a flag of Megatron's name (``num_layers`` ↔ ``--num-layers``) and a YAML key under its section
+(``model: {num_layers: 24}``). The string under a field is its help text. `config_io` reads and writes them,
+`config_checks` says what cannot work, before any device is touched. Code takes the section it needs, not the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ..formats import LEVELS, GradReduceMode, StorageDtype, StorageFormats
+
+Precision = Literal["bf16", "fp16", "te", "fp8"]
+OptLevel = Literal["O1", "O2", "O3"]
+FP8Recipe = Literal["tensorwise", "delayed"]
+
+
+#: A run's first step has no delayed scales: of two, one takes the kernels that all later steps take.
+MIN_CUDA_GRAPH_WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head); Llama style by flags."""
+
+    num_layers: int = 24
+    """Transformer layers."""
+    hidden_size: int = 1024
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP. Default: 4 × hidden-size; with --swiglu 8/3 × hidden-size rounded up to a multiple of 256."""
+    num_attention_heads: int = 16
+    """Attention (query) heads."""
+    kv_channels: int | None = None
+    """Width of one head. Default: hidden-size / num-attention-heads."""
+    group_query_attention: bool = False
+    """Grouped-query attention: --num-query-groups key/value heads serve all query heads."""
+    num_query_groups: int = 1
+    """Key/value heads under --group-query-attention."""
+    seq_length: int = 1024
+    """Tokens in a training sequence."""
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table. Default: seq-length."""
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    """How positions enter the model."""
+    rotary_base: int = 10000
+    """Base period of RoPE."""
+    rotary_percent: float = 1.0
+    """Fraction of each head that RoPE rotates."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Which norm."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance inside the norm."""
+    swiglu: bool = False
+    """Gated MLP with SiLU (SwiGLU) instead of GELU."""
+    disable_bias_linear: bool = False
+    """Leave out the biases of every linear layer."""
+    add_qkv_bias: bool = False
+    """Keep the bias of the QKV projection although --disable-bias-linear is given."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the LM head a weight of its own instead of the word embedding's."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities."""
+    hidden_dropout: float = 0.0
+    """Dropout on the embedding and on each residual branch."""
+    init_method_std: float = 0.02
+    """Standard deviation of the normal initialisation; output projections get this / sqrt(2 · num-layers)."""
+    vocab_size: int | None = None
+    """Vocabulary before padding. Default: the tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this × tensor-model-parallel-size."""
+    attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
+    """Kernel of core attention. auto: cuDNN on a GPU where it takes the shape (the fastest on Hopper), then flash."""
+
+    @property
+    def padded_ffn_hidden_size(self) -> int:
+        """The MLP's width with the default filled in."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.swiglu:
+            return -(-(8 * self.hidden_size // 3) // 256) * 256
+        return 4 * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head with the default filled in."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads: all heads unless grouped."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is laid over ranks; data parallelism takes what is left of WORLD_SIZE."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that share the layers."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers in one virtual stage: turns on the interleaved schedule."""
+    sequence_parallel: bool = False
+    """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients bucket by bucket during backward; off only to measure what the overlap hides."""
+    overlap_param_gather: bool = True
+    """Gather updated weights during the next forward; off only to measure what the overlap hides."""
+    ddp_bucket_size: int = 40_000_000
+    """Elements of a bucket, what one reduction or gather carries (rounded to what the number of ranks needs)."""
+    fp8_grad_reduce: GradReduceMode = GradReduceMode.ALL_TO_ALL
+    """How FP8 gradients are summed: all_to_all (exact FP32 sum); hierarchical (the same inside the node, then across);
+    nccl (native FP8 sum with the paper's auto-scaling, for comparison)."""
+    fp8_wire_intra: Literal["bf16", "fp8"] = "bf16"
+    """What gradients travel in inside a node under --fp8-grad-reduce hierarchical; across nodes it is always FP8."""
+    dp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
+    """What carries gradients and weights between data-parallel ranks: nccl; copy_engine (GPUs of one node copy from
+    each other, with no multiprocessor taken from the GEMMs); auto (copy_engine inside a node where it works)."""
+    tp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
+    """What carries activations between tensor-parallel ranks under --sequence-parallel in FP8 layers: nccl; copy_engine
+    (each GEMM goes part by part, beside the copies of the next); auto (copy_engine between two ranks of a node, or up
+    to four where steps are recorded as CUDA graphs, if it works; else nccl)."""
+    nccl_communicator_config_path: str | None = None
+    """YAML of NCCL settings by process group, as megatron-core reads it: {dp_cp: {max_ctas: 8}} bounds the
+    multiprocessors that data parallelism's collectives take from the GEMMs beside them."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that takes longer ends the job."""
+
+    def virtual_pipeline_model_parallel_size(self, num_layers: int) -> int | None:
+        """Virtual stages per rank, or None for the plain 1F1B schedule."""
+        if self.num_layers_per_virtual_pipeline_stage is None:
+            return None
+        return num_layers // self.pipeline_model_parallel_size // self.num_layers_per_virtual_pipeline_stage
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """What is computed and stored in FP8. --opt-level sets the storage dtypes; each can also be set on its own."""
+
+    precision: Precision = "fp8"
+    """bf16; fp16 (with a loss scale); te (Transformer Engine's FP8 GEMMs, when installed); or fp8 (this project's)."""
+    opt_level: OptLevel = "O3"
+    """Storage under fp8: O1 FP8 weight gradients; O2 also FP8 + FP16 moments; O3 also FP8 weights, FP16 master."""
+    params_dtype: StorageDtype | None = None
+    """Storage of linear weights (fp8: FP8 at rest beside a master; fp16: scaled FP16 that is its own master)."""
+    main_params_dtype: StorageDtype | None = None
+    """Storage of master weights. split: one byte of correction beside the FP8 weight."""
+    main_grads_dtype: StorageDtype | None = None
+    """Storage of linear weight gradients with one micro-batch, and their form on the wire."""
+    release_gradients: bool = False
+    """Update each linear weight during backward, as soon as its gradient is there, and store no gradients of linear
+    weights. Needs one data-parallel rank, one micro-batch a step and --clip-grad 0."""
+    exp_avg_dtype: StorageDtype | None = None
+    """Storage of Adam's first moment. int8 is companded."""
+    exp_avg_sq_dtype: StorageDtype | None = None
+    """Storage of Adam's second moment. uint8 is companded, the second moment in 8 bits that works; fp8 is for
+    ablations: it does not follow."""
+    fp8_weight_grad_scaling: Literal["block", "delayed"] = "block"
+    """Scales of FP8 weight gradients. block: one for 128 elements, taken from the gradient. delayed: one for each
+    tensor, from the last steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
+    keep_fp8_transpose_cache: int = 0
+    """Layers (of a pipeline stage) whose FP8 weights' transposes are kept over the micro-batches of a step, one byte a
+    parameter, instead of being made for each backward."""
+    grad_accumulation: Literal["sharded", "local"] = "sharded"
+    """Several micro-batches on several replicas: sharded reduces each into an FP32 shard (4 / replicas bytes a
+    parameter); local adds them up on every rank and reduces once a step (less traffic, more memory)."""
+    grad_accumulation_dtype: Literal["fp32", "bf16"] | None = None
+    """What FP8 weight gradients are added up in over micro-batches (never in FP8). Default: fp32 in shards over several
+    replicas, else bf16. bf16 shards halve their 4 / replicas bytes a parameter."""
+    fp8_recipe: FP8Recipe = "tensorwise"
+    """Scales of activations and output gradients: tensorwise (from the current tensor) or delayed (from past steps)."""
+    fp8_amax_history_len: int = 16
+    """Steps remembered by delayed scaling."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """How delayed scaling reads its history."""
+    fp8_power_of_two_scales: bool = False
+    """Round scales up to a power of two."""
+    fp8_lm_head: bool = False
+    """Run the three GEMMs of the LM head in FP8 too: its weight stays in 16 bits and is cast where a GEMM takes it, the
+    gradient of the logits is cast to FP8 where cross-entropy makes it. Under --precision fp8."""
+    first_last_layers_bf16: bool = False
+    """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
+    num_layers_at_start_in_bf16: int = 1
+    """First layers in BF16 under --first-last-layers-bf16."""
+    num_layers_at_end_in_bf16: int = 1
+    """Last layers in BF16 under --first-last-layers-bf16."""
+
+    @property
+    def level(self) -> str:
+        """The row of the level table: bf16, fp16, te, O1, O2 or O3."""
+        return self.opt_level if self.precision == "fp8" else self.precision
+
+    @property
+    def formats(self) -> StorageFormats:
+        """The level's storage with every dtype set on its own applied."""
+        formats = LEVELS[self.level]
+        if self.precision != "fp8":
+            return formats
+        weight = self.params_dtype or formats.weight
+        master = self.main_params_dtype or formats.master_weight
+        if weight is StorageDtype.FP8 and master is None:
+            master = StorageDtype.FP16
+        return replace(
+            formats,
+            weight=weight,
+            master_weight=master,
+            main_grad=self.main_grads_dtype or formats.main_grad,
+            exp_avg=self.exp_avg_dtype or formats.exp_avg,
+            exp_avg_sq=self.exp_avg_sq_dtype or formats.exp_avg_sq,
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    optimizer: Literal["adamw", "adam"] = "adamw"
+    """adamw decouples weight decay; adam adds the L2 term to the gradient (it enters both moments)."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    """Shape of the decay. WSD: warm up, stay, decay over the last --lr-wsd-decay-iters."""
+    lr_warmup_iters: int = 0
+    """Linear warm-up steps."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of the warm-up."""
+    lr_decay_iters: int | None = None
+    """Step at which the decay ends. Default: train-iters."""
+    lr_wsd_decay_iters: int | None = None
+    """Steps of WSD's final decay."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of WSD's final decay."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices; norms and biases have none."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the denominator."""
+    clip_grad: float = 1.0
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+    loss_scale: float | None = None
+    """Constant loss scale under --precision fp16. Default: a dynamic one."""
+    initial_loss_scale: float = 65536.0
+    """First dynamic loss scale (Megatron's 2^32 overflows for 16 steps before it has halved to this)."""
+    min_loss_scale: float = 1.0
+    """Least dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Steps without an overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows before the dynamic loss scale halves."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix … for a blend; cut by --split."""
+    train_data_path: tuple[str, ...] = ()
+    """As --data-path, for training alone (then give --valid-data-path too, and no --split)."""
+    valid_data_path: tuple[str, ...] = ()
+    """As --data-path, for validation alone."""
+    test_data_path: tuple[str, ...] = ()
+    """As --data-path, for the test at the end."""
+    split: str = "969,31,0"
+    """Weights of train, validation and test parts of --data-path. A test part is evaluated at the end of training."""
+    mock_data: bool = False
+    """Train on random tokens (benchmarks)."""
+    tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = (
+        "SentencePieceTokenizer"
+    )
+    """Kind of tokenizer. NullTokenizer takes the vocabulary from --vocab-size."""
+    tokenizer_model: str | None = None
+    """The SentencePiece .model file, or a local Hugging Face tokenizer folder."""
+    data_cache_path: str | None = None
+    """Folder of dataset index caches. Default: cache/ beside the data."""
+    num_workers: int = 2
+    """Loader processes per rank; 0 loads in the training process."""
+    reset_position_ids: bool = False
+    """Restart position ids after each end-of-document."""
+    eod_mask_loss: bool = False
+    """Leave end-of-document tokens out of the loss."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The loop."""
+
+    micro_batch_size: int = 4
+    """Sequences in one forward pass of one rank."""
+    global_batch_size: int | None = None
+    """Sequences in one step over all ranks. Default: micro-batch-size × data-parallel size."""
+    train_iters: int = 1000
+    """Optimizer steps to train for."""
+    eval_interval: int = 100
+    """Steps between validations; 0 turns them off."""
+    eval_iters: int = 10
+    """Global batches in one validation."""
+    seed: int = 1234
+    """Seed of initialisation, data order and dropout; the initial weights do not depend on the parallel layout."""
+    exit_interval: int | None = None
+    """Save and stop after this many steps of this run."""
+    exit_duration_in_mins: float | None = None
+    """Save and stop after this many minutes."""
+    max_skipped_steps: int = 20
+    """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
+    deterministic_mode: bool = False
+    """Only kernels that repeat bit for bit."""
+    cuda_graph_impl: Literal["auto", "none", "local"] = "auto"
+    """local: record forward and backward of a step once, as a CUDA graph, and launch that, so that no kernel waits for
+    the host; none: never; auto: as local on the GPUs of one node where layers are small enough to gain by it, all that
+    is asked for can be recorded and memory allows."""
+    cuda_graph_scope: Literal["full_iteration"] = "full_iteration"
+    """What a graph holds: all micro-batches of a step and the reduction of their gradients."""
+    cuda_graph_warmup_steps: int = 3
+    """Steps before the graph is recorded."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in backward: full layers, or core attention alone (selective)."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Which layers full recomputation takes."""
+    recompute_num_layers: int | None = None
+    """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = None
+    """Folder to save checkpoints into."""
+    load: str | None = None
+    """Folder to resume from: its latest checkpoint; a folder without one starts from scratch with a warning."""
+    save_interval: int | None = None
+    """Steps between checkpoints; the end of training and SIGTERM save in any case when --save is given."""
+    keep_last: int | None = None
+    """Keep this many newest checkpoints. Default: all; 1 with --save-retain-interval."""
+    save_retain_interval: int | None = None
+    """Keep the checkpoints of these iterations (its multiples) whatever --keep-last removes."""
+    async_save: bool = False
+    """Copy the state and write it in the background while training goes on."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Format of checkpoints: megatron-core's, which any layout reads."""
+    ckpt_step: int | None = None
+    """Load the checkpoint of this iteration. Default: the latest whole one."""
+    finetune: bool = False
+    """Take only the weights from --load: no optimizer, schedule, data position or random state."""
+    load_optim: bool = True
+    """Take moments and step count from --load; --no-load-optim starts them at zero and keeps the data position."""
+    load_rng: bool = True
+    """Take the states of random generators from --load."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is shown and written."""
+
+    output_dir: str | None = None
+    """Folder for config.yaml, metrics.jsonl, loss.png and tensorboard/. Default: --save, else runs/<time>."""
+    log_interval: int = 10
+    """Steps between step lines (metrics.jsonl has them all)."""
+    tensorboard: bool = True
+    """Write TensorBoard events under output-dir/tensorboard."""
+    wandb_project: str | None = None
+    """Log to this W&B project (WANDB_MODE=offline works)."""
+    wandb_exp_name: str | None = None
+    """Name of the W&B run."""
+    wandb_save_dir: str | None = None
+    """Folder of W&B's files. Default: output-dir."""
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Progress bar with ETA; auto shows it on a terminal."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Where the time of a step goes (torch.profiler)."""
+
+    profile: bool = False
+    """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json."""
+    profile_step_start: int = 10
+    """First profiled step."""
+    profile_step_end: int = 12
+    """Step at which profiling ends (not profiled itself)."""
+    profile_ranks: tuple[str, ...] = ("0",)
+    """Global ranks that are profiled."""
+    profile_trace: bool = False
+    """Also record the host and write trace_rank*.json.gz for Perfetto (slower); --cuda-graph-impl auto is none then."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is made of."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def is_fp8_layer(self, layer: int) -> bool:
+        """Whether linear weights of layer `layer` of the whole model are this project's FP8."""
+        precision = self.precision
+        if precision.precision != "fp8" or not precision.first_last_layers_bf16:
+            return precision.precision == "fp8"
+        last = self.model.num_layers - precision.num_layers_at_end_in_bf16
+        return precision.num_layers_at_start_in_bf16 <= layer < last
+
+    def layers_of_stage(self, stage: int) -> list[int]:
+        """Layers of the whole model that pipeline stage `stage` has, those of all its virtual stages."""
+        stages = self.parallel.pipeline_model_parallel_size
+        width = self.parallel.num_layers_per_virtual_pipeline_stage or self.model.num_layers // stages
+        return [layer for layer in range(self.model.num_layers) if layer // width % stages == stage]
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that hold the same weights: world_size / (tensor × pipeline)."""
+        return world_size // (self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size)
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Sequences per step over all ranks, with the default filled in."""
+        if self.training.global_batch_size is not None:
+            return self.training.global_batch_size
+        return self.training.micro_batch_size * self.data_parallel_size(world_size)
+
+    def num_micro_batches(self, world_size: int) -> int:
+        """Micro-batches per rank per step."""
+        samples_per_pass = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return self.global_batch_size(world_size) // samples_per_pass

@@ -1,0 +1,222 @@
+"""Conversions between checkpoint formats: where each comes from, and what each target is made of."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from ..checkpoint.files import (
+    CONFIG,
+    META,
+    TRACKER,
+    CheckpointError,
+    candidates,
+    iteration_folder,
+    publish,
+    start_writing,
+    write_text,
+)
+from ..checkpoint.loading import read_description
+from ..checkpoint.manifest import problem_with, read_manifest, write_manifest
+from ..checkpoint.run_state import FORMAT_VERSION
+from ..checkpoint.saving import write_config, write_last_files
+from ..checkpoint.torch_dist import METADATA
+from ..checkpoint.weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
+from ..config.checks import check_config
+from ..config.io import load_config
+from ..config.schema import Config
+from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
+from .torch_dist_weights import TorchDistWeights, write_torch_dist
+
+
+class Format(str, Enum):
+    """A checkpoint's format."""
+
+    OURS = "ours"
+    MEGATRON_CORE = "mcore"
+    HUGGING_FACE = "hf"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that was found.
+
+    Attributes:
+        folder: the one with the weights (of one iteration).
+        weights: whole, by standard key.
+        config: its configuration; of a Hugging Face model the defaults around its model section.
+        vocab_size: without padding.
+    """
+
+    format: Format
+    folder: Path
+    weights: WeightReader
+    config: Config
+    vocab_size: int
+
+
+def find_format(path: Path, iteration: int | None = None) -> tuple[Format, Path]:
+    """What is at a path, and the folder of one checkpoint in it (the latest, or that of `iteration`).
+
+    Raises:
+        CheckpointError: nothing that can be read.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; give a Hugging Face model, or what --save named")
+    if (path / CONFIG_FILE).is_file():
+        return Format.HUGGING_FACE, path
+    if (path / METADATA).is_file():
+        return (Format.OURS if (path / META).is_file() else Format.MEGATRON_CORE), path
+    if iteration is None and (path / TRACKER).is_file():
+        text = (path / TRACKER).read_text().strip()
+        iteration = int(text) if text.isdigit() else None
+    if iteration is not None:
+        folder = iteration_folder(path, iteration)
+        if (folder / METADATA).is_file() and not (folder / META).is_file():
+            return Format.MEGATRON_CORE, folder
+    found = candidates(path, iteration)
+    if not found:
+        raise CheckpointError(
+            f"{path} has none of {CONFIG_FILE} (Hugging Face), {METADATA} (torch_dist) and {TRACKER} (a folder of "
+            f"checkpoints)"
+        )
+    return Format.OURS, iteration_folder(path, found[0])
+
+
+def open_source(path: Path, *, iteration: int | None = None, config: Config | None = None) -> Source:
+    """Open a checkpoint of any format; weights are read as they are asked for.
+
+    Args:
+        config: of the model, for megatron-core's checkpoints, which do not say it; else in place of the one beside it.
+
+    Raises:
+        CheckpointError: unreadable, damaged, or another model's than `config` describes.
+    """
+    kind, folder = find_format(path, iteration)
+    if kind is Format.HUGGING_FACE:
+        theirs = HuggingFaceWeights(folder)
+        vocab_size = theirs.model.vocab_size
+        assert vocab_size is not None
+        if theirs.model.add_qkv_bias:
+            for layer in range(theirs.model.num_layers):
+                theirs.read(QKV + "bias", layer)  # refuses other biases of attention now, not halfway through
+        return Source(kind, folder, theirs, replace(config or Config(), model=theirs.model), vocab_size)
+    if kind is Format.OURS:
+        problem = next((text for record in read_manifest(folder) if (text := problem_with(folder, record))), None)
+        if problem is not None:
+            raise CheckpointError(problem)
+        own = load_config(folder / CONFIG)
+        vocab_size = read_description(folder)["vocab_size"]
+        source = Source(
+            kind, folder, TorchDistWeights(folder, [r.name for r in read_manifest(folder)]), config or own, vocab_size
+        )
+    else:
+        if config is None or config.model.vocab_size is None:
+            raise CheckpointError(
+                f"{folder} does not say which model it is; give --config with the model's settings and its vocab_size"
+            )
+        source = Source(kind, folder, TorchDistWeights(folder), config, config.model.vocab_size)
+    num_rows = source.weights.shapes[WORD_EMBEDDING][0]
+    check_shapes(source.weights.shapes, weight_shapes(source.config.model, num_rows), str(folder))
+    if num_rows < source.vocab_size:
+        raise CheckpointError(
+            f"{folder}: the embedding has {num_rows} rows, fewer than vocab_size({source.vocab_size}); correct it"
+        )
+    return source
+
+
+def check_new(folder: Path) -> None:
+    """Raise `CheckpointError` unless a folder is empty or not there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is not an empty folder; give a new one")
+
+
+def check_trainable(config: Config, vocab_size: int) -> None:
+    """Raise `ConfigError` where a run on TP × PP ranks with this configuration would be refused (data aside).
+
+    More data-parallel ranks only divide the micro-batches of a step: too few of them here are too few anywhere.
+    """
+    parallel = config.parallel
+    check_config(
+        replace(
+            config,
+            model=replace(config.model, vocab_size=vocab_size),
+            data=replace(config.data, data_path=(), train_data_path=(), valid_data_path=(), mock_data=True),
+            training=replace(config.training, eval_interval=0),
+        ),
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
+    )
+
+
+def write_ours(
+    root: Path, source: Source, config: Config, *, padded_vocab_size: int, on_weight: Callable[[], None] = lambda: None
+) -> Path:
+    """A checkpoint of this project under `root` at iteration 0, for ``--load … --finetune``: weights alone.
+
+    Args:
+        config: what ``config.yaml`` beside it says.
+        padded_vocab_size: rows of the embedding.
+
+    Returns:
+        Its folder.
+    """
+    folder = iteration_folder(root, 0)
+    temporary = start_writing(folder)
+    description = {
+        "format_version": FORMAT_VERSION,
+        "iteration": 0,
+        "consumed_samples": 0,
+        "skipped_steps": 0,
+        "topology": {
+            "tensor_model_parallel_size": config.parallel.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": config.parallel.pipeline_model_parallel_size,
+            "virtual_pipeline_model_parallel_size": config.parallel.virtual_pipeline_model_parallel_size(
+                config.model.num_layers
+            ),
+            "data_parallel_size": 1,
+        },
+        "level": config.precision.level,
+        "vocab_size": source.vocab_size,
+        "padded_vocab_size": padded_vocab_size,
+        "optimizer": [],
+    }
+    common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": description}
+    weights = Repadded(source.weights, source.vocab_size, padded_vocab_size)
+    records = write_torch_dist(temporary, weights, common=common, on_weight=on_weight)
+    write_last_files(temporary, description, config, records)
+    publish(temporary, folder)
+    return folder
+
+
+def rewrite_ours(root: Path, source: Source, config: Config) -> Path:
+    """A copy of one of this project's checkpoints, optimizer state and all, with another ``config.yaml``.
+
+    Tensors are stored in FP32 under names of the whole model, so another level or layout is only another way to load
+    them; ``checkpoint.json`` keeps saying how they were saved.
+    """
+    folder = root / source.folder.name
+    temporary = start_writing(folder)
+    records = [record for record in read_manifest(source.folder) if record.name != CONFIG]
+    for record in records:
+        shutil.copyfile(source.folder / record.name, temporary / record.name)
+        problem = problem_with(temporary, record)
+        if problem is not None:
+            raise CheckpointError(problem)
+    write_manifest(temporary, [*records, write_config(temporary, config)])
+    publish(temporary, folder)
+    return folder
+
+
+def write_megatron_core(root: Path, source: Source, *, on_weight: Callable[[], None] = lambda: None) -> Path:
+    """Weights alone as megatron-core's ``torch_dist`` in FP32, with Megatron's tracker file; returns their folder."""
+    iteration = read_description(source.folder)["iteration"] if source.format is Format.OURS else 0
+    folder = iteration_folder(root, iteration)
+    temporary = start_writing(folder)
+    common = {"checkpoint_version": 3.0, "iteration": iteration}
+    write_torch_dist(temporary, source.weights, common=common, on_weight=on_weight)
+    temporary.rename(folder)
+    write_text(root / TRACKER, str(iteration))
+    return folder

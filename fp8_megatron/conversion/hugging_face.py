@@ -1,0 +1,230 @@
+"""Weights of Hugging Face's GPT-2 and Llama and of this project's model, each as a function of the other's tensors.
+
+One `Rule` per weight of ours says which tensors of theirs it is made of, and how, both ways. Where layouts differ:
+
+- QKV: ours is one weight, query group by query group: the group's query heads, its key head, its value head. Llama
+  has three weights; GPT-2 has one, all queries before all keys before all values.
+- GPT-2's linear layers are ``Conv1D``: [in, out], the transpose of ours.
+- SwiGLU: ours stacks gate over up ([2 · ffn, hidden]); Llama has two weights.
+- RoPE: both rotate the two halves of a head against each other (not interleaved pairs), so heads are copied.
+- Llama's attention has biases of QKV and of the projection, or none. Where ours has those of QKV alone, the
+  projection's are zero there, and any that is not is refused.
+- A tied head is stored once, as the embedding. The vocabulary's padding is ours alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.weights import (
+    ATTENTION_NORM,
+    FC1,
+    FC2,
+    FINAL_NORM,
+    LAYERS,
+    LINEAR_WEIGHTS,
+    MLP_NORM,
+    OUTPUT_LAYER,
+    POSITION_EMBEDDING,
+    PROJECTION,
+    QKV,
+    WORD_EMBEDDING,
+)
+from ..config.schema import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+class Family(str, Enum):
+    """An architecture of Hugging Face's, by its ``model_type``."""
+
+    GPT2 = "gpt2"
+    LLAMA = "llama"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One weight of ours and the tensors of theirs that it is made of.
+
+    Attributes:
+        key: standard key (`weights`).
+        names: their names; ``{}`` stands for the layer.
+        join: their tensors → ours, values unchanged; takes and gives any dtype.
+        split: ours → theirs, in the order of `names`; views where possible.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
+    split: Callable[[Tensor], tuple[Tensor, ...]] = lambda tensor: (tensor,)
+
+    @property
+    def is_linear_weight(self) -> bool:
+        """Whether FP8 covers it."""
+        return self.key in LINEAR_WEIGHTS
+
+    def names_of(self, layer: int | None) -> tuple[str, ...]:
+        """Their names of one layer."""
+        return tuple(name.format(layer) for name in self.names)
+
+    def split_shapes(self, shape: Shape) -> tuple[Shape, ...]:
+        """The shapes of theirs from the shape of ours, without data."""
+        return tuple(tuple(part.shape) for part in self.split(torch.empty(shape, device="meta")))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads in a QKV weight of `groups` × (`queries` query heads, a key head, a value head) × `dim` rows."""
+
+    groups: int
+    queries: int
+    dim: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Heads:
+        """The heads of a model."""
+        return cls(model.query_groups, model.num_attention_heads // model.query_groups, model.head_dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """q [groups·queries·dim, …], k and v [groups·dim, …] → [groups·(queries + 2)·dim, …]."""
+        return torch.cat([_unflatten(part, self.groups) for part in parts], dim=1).flatten(0, 1)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inverse of `join`."""
+        sizes = (self.queries * self.dim, self.dim, self.dim)
+        query, key, value = _unflatten(qkv, self.groups).split(sizes, dim=1)
+        return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+
+
+def _unflatten(tensor: Tensor, groups: int) -> Tensor:
+    return tensor.reshape(groups, tensor.shape[0] // groups, *tensor.shape[1:])
+
+
+def join_gate_and_up(parts: Sequence[Tensor]) -> Tensor:
+    """gate [ffn, …], up [ffn, …] → [2·ffn, …]: the order in which megatron-core's gated MLP takes its halves."""
+    return torch.cat(list(parts))
+
+
+def split_gate_and_up(weight: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of `join_gate_and_up`."""
+    return weight.chunk(2)
+
+
+def rules_of(
+    family: Family, model: ModelConfig, vocab_size: int, *, attention_bias: bool, mlp_bias: bool
+) -> list[Rule]:
+    """The rules of every weight, in the order of the forward pass.
+
+    Args:
+        vocab_size: rows that theirs keep of a padded vocabulary. `join` gives the vocabulary without padding.
+        attention_bias, mlp_bias: which biases of ours their tensors are made of (GPT-2: all, always). Biases of QKV
+            alone are the model's `add_qkv_bias`.
+    """
+    if family is Family.GPT2:
+        return _gpt2_rules(model, vocab_size)
+    return _llama_rules(model, vocab_size, attention_bias=attention_bias, mlp_bias=mlp_bias)
+
+
+def _vocabulary_rule(key: str, name: str, vocab_size: int) -> Rule:
+    return Rule(key, (name,), split=lambda weight: (weight[:vocab_size],))
+
+
+def _norm_rules(key_prefix: str, name_prefix: str, parts: Sequence[str]) -> list[Rule]:
+    return [Rule(key_prefix + part, (f"{name_prefix}.{part}",)) for part in parts]
+
+
+def _gpt2_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
+    heads, layer, both = Heads.of(model), "transformer.h.{}.", ("weight", "bias")
+
+    def linear(key_prefix: str, name: str) -> list[Rule]:
+        return [
+            Rule(key_prefix + "weight", (f"{layer}{name}.weight",), lambda w: w[0].t(), lambda w: (w.t(),)),
+            Rule(key_prefix + "bias", (f"{layer}{name}.bias",)),
+        ]
+
+    qkv = [
+        Rule(
+            QKV + "weight",
+            (f"{layer}attn.c_attn.weight",),
+            lambda w: heads.join(w[0].t().chunk(3)),
+            lambda w: (torch.cat(heads.split(w)).t(),),
+        ),
+        Rule(
+            QKV + "bias",
+            (f"{layer}attn.c_attn.bias",),
+            lambda b: heads.join(b[0].chunk(3)),
+            lambda b: (torch.cat(heads.split(b)),),
+        ),
+    ]
+    rules = [
+        _vocabulary_rule(WORD_EMBEDDING, "transformer.wte.weight", vocab_size),
+        Rule(POSITION_EMBEDDING, ("transformer.wpe.weight",)),
+        *_norm_rules(ATTENTION_NORM, f"{layer}ln_1", both),
+        *qkv,
+        *linear(PROJECTION, "attn.c_proj"),
+        *_norm_rules(MLP_NORM, f"{layer}ln_2", both),
+        *linear(FC1, "mlp.c_fc"),
+        *linear(FC2, "mlp.c_proj"),
+        *_norm_rules(FINAL_NORM, "transformer.ln_f", both),
+    ]
+    if model.untie_embeddings_and_output_weights:
+        rules.append(_vocabulary_rule(OUTPUT_LAYER, "lm_head.weight", vocab_size))
+    return rules
+
+
+def _llama_rules(model: ModelConfig, vocab_size: int, *, attention_bias: bool, mlp_bias: bool) -> list[Rule]:
+    heads, layer = Heads.of(model), "model.layers.{}."
+
+    def linear(key_prefix: str, modules: Sequence[str], has_bias: bool, *functions: Callable) -> list[Rule]:
+        return [
+            Rule(key_prefix + part, tuple(f"{layer}{module}.{part}" for module in modules), *functions)
+            for part in (("weight", "bias") if has_bias else ("weight",))
+        ]
+
+    def join_qkv_bias(parts: Sequence[Tensor]) -> Tensor:
+        *qkv, projection = parts
+        if projection.any():
+            raise CheckpointError(
+                f"config.json: attention_bias(True) without mlp_bias is supported where every self_attn.o_proj.bias is "
+                f"zero (add_qkv_bias), but one is not (|x| up to {projection.abs().max():.1e}); only models with all "
+                f"biases, none, or those of QKV alone convert"
+            )
+        return heads.join(qkv)
+
+    def split_qkv_bias(bias: Tensor) -> tuple[Tensor, ...]:
+        return (*heads.split(bias), bias.new_zeros(model.hidden_size))
+
+    projections = [f"self_attn.{name}_proj" for name in "qkv"]
+    qkv_bias_names = tuple(f"{layer}{name}.bias" for name in (*projections, "self_attn.o_proj"))
+    has_qkv_bias_alone = model.add_qkv_bias and not attention_bias
+    rules = [
+        _vocabulary_rule(WORD_EMBEDDING, "model.embed_tokens.weight", vocab_size),
+        *_norm_rules(ATTENTION_NORM, f"{layer}input_layernorm", ("weight",)),
+        *linear(QKV, projections, attention_bias, heads.join, heads.split),
+        *([Rule(QKV + "bias", qkv_bias_names, join_qkv_bias, split_qkv_bias)] if has_qkv_bias_alone else []),
+        *linear(PROJECTION, ("self_attn.o_proj",), attention_bias),
+        *_norm_rules(MLP_NORM, f"{layer}post_attention_layernorm", ("weight",)),
+        *linear(FC1, ("mlp.gate_proj", "mlp.up_proj"), mlp_bias, join_gate_and_up, split_gate_and_up),
+        *linear(FC2, ("mlp.down_proj",), mlp_bias),
+        *_norm_rules(FINAL_NORM, "model.norm", ("weight",)),
+    ]
+    if model.untie_embeddings_and_output_weights:
+        rules.append(_vocabulary_rule(OUTPUT_LAYER, "lm_head.weight", vocab_size))
+    return rules
+
+
+def layers_of(rule: Rule, model: ModelConfig) -> list[int | None]:
+    """The layers that a rule applies to: each, or None for a weight outside them."""
+    return list(range(model.num_layers)) if rule.key.startswith(LAYERS) else [None]
+
+
+def numel(shape: Shape) -> int:
+    """Elements of a shape."""
+    return prod(shape)

@@ -1,0 +1,251 @@
+"""``config.json`` of Hugging Face's GPT-2 and Llama ↔ the model section of a configuration.
+
+Nothing is dropped in silence: a setting that changes what a model computes and that this project does not implement
+is refused with its name, its value and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..checkpoint.files import CheckpointError
+from ..config.schema import ModelConfig
+from .hugging_face import Family, Rule, rules_of
+
+Json = Mapping[str, Any]
+
+#: GELU with the tanh approximation, by all its names there.
+_TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+
+# Settings that change what is computed: the values that this project computes, and what the others would need.
+_ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
+    Family.GPT2: {
+        "activation_function": (_TANH_GELUS, "megatron-core's fused GELU is the tanh approximation"),
+        "scale_attn_weights": ((True,), "attention logits are divided by √(head width)"),
+        "scale_attn_by_inverse_layer_idx": ((False,), "attention logits are scaled alike in every layer"),
+        "add_cross_attention": ((False,), "only decoders without an encoder are supported"),
+    },
+    Family.LLAMA: {
+        "hidden_act": (("silu", "swish"), "the gated MLP is SwiGLU"),
+        "sliding_window": ((None, False), "attention sees the whole context"),
+        "use_qk_norm": ((None, False), "queries and keys are not normalised"),
+        "qk_layernorm": ((None, False), "queries and keys are not normalised"),
+        "partial_rotary_factor": ((None, 1, 1.0), "transformers' Llama rotates whole heads"),
+        "num_local_experts": ((None, 0, 1), "only dense MLPs are supported"),
+    },
+}
+
+# Their name ↔ ours, where nothing but the name differs. The third is their default, None where it must be given.
+_SAME: dict[Family, tuple[tuple[str, str, Any], ...]] = {
+    Family.GPT2: (
+        ("n_layer", "num_layers", 12),
+        ("n_embd", "hidden_size", 768),
+        ("n_head", "num_attention_heads", 12),
+        ("n_positions", "max_position_embeddings", 1024),
+        ("vocab_size", "vocab_size", 50257),
+        ("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        ("initializer_range", "init_method_std", 0.02),
+        ("attn_pdrop", "attention_dropout", 0.1),
+        ("resid_pdrop", "hidden_dropout", 0.1),
+    ),
+    Family.LLAMA: (
+        ("num_hidden_layers", "num_layers", None),
+        ("hidden_size", "hidden_size", None),
+        ("intermediate_size", "ffn_hidden_size", None),
+        ("num_attention_heads", "num_attention_heads", None),
+        ("max_position_embeddings", "max_position_embeddings", 2048),
+        ("vocab_size", "vocab_size", None),
+        ("rms_norm_eps", "norm_epsilon", 1e-6),
+        ("initializer_range", "init_method_std", 0.02),
+        ("attention_dropout", "attention_dropout", 0.0),
+    ),
+}
+
+
+def family_of_json(settings: Json) -> Family:
+    """Which architecture a ``config.json`` describes.
+
+    Raises:
+        CheckpointError: one that is not supported.
+    """
+    model_type = settings.get("model_type")
+    try:
+        return Family(model_type)
+    except ValueError:
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} is not supported; convertible ones: "
+            f"{', '.join(family.value for family in Family)}"
+        ) from None
+
+
+def model_from_json(settings: Json) -> ModelConfig:
+    """The model that a ``config.json`` describes; `seq_length` is its longest context.
+
+    Raises:
+        CheckpointError: every setting that this project does not implement, one per line.
+    """
+    family = family_of_json(settings)
+    problems = list(_problems(family, settings))
+    if problems:
+        raise CheckpointError("\n".join(f"config.json: {problem}" for problem in problems))
+    values = {ours: settings.get(theirs, default) for theirs, ours, default in _SAME[family]}
+    values["seq_length"] = values["max_position_embeddings"]
+    if family is Family.GPT2:
+        tied = settings.get("tie_word_embeddings", True)
+        return ModelConfig(
+            **values,
+            ffn_hidden_size=settings.get("n_inner") or 4 * values["hidden_size"],
+            untie_embeddings_and_output_weights=not tied,
+        )
+    heads = values["num_attention_heads"]
+    groups = settings.get("num_key_value_heads") or heads
+    attention_bias, mlp_bias = _biases(settings)
+    return ModelConfig(
+        **values,
+        kv_channels=settings.get("head_dim"),
+        group_query_attention=groups != heads,
+        num_query_groups=groups if groups != heads else 1,
+        position_embedding_type="rope",
+        rotary_base=int(_rope(settings)["rope_theta"]),
+        normalization="RMSNorm",
+        swiglu=True,
+        disable_bias_linear=not mlp_bias,
+        add_qkv_bias=attention_bias and not mlp_bias,
+        untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", False),
+    )
+
+
+def _rope(settings: Json) -> dict[str, Any]:
+    """RoPE's settings, which transformers 5 nests and transformers 4 does not."""
+    nested = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    theta = nested.get("rope_theta", settings.get("rope_theta", 10000.0))
+    return {**nested, "rope_theta": theta, "rope_type": nested.get("rope_type", nested.get("type", "default"))}
+
+
+def _problems(family: Family, settings: Json) -> Iterator[str]:
+    for name, (allowed, reason) in _ONLY[family].items():
+        if name in settings and settings[name] not in allowed:
+            yield f"{name}({settings[name]}) is not supported ({reason}); only {' or '.join(map(str, allowed))}"
+    for name, _, default in _SAME[family]:
+        if default is None and name not in settings:
+            yield f"{name} is missing; complete the file"
+    if family is Family.GPT2:
+        embedding, residual = settings.get("embd_pdrop", 0.1), settings.get("resid_pdrop", 0.1)
+        if embedding != residual:
+            yield f"embd_pdrop({embedding}) and resid_pdrop({residual}) are one setting here; make them equal"
+        return
+    rope = _rope(settings)
+    if rope["rope_type"] != "default":
+        yield (
+            f"rope_scaling({rope['rope_type']}) is not supported: positions would be rotated at other frequencies; "
+            f"only models with plain RoPE convert"
+        )
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        yield f"partial_rotary_factor({rope['partial_rotary_factor']}) is not supported (whole heads are rotated)"
+    if rope["rope_theta"] != int(rope["rope_theta"]):
+        yield f"rope_theta({rope['rope_theta']}) is not a whole number, which rotary_base is"
+    attention_bias, mlp_bias = _biases(settings)
+    if mlp_bias and not attention_bias:
+        yield (
+            f"mlp_bias({mlp_bias}) with attention_bias({attention_bias}) is not supported: linear layers have biases "
+            f"all (disable_bias_linear off), none, or of QKV alone (add_qkv_bias)"
+        )
+
+
+def _biases(settings: Json) -> tuple[bool, bool]:
+    """Whether a Llama's attention and MLP have biases."""
+    return bool(settings.get("attention_bias")), bool(settings.get("mlp_bias"))
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The architecture of theirs that computes what this model does.
+
+    Raises:
+        CheckpointError: neither does; what stands against each.
+    """
+    against = {
+        Family.GPT2: [
+            text
+            for wrong, text in (
+                (model.position_embedding_type != "learned_absolute", "position_embedding_type(rope)"),
+                (model.normalization != "LayerNorm", f"normalization({model.normalization})"),
+                (model.swiglu, "swiglu"),
+                (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
+                (
+                    model.head_dim * model.num_attention_heads != model.hidden_size,
+                    f"kv_channels({model.kv_channels}) other than hidden_size / num_attention_heads",
+                ),
+            )
+            if wrong
+        ],
+        Family.LLAMA: [
+            text
+            for wrong, text in (
+                (model.position_embedding_type != "rope", f"position_embedding_type({model.position_embedding_type})"),
+                (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
+                (not model.swiglu, "no swiglu"),
+                (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
+            )
+            if wrong
+        ],
+    }
+    for family, reasons in against.items():
+        if not reasons:
+            return family
+    raise CheckpointError(
+        "no Hugging Face architecture computes what this model does. "
+        + "; ".join(f"Against {family.value}: {', '.join(reasons)}" for family, reasons in against.items())
+    )
+
+
+def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` of a model.
+
+    Args:
+        vocab_size: without padding.
+        dtype: of the weights, as torch names it: ``bfloat16``.
+
+    Raises:
+        CheckpointError: as `family_of`.
+    """
+    family = family_of(model)
+    values: dict[str, Any] = {theirs: getattr(model, ours) for theirs, ours, _ in _SAME[family]}
+    values["vocab_size"] = vocab_size
+    positions = model.max_position_embeddings or model.seq_length
+    common = {
+        "architectures": ["GPT2LMHeadModel" if family is Family.GPT2 else "LlamaForCausalLM"],
+        "model_type": family.value,
+        "torch_dtype": dtype,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "use_cache": True,
+    }
+    if family is Family.GPT2:
+        return {
+            **common,
+            **values,
+            "n_positions": positions,
+            "n_inner": model.padded_ffn_hidden_size,
+            "activation_function": "gelu_new",
+            "embd_pdrop": model.hidden_dropout,
+            "scale_attn_weights": True,
+        }
+    return {
+        **common,
+        **values,
+        "intermediate_size": model.padded_ffn_hidden_size,
+        "max_position_embeddings": positions,
+        "num_key_value_heads": model.query_groups,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "rope_theta": float(model.rotary_base),
+        "rope_scaling": None,
+        "attention_bias": not model.disable_bias_linear or model.add_qkv_bias,
+        "mlp_bias": not model.disable_bias_linear,
+    }
+
+
+def export_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
+    """How each tensor of theirs is made from ours; some biases of theirs this model may lack (they are zero)."""
+    has_bias = not model.disable_bias_linear
+    return rules_of(family_of(model), model, vocab_size, attention_bias=has_bias, mlp_bias=has_bias)

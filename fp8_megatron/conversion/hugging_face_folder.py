@@ -1,0 +1,245 @@
+"""A Hugging Face model folder as a source and as a target of weights, one weight in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.files import CheckpointError, write_text
+from ..checkpoint.weights import LAYERS, WeightReader, weight_shapes
+from ..config.schema import ModelConfig
+from . import hugging_face_fp8 as fp8
+from .hugging_face import Family, Rule, layers_of, rules_of
+from .hugging_face_config import export_rules, family_of_json, json_from_model, model_from_json
+from .hugging_face_fp8 import FP8Layout
+from .safetensors_files import SafetensorsFolder, SafetensorsWriter, TensorSpec
+
+CONFIG_FILE = "config.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_SCALE_SUFFIXES = tuple(f"weight{layout.scale_suffix}" for layout in FP8Layout)
+# Buffers that older versions of transformers saved among the weights.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".input_scale")
+
+
+class HuggingFaceWeights:
+    """The weights of a GPT-2 or Llama folder under this project's keys, without vocabulary padding, in FP32.
+
+    FP8 weights of either layout of `hugging_face_fp8` are dequantised.
+
+    Args:
+        folder: with ``config.json`` and safetensors files.
+
+    Attributes:
+        json: what ``config.json`` holds.
+        model: the model it describes.
+
+    Raises:
+        CheckpointError: an unsupported architecture or setting, or weights that are missing, unknown or misshapen.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.json = read_json(folder / CONFIG_FILE)
+        self.family = family_of_json(self.json)
+        self.model = model_from_json(self.json)
+        if self.json.get("quantization_config"):
+            fp8.check_readable(self.json["quantization_config"])
+        assert self.model.vocab_size is not None
+        self._folder = folder
+        self._tensors = SafetensorsFolder(folder)
+        # GPT-2 was published without the name of its wrapper.
+        self._prefix = "" if self.family is Family.GPT2 and "wte.weight" in self._tensors.file_of else None
+        self.shapes = weight_shapes(self.model, self.model.vocab_size)
+        has_bias = not self.model.disable_bias_linear
+        rules = rules_of(self.family, self.model, self.model.vocab_size, attention_bias=has_bias, mlp_bias=has_bias)
+        self._rules = {rule.key: rule for rule in rules}
+        self._check()
+
+    def read(self, key: str, layer: int | None) -> Tensor:
+        """As `weights.WeightReader.read`."""
+        rule = self._rules[key]
+        return rule.join([self.read_theirs(name) for name in rule.names_of(layer)])
+
+    def read_theirs(self, name: str) -> Tensor:
+        """A tensor by their name, dequantised, in FP32."""
+        name = self._stored(name)
+        tensor = self._tensors.read(name)
+        if tensor.dtype is not torch.float8_e4m3fn:
+            return tensor.float()
+        for layout in FP8Layout:
+            if name + layout.scale_suffix in self._tensors.file_of:
+                return fp8.dequantize(tensor, self._tensors.read(name + layout.scale_suffix))
+        raise CheckpointError(f"{self._folder}: {name} is FP8 without a scale beside it")
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix("transformer.") if self._prefix == "" else name
+
+    def _check(self) -> None:
+        """Every tensor is there in its shape, and no other is."""
+        expected: dict[str, tuple[int, ...]] = {}
+        for rule in self._rules.values():
+            for layer in layers_of(rule, self.model):
+                shape = self.shapes[rule.key]
+                shapes = rule.split_shapes(shape if layer is None else shape[1:])
+                expected |= dict(zip(map(self._stored, rule.names_of(layer)), shapes, strict=True))
+        for name, shape in expected.items():
+            if name not in self._tensors.file_of:
+                raise CheckpointError(f"{self._folder} has no tensor {name!r}, which {CONFIG_FILE} describes")
+            found = self._tensors.spec(name).shape
+            if found != shape:
+                raise CheckpointError(f"{self._folder}: {name} has shape {found}, {CONFIG_FILE} describes {shape}")
+        for name in self._tensors.names:
+            known = name in expected or name.endswith((*_SCALE_SUFFIXES, *_BUFFERS))
+            tied_head = name == "lm_head.weight" and not self.model.untie_embeddings_and_output_weights
+            if not known and not tied_head:
+                raise CheckpointError(
+                    f"{self._folder} holds {name!r}, which a {self.family.value} as {CONFIG_FILE} describes it has not"
+                )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a file.
+
+    Raises:
+        CheckpointError: missing, or no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+@dataclass(frozen=True)
+class Export:
+    """How an exported folder stores weights.
+
+    Attributes:
+        dtype: of weights, or of those that are not FP8.
+        fp8_layout: FP8 for the linear weights, None for none.
+        layers_in_16_bits: these layers stay out of FP8.
+        max_shard_bytes: of one file.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    fp8_layout: FP8Layout | None = None
+    layers_in_16_bits: tuple[int, ...] = ()
+    max_shard_bytes: int = 5 * 10**9
+
+    def in_fp8(self, rule: Rule, layer: int | None) -> bool:
+        """Whether a rule's weight of a layer is stored in FP8."""
+        return self.fp8_layout is not None and rule.is_linear_weight and layer not in self.layers_in_16_bits
+
+
+def write_hugging_face(
+    folder: Path,
+    reader: WeightReader,
+    model: ModelConfig,
+    vocab_size: int,
+    export: Export,
+    *,
+    token_ids: dict[str, int] | None = None,
+    on_weight: Callable[[], None] = lambda: None,
+) -> None:
+    """Write ``config.json`` and safetensors of a model.
+
+    Args:
+        vocab_size: without padding.
+        token_ids: ``bos_token_id`` and the like, for config.json.
+        on_weight: called after each weight of ours (see `num_weights`), for a progress bar.
+
+    Raises:
+        CheckpointError: no architecture of theirs computes this model, a weight is not finite or overflows `dtype`.
+    """
+    rules = export_rules(model, vocab_size)
+    settings = json_from_model(model, vocab_size, str(export.dtype).removeprefix("torch."))
+    settings |= {"bos_token_id": None, "eos_token_id": None, **(token_ids or {})}
+    if export.fp8_layout is not None:
+        if settings["model_type"] != Family.LLAMA.value:
+            raise CheckpointError(
+                f"--fp8 {export.fp8_layout.value} quantises Linear modules, and {settings['model_type']} has Conv1D "
+                f"instead, which no reader of that layout takes; export it in 16 bits"
+            )
+        settings["quantization_config"] = fp8.quantization_config(export.fp8_layout, _unquantized(rules, model, export))
+    # Biases of theirs that this model has not are zero: their shapes are those of the model with all biases.
+    shapes = weight_shapes(replace(model, disable_bias_linear=False), reader.shapes[rules[0].key][0])
+    specs = [spec for rule, layer in _places(rules, model) for spec in _specs(rule, layer, shapes[rule.key], export)]
+    with SafetensorsWriter(folder, specs, max_shard_bytes=export.max_shard_bytes) as writer:
+        for rule, layer in _places(rules, model):
+            if rule.key in reader.shapes:
+                weight = reader.read(rule.key, layer)
+            else:
+                weight = torch.zeros(shapes[rule.key][1:])
+            for name, tensor in _theirs(rule, layer, weight, export):
+                writer.write(name, tensor)
+            on_weight()
+    write_text(folder / CONFIG_FILE, json.dumps(settings, indent=2) + "\n")
+
+
+def _places(rules: Sequence[Rule], model: ModelConfig) -> Iterator[tuple[Rule, int | None]]:
+    """(rule, layer) in the order of the forward pass: the weights of one layer follow each other."""
+    in_layers = [rule for rule in rules if rule.key.startswith(LAYERS)]
+    first = rules.index(in_layers[0])
+    yield from ((rule, None) for rule in rules[:first])
+    yield from ((rule, layer) for layer in range(model.num_layers) for rule in in_layers)
+    yield from ((rule, None) for rule in rules[first:] if rule not in in_layers)
+
+
+def _specs(rule: Rule, layer: int | None, shape: tuple[int, ...], export: Export) -> Iterator[TensorSpec]:
+    shapes = rule.split_shapes(shape if layer is None else shape[1:])
+    for name, part in zip(rule.names_of(layer), shapes, strict=True):
+        if export.in_fp8(rule, layer):
+            assert export.fp8_layout is not None
+            yield from fp8.specs(export.fp8_layout, name, part)
+        else:
+            yield TensorSpec(name, export.dtype, part)
+
+
+def _theirs(rule: Rule, layer: int | None, weight: Tensor, export: Export) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of everything that one weight of ours becomes."""
+    names = rule.names_of(layer)
+    if not torch.isfinite(weight).all():
+        raise CheckpointError(f"{names[0]} would not be finite: the checkpoint's {rule.key} holds an inf or a NaN")
+    if not export.in_fp8(rule, layer):
+        for name, part in zip(names, rule.split(weight), strict=True):
+            stored = part.to(export.dtype)
+            if not torch.isfinite(stored).all():
+                raise CheckpointError(f"{name} overflows {export.dtype} (|x| up to {part.abs().max():.0f}); use bf16")
+            yield name, stored
+        return
+    assert export.fp8_layout is not None
+    suffix = export.fp8_layout.scale_suffix
+    if export.fp8_layout is FP8Layout.COMPRESSED_TENSORS:
+        payload, scale = fp8.quantize_tensor(weight)
+        for name, part in zip(names, rule.split(payload), strict=True):
+            yield name, part
+            yield name + suffix, scale
+    else:
+        for name, part in zip(names, rule.split(weight), strict=True):
+            payload, scales = fp8.quantize_blocks(part)
+            yield name, payload
+            yield name + suffix, scales
+
+
+def _unquantized(rules: Sequence[Rule], model: ModelConfig, export: Export) -> list[str]:
+    """Linear modules in 16 bits: the head, and those of layers kept out of FP8."""
+    names = [
+        name.removesuffix(".weight")
+        for rule, layer in _places(rules, model)
+        if rule.is_linear_weight and not export.in_fp8(rule, layer)
+        for name in rule.names_of(layer)
+    ]
+    return ["lm_head", *names]
+
+
+def num_weights(model: ModelConfig, vocab_size: int) -> int:
+    """How often `write_hugging_face` calls `on_weight`."""
+    return sum(len(layers_of(rule, model)) for rule in export_rules(model, vocab_size))

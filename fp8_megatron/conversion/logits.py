@@ -1,0 +1,137 @@
+"""Logits of a checkpoint in FP32 with one layer in memory at a time, to compare two checkpoints of one model.
+
+A model of a single layer computes all of them: each layer's weights are loaded into it in turn, and what its layer
+gave is what it is fed next. Ours is megatron-core's GPTModel; theirs is transformers' own model, so that a comparison
+sees more than the mapping of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, module_name
+from ..config.schema import Config, ModelConfig, ParallelConfig
+from ..device.device import runtime
+from ..mcore.gpt import transformer_config
+from ..mcore.layer_spec import block_submodules
+from ..mcore.topology import initialized
+from .hugging_face import Family
+from .hugging_face_folder import HuggingFaceWeights
+
+_CPU = torch.device("cpu")
+
+
+def random_tokens(vocab_size: int, *, batch_size: int, length: int, seed: int) -> Tensor:
+    """Token ids [batch_size, length], uniform over the vocabulary."""
+    return torch.randint(vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits_of_weights(
+    reader: WeightReader, model: ModelConfig, tokens: Tensor, *, on_layer: Callable[[], None] = lambda: None
+) -> Tensor:
+    """Logits [batch, length, rows of the head] of `tokens` [batch, length] through megatron-core's layers in FP32.
+
+    Args:
+        on_layer: called after each layer, for a progress bar.
+    """
+    with runtime(_CPU), initialized(ParallelConfig(), 1, _CPU):
+        single = _single_layer(model, reader.shapes[WORD_EMBEDDING][0])
+        params = dict(single.named_parameters())
+        outside = [key for key in reader.shapes if not key.startswith(LAYERS)]
+        inside = [key for key in reader.shapes if key.startswith(LAYERS)]
+        for key in outside:
+            params[module_name(key, None)].copy_(reader.read(key, None))
+        captured: list[Tensor] = []
+        single.decoder.layers[0].register_forward_hook(lambda _, __, output: captured.append(output[0]))
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        logits = torch.empty(0)
+        for layer in range(model.num_layers):
+            for key in inside:
+                params[module_name(key, 0)].copy_(reader.read(key, layer))
+            hidden = captured.pop() if captured else None
+            logits = single(tokens, positions, None, decoder_input=hidden)
+            on_layer()
+        return logits
+
+
+def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
+    config = Config(model=replace(model, num_layers=1))
+    fp32 = replace(
+        transformer_config(replace(config, precision=replace(config.precision, precision="bf16")), _CPU, None),
+        bf16=False,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        autocast_dtype=torch.float32,
+    )
+    module = GPTModel(
+        fp32,
+        block_submodules([None], "math"),
+        vocab_size=num_rows,
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+    )
+    return module.eval()
+
+
+@torch.no_grad()
+def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], None] = lambda: None) -> Tensor:
+    """Logits [batch, length, vocabulary] of `tokens` [batch, length] through transformers' layers in FP32.
+
+    FP8 weights are dequantised; activations are not quantised.
+
+    Raises:
+        CheckpointError: transformers is not installed, or as `HuggingFaceWeights`.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise CheckpointError("comparing logits needs transformers: pip install transformers") from error
+    weights = HuggingFaceWeights(folder)
+    config = AutoConfig.from_pretrained(folder)
+    num_layers = config.num_hidden_layers
+    config.num_hidden_layers = 1
+    config.quantization_config = None
+    del config.quantization_config
+    single = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    stack = "transformer.h." if weights.family is Family.GPT2 else "model.layers."
+    params: dict[str, Tensor] = dict(single.named_parameters())
+    for name, param in params.items():
+        if not name.startswith(stack):
+            param.copy_(weights.read_theirs(name))
+    captured: list[Tensor] = []
+    single.get_submodule(stack + "0").register_forward_hook(lambda _, __, output: captured.append(_hidden(output)))
+    logits = torch.empty(0)
+    for layer in range(num_layers):
+        for name, param in params.items():
+            if name.startswith(stack + "0."):
+                param.copy_(weights.read_theirs(name.replace(stack + "0.", f"{stack}{layer}.", 1)))
+        if layer == 0:
+            logits = single(input_ids=tokens, use_cache=False).logits
+        else:
+            if layer == 1 and "transformer.wpe.weight" in params:
+                params["transformer.wpe.weight"].zero_()  # positions were added to what the first layer saw
+            logits = single(inputs_embeds=captured.pop(), use_cache=False).logits
+        on_layer()
+    return logits
+
+
+def _hidden(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def largest_difference(a: Tensor, b: Tensor, vocab_size: int) -> tuple[float, float]:
+    """(largest |a − b|, largest |b|) over the vocabulary's logits."""
+    a, b = a[..., :vocab_size], b[..., :vocab_size]
+    return (a - b).abs().max().item(), b.abs().max().item()

@@ -1,0 +1,219 @@
+"""Folders of safetensors files, one tensor in memory at a time: reading, and writing in shards with an index.
+
+The safetensors package writes a file from tensors that are all in memory. The format is a header of names, dtypes and
+places, then the bytes; shapes are known before any tensor is, so a file can be written tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ..checkpoint.files import CheckpointError, write_text
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor before it is there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFolder:
+    """The tensors of a folder: one file, or shards with an index.
+
+    Args:
+        folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: no weights, weights in another format, or a missing or damaged file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: tuple[str, Any] | None = None
+        self.file_of = self._files()
+
+    def _files(self) -> dict[str, str]:
+        index = self._folder / INDEX_FILE
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise CheckpointError(f"{index} is not an index of safetensors files ({error})") from error
+            for file in set(weight_map.values()):
+                if Path(file).name != file:
+                    raise CheckpointError(f"{index} names {file!r}, which is not a file of its folder")
+            return dict(weight_map)
+        if (self._folder / WEIGHTS_FILE).is_file():
+            return dict.fromkeys(open_safetensors(self._folder / WEIGHTS_FILE).keys(), WEIGHTS_FILE)
+        found = sorted(path.name for path in self._folder.glob("*.bin"))
+        hint = f" (it has {found[0]}: load and save it with transformers, which writes safetensors)" if found else ""
+        raise CheckpointError(f"{self._folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{hint}")
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors' names."""
+        return list(self.file_of)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Name, dtype and shape of a tensor, without reading it."""
+        part = self._file(name).get_slice(name)
+        dtypes = {text: dtype for dtype, text in _DTYPE_NAMES.items()}
+        dtype = dtypes.get(part.get_dtype())
+        if dtype is None:
+            raise CheckpointError(
+                f"{self._folder}: {name} is {part.get_dtype()}; weights in {', '.join(dtypes)} can be read"
+            )
+        return TensorSpec(name, dtype, tuple(part.get_shape()))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored.
+
+        Raises:
+            CheckpointError: there is none of that name, or its file is damaged.
+        """
+        return self._file(name).get_tensor(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self.file_of:
+            raise CheckpointError(f"{self._folder} has no tensor {name!r}")
+        file = self.file_of[name]
+        if self._open is None or self._open[0] != file:
+            self._open = (file, open_safetensors(self._folder / file))
+            missing = {key for key, value in self.file_of.items() if value == file} - set(self._open[1].keys())
+            if missing:
+                raise CheckpointError(f"{self._folder / file} has no {min(missing)!r}, which {INDEX_FILE} says it has")
+        return self._open[1]
+
+
+class SafetensorsWriter:
+    """Writes the tensors of a folder one by one, in any order. A context manager; complete when it is left.
+
+    Args:
+        folder: made if it is not there.
+        specs: all tensors, in the order in which they fill shards.
+        max_shard_bytes: a shard holds no more than this, unless a single tensor does.
+
+    Raises:
+        CheckpointError: on leaving, a tensor that was never written.
+    """
+
+    def __init__(self, folder: Path, specs: Sequence[TensorSpec], *, max_shard_bytes: int) -> None:
+        self._folder = folder
+        self._specs = {spec.name: spec for spec in specs}
+        self._shards = _shards(specs, max_shard_bytes)
+        self._unwritten = set(self._specs)
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._places: dict[str, tuple[BinaryIO, int]] = {}
+        self._files = []
+        for file_name, specs in self._shards.items():
+            file = open(self._folder / file_name, "wb")
+            self._files.append(file)
+            self._places |= {name: (file, start) for name, start in _write_header(file, specs).items()}
+        return self
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put one tensor in its place; its dtype and shape are those of its spec."""
+        spec = self._specs[name]
+        assert tensor.dtype == spec.dtype and tuple(tensor.shape) == spec.shape, (spec, tensor.dtype, tensor.shape)
+        file, start = self._places[name]
+        file.seek(start)
+        file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._unwritten.discard(name)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        if error is not None:
+            return
+        if self._unwritten:
+            raise CheckpointError(f"{self._folder}: {min(self._unwritten)!r} was never written")
+        if len(self._shards) > 1:
+            weight_map = {spec.name: file for file, specs in self._shards.items() for spec in specs}
+            total = sum(spec.nbytes for spec in self._specs.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_text(self._folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+
+
+def open_safetensors(path: Path) -> Any:
+    """A safetensors file whose tensors are read as they are asked for; a context manager.
+
+    Raises:
+        CheckpointError: missing or damaged.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing, although {INDEX_FILE} names it") from None
+    except Exception as error:  # SafetensorError and whatever the system says
+        raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
+
+
+def _shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Mapping[str, list[TensorSpec]]:
+    """File name → the tensors in it, filled in order."""
+    shards: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if shards[-1] and size + spec.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += spec.nbytes
+    if len(shards) == 1:
+        return {WEIGHTS_FILE: shards[0]}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, start=1)
+    }
+
+
+def _write_header(file: BinaryIO, specs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Write a file's header and give it its size; the byte at which each tensor starts.
+
+    Wider elements come first, so that each tensor is aligned to its own element.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, offset = {}, 0
+    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+        entry = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
+        header[spec.name] = {**entry, "data_offsets": [offset, offset + spec.nbytes]}
+        starts[spec.name] = offset
+        offset += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    data = 8 + len(text)
+    file.truncate(data + offset)
+    return {name: data + start for name, start in starts.items()}

@@ -1,0 +1,92 @@
+"""The weights of a ``torch_dist`` folder, this project's or megatron-core's, as a source and as a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.manifest import FileRecord
+from ..checkpoint.torch_dist import Chunk, TorchDistReader, Wanted, write_chunks, write_metadata
+from ..checkpoint.weights import LAYERS, LINEAR_WEIGHTS, WeightReader, places, standard_key
+
+_MODEL = ("embedding.", "decoder.", "output_layer.")
+#: Transformer Engine's FP8 state, an object and not a tensor in most checkpoints.
+_EXTRA_STATE = "_extra_state"
+
+
+class TorchDistWeights:
+    """Reads weights under standard keys, in FP32; optimizer state and other tensors are left out.
+
+    Norms under their modules' names (specs without `sharded_state_dict_keys_map`) are found as well.
+
+    Args:
+        folder: with ``.metadata``.
+        files: as `TorchDistReader`.
+
+    Raises:
+        CheckpointError: no description of tensors, or none of a decoder whose layers are stacked.
+    """
+
+    def __init__(self, folder: Path, files: list[str] | None = None) -> None:
+        self._reader = TorchDistReader(folder, files)
+        self._stored = {
+            standard_key(key): key for key in self._reader.shapes if key.startswith(_MODEL) and _EXTRA_STATE not in key
+        }
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            key: self._reader.shapes[stored] for key, stored in self._stored.items()
+        }
+        if not any(key.startswith(LAYERS) for key in self.shapes):
+            raise CheckpointError(f"{folder} has no {LAYERS}*: it is not the checkpoint of a GPT")
+        numbered = next((key for key in self.shapes if key.removeprefix(LAYERS)[:1].isdigit()), None)
+        if numbered is not None:
+            raise CheckpointError(
+                f"{folder} numbers its layers ({numbered}) instead of stacking them; save it again without "
+                f"megatron-core's metadata non_homogeneous_layers"
+            )
+
+    def read(self, key: str, layer: int | None) -> Tensor:
+        """As `weights.WeightReader.read`."""
+        shape = self.shapes[key]
+        if layer is None:
+            return self._reader.read_whole(self._stored[key])
+        value = torch.empty(shape[1:])
+        wanted = Wanted((layer, *(0 for _ in shape[1:])), (1, *shape[1:]), value.view(-1))
+        self._reader.read(self._stored[key], [wanted])
+        return value
+
+
+def write_torch_dist(
+    folder: Path, reader: WeightReader, *, common: dict[str, Any], on_weight: Callable[[], None] = lambda: None
+) -> list[FileRecord]:
+    """Write a model's weights in FP32, a few of them or one large one in memory, as megatron-core reads them.
+
+    Args:
+        common: plain numbers and strings for ``common.pt``.
+        on_weight: called after each weight of a layer or outside them, for a progress bar.
+
+    Returns:
+        What was written, for the manifest.
+    """
+    written, records = write_chunks(folder, 0, _chunks(reader, on_weight))
+    return records + write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
+
+
+def _chunks(reader: WeightReader, on_weight: Callable[[], None]) -> Iterator[Chunk | str]:
+    for key, layer in places(reader.shapes):
+        shape = reader.shapes[key]
+        value = reader.read(key, layer).float().contiguous()
+        if not torch.isfinite(value).all():
+            where = key if layer is None else f"{key}, layer {layer},"
+            raise CheckpointError(f"{where} holds an inf or a NaN")
+        if layer is None:
+            yield Chunk(key, shape, (0,) * len(shape), value)
+        else:
+            yield Chunk(key, shape, (layer, *(0 for _ in shape[1:])), value.unsqueeze(0))
+            if key in LINEAR_WEIGHTS:  # megatron-core's readers look for an object beside each
+                yield f"{key.removesuffix('weight')}{_EXTRA_STATE}/shard_{layer}_{shape[0]}"
+        on_weight()

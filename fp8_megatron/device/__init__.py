@@ -1,0 +1,1 @@
+"""The device a rank runs on: selection, limits, memory, cuDNN."""

@@ -1,1 +1,0 @@
-"""Topology, state partition, gradient buffers, data parallelism and the pipeline's P2P."""

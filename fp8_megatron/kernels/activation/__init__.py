@@ -1,0 +1,1 @@
+"""GELU and SwiGLU with the cast to FP8."""

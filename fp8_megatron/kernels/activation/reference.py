@@ -1,0 +1,106 @@
+"""The specification of an MLP's activation fused with its casts to FP8, in plain PyTorch.
+
+``gelu``: z · σ(2u), u = √(2/π) · (z + 0.044715 z³), the tanh form of GELU (arXiv 1606.08415), as in GPT-2.
+``swiglu``: z holds gate and up side by side; SiLU(gate) · up (arXiv 2002.05202).
+
+Everything up to the cast is FP32; neither the activation nor the gradient of z is written in 16 bits. Backward keeps z
+only: the activation is quantised again, with the scale of the forward, where the weight gradient wants it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..norm.reference import quantize_with_or_without_scale
+
+_TWO_SQRT_2_OVER_PI = 2.0 * math.sqrt(2.0 / math.pi)
+_CUBIC = 0.044715
+
+#: Columns of z for one column of the activation.
+INPUTS = {"gelu": 1, "swiglu": 2}
+
+
+def activation(z: Tensor, kind: str) -> Tensor:
+    """FP32 [T, F] of `z` [T, F], or [T, 2F] under ``swiglu``."""
+    value, _ = _value_and_derivatives(z, kind)
+    return value
+
+
+def _value_and_derivatives(z: Tensor, kind: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    values = z.float()
+    if kind == "gelu":
+        squared = values * values
+        gate = torch.sigmoid(_TWO_SQRT_2_OVER_PI * values * (1.0 + _CUBIC * squared))
+        slope = values * gate * (1.0 - gate) * (_TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * squared))
+        return values * gate, (gate + slope,)
+    if kind != "swiglu":
+        raise ValueError(f"activation {kind!r} is not one of {', '.join(INPUTS)}")
+    gate, up = values.chunk(2, dim=1)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return silu * up, (up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), silu)
+
+
+def activation_amax(z: Tensor, kind: str) -> Tensor:
+    """Amax of the activation of `z`, FP32 [1], without writing it."""
+    return reference.amax(activation(z, kind))
+
+
+def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
+    """Amax of the gradient of `z`, FP32 [1], without writing it; `grad` [T, F] is the activation's."""
+    return reference.amax(_grad_of_input(grad, z, kind))
+
+
+def _grad_of_input(grad: Tensor, z: Tensor, kind: str) -> Tensor:
+    _, derivatives = _value_and_derivatives(z, kind)
+    return torch.cat([grad.float() * derivative for derivative in derivatives], dim=1)
+
+
+def activation_quantize(
+    z: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Activate `z` and quantise the result.
+
+    Args:
+        scale: FP32 [1]; None takes one from the amax of the result (current scaling).
+        amax_out: FP32 [1], raised to the amax of the result when given.
+
+    Returns:
+        payload [T, F]; the scale taken, FP32 [1] (empty if it was given).
+    """
+    return quantize_with_or_without_scale(activation(z, kind), dtype, scale, power_of_two, amax_out)
+
+
+def activation_backward_quantize(
+    grad: Tensor,
+    z: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+    activation_dtype: torch.dtype,
+    activation_scale: Tensor,
+    column_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of z in FP8, in both layouts, and the activation again in FP8, transposed: all from one read.
+
+    Args:
+        grad: gradient of the activation, [T, F].
+        scale, power_of_two, amax_out: of the gradient of z, as in `activation_quantize`.
+        activation_scale: the scale that quantised the activation in the forward.
+        column_sums: also sum the gradient of z over the tokens (a bias's gradient).
+
+    Returns:
+        payload [T, Z] and its transpose [Z, T] in `dtype`, Z the columns of z; the activation [F, T] in
+        `activation_dtype`; column sums FP32 [Z] (or empty); the scale taken, FP32 [1] (empty if it was given).
+    """
+    grad_z = _grad_of_input(grad, z, kind)
+    payload, taken = quantize_with_or_without_scale(grad_z, dtype, scale, power_of_two, amax_out)
+    activation_t = reference.encode(activation(z, kind), activation_scale, activation_dtype).t().contiguous()
+    sums = grad_z.sum(dim=0) if column_sums else grad_z.new_empty(0)
+    return payload, payload.t().contiguous(), activation_t, sums, taken

@@ -1,0 +1,1 @@
+"""Adam and AdamW steps over flat, precision-decoupled state."""

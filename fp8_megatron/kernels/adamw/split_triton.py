@@ -1,0 +1,213 @@
+"""`split_master.adamw_split_step_` in Triton, bit for bit: FP8 weights with a byte of correction, one pass.
+
+A master is a count of 15 bits and a sign (E4M11): joining and splitting are integer arithmetic, and shifted to FP32's
+place the count is a float that 2¹²⁰ moves to its exponent, subnormal numbers too.
+"""
+
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..quantize.blockwise_triton import FP_MAX_BITS
+from ..quantize.triton import reciprocal
+from ..sizes import cdiv
+from .companded_triton import adam_update, bias_correction
+from .companding import MASTER_STREAM
+from .companding_triton import floor, integer, rounding_noise
+from .state_triton import Tiling, adam_arguments, chunk_size, load_tile, tile_offsets
+
+_MASTER_STREAM = tl.constexpr(MASTER_STREAM)
+_INF_BITS = tl.constexpr(0x7F800000)
+# The count of 448, and what stands for a NaN: E4M3's NaN without a correction.
+_LARGEST_COUNT = tl.constexpr(0x7E00)
+_NAN_COUNT = tl.constexpr(0x7F00)
+_ADOPTED = 1024
+
+
+@triton.jit
+def _value_of_count(count, sign, scale):
+    """FP32 values of int32 counts and sign bits; NaN above 448's count."""
+    value = ((count << 12) | sign).to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale
+    return tl.where(count > _LARGEST_COUNT, float("nan"), value)
+
+
+@triton.jit
+def _join_master(code, correction, scale):
+    """`split_master.join_master` of E4M3 codes (uint8) and corrections (int8)."""
+    code = code.to(tl.int32)
+    return _value_of_count(((code & 0x7F) << 8) + correction.to(tl.int32), (code & 0x80) << 24, scale)
+
+
+@triton.jit
+def _split_master(value, inverse, noise):
+    """`split_master.split_master` with the reciprocal of the scale: codes (uint8), corrections (int8), int32 counts."""
+    bits = (value * inverse).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    is_nan = ((value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= _INF_BITS) | (bits > _INF_BITS)
+    magnitude = tl.minimum(tl.where(is_nan, 0, bits), 0x43E00000).to(tl.float32, bitcast=True)
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 120, 1)
+    units = magnitude * ((145 - exponent) << 23).to(tl.float32, bitcast=True)  # · 2¹⁸⁻ᵉ
+    below = floor(units)
+    rounded = tl.where(noise < (units - below) * 16777216.0, below + 1.0, below)
+    count = integer(rounded) + ((exponent - 1) << 11)
+    count = tl.where(is_nan, _NAN_COUNT, count)
+    code = (count + 128) >> 8
+    correction = (count - (code << 8)).to(tl.int8)
+    sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (code | sign).to(tl.uint8), correction, count
+
+
+@triton.jit
+def _adamw_split_step(
+    grad,
+    grad_scales,
+    exp_avg,
+    exp_avg_scales,
+    exp_avg_sq,
+    exp_avg_sq_scales,
+    weight,
+    correction,
+    weight_scales,
+    new_weight_scales,
+    chunk_tensor,
+    chunk_amax,
+    grad_factor,
+    step,
+    n,
+    lr,
+    beta1,
+    one_minus_beta1,
+    log_beta1,
+    beta2,
+    one_minus_beta2,
+    log_beta2,
+    eps,
+    weight_decay,
+    decay,
+    DECOUPLED: tl.constexpr,
+    GRAD_SCALES: tl.constexpr,
+    EXP_AVG_SCALES: tl.constexpr,
+    EXP_AVG_SQ_SCALES: tl.constexpr,
+    EXP_AVG_MAX_BITS: tl.constexpr,
+    EXP_AVG_SQ_MAX_BITS: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    factor = tl.load(grad_factor)
+    if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
+        num_step = tl.load(step)
+        step_size = tl.div_rn(1.0, bias_correction(num_step, log_beta1)) * lr
+        bias_correction2 = bias_correction(num_step, log_beta2)
+        tensor = tl.load(chunk_tensor + tl.program_id(0))
+        old_scale = tl.load(weight_scales + tensor)
+        new_scale = tl.load(new_weight_scales + tensor)
+        inverse = reciprocal(new_scale)
+        offsets = tile_offsets(SPLIT, ROWS, BLOCK)
+        largest = tl.full([], 0, tl.int32)
+        for tile in range(TILES):
+            start = (tl.program_id(0).to(tl.int64) * TILES + tile) * (ROWS * SPLIT * BLOCK)
+            g = load_tile(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, True, True)
+            p = _join_master(tl.load(weight + start + offsets), tl.load(correction + start + offsets), old_scale)
+            p = adam_update(
+                g,
+                p,
+                exp_avg,
+                exp_avg_scales,
+                exp_avg_sq,
+                exp_avg_sq_scales,
+                start,
+                offsets,
+                n,
+                num_step,
+                step_size,
+                bias_correction2,
+                beta1,
+                one_minus_beta1,
+                beta2,
+                one_minus_beta2,
+                eps,
+                weight_decay,
+                decay,
+                DECOUPLED,
+                EXP_AVG_SCALES,
+                EXP_AVG_SQ_SCALES,
+                EXP_AVG_MAX_BITS,
+                EXP_AVG_SQ_MAX_BITS,
+                True,
+            )
+            noise = rounding_noise(start, offsets, num_step, _MASTER_STREAM)
+            code, rest, count = _split_master(p, inverse, noise)
+            tl.store(weight + start + offsets, code)
+            tl.store(correction + start + offsets, rest)
+            largest = tl.maximum(largest, tl.max(count))
+        tl.store(chunk_amax + tl.program_id(0), _value_of_count(largest, 0, new_scale))
+
+
+@triton.jit
+def _adopt_scales(weight_scales, new_weight_scales, grad_factor, num_tensors, TILE: tl.constexpr):
+    if tl.abs(tl.load(grad_factor)) < float("inf"):
+        offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        mask = offsets < num_tensors
+        tl.store(weight_scales + offsets, tl.load(new_weight_scales + offsets, mask=mask), mask=mask)
+
+
+def adamw_split_step_(
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_scales: Tensor | None,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scales: Tensor | None,
+    weight: Tensor,
+    correction: Tensor,
+    weight_scales: Tensor,
+    new_weight_scales: Tensor,
+    chunk_tensor: Tensor,
+    chunk_amax: Tensor,
+    grad_factor: Tensor,
+    step: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """`split_master.adamw_split_step_` in two launches: the step, one program a chunk; then the scales it wrote with.
+
+    The second one cannot be part of the first, whose programs read the old scales until the last has begun.
+
+    Raises:
+        ValueError: more than two sizes of scale block, or chunks that are not whole blocks.
+    """
+    n = weight.numel()
+    operands = ((grad, grad_scales), (exp_avg, exp_avg_scales), (exp_avg_sq, exp_avg_sq_scales))
+    tiling = Tiling.of(operands, chunk_size(n, chunk_tensor))
+    _adamw_split_step[(chunk_tensor.numel(),)](
+        *(tensor for payload, scales in operands for tensor in (payload, payload if scales is None else scales)),
+        weight.view(torch.uint8),
+        correction,
+        weight_scales,
+        new_weight_scales,
+        chunk_tensor,
+        chunk_amax,
+        grad_factor,
+        step,
+        n,
+        *adam_arguments(lr, beta1, beta2, eps, weight_decay, decoupled),
+        decoupled,
+        *tiling.kinds,
+        *(FP_MAX_BITS.get(payload.dtype, 0) for payload in (exp_avg, exp_avg_sq)),
+        *tiling.shape,
+        num_warps=tiling.num_warps,
+        enable_fp_fusion=False,
+    )
+    num_tensors = weight_scales.numel()
+    _adopt_scales[(cdiv(num_tensors, _ADOPTED),)](weight_scales, new_weight_scales, grad_factor, num_tensors, _ADOPTED)

@@ -1,0 +1,211 @@
+"""Flat state of the fused optimizer in Triton: a tile of an operand read and written in any storage dtype.
+
+What `reference.load_state` and `store_state_` are to the reference. One program owns whole scale blocks of every
+operand, so that a step is one read and one write of each.
+"""
+
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..quantize.blockwise_triton import block_amax_bits, block_scale, block_size
+from ..quantize.triton import magnitude_bits
+from .companding_triton import companded_scale, decode_companded, encode_companded, rounding_noise
+
+# Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8. Few warps, so barriers are cheap.
+_TILE = 1024
+_ELEMENTS_PER_WARP = 256
+# Elements of a program where no chunk says: enough to spread the bias corrections over.
+_DEFAULT_CHUNK = 4096
+
+# How an operand's scales lie over a tile [SPLIT, ROWS, BLOCK] (the large blocks are its rows, each of SPLIT small
+# ones; in this order one warp holds a whole large block): none, one a small block, one a large block.
+UNSCALED, NARROW, WIDE = 0, 1, 2
+
+
+@triton.jit
+def tile_offsets(SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Positions of a tile's elements in it."""
+    return (
+        tl.arange(0, SPLIT)[:, None, None] * BLOCK
+        + tl.arange(0, ROWS)[None, :, None] * (SPLIT * BLOCK)
+        + tl.arange(0, BLOCK)[None, None, :]
+    )
+
+
+@triton.jit
+def load_tile(
+    payload,
+    scales,
+    start,
+    offsets,
+    n,
+    coefficient,
+    SCALES: tl.constexpr,
+    EVEN: tl.constexpr,
+    EXACT: tl.constexpr = False,
+):
+    """`coefficient` times the FP32 values of an operand's tile that begins at element `start`; zeros beyond `n`.
+
+    `EXACT` rounds as the reference does where a scaled value is below FP32's normal range.
+    """
+    if EVEN:
+        value = tl.load(payload + start + offsets)
+    else:
+        value = tl.load(payload + start + offsets, mask=start + offsets < n, other=0.0)
+    if SCALES != 0:
+        EXTENT: tl.constexpr = offsets.shape[2] if SCALES == 1 else offsets.shape[0] * offsets.shape[2]
+        index = _scale_index(offsets.shape[0], offsets.shape[1], SCALES)
+        if EVEN:
+            scale = tl.load(scales + start // EXTENT + index)
+        else:
+            scale = tl.load(scales + start // EXTENT + index, mask=start + index * EXTENT < n, other=1.0)
+        if payload.dtype.element_ty.is_int():
+            return decode_companded(value, scale) * coefficient
+        elif EXACT:
+            return value.to(tl.float32) * scale * coefficient
+        else:
+            # Scales are powers of two, so the order of the products does not matter; this one is done once a block.
+            return value.to(tl.float32) * (scale * coefficient)
+    return value.to(tl.float32) * coefficient
+
+
+@triton.jit
+def _scale_index(SPLIT: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr):
+    """Indices of a tile's scales, shaped to broadcast against it."""
+    rows = tl.arange(0, ROWS)[None, :, None]
+    if SCALES == 1:
+        rows = rows * SPLIT + tl.arange(0, SPLIT)[:, None, None]
+    return rows
+
+
+@triton.jit
+def store_tile(
+    value,
+    payload,
+    scales,
+    start,
+    offsets,
+    n,
+    num_step,
+    STREAM: tl.constexpr,
+    FP_MAX_BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Store FP32 values in the operand's own dtype, companded ones rounded by the noise of (`num_step`, `STREAM`).
+
+    Returns what was stored, in FP32, and stored magnitudes (bits) that include the tile's largest; of a companded
+    operand what was given.
+    """
+    mask = None
+    if not EVEN:
+        mask = start + offsets < n
+    if SCALES == 0:
+        stored = value.to(payload.dtype.element_ty)
+        tl.store(payload + start + offsets, stored, mask=mask)
+        return stored.to(tl.float32), magnitude_bits(stored)
+    else:
+        bits = block_amax_bits(value, 2)
+        if SCALES == 2:
+            bits = tl.max(bits, axis=0, keep_dims=True)
+        if payload.dtype.element_ty.is_int():
+            scale = companded_scale(bits)
+        else:
+            scale, inverse = block_scale(bits, FP_MAX_BITS)
+        EXTENT: tl.constexpr = offsets.shape[2] if SCALES == 1 else offsets.shape[0] * offsets.shape[2]
+        index = _scale_index(offsets.shape[0], offsets.shape[1], SCALES)
+        if EVEN:
+            tl.store(scales + start // EXTENT + index, scale)
+        else:
+            tl.store(scales + start // EXTENT + index, scale, mask=start + index * EXTENT < n)
+        if payload.dtype.element_ty.is_int():
+            noise = rounding_noise(start, offsets, num_step, STREAM)
+            encoded = encode_companded(value, scale, noise, payload.dtype.element_ty)
+            tl.store(payload + start + offsets, encoded, mask=mask)
+            return value, bits
+        else:
+            stored = (value * inverse).to(payload.dtype.element_ty)
+            tl.store(payload + start + offsets, stored, mask=mask)
+            # Rounding is monotonic: the largest stored magnitude is the rounded largest magnitude.
+            largest = (bits.to(tl.float32, bitcast=True) * inverse).to(payload.dtype.element_ty)
+            return stored.to(tl.float32) * scale, magnitude_bits(largest.to(tl.float32) * scale)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a program cuts its chunk into tiles, `tiles` of [split, rows, block].
+
+    Attributes:
+        kinds: how each operand's scales lie over a tile.
+    """
+
+    tiles: int
+    rows: int
+    split: int
+    block: int
+    kinds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, operands: Sequence[tuple[Tensor, Tensor | None]], chunk: int) -> Tiling:
+        """For operands (payload [n], its block scales or None) and programs of `chunk` elements.
+
+        Raises:
+            ValueError: more than two block sizes, or a chunk that is not made of whole blocks.
+        """
+        blocks = [0 if scales is None else block_size(payload, scales) for payload, scales in operands]
+        sizes = sorted({size for size in blocks if size}) or [128]
+        small, large = sizes[0], sizes[-1]
+        if len(sizes) > 2:
+            raise ValueError(
+                f"operands have scale blocks of {sizes} elements; at most two sizes can be stepped together"
+            )
+        tile = min(max(_TILE, large), chunk & -chunk)  # the largest power of two that divides the chunk
+        if tile < large:
+            raise ValueError(f"a chunk of {chunk} elements is not made of whole tiles of scale blocks of {large}")
+        kinds = tuple(UNSCALED if size == 0 else NARROW if size == small else WIDE for size in blocks)
+        return cls(chunk // tile, tile // large, large // small, small, kinds)
+
+    @property
+    def chunk(self) -> int:
+        """Elements of a program."""
+        return self.tiles * self.rows * self.split * self.block
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """TILES, ROWS, SPLIT, BLOCK of the kernels."""
+        return self.tiles, self.rows, self.split, self.block
+
+    @property
+    def num_warps(self) -> int:
+        """Warps that hold eight elements of a tile a thread."""
+        return max(1, self.rows * self.split * self.block // _ELEMENTS_PER_WARP)
+
+
+def chunk_size(n: int, per_chunk: Tensor | None) -> int:
+    """Elements of a program: of a chunk where one value a chunk is read or written."""
+    if per_chunk is None:
+        return _DEFAULT_CHUNK
+    assert n % per_chunk.numel() == 0, (n, per_chunk.numel())
+    return n // per_chunk.numel()
+
+
+def adam_arguments(
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool
+) -> tuple[float, ...]:
+    """lr, beta1, 1 - beta1, log beta1, beta2, 1 - beta2, log beta2, eps, weight_decay and decay of the kernels."""
+    decay = 1.0 - lr * weight_decay if decoupled else 1.0
+    return lr, beta1, 1.0 - beta1, _log(beta1), beta2, 1.0 - beta2, _log(beta2), eps, weight_decay, decay
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0.0 else -math.inf

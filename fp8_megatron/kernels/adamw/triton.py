@@ -1,0 +1,233 @@
+"""The fused optimizer in Triton: `reference.adamw_step_` and `derive_fp8_weights_`.
+
+One read and one write of every operand is the whole cost (12 bytes a parameter at level O3, scales not counted), so one
+program owns whole scale blocks of every operand and, when the new master's amax is wanted, one whole chunk.
+"""
+
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from ...formats import COMPANDED_DTYPES, MAX_FINITE
+from ..quantize.blockwise_triton import FP_MAX_BITS
+from ..quantize.triton import encode, reciprocal
+from ..sizes import cdiv
+from .companded_triton import companded_adamw_step_
+from .state_triton import Tiling, adam_arguments, chunk_size, load_tile, store_tile, tile_offsets
+
+
+@triton.jit
+def _adamw_step(
+    grad,
+    grad_scales,
+    exp_avg,
+    exp_avg_scales,
+    exp_avg_sq,
+    exp_avg_sq_scales,
+    master,
+    master_scales,
+    weight,
+    chunk_amax,
+    grad_factor,
+    step,
+    n,
+    lr,
+    beta1,
+    one_minus_beta1,
+    log_beta1,
+    beta2,
+    one_minus_beta2,
+    log_beta2,
+    eps,
+    weight_decay,
+    decay,
+    DECOUPLED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_CHUNK_AMAX: tl.constexpr,
+    GRAD_SCALES: tl.constexpr,
+    EXP_AVG_SCALES: tl.constexpr,
+    EXP_AVG_SQ_SCALES: tl.constexpr,
+    MASTER_SCALES: tl.constexpr,
+    EXP_AVG_MAX_BITS: tl.constexpr,
+    EXP_AVG_SQ_MAX_BITS: tl.constexpr,
+    MASTER_MAX_BITS: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    factor = tl.load(grad_factor)
+    if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
+        num_step = tl.load(step)
+        step_size = lr / -_expm1(num_step * log_beta1)
+        inverse_correction2 = 1.0 / -_expm1(num_step * log_beta2)
+        offsets = tile_offsets(SPLIT, ROWS, BLOCK)
+        amax_bits = tl.full([], 0, tl.int32)
+        for tile in tl.static_range(TILES):
+            start = (tl.program_id(0).to(tl.int64) * TILES + tile) * (ROWS * SPLIT * BLOCK)
+            g = load_tile(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, EVEN)
+            p = load_tile(master, master_scales, start, offsets, n, decay, MASTER_SCALES, EVEN)
+            if not DECOUPLED:
+                g += weight_decay * p
+            m = load_tile(exp_avg, exp_avg_scales, start, offsets, n, beta1, EXP_AVG_SCALES, EVEN) + one_minus_beta1 * g
+            v = load_tile(exp_avg_sq, exp_avg_sq_scales, start, offsets, n, beta2, EXP_AVG_SQ_SCALES, EVEN)
+            v += one_minus_beta2 * g * g
+            p -= libdevice.fast_dividef(step_size * m, tl.sqrt(v * inverse_correction2) + eps)
+            store_tile(
+                m, exp_avg, exp_avg_scales, start, offsets, n, num_step, 0, EXP_AVG_MAX_BITS, EXP_AVG_SCALES, EVEN
+            )
+            store_tile(
+                v,
+                exp_avg_sq,
+                exp_avg_sq_scales,
+                start,
+                offsets,
+                n,
+                num_step,
+                0,
+                EXP_AVG_SQ_MAX_BITS,
+                EXP_AVG_SQ_SCALES,
+                EVEN,
+            )
+            stored, stored_bits = store_tile(
+                p, master, master_scales, start, offsets, n, num_step, 0, MASTER_MAX_BITS, MASTER_SCALES, EVEN
+            )
+            if HAS_WEIGHT:
+                if EVEN:
+                    tl.store(weight + start + offsets, stored.to(weight.dtype.element_ty))
+                else:
+                    tl.store(weight + start + offsets, stored.to(weight.dtype.element_ty), mask=start + offsets < n)
+            if HAS_CHUNK_AMAX:
+                amax_bits = tl.maximum(amax_bits, tl.max(stored_bits))
+        if HAS_CHUNK_AMAX:
+            tl.store(chunk_amax + tl.program_id(0), amax_bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _expm1(x):
+    """eˣ - 1 for x ≤ 0, with a relative error below 2⁻²⁰."""
+    # Below -1/4 the subtraction loses two bits; above it the ninth term of the series is 4e-11 of the first.
+    series = 1.0 + x / 8.0
+    series = 1.0 + x / 7.0 * series
+    series = 1.0 + x / 6.0 * series
+    series = 1.0 + x / 5.0 * series
+    series = 1.0 + x / 4.0 * series
+    series = 1.0 + x / 3.0 * series
+    series = x * (1.0 + x / 2.0 * series)
+    return tl.where(x < -0.25, tl.exp(x) - 1.0, series)
+
+
+@triton.jit
+def _derive_fp8_weights(
+    master,
+    master_scales,
+    payload,
+    weight_scales,
+    chunk_tensor,
+    n,
+    FP_MAX: tl.constexpr,
+    MASTER_SCALES: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    inverse = reciprocal(tl.load(weight_scales + tl.load(chunk_tensor + tl.program_id(0))))
+    offsets = tl.arange(0, ROWS)[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    for tile in tl.static_range(TILES):
+        start = (tl.program_id(0).to(tl.int64) * TILES + tile) * (ROWS * BLOCK)
+        value = load_tile(master, master_scales, start, offsets, n, 1.0, MASTER_SCALES, True)
+        tl.store(payload + start + offsets, encode(value, inverse, FP_MAX, payload.dtype.element_ty))
+
+
+def adamw_step_(
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_scales: Tensor | None,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scales: Tensor | None,
+    master: Tensor,
+    master_scales: Tensor | None,
+    weight: Tensor | None,
+    chunk_amax: Tensor | None,
+    grad_factor: Tensor,
+    step: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """`reference.adamw_step_`, one launch. Products may be fused with sums; √ and ÷ are good to 2 ulp.
+
+    Companded moments take the exact `companded_adamw_triton.companded_adamw_step_`.
+
+    Raises:
+        ValueError: more than two sizes of scale block, or chunks that are not whole blocks.
+    """
+    operands = (
+        (grad, grad_scales),
+        (exp_avg, exp_avg_scales),
+        (exp_avg_sq, exp_avg_sq_scales),
+        (master, master_scales),
+    )
+    if exp_avg.dtype in COMPANDED_DTYPES or exp_avg_sq.dtype in COMPANDED_DTYPES:
+        companded_adamw_step_(
+            *(grad, grad_scales, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, master, master_scales),
+            *(weight, chunk_amax, grad_factor, step, lr, beta1, beta2, eps, weight_decay, decoupled),  # type: ignore[arg-type]
+        )
+        return
+    n = master.numel()
+    tiling = Tiling.of(operands, chunk_size(n, chunk_amax))
+    _adamw_step[(cdiv(n, tiling.chunk),)](
+        *(tensor for payload, scales in operands for tensor in (payload, payload if scales is None else scales)),
+        master if weight is None else weight,
+        master if chunk_amax is None else chunk_amax,
+        grad_factor,
+        step,
+        n,
+        *adam_arguments(lr, beta1, beta2, eps, weight_decay, decoupled),
+        decoupled,
+        weight is not None,
+        chunk_amax is not None,
+        *tiling.kinds,
+        *(FP_MAX_BITS.get(payload.dtype, 0) for payload in (exp_avg, exp_avg_sq, master)),
+        *tiling.shape,
+        n % tiling.chunk == 0,
+        num_warps=tiling.num_warps,
+    )
+
+
+def derive_fp8_weights_(
+    master: Tensor, master_scales: Tensor | None, payload: Tensor, weight_scales: Tensor, chunk_tensor: Tensor
+) -> None:
+    """`reference.derive_fp8_weights_`, one launch, one program a chunk.
+
+    Raises:
+        ValueError: chunks that are not whole blocks.
+    """
+    n = master.numel()
+    tiling = Tiling.of([(master, master_scales)], chunk_size(n, chunk_tensor))
+    tiles, rows, _, block = tiling.shape
+    _derive_fp8_weights[(chunk_tensor.numel(),)](
+        master,
+        master if master_scales is None else master_scales,
+        payload,
+        weight_scales,
+        chunk_tensor,
+        n,
+        MAX_FINITE[payload.dtype],
+        *tiling.kinds,
+        tiles,
+        rows,
+        block,
+        num_warps=tiling.num_warps,
+    )

@@ -1,0 +1,1 @@
+"""Cross-entropy over the vocabulary, with the cast of the logits' gradient."""

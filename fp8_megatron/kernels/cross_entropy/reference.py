@@ -1,0 +1,71 @@
+"""The specification of cross-entropy over a sharded vocabulary, in plain PyTorch.
+
+One pass over the logits gives what the ranks need to agree on log Σ exp; the gradient replaces the logits in place, so
+that nothing of the size of the logits is allocated beside them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import reference
+
+
+def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row of `logits` [T, V]: its maximum m, Σ exp(logits − m), and the logit of the label; FP32 [T] each.
+
+    Args:
+        labels: int64 [T], counted from this rank's first column; one outside [0, V) is another rank's and gives 0.
+    """
+    values = logits.float()
+    largest = values.amax(dim=1)
+    total = torch.exp(values - largest[:, None]).sum(dim=1)
+    is_here = (labels >= 0) & (labels < logits.shape[1])
+    target = values.gather(1, torch.where(is_here, labels, 0)[:, None]).squeeze(1)
+    return largest, total, torch.where(is_here, target, 0.0)
+
+
+def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
+    """Replace `logits` [T, V] by the gradient (exp(logits − log_sum_exp) − [column is the label]) · grad, in place.
+
+    Args:
+        log_sum_exp: FP32 [T], over the whole vocabulary. grad: FP32 [T], of each token's loss.
+    """
+    logits.copy_(_gradient(logits, labels, log_sum_exp, grad))
+
+
+def cross_entropy_backward_quantize(
+    logits: Tensor,
+    labels: Tensor,
+    log_sum_exp: Tensor,
+    grad: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `cross_entropy_backward_` cast to FP8 in both layouts from one read of `logits` [T, V].
+
+    Args:
+        dtype: E5M2, for the range that a given `scale` or the bound below asks for.
+        scale: FP32 [1]; None takes one from the largest magnitude of `grad`. A probability less 1 or 0 is at most 1,
+            so this bounds the gradient, and no pass over the logits has to look for its amax. A bound that is never
+            reached costs a floating-point format nothing but range at its lower end: E5M2's steps stay relative down
+            to 2⁻²⁹·⁸ of it, and only probabilities below 2⁻³²·⁸ become zero: of 50,304 less than 10⁻⁵ in all.
+
+    Returns:
+        payload [T, V], its transpose [V, T], the scale taken FP32 [1] (empty if it was given).
+    """
+    taken = reference.scale_from_amax(reference.amax(grad), dtype, power_of_two=power_of_two) if scale is None else None
+    used = scale if scale is not None else taken
+    assert used is not None
+    payload = reference.encode(_gradient(logits, labels, log_sum_exp, grad), used, dtype)
+    return payload, payload.t().contiguous(), used.new_empty(0) if taken is None else taken
+
+
+def _gradient(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
+    """FP32 [T, V]."""
+    probabilities = torch.exp(logits.float() - log_sum_exp[:, None])
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    probabilities -= (columns[None, :] == labels[:, None]).float()
+    return probabilities * grad[:, None]

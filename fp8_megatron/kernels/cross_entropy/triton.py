@@ -1,0 +1,161 @@
+"""Cross-entropy in Triton: the operators of `cross_entropy`.
+
+Logits in 16 bits are read once for the loss, and read and written once for the gradient: 6 bytes an element, where a
+loss computed in FP32 by separate kernels moves some 30. The gradient in FP8, in both layouts, takes as many bytes as in
+16 bits.
+"""
+
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...formats import MAX_FINITE
+from ..quantize.grad_output_triton import check_layouts
+from ..quantize.triton import (
+    MAX_PARTIALS,
+    encode,
+    partial_amaxes,
+    reciprocal,
+    room_for_scale,
+    store_transposed,
+    take_scale,
+)
+from ..sizes import cdiv
+
+_BLOCK = 4096
+_NUM_WARPS = 8
+_TILE_M = 128
+_TILE_K = 64
+_TILE_WARPS = 4
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _cross_entropy_statistics(logits, labels, largest, total, target, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * V
+    columns = tl.arange(0, BLOCK)
+    running = -float("inf")
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        value = tl.load(base + start + columns, mask=start + columns < V, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(running, tl.max(value, axis=0))
+        # A row of −inf so far would give inf − inf.
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        sums = sums * tl.exp2((running - shift) * _LOG2_E) + tl.exp2((value - shift) * _LOG2_E)
+        running = higher
+    label = tl.load(labels + row)
+    is_here = (label >= 0) & (label < V)
+    tl.store(largest + row, running)
+    tl.store(total + row, tl.sum(sums, axis=0))
+    tl.store(target + row, tl.load(base + tl.where(is_here, label, 0), mask=is_here, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _cross_entropy_backward(logits, labels, log_sum_exp, grad, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pointers = logits + row.to(tl.int64) * V + columns
+    mask = columns < V
+    value = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    probability = tl.exp2((value - tl.load(log_sum_exp + row)) * _LOG2_E)
+    probability = tl.where(columns == tl.load(labels + row), probability - 1.0, probability)
+    tl.store(pointers, (probability * tl.load(grad + row)).to(logits.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantize_rows(
+    logits, labels, log_sum_exp, grad, payload, rows, columns, T, V, inverse,
+    FP_MAX: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """One in four rows of a tile: the gradient in FP8, its payload written."""
+    is_row = rows < T
+    mask = is_row & (columns < V)
+    offsets = rows.to(tl.int64) * V + columns
+    value = tl.load(logits + offsets, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(log_sum_exp + rows, mask=is_row, other=0.0)
+    label = tl.load(labels + rows, mask=is_row, other=-1)
+    factor = tl.load(grad + rows, mask=is_row, other=0.0)
+    probability = tl.exp2((value - shift) * _LOG2_E)
+    probability = tl.where(columns == label, probability - 1.0, probability)
+    quantized = encode(probability * factor, inverse, FP_MAX, dtype)
+    tl.store(payload + offsets, quantized, mask=mask)
+    return quantized
+
+
+@triton.jit
+def _cross_entropy_backward_tiles(
+    logits, labels, log_sum_exp, grad, payload, payload_t, scale, partials, T, V, num_partials,
+    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    tiles_k = tl.cdiv(V, TILE_K)
+    m0 = tl.program_id(0) // tiles_k * TILE_M
+    k0 = tl.program_id(0) % tiles_k * TILE_K
+    rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
+    columns = k0 + tl.arange(0, TILE_K)[None, :]
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    dtype: tl.constexpr = payload.dtype.element_ty
+    q0 = _quantize_rows(
+        logits, labels, log_sum_exp, grad, payload, rows, columns, T, V, inverse, FP_MAX, dtype
+    )  # fmt: skip
+    q1 = _quantize_rows(
+        logits, labels, log_sum_exp, grad, payload, rows + 1, columns, T, V, inverse, FP_MAX, dtype
+    )  # fmt: skip
+    q2 = _quantize_rows(
+        logits, labels, log_sum_exp, grad, payload, rows + 2, columns, T, V, inverse, FP_MAX, dtype
+    )  # fmt: skip
+    q3 = _quantize_rows(
+        logits, labels, log_sum_exp, grad, payload, rows + 3, columns, T, V, inverse, FP_MAX, dtype
+    )  # fmt: skip
+    store_transposed(q0, q1, q2, q3, payload_t, m0, k0, T, V, TILE_M, TILE_K)
+
+
+def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_entropy.cross_entropy_statistics`: one launch, a row a program."""
+    T, V = logits.shape
+    largest, total, target = (torch.empty(T, dtype=torch.float32, device=logits.device) for _ in range(3))
+    _cross_entropy_statistics[(T,)](logits, labels, largest, total, target, V, _BLOCK, num_warps=_NUM_WARPS)
+    return largest, total, target
+
+
+def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
+    """`cross_entropy.cross_entropy_backward_`: one launch."""
+    T, V = logits.shape
+    _cross_entropy_backward[(T, cdiv(V, _BLOCK))](logits, labels, log_sum_exp, grad, V, _BLOCK, num_warps=_NUM_WARPS)
+
+
+def cross_entropy_backward_quantize(
+    logits: Tensor,
+    labels: Tensor,
+    log_sum_exp: Tensor,
+    grad: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_entropy.cross_entropy_backward_quantize`: one launch, and one over the tokens' gradients for their bound.
+
+    Raises:
+        ValueError: a number of tokens that is not a multiple of 4, or of columns that is not one of 16.
+    """
+    T, V = logits.shape
+    check_layouts(T, V)
+    grad = grad.contiguous()
+    payload = torch.empty((T, V), dtype=dtype, device=logits.device)
+    payload_t = torch.empty((V, T), dtype=dtype, device=logits.device)
+    current = scale is None
+    taken = room_for_scale(current, logits.device)
+    used = taken if scale is None else scale
+    partials, num_partials = partial_amaxes(grad) if current else (used, 0)
+    _cross_entropy_backward_tiles[(cdiv(T, _TILE_M) * cdiv(V, _TILE_K),)](
+        logits, labels, log_sum_exp, grad, payload, payload_t, used, partials, T, V, num_partials,
+        MAX_FINITE[dtype], current, power_of_two, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_TILE_WARPS,
+    )  # fmt: skip
+    return payload, payload_t, taken

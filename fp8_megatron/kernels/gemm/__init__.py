@@ -1,0 +1,1 @@
+"""FP8 matrix products."""

@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm with the cast to FP8."""

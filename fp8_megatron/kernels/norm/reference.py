@@ -1,0 +1,154 @@
+"""The specification of normalisation fused with its cast to FP8, in plain PyTorch.
+
+LayerNorm: y = (x − mean) · rstd · weight + bias. RMSNorm: y = x · rstd · weight (+ bias if there is one). Statistics
+and everything up to the cast are FP32; y is never written in 16 bits. Backward keeps x and the statistics only: y is
+quantised again, with the scale of the forward, where the weight gradient wants it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import reference
+
+
+def _normalized(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    values = x.float()
+    if mean.numel():
+        values = values - mean[:, None]
+    return values * rstd[:, None]
+
+
+def _affine(normalized: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    values = normalized * weight.float()
+    return values if bias is None else values + bias.float()
+
+
+def statistics(x: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+    """Mean (empty under `rms`) and 1 / √(variance + eps), FP32 [T], of the rows of `x` [T, K]."""
+    values = x.float()
+    mean = values.new_empty(0) if rms else values.mean(dim=1)
+    centred = values if rms else values - mean[:, None]
+    return mean, 1.0 / torch.sqrt(centred.square().mean(dim=1) + eps)
+
+
+def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    """Amax of the normalised `x` [T, K], FP32 [1], without writing it."""
+    mean, rstd = statistics(x, eps, rms)
+    return reference.amax(_affine(_normalized(x, mean, rstd), weight, bias))
+
+
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalise `x` [T, K] and quantise the result.
+
+    Args:
+        weight: [K]. bias: [K] or None.
+        scale: FP32 [1]; None takes one from the amax of the result (current scaling).
+        amax_out: FP32 [1], raised to the amax of the result when given.
+
+    Returns:
+        payload [T, K]; the scale taken, FP32 [1] (empty if it was given); mean (empty under `rms`) and rstd, FP32 [T].
+    """
+    mean, rstd = statistics(x, eps, rms)
+    y = _affine(_normalized(x, mean, rstd), weight, bias)
+    payload, taken = quantize_with_or_without_scale(y, dtype, scale, power_of_two, amax_out)
+    return payload, taken, mean, rstd
+
+
+def norm_requantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:
+    """The payload that `norm_quantize` gave, from its statistics and scale: [T, K], or `transposed` [K, T]."""
+    payload = reference.encode(_affine(_normalized(x, mean, rstd), weight, bias), scale, dtype)
+    return payload.t().contiguous() if transposed else payload
+
+
+def norm_backward(
+    grad: Tensor,
+    residual_grad: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the norm, with the gradient of the residual branch beside it added in the same pass.
+
+    Args:
+        grad: of y, [d, T, K], to be summed over d as `reference.sum_of_rows` does.
+        residual_grad: [T, K], what reaches x past the norm; None if nothing does.
+
+    Returns:
+        grad of x [T, K] in its dtype; of the weight FP32 [K]; of the bias FP32 [K] (empty unless `has_bias`).
+    """
+    g = reference.sum_of_rows(grad).float()
+    normalized = _normalized(x, mean, rstd)
+    weighted = g * weight.float()
+    projection = (normalized * weighted).mean(dim=1, keepdim=True)
+    grad_x = weighted - normalized * projection
+    if mean.numel():
+        grad_x = grad_x - weighted.mean(dim=1, keepdim=True)
+    grad_x = grad_x * rstd[:, None]
+    if residual_grad is not None:
+        grad_x = grad_x + residual_grad.float()
+    grad_bias = g.sum(dim=0) if has_bias else g.new_empty(0)
+    return grad_x.to(x.dtype), (g * normalized).sum(dim=0), grad_bias
+
+
+def norm_backward_quantize(
+    grad: Tensor,
+    residual_grad: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    has_bias: bool,
+    dtype: torch.dtype,
+    scale: Tensor,
+    amax_out: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`norm_backward`, and its gradient of x as `reference.quantize_grad_output` casts it with a known scale.
+
+    Args:
+        scale: FP32 [1]. amax_out: FP32 [1], raised to the gradient's amax when given.
+
+    Returns:
+        What `norm_backward` does; the gradient of x in FP8 [T, K]; `transposed` [K, T], else empty; its column sums
+        FP32 [K].
+    """
+    grads = norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
+    payload, payload_t, column_sums, _ = reference.quantize_grad_output(
+        grads[0], dtype, scale, False, amax_out, transposed
+    )
+    return *grads, payload, payload_t, column_sums
+
+
+def quantize_with_or_without_scale(
+    values: Tensor, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Payload of FP32 `values`, and the scale that was taken from their amax (empty if one was given)."""
+    if scale is None:
+        taken = reference.scale_from_amax(reference.amax(values), dtype, power_of_two=power_of_two)
+        return reference.encode(values, taken, dtype), taken
+    if amax_out is not None:
+        torch.maximum(amax_out, reference.amax(values), out=amax_out)
+    return reference.encode(values, scale, dtype), scale.new_empty(0)

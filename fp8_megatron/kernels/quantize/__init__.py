@@ -1,0 +1,1 @@
+"""Casts to FP8: whole tensors, output gradients, blocks."""

@@ -1,0 +1,224 @@
+"""Block-scaled storage in Triton: `reference.quantize_blockwise_`, `dequantize_blockwise` and `squared_norm`."""
+
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...formats import E4M3, E5M2, MAX_FINITE
+from ..adamw.companding_triton import companded_scale, decode_companded, encode_companded
+from ..sizes import cdiv
+from .triton import magnitude_bits
+
+_TILE = 4096
+_NUM_WARPS = 8
+# Programs of the first stage of the norm; the second adds their sums in a fixed order.
+_MAX_PARTIALS = 1024
+
+#: Largest finite magnitude of each block-scaled payload as FP32 bits.
+FP_MAX_BITS = {
+    dtype: struct.unpack("i", struct.pack("f", MAX_FINITE[dtype]))[0] for dtype in (E4M3, E5M2, torch.float16)
+}
+
+_INF_BITS = tl.constexpr(0x7F800000)
+_ONE_BITS = tl.constexpr(0x3F800000)
+
+
+@triton.jit
+def block_amax_bits(value, axis: tl.constexpr):
+    """The amax along `axis` as FP32 bits, NaN above inf."""
+    return tl.max(magnitude_bits(value), axis=axis, keep_dims=True)
+
+
+@triton.jit
+def block_scale(bits, FP_MAX_BITS: tl.constexpr):
+    """`reference.scale_from_amax` rounded up to a power of two, of an amax given as bits; and its reciprocal.
+
+    ``amax / fp_max`` is above 2ᵏ just where the mantissa of amax is above that of fp_max. (That holds for the rounded
+    quotient too: with fp_max = 1.75·2ᵉ, or FP16's 1.999·2ᵉ, the next amax after fp_max·2ᵏ gives a quotient that is more
+    than half a unit above 2ᵏ.) So scale and reciprocal are integer arithmetic on exponents. What is encoded with them
+    cannot exceed fp_max, and needs no clamp.
+    """
+    up = (bits + (0x7FFFFF - (FP_MAX_BITS & 0x7FFFFF))) & 0x7F800000
+    scale = tl.maximum(up - ((FP_MAX_BITS & 0x7F800000) - _ONE_BITS), 0x00800000)
+    scale = tl.where(bits == 0, _ONE_BITS, scale)
+    finite = bits < _INF_BITS
+    inverse = tl.where(finite, 2 * _ONE_BITS - scale, 0x7FC00000)
+    return tl.where(finite, scale, 0x7FC00000).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantize_blocks(
+    x,
+    payload,
+    scales,
+    n,
+    num_blocks,
+    FP_MAX_BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)[:, None]
+    offsets = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = None
+    if EVEN:
+        value = tl.load(x + first * BLOCK + offsets)
+    else:
+        mask = first + rows < num_blocks
+        value = tl.load(x + first * BLOCK + offsets, mask=first * BLOCK + offsets < n, other=0.0)
+    bits = block_amax_bits(value, 1)
+    if payload.dtype.element_ty.is_int():
+        scale = companded_scale(bits)
+        encoded = encode_companded(
+            value.to(tl.float32), scale, tl.full([1, 1], 8388608.0, tl.float32), payload.dtype.element_ty
+        )
+    else:
+        scale, inverse = block_scale(bits, FP_MAX_BITS)
+        encoded = (value.to(tl.float32) * inverse).to(payload.dtype.element_ty)
+    tl.store(scales + first + rows, scale, mask=mask)
+    tl.store(payload + first * BLOCK + offsets, encoded, mask=mask)
+
+
+@triton.jit
+def _dequantize_blocks(payload, scales, out, num_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)[:, None]
+    offsets = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = None
+    if not EVEN:
+        mask = first + rows < num_blocks
+    value = tl.load(payload + first * BLOCK + offsets, mask=mask)
+    scale = tl.load(scales + first + rows, mask=mask)
+    if payload.dtype.element_ty.is_int():
+        decoded = decode_companded(value, scale)
+    else:
+        decoded = value.to(tl.float32) * scale
+    tl.store(out + first * BLOCK + offsets, decoded, mask=mask)
+
+
+@triton.jit
+def _partial_squares(
+    payload, scales, partials, n, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
+):
+    TILE: tl.constexpr = ROWS * BLOCK
+    rows = tl.arange(0, ROWS)[:, None]
+    offsets = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(tl.program_id(0).to(tl.int64) * TILE, n, tl.num_programs(0) * TILE):
+        if EVEN:
+            value = tl.load(payload + start + offsets).to(tl.float32)
+        else:
+            value = tl.load(payload + start + offsets, mask=start + offsets < n, other=0.0).to(tl.float32)
+        if SCALED:
+            if EVEN:
+                scale = tl.load(scales + start // BLOCK + rows)
+            else:
+                scale = tl.load(scales + start // BLOCK + rows, mask=start + rows * BLOCK < n, other=0.0)
+            value *= scale
+        total += value * value
+    tl.store(partials + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def _sum_partials(partials, num_partials, out, MAX_PARTIALS: tl.constexpr):
+    offsets = tl.arange(0, MAX_PARTIALS)
+    tl.store(out, tl.sum(tl.load(partials + offsets, mask=offsets < num_partials, other=0.0), axis=0))
+
+
+def block_size(payload: Tensor, scales: Tensor) -> int:
+    """Elements that share a scale.
+
+    Raises:
+        ValueError: not a power of two from 16 to 4096, or not a whole number of blocks.
+    """
+    block = payload.numel() // scales.numel()
+    if block * scales.numel() != payload.numel() or block & (block - 1) or not 16 <= block <= _TILE:
+        raise ValueError(
+            f"{payload.numel()} elements with {scales.numel()} scales: the block must be a power of two in 16…{_TILE}"
+        )
+    return block
+
+
+def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
+    """`reference.quantize_blockwise_`, one launch.
+
+    Raises:
+        ValueError: see `block_size`.
+    """
+    block = block_size(payload, scales)
+    rows, num_blocks = _TILE // block, scales.numel()
+    assert payload.is_contiguous() and scales.is_contiguous()
+    _quantize_blocks[(cdiv(num_blocks, rows),)](
+        x.contiguous(),
+        payload,
+        scales,
+        x.numel(),
+        num_blocks,
+        FP_MAX_BITS.get(payload.dtype, 0),
+        rows,
+        block,
+        num_blocks % rows == 0 and x.numel() == payload.numel(),
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
+    """`reference.dequantize_blockwise`, one launch.
+
+    Raises:
+        ValueError: see `block_size`.
+    """
+    block = block_size(payload, scales)
+    rows, num_blocks = _TILE // block, scales.numel()
+    out = torch.empty(payload.numel(), dtype=torch.float32, device=payload.device)
+    _dequantize_blocks[(cdiv(num_blocks, rows),)](
+        payload.contiguous(),
+        scales.contiguous(),
+        out,
+        num_blocks,
+        rows,
+        block,
+        num_blocks % rows == 0,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
+    """`reference.squared_norm` in two launches; the same bits in every run.
+
+    Raises:
+        ValueError: see `block_size`.
+    """
+    block = _TILE if scales is None else block_size(payload, scales)
+    n = payload.numel()
+    num_partials = min(cdiv(n, _TILE), _MAX_PARTIALS)
+    partials = torch.empty(num_partials, dtype=torch.float32, device=payload.device)
+    payload = payload.contiguous()
+    _partial_squares[(num_partials,)](
+        payload,
+        payload if scales is None else scales.contiguous(),
+        partials,
+        n,
+        scales is not None,
+        _TILE // block,
+        block,
+        n % _TILE == 0,
+        num_warps=_NUM_WARPS,
+    )
+    if num_partials == 1:
+        return partials
+    out = torch.empty(1, dtype=torch.float32, device=payload.device)
+    _sum_partials[(1,)](partials, num_partials, out, _MAX_PARTIALS)
+    return out

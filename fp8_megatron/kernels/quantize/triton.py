@@ -1,0 +1,440 @@
+"""Tensorwise FP8 quantisation in Triton: `reference.amax`, `quantize_current`, `quantize_with_scale` and `transpose`.
+
+Every result is bitwise the reference's (computed on a CPU, where a division by a constant is a division): the amax is
+a maximum over integers, which no order of reduction changes; scale and reciprocal are IEEE divisions; the product is
+one FP32 multiplication.
+
+A tensor is read once for each launch, both layouts are written from the same registers. Four rows of a tile are loaded
+apart, so that the bytes of one column are packed into 32-bit words before the tile is transposed through shared memory:
+a quarter of the shared-memory accesses of a transposition byte by byte.
+"""
+
+# The parameters of a Triton kernel have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...formats import MAX_FINITE
+from ..sizes import cdiv
+
+# Programs of the amax pass. Few enough that each program of the cast reduces all of their results again (4 KiB from
+# L2) in place of a third launch; 1024 programs of 256 threads are one wave on 132 multiprocessors.
+MAX_PARTIALS = 1024
+_AMAX_TILE = 8192
+_CAST_TILE = 8192
+_TILE_M = 128
+_TILE_K = 128
+_NUM_WARPS = 8
+_SUM_ROWS = 32
+_SUM_COLUMNS = 32
+_SUM_WARPS = 4
+
+_SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+_INF_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as the int32 bits of its FP32 value: ordered as magnitudes are, and a NaN above inf."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def load_inside(pointers, mask, EVEN: tl.constexpr):
+    """What lies inside, 0 where `mask` does not; `EVEN`: all of it does, and there is no mask."""
+    if EVEN:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def larger_magnitude(largest, x):
+    """max(largest, |x|) in FP32, a NaN kept: one instruction an element."""
+    return tl.maximum(largest, tl.abs(x.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scale_from_amax_bits(bits, FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """`reference.scale_from_amax` of an amax given as `magnitude_bits`."""
+    scale = tl.maximum(tl.div_rn(bits.to(tl.float32, bitcast=True), FP_MAX), _SMALLEST_NORMAL)
+    if POWER_OF_TWO:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(bits == 0, 1.0, scale)
+    return tl.where(bits < _INF_BITS, scale, float("nan"))
+
+
+@triton.jit
+def reciprocal(scale):
+    """1 / scale, correctly rounded."""
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def encode(x, inverse, FP_MAX: tl.constexpr, dtype: tl.constexpr):
+    """`reference.encode` with the reciprocal of the scale: rounded to nearest even, saturated, NaN kept.
+
+    The cast to FP8 is `cvt.rn.satfinite`, which saturates by itself: a clamp would cost two instructions an element.
+    """
+    scaled = x.to(tl.float32) * inverse
+    if dtype == tl.float8e4nv or dtype == tl.float8e5:
+        return scaled.to(dtype)
+    else:
+        return tl.clamp(scaled, -FP_MAX, FP_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@triton.jit
+def _partial_amax(x, partials, n, TILE: tl.constexpr, EVEN: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, TILE)
+    bits = tl.zeros([TILE], tl.int32)
+    for start in range(pid * TILE, n, tl.num_programs(0) * TILE):
+        if EVEN:
+            value = tl.load(x + start + offsets)
+        else:
+            value = tl.load(x + start + offsets, mask=start + offsets < n, other=0.0)
+        bits = tl.maximum(bits, magnitude_bits(value))
+    tl.store(partials + pid, tl.max(bits, axis=0))
+
+
+@triton.jit
+def _reduce_partials(partials, num_partials, MAX_PARTIALS: tl.constexpr):
+    offsets = tl.arange(0, MAX_PARTIALS)
+    return tl.max(tl.load(partials + offsets, mask=offsets < num_partials, other=0), axis=0)
+
+
+@triton.jit
+def _finish_amax(partials, num_partials, out, MAX_PARTIALS: tl.constexpr):
+    tl.store(out, _reduce_partials(partials, num_partials, MAX_PARTIALS).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def take_scale(
+    scale,
+    partials,
+    num_partials,
+    FP_MAX: tl.constexpr,
+    CURRENT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    MAX_PARTIALS: tl.constexpr,
+):
+    """The scale: given, or (`CURRENT`) taken from the partial amaxes and written by the first program."""
+    if CURRENT:
+        value = scale_from_amax_bits(_reduce_partials(partials, num_partials, MAX_PARTIALS), FP_MAX, POWER_OF_TWO)
+        if tl.program_id(0) == 0:
+            tl.store(scale, value)
+    else:
+        value = tl.load(scale)
+    return value
+
+
+@triton.jit
+def raise_amax(amax_out, bits):
+    # FP32 bits of magnitudes are ordered as integers, so the result does not depend on the order of the programs.
+    tl.atomic_max(amax_out.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+
+
+@triton.jit
+def _quantize_flat(
+    x,
+    payload,
+    scale,
+    partials,
+    amax_out,
+    n,
+    num_partials,
+    FP_MAX: tl.constexpr,
+    CURRENT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    RECORD_AMAX: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_PARTIALS: tl.constexpr,
+):
+    # From the end: what the amax pass read last is still in L2.
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    offsets = tl.arange(0, TILE)
+    mask = None
+    if EVEN:
+        value = tl.load(x + start + offsets)
+    else:
+        mask = start + offsets < n
+        value = tl.load(x + start + offsets, mask=mask, other=0.0)
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    tl.store(payload + start + offsets, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
+    if RECORD_AMAX:
+        raise_amax(amax_out, tl.max(magnitude_bits(value), axis=0))
+
+
+# Bytes a0…a3, b0…b3, c0…c3, d0…d3 of four registers → words (a0 b0 c0 d0), …, (a3 b3 c3 d3). Written with shifts of
+# single bytes it takes four times the instructions, and ptxas 12.8 miscompiles it (it merges two FP8 conversions into
+# one register and loses the halves).
+_TRANSPOSE_BYTES = tl.constexpr("""{
+    .reg .b32 ab01, cd01, ab23, cd23;
+    prmt.b32 ab01, $4, $5, 0x5140;
+    prmt.b32 cd01, $6, $7, 0x5140;
+    prmt.b32 ab23, $4, $5, 0x7362;
+    prmt.b32 cd23, $6, $7, 0x7362;
+    prmt.b32 $0, ab01, cd01, 0x5410;
+    prmt.b32 $1, ab01, cd01, 0x7632;
+    prmt.b32 $2, ab23, cd23, 0x5410;
+    prmt.b32 $3, ab23, cd23, 0x7632;
+}""")
+
+
+@triton.jit
+def store_transposed(
+    q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr = False
+):
+    """Store rows 4i, 4i+1, 4i+2, 4i+3 of a tile, each [TILE_M / 4, TILE_K] of FP8, into [K, M].
+
+    `EVEN`: the tile lies inside.
+    """
+    words = tl.inline_asm_elementwise(
+        _TRANSPOSE_BYTES, "=r,=r,=r,=r,r,r,r,r", [q0, q1, q2, q3], dtype=tl.int32, is_pure=True, pack=4
+    )
+    rows = tl.arange(0, TILE_K)[:, None]
+    columns = tl.arange(0, TILE_M // 4)[None, :]
+    corner = payload_t.to(tl.pointer_type(tl.int32)) + tl.cast(k0, tl.int64) * (M // 4) + m0 // 4
+    mask = None
+    if not EVEN:
+        mask = (k0 + rows < K) & (m0 // 4 + columns < M // 4)
+    tl.store(corner + rows * (M // 4) + columns, tl.trans(words), mask=mask)
+
+
+@triton.jit
+def _quantize_tiles(
+    x,
+    payload,
+    payload_t,
+    scale,
+    partials,
+    amax_out,
+    M,
+    K,
+    num_partials,
+    FP_MAX: tl.constexpr,
+    CURRENT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    RECORD_AMAX: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    MAX_PARTIALS: tl.constexpr,
+):
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tiles_k = tl.cdiv(K, TILE_K)
+    m0 = tile // tiles_k * TILE_M
+    k0 = tile % tiles_k * TILE_K
+    rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
+    columns = k0 + tl.arange(0, TILE_K)[None, :]
+    offsets = rows.to(tl.int64) * K + columns
+    mask = (rows < M) & (columns < K)  # M is a multiple of 4: the four rows are in or out together
+    x0 = tl.load(x + offsets, mask=mask, other=0.0)
+    x1 = tl.load(x + offsets + K, mask=mask, other=0.0)
+    x2 = tl.load(x + offsets + 2 * K, mask=mask, other=0.0)
+    x3 = tl.load(x + offsets + 3 * K, mask=mask, other=0.0)
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    q0 = encode(x0, inverse, FP_MAX, payload_t.dtype.element_ty)
+    q1 = encode(x1, inverse, FP_MAX, payload_t.dtype.element_ty)
+    q2 = encode(x2, inverse, FP_MAX, payload_t.dtype.element_ty)
+    q3 = encode(x3, inverse, FP_MAX, payload_t.dtype.element_ty)
+    if ROWWISE:
+        tl.store(payload + offsets, q0, mask=mask)
+        tl.store(payload + offsets + K, q1, mask=mask)
+        tl.store(payload + offsets + 2 * K, q2, mask=mask)
+        tl.store(payload + offsets + 3 * K, q3, mask=mask)
+    store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
+    if RECORD_AMAX:
+        bits = tl.maximum(
+            tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
+        )
+        raise_amax(amax_out, tl.max(bits))
+
+
+@triton.jit
+def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    tile = tl.program_id(0)
+    tiles_k = tl.cdiv(K, TILE_K)
+    m0 = tile // tiles_k * TILE_M
+    k0 = tile % tiles_k * TILE_K
+    rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
+    columns = k0 + tl.arange(0, TILE_K)[None, :]
+    offsets = rows.to(tl.int64) * K + columns
+    mask = (rows < M) & (columns < K)
+    q0 = tl.load(payload + offsets, mask=mask)
+    q1 = tl.load(payload + offsets + K, mask=mask)
+    q2 = tl.load(payload + offsets + 2 * K, mask=mask)
+    q3 = tl.load(payload + offsets + 3 * K, mask=mask)
+    store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
+
+
+@cache
+def no_values(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[0], always the same: making one takes the host 1 µs, and a layer returns a dozen."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def room_for_scale(current: bool, device: torch.device) -> Tensor:
+    """FP32 [1], room for the scale that a kernel takes; empty where it is given one."""
+    return torch.empty(1, dtype=torch.float32, device=device) if current else no_values(torch.float32, device)
+
+
+def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]:
+    """int32 magnitude bits of the amax of each of at most `most` parts of contiguous `x`, and their number."""
+    n = x.numel()
+    num_partials = min(cdiv(n, _AMAX_TILE), most)
+    partials = torch.empty(num_partials, dtype=torch.int32, device=x.device)
+    _partial_amax[(num_partials,)](x, partials, n, _AMAX_TILE, n % _AMAX_TILE == 0, num_warps=_NUM_WARPS)
+    return partials, num_partials
+
+
+def amax(x: Tensor) -> Tensor:
+    """`reference.amax`: FP32 [1]; one launch up to 8192 elements, two above."""
+    return partials_to_amax(*partial_amaxes(x.contiguous()))
+
+
+@triton.jit
+def _sum_rows(partials, out, R, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    partials += tl.program_id(1).to(tl.int64) * R * C
+    sums = tl.zeros([CHUNK, BLOCK], tl.float32)
+    for start in range(0, R, CHUNK):
+        rows = start + tl.arange(0, CHUNK)[:, None]
+        sums += tl.load(partials + rows.to(tl.int64) * C + columns, mask=(rows < R) & (columns < C), other=0.0)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + tl.program_id(1).to(tl.int64) * C + k, tl.sum(sums, axis=0), mask=k < C)
+
+
+def sum_of_programs(partials: Tensor) -> Tensor:
+    """FP32 [N, C]: sums of programs' FP32 partial sums [N, R, C], always in one order; half of torch's time."""
+    N, R, C = partials.shape
+    out = torch.empty((N, C), dtype=torch.float32, device=partials.device)
+    if C:
+        _sum_rows[(cdiv(C, _SUM_COLUMNS), N)](partials, out, R, C, _SUM_ROWS, _SUM_COLUMNS, num_warps=_SUM_WARPS)
+    return out
+
+
+def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
+    """FP32 [1]: the largest of int32 magnitude bits [num_partials]."""
+    if num_partials == 1:
+        return partials.view(torch.float32)
+    out = torch.empty(1, dtype=torch.float32, device=partials.device)
+    _finish_amax[(1,)](partials, num_partials, out, MAX_PARTIALS)
+    return out
+
+
+def _quantize(
+    x: Tensor,
+    scale: Tensor,
+    partials: Tensor,
+    num_partials: int,
+    dtype: torch.dtype,
+    current: bool,
+    power_of_two: bool,
+    rowwise: bool,
+    transposed: bool,
+    amax_out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    M, K = x.shape
+    fp_max = MAX_FINITE[dtype]
+    nothing = no_values(dtype, x.device)
+    payload = torch.empty((M, K), dtype=dtype, device=x.device) if rowwise else nothing
+    payload_t = torch.empty((K, M), dtype=dtype, device=x.device) if transposed else nothing
+    record_amax = amax_out is not None
+    if transposed:
+        if M % 4:
+            raise ValueError(f"a transposed FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
+        _quantize_tiles[(cdiv(M, _TILE_M) * cdiv(K, _TILE_K),)](
+            x,
+            payload,
+            payload_t,
+            scale,
+            partials,
+            amax_out if record_amax else scale,
+            M,
+            K,
+            num_partials,
+            fp_max,
+            current,
+            power_of_two,
+            rowwise,
+            record_amax,
+            _TILE_M,
+            _TILE_K,
+            MAX_PARTIALS,
+            num_warps=_NUM_WARPS,
+        )
+    else:
+        if not rowwise:
+            raise ValueError("quantisation into no layout: set rowwise, transposed or both")
+        n = x.numel()
+        _quantize_flat[(cdiv(n, _CAST_TILE),)](
+            x,
+            payload,
+            scale,
+            partials,
+            amax_out if record_amax else scale,
+            n,
+            num_partials,
+            fp_max,
+            current,
+            power_of_two,
+            record_amax,
+            n % _CAST_TILE == 0,
+            _CAST_TILE,
+            MAX_PARTIALS,
+            num_warps=_NUM_WARPS,
+        )
+    return payload, payload_t
+
+
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, rowwise: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.quantize_current` in two launches: partial amaxes, then the cast.
+
+    Raises:
+        ValueError: `transposed` with M not a multiple of 4, or neither layout asked for.
+    """
+    x = x.contiguous()
+    partials, num_partials = partial_amaxes(x)
+    scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    payload, payload_t = _quantize(
+        x, scale, partials, num_partials, dtype, True, power_of_two, rowwise, transposed, None
+    )
+    return payload, payload_t, scale
+
+
+def quantize_with_scale(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, amax_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`reference.quantize_with_scale` in one launch; the amax is an atomic maximum over magnitude bits.
+
+    Raises:
+        ValueError: `transposed` with M not a multiple of 4, or neither layout asked for.
+    """
+    return _quantize(x.contiguous(), scale, scale, 0, dtype, False, False, rowwise, transposed, amax_out)
+
+
+def transpose(payload: Tensor) -> Tensor:
+    """`reference.transpose`: FP8 [M, K] → contiguous [K, M].
+
+    Raises:
+        ValueError: M is not a multiple of 4.
+    """
+    M, K = payload.shape
+    if M % 4:
+        raise ValueError(f"transposing an FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
+    payload_t = torch.empty((K, M), dtype=payload.dtype, device=payload.device)
+    _transpose_tiles[(cdiv(M, _TILE_M) * cdiv(K, _TILE_K),)](
+        payload.contiguous(), payload_t, M, K, _TILE_M, _TILE_K, num_warps=_NUM_WARPS
+    )
+    return payload_t

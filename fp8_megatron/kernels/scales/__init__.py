@@ -1,0 +1,1 @@
+"""Scales from amax histories, counts of underflow."""

@@ -1,0 +1,1 @@
+"""Sums of the rows that ranks send each other."""

@@ -1,1 +1,0 @@
-"""Linear layers, embedding, norm and attention with FP8 operands."""

@@ -1,0 +1,141 @@
+"""Core attention through PyTorch's scaled_dot_product_attention: cuDNN where it is the fastest."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..device import cudnn
+from ..device.device import UnsupportedDeviceError
+
+logger = logging.getLogger(__name__)
+
+AttentionBackend = Literal["auto", "cudnn", "flash", "math"]
+
+#: In order of preference. On Hopper at sequence 2048 cuDNN runs at 494/400 TFLOP/s forward/backward, flash 297/224.
+_BACKENDS: dict[str, list[SDPBackend]] = {
+    "auto": [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "math": [SDPBackend.MATH],
+}
+
+#: The backend that `preferring_backends` holds.
+_preferred: list[SDPBackend] | None = None
+
+
+def may_use_cudnn(backend: AttentionBackend, seq_length: int, *, recorded: bool, device: torch.device) -> bool:
+    """Whether cuDNN's kernels are right for a run; says so if not, and if another cuDNN than PyTorch's is loaded.
+
+    Args:
+        recorded: whether steps are CUDA graphs.
+
+    Raises:
+        UnsupportedDeviceError: they are not, and `backend` is cuDNN's alone.
+    """
+    if device.type != "cuda" or SDPBackend.CUDNN_ATTENTION not in _BACKENDS[backend]:
+        return True
+    may = not recorded or cudnn.can_record(seq_length)
+    if not may and backend == "cudnn":
+        raise UnsupportedDeviceError(
+            f"--attention-backend cudnn: this cuDNN is older than 9.15.1 and wrong in a CUDA graph for --seq-length "
+            f"{seq_length}, which is no multiple of 128; {cudnn.fix()}, or give --attention-backend auto, or "
+            "--cuda-graph-impl none"
+        )
+    problem = cudnn.problem()
+    if problem is not None or not may:
+        instead = "" if may else f"; attention runs PyTorch's flash kernels for --seq-length {seq_length}"
+        logger.warning("%s%s; %s", problem or "cuDNN is older than 9.15.1", instead, cudnn.fix())
+    return may
+
+
+@contextmanager
+def preferring_backends(backend: AttentionBackend, *, with_cudnn: bool = True) -> Iterator[None]:
+    """Let PyTorch choose between this backend's kernels inside the block, as every `CoreAttention` does by itself.
+
+    A run holds it around its steps: to say it at each call takes the host 31 µs, as long as three launches.
+
+    Args:
+        with_cudnn: whether cuDNN's are among them (`may_use_cudnn`).
+    """
+    global _preferred
+    before = _preferred
+    kernels = [kernel for kernel in _BACKENDS[backend] if with_cudnn or kernel is not SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(kernels, set_priority=True):
+        _preferred = _BACKENDS[backend]
+        try:
+            yield
+        finally:
+            _preferred = before
+
+
+class CoreAttention(MegatronModule):
+    """softmax(QKᵀ/√d)·V with a causal mask, in 16 bits; grouped queries share their keys and values.
+
+    Args:
+        backend: ``auto`` or one kernel, which then raises where it does not take the shape.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        backend: AttentionBackend = "auto",
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type is not AttnMaskType.causal:
+            raise ValueError(f"CoreAttention is causal; the layer spec asked for {attn_mask_type}")
+        assert config.kv_channels is not None
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.backends = _BACKENDS[backend]
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **unused: Any
+    ) -> Tensor:
+        """query [s, b, heads, d], key and value [s, b, groups, d] → [s, b, heads · d]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        if dropout > 0.0:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                context = self._attend(q, k, v, dropout)
+        else:
+            context = self._attend(q, k, v, 0.0)
+        return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        dtype = q.dtype
+        if q.device.type == "cpu":  # PyTorch's backward on a CPU is seven times as slow in BF16 as in FP32
+            q, k, v = q.float(), k.float(), v.float()
+        with nullcontext() if self.backends is _preferred else sdpa_kernel(self.backends, set_priority=True):
+            context = torch.nn.functional.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        return context.to(dtype)

@@ -1,0 +1,258 @@
+"""Builds the GPT that a configuration describes: megatron-core's GPTModel with this project's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from ..config.schema import Config, ModelConfig, PrecisionConfig
+from ..nn.cross_entropy import vocab_parallel_cross_entropy
+from ..nn.linear import KeptTranspose
+from ..quantization.amax_history import AmaxHistory
+from ..quantization.recipe import Recipe
+from ..quantization.scaled_tensor import ScaledTensor
+from .layer_spec import block_submodules, te_block_submodules
+from .lm_head import FP8OutputLayer
+from .norm import DeferredNorm
+from .topology import Topology
+from .transformer_layer import FP8TransformerLayer
+
+
+class GPT(GPTModel):
+    """megatron-core's GPTModel with this project's loss."""
+
+    output_layer: ColumnParallelLinear
+
+    def use_fp8_head(self, recipe: Recipe) -> None:
+        """Compute the final norm, the LM head and the loss as one FP8 function; the decoder defers its norm."""
+        self.output_layer = FP8OutputLayer(self.output_layer, self.decoder.final_layernorm, recipe)
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **others: Any) -> Tensor:
+        if labels is None or not self.post_process or not isinstance(self.output_layer, FP8OutputLayer):
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        loss, _ = self.output_layer(hidden_states, weight, labels=labels.transpose(0, 1))
+        return loss.transpose(0, 1).contiguous()
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """labels int64 [b, s], logits BF16 [s, b, V / tp] (given up) → FP32 [b, s]."""
+        loss = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), self.pg_collection.tp)
+        return loss.transpose(0, 1).contiguous()
+
+
+@dataclass(frozen=True)
+class ModelChunk:
+    """One (virtual) pipeline stage on this rank."""
+
+    module: GPTModel
+    recipe: Recipe
+
+
+def transformer_config(config: Config, device: torch.device, virtual_pipeline_size: int | None) -> TransformerConfig:
+    """megatron-core's view of the configuration."""
+    model, parallel, training = config.model, config.parallel, config.training
+    on_gpu = device.type == "cuda"
+    dtype = torch.float16 if config.precision.precision == "fp16" else torch.bfloat16
+    # Fused by torch.compile inside megatron-core, which a CPU without a C++ toolchain cannot do.
+    fuses_activation = on_gpu and (model.swiglu or not model.disable_bias_linear)
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.padded_ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.head_dim,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=_activation(model, is_fused=fuses_activation),
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        attention_dropout=model.attention_dropout,
+        hidden_dropout=model.hidden_dropout,
+        init_method_std=model.init_method_std,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size,
+        sequence_parallel=parallel.sequence_parallel,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=fuses_activation,
+        bias_dropout_fusion=on_gpu,
+        cross_entropy_loss_fusion=on_gpu,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        # With batched sends PP=2 and two virtual stages exchange gradients in the wrong order: silently wrong.
+        batch_p2p_comm=virtual_pipeline_size is None,
+        batch_p2p_sync=False,
+        overlap_p2p_comm=False,
+        deterministic_mode=training.deterministic_mode,
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers,
+        **_te_settings(config.precision),
+    )
+
+
+def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
+    """SiLU under SwiGLU, else GELU's tanh approximation on every device.
+
+    megatron-core's fused kernel computes the approximation when it is told `gelu`, and accepts no other name for it.
+    """
+    if model.swiglu:
+        return torch.nn.functional.silu
+    return torch.nn.functional.gelu if is_fused else _tanh_gelu
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def _te_settings(precision: PrecisionConfig) -> dict[str, Any]:
+    """megatron-core's FP8 settings, which only Transformer Engine's layers read."""
+    if precision.precision != "te":
+        return {}
+    return {
+        "fp8": "hybrid",
+        "fp8_recipe": precision.fp8_recipe,
+        "fp8_amax_history_len": precision.fp8_amax_history_len,
+        "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+        "first_last_layers_bf16": precision.first_last_layers_bf16,
+        "num_layers_at_start_in_bf16": precision.num_layers_at_start_in_bf16,
+        "num_layers_at_end_in_bf16": precision.num_layers_at_end_in_bf16,
+    }
+
+
+def build_recipe(precision: PrecisionConfig) -> Recipe:
+    """The scaling recipe of one model chunk; delayed scaling has a history of its own per chunk."""
+    history = None
+    if precision.fp8_recipe == "delayed":
+        history = AmaxHistory(
+            precision.fp8_amax_history_len,
+            precision.fp8_amax_compute_algo,
+            power_of_two=precision.fp8_power_of_two_scales,
+        )
+    return Recipe(
+        precision.fp8_recipe,
+        precision.fp8_power_of_two_scales,
+        history,
+        delays_weight_grads=precision.fp8_weight_grad_scaling == "delayed",
+    )
+
+
+def build_model(config: Config, vocab_size: int, topology: Topology, device: torch.device) -> list[ModelChunk]:
+    """This rank's model chunks, uninitialised (see `initialization`).
+
+    Args:
+        vocab_size: padded to a multiple of the tensor-parallel size.
+    """
+    virtual = topology.virtual_pipeline_size
+    mcore_config = transformer_config(config, device, virtual)
+    stages: list[int | None] = [None] if virtual is None else list(range(virtual))
+    return [_build_chunk(config, mcore_config, vocab_size, topology, device, stage) for stage in stages]
+
+
+def _build_chunk(
+    config: Config,
+    mcore_config: TransformerConfig,
+    vocab_size: int,
+    topology: Topology,
+    device: torch.device,
+    vp_stage: int | None,
+) -> ModelChunk:
+    model, virtual = config.model, topology.virtual_pipeline_size
+    recipe = build_recipe(config.precision)
+    pp_rank = topology.pp.rank()
+    count = get_num_layers_to_build(mcore_config, vp_stage, pp_rank)
+    offset = get_transformer_layer_offset(mcore_config, vp_stage, pp_rank)
+    if config.precision.precision == "te":
+        submodules = te_block_submodules(count)
+    else:
+        recipes = [recipe if config.is_fp8_layer(offset + index) else None for index in range(count)]
+        submodules = block_submodules(recipes, model.attention_backend, defers_final_norm=config.precision.fp8_lm_head)
+    model_class = GPTModel if config.precision.precision == "te" else GPT
+    module = model_class(
+        mcore_config,
+        submodules,
+        vocab_size=vocab_size,
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=is_vp_first_stage(vp_stage, virtual) and topology.is_first_stage,
+        post_process=is_vp_last_stage(vp_stage, virtual) and topology.is_last_stage,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        pg_collection=topology.groups,
+        vp_stage=vp_stage,
+    )
+    if config.precision.fp8_lm_head and module.post_process:
+        module.use_fp8_head(recipe)
+    _cast_grads_early(module)
+    _tag_vocab_parallel(module)
+    if module.pre_process and module.embedding.add_position_embedding:
+        # The one parameter that megatron-core leaves in FP32 on the CPU.
+        module.embedding.position_embeddings.to(device=device, dtype=module.config.params_dtype)
+    for layer in module.decoder.layers[: config.precision.keep_fp8_transpose_cache]:
+        for param in layer.parameters():
+            if isinstance(param, ScaledTensor):
+                param.kept_transpose = KeptTranspose()  # type: ignore[attr-defined]
+    if recipe.history is not None and config.precision.precision == "fp8":
+        recipe.history.allocate(device)
+    return ModelChunk(module, recipe)
+
+
+def _cast_grads_early(module: GPT) -> None:
+    """Let each norm cast its gradient for the FP8 layer in front of it, where a fused function has that norm inside."""
+    before: FP8TransformerLayer | None = None
+    for layer in module.decoder.layers:
+        is_fp8 = isinstance(layer, FP8TransformerLayer)
+        if is_fp8 and before is not None:
+            layer.comes_after(before)
+        before = layer if is_fp8 else None
+    norm = getattr(module.decoder, "final_layernorm", None)
+    if before is not None and isinstance(norm, DeferredNorm):
+        norm.cast_grad_for(before.mlp.linear_fc2.grad_receiver)
+
+
+def _tag_vocab_parallel(module: GPTModel) -> None:
+    """Mark embedding and head weights as split over the vocabulary: without its own initialisation, megatron-core
+    leaves the sharding attributes unset (on linear weights too)."""
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        set_defaults_if_not_set_tensor_model_parallel_attributes,
+    )
+
+    for child in module.modules():
+        if isinstance(child, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            weight = child.weight
+            if weight is None:
+                continue
+            weight.tensor_model_parallel = True
+            weight.partition_dim = 1 if isinstance(child, RowParallelLinear) else 0
+            weight.partition_stride = getattr(weight, "partition_stride", 1)
+    for layer in module.decoder.layers:
+        if module.config.gated_linear_unit:
+            layer.mlp.linear_fc1.weight.partition_stride = 2
+            if layer.mlp.linear_fc1.bias is not None:
+                layer.mlp.linear_fc1.bias.partition_stride = 2
+    for param in module.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(param)

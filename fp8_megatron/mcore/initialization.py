@@ -1,0 +1,79 @@
+"""Initial weights that depend on the seed and the parameter's name only, not on how the model is laid over ranks.
+
+Every parameter is drawn whole from a generator seeded with its name in the whole model, and each rank keeps its shard.
+One seed therefore gives one model under any tensor-, pipeline- or data-parallel layout, and losses can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from ..config.schema import ModelConfig
+
+_OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+_TIED_WEIGHT = "embedding.word_embeddings.weight"
+
+
+def named_parameters_of_model(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Parameters of one model chunk by their names in the whole model: layers counted over all stages, a tied head
+    under the embedding's name."""
+    offset = next((m.layer_number - 1 for m in chunk.modules() if isinstance(m, TransformerLayer)), 0)
+    named = {}
+    for name, param in chunk.named_parameters():
+        parts = name.split(".")
+        if "layers" in parts:
+            position = parts.index("layers") + 1
+            parts[position] = str(int(parts[position]) + offset)
+        named[".".join(parts)] = param
+    if getattr(chunk, "share_embeddings_and_output_weights", False) and "output_layer.weight" in named:
+        named[_TIED_WEIGHT] = named.pop("output_layer.weight")
+    return named
+
+
+def initial_values(
+    named_params: dict[str, torch.nn.Parameter],
+    model: ModelConfig,
+    *,
+    seed: int,
+    tensor_parallel_rank: int,
+    tensor_parallel_size: int,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, this rank's shard in FP32 on the parameter's device), one at a time.
+
+    Matrices: normal with `init_method_std`, output projections divided by √(2·num_layers) (GPT-2's scheme, as in
+    Megatron). Norm weights 1, biases 0.
+    """
+    for name, param in named_params.items():
+        if param.ndim == 1:
+            is_norm_weight = name.endswith(("norm.weight", "layer_norm_weight"))
+            yield name, torch.full(param.shape, 1.0 if is_norm_weight else 0.0, device=param.device)
+            continue
+        std = model.init_method_std
+        if name.endswith(_OUTPUT_PROJECTIONS):
+            std /= math.sqrt(2.0 * model.num_layers)
+        is_sharded = getattr(param, "tensor_model_parallel", False)
+        dim = param.partition_dim if is_sharded else 0  # type: ignore[attr-defined]
+        shape = list(param.shape)
+        shape[dim] *= tensor_parallel_size if is_sharded else 1
+        generator = torch.Generator(param.device).manual_seed(_seed_of(name, seed))
+        whole = torch.empty(shape, device=param.device).normal_(0.0, std, generator=generator)
+        if is_sharded:
+            stride = param.partition_stride  # type: ignore[attr-defined]
+            whole = shard(whole, dim, stride, tensor_parallel_rank, tensor_parallel_size)
+        yield name, whole
+
+
+def shard(whole: Tensor, dim: int, stride: int, rank: int, size: int) -> Tensor:
+    """A rank's part of a parameter split along `dim`; with `stride` 2 (SwiGLU) of its gate and up halves each."""
+    return torch.cat(whole.chunk(size * stride, dim=dim)[rank::size], dim=dim)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,64 @@
+"""LayerNorm and RMSNorm in 16 bits, usable under sequence parallelism (megatron-core's torch norm refuses it)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ..nn.linear import GradReceiver, NormParams
+
+
+class Norm(torch.nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says; statistics in FP32.
+
+    Under sequence parallelism each rank normalises its part of the sequence; the parameters are tagged
+    ``sequence_parallel`` so that their gradients are summed over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        self.eps = eps
+        self.shape = (hidden_size,)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        else:
+            self.register_parameter("bias", None)
+        self.is_rms = config.normalization == "RMSNorm"
+        self._receiver: Callable[[], GradReceiver | None] = _no_receiver
+
+    def cast_grad_for(self, receiver: Callable[[], GradReceiver | None]) -> None:
+        """From now on the backward of what has this norm inside casts the gradient of its input for a linear layer.
+
+        Args:
+            receiver: asked at each forward; None where something comes between that layer and this norm.
+        """
+        self._receiver = receiver
+
+    def norm_params(self) -> NormParams:
+        """For the linear layer that has this norm inside."""
+        return NormParams(self.weight, self.bias, self.eps, self.is_rms, self._receiver())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] → [..., hidden] in the dtype of `x`."""
+        if self.is_rms:
+            return torch.nn.functional.rms_norm(x, self.shape, self.weight, self.eps)
+        return torch.nn.functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+class DeferredNorm(Norm):
+    """A norm whose values the module behind it computes, from `norm_params`; calling it changes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+
+def _no_receiver() -> None:
+    return None

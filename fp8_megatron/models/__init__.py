@@ -1,1 +1,0 @@
-"""GPT and its layer specs."""

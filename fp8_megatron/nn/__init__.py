@@ -1,0 +1,1 @@
+"""FP8 layers and fused functions on torch alone."""

@@ -1,0 +1,105 @@
+"""Bytes of weights, gradients and optimizer state per rank, from the configuration, before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config.schema import Config, ModelConfig, PrecisionConfig
+from ..formats import GRAD_BLOCK, STATE_BLOCK, StorageDtype
+from ..mcore.data_parallel import accumulates_locally, local_grad_dtype, releases_gradients, shard_grad_dtype
+from ..optimizer.state import space_formats
+from ..reporting.memory_report import MemoryByKind, StorageBytes
+from ..sharding.partition import StorageClass
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of one model-parallel rank, by how they are stored where every layer is in FP8."""
+
+    linear: int
+    matrix: int
+    vector: int
+
+
+def count_parameters(
+    model: ModelConfig, padded_vocab_size: int, *, tensor_parallel_size: int, num_stages: int, stage: int
+) -> ParameterCounts:
+    """Parameters of one rank of pipeline stage `stage`.
+
+    Args:
+        padded_vocab_size: of the whole model, a multiple of `tensor_parallel_size`.
+    """
+    hidden, ffn, tp = model.hidden_size, model.padded_ffn_hidden_size, tensor_parallel_size
+    queries = model.num_attention_heads * model.head_dim
+    qkv = queries + 2 * model.query_groups * model.head_dim
+    up = 2 * ffn if model.swiglu else ffn
+    norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
+    has_bias = not model.disable_bias_linear
+    linear = (hidden * qkv + queries * hidden + hidden * up + ffn * hidden) // tp
+    vector = 2 * norm + has_bias * (qkv // tp + hidden + up // tp + hidden)
+    if model.add_qkv_bias and not has_bias:
+        vector += qkv // tp
+    layers = model.num_layers // num_stages
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    embedding = padded_vocab_size // tp * hidden
+    matrix = 0
+    if is_first:
+        matrix += embedding
+        if model.position_embedding_type == "learned_absolute":
+            matrix += (model.max_position_embeddings or model.seq_length) * hidden
+    if is_last and (model.untie_embeddings_and_output_weights or not is_first):
+        matrix += embedding
+    return ParameterCounts(layers * linear, matrix, layers * vector + is_last * norm)
+
+
+def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0) -> MemoryByKind:
+    """What a rank of pipeline stage `stage` will hold; padding and the buffers of the wire are not in it."""
+    parallel, precision = config.parallel, config.precision
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    replicas = world_size // (tp * pp)
+    counts = count_parameters(config.model, padded_vocab_size, tensor_parallel_size=tp, num_stages=pp, stage=stage)
+    num_micro_batches = config.num_micro_batches(world_size)
+    by_class = {
+        StorageClass.LINEAR: counts.linear,
+        StorageClass.MATRIX: counts.matrix,
+        StorageClass.VECTOR: counts.vector,
+    }
+    layers = config.layers_of_stage(stage)
+    in_16_bits = sum(not config.is_fp8_layer(layer) for layer in layers) * (counts.linear // len(layers))
+    by_class[StorageClass.LINEAR] -= in_16_bits
+    by_class[StorageClass.MATRIX] += in_16_bits
+    linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)
+    for storage, count in by_class.items():
+        held = _predict(storage, count, precision, replicas, num_micro_batches)
+        if storage is StorageClass.LINEAR:
+            linear += held
+        else:
+            rest += held
+    return MemoryByKind(linear, rest)
+
+
+def _predict(
+    storage: StorageClass, count: int, precision: PrecisionConfig, replicas: int, num_micro_batches: int
+) -> StorageBytes:
+    formats = space_formats(storage, precision.formats, is_fp8=precision.precision == "fp8")
+    is_own_master = formats.master_weight is None
+    master = formats.master_weight or formats.weight
+    local = local_grad_dtype(storage, precision, num_micro_batches, replicas)
+    gradients = [] if replicas == 1 else [(shard_grad_dtype(storage, precision), count // replicas)]
+    if replicas == 1 or accumulates_locally(storage, precision, num_micro_batches):
+        gradients.append((local, count))
+    if releases_gradients(storage, precision):
+        gradients = []
+    state = [(dtype, count // replicas) for dtype in (formats.exp_avg, formats.exp_avg_sq, master)]
+    if is_own_master and replicas > 1:
+        state.append((master, count))  # the scales of every replica's weights
+    return StorageBytes(
+        num_params=count,
+        weights=count * formats.weight.itemsize,
+        gradients=sum(dtype.itemsize * n for dtype, n in gradients),
+        master_weights=0 if is_own_master and replicas == 1 else master.itemsize * (count // replicas),
+        exp_avg=formats.exp_avg.itemsize * (count // replicas),
+        exp_avg_sq=formats.exp_avg_sq.itemsize * (count // replicas),
+        scales=sum(4 * n // STATE_BLOCK for dtype, n in state if dtype.is_scaled)
+        + sum(4 * n // GRAD_BLOCK for dtype, n in gradients if dtype is StorageDtype.FP8),
+    )

@@ -1,0 +1,72 @@
+"""Model FLOPs per token and dense peak rates: the numerator and the denominator of MFU.
+
+Only the model's own work is counted: forward and backward of linear layers, LM head and core attention, whatever their
+precision; recomputation, quantisation, norms and the embedding look-up are not.
+"""
+
+from __future__ import annotations
+
+from ..config.schema import ModelConfig, Precision
+
+#: How `model_flops_per_token` counts core attention, as logs name it: ``FLOPS_CONVENTION[causal]``.
+FLOPS_CONVENTION = {False: "full attention", True: "causal attention"}
+
+#: Dense peak (no sparsity) in FLOP/s by device name, as (bf16, fp8); fp8 is None where the tensor cores have none.
+#: The first name contained in the device's counts, so a variant stands before the name that it contains.
+PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
+    "GB200": (2500e12, 5000e12),
+    "B200": (2250e12, 4500e12),
+    "GH200": (989e12, 1979e12),
+    "H200 NVL": (835e12, 1671e12),
+    "H200": (989e12, 1979e12),
+    "H100 NVL": (835e12, 1671e12),
+    "H100 PCIe": (756e12, 1513e12),
+    "H100": (989e12, 1979e12),
+    "H20": (148e12, 296e12),
+    "A100": (312e12, None),
+}
+
+
+def linear_params_per_layer(model: ModelConfig) -> int:
+    """Elements of one layer's matrices: QKV (grouped or not), attention output, MLP (gated or not); no biases."""
+    query_width = model.num_attention_heads * model.head_dim
+    key_value_width = 2 * model.query_groups * model.head_dim
+    attention = model.hidden_size * (query_width + key_value_width) + query_width * model.hidden_size
+    num_mlp_matrices = 3 if model.swiglu else 2
+    return attention + num_mlp_matrices * model.hidden_size * model.padded_ffn_hidden_size
+
+
+def model_flops_per_token(model: ModelConfig, *, causal: bool, padded_vocab_size: int) -> float:
+    """FLOPs of forward and backward for one token of a sequence of ``model.seq_length``.
+
+    ``3 · (2 · linear params + 2 · hidden · vocabulary + layers · attention)``: the backward of a GEMM costs two
+    forwards. Attention is two GEMMs of ``2 · seq · heads · head_dim`` per token and layer with ``causal=False``, the
+    convention of Megatron and FP8-LM (arXiv 2310.18313) that all published TFLOP/s of theirs use, and half of
+    that with ``causal=True``, which counts only the positions that a token sees.
+
+    Args:
+        padded_vocab_size: rows of the LM head, which is counted tied or untied; the embedding look-up is not.
+    """
+    linear = 2 * model.num_layers * linear_params_per_layer(model)
+    head = 2 * model.hidden_size * padded_vocab_size
+    attention = model.num_layers * 2 * 2 * model.seq_length * model.num_attention_heads * model.head_dim
+    return 3.0 * (linear + head + attention * (0.5 if causal else 1.0))
+
+
+def peak_flops(device_name: str, precision: Precision) -> float | None:
+    """Dense peak in FLOP/s of the tensor cores that ``precision`` runs its linear layers on.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name`` gives it, e.g. ``NVIDIA H100 80GB HBM3``.
+        precision: bf16 and fp16 have the BF16 peak, te and fp8 the FP8 peak.
+
+    Returns:
+        None for a device that is not in `PEAK_FLOPS`, a MIG slice of one, or FP8 on a device without it: no MFU then.
+    """
+    if " MIG " in device_name:
+        return None
+    for name, (bf16, fp8) in PEAK_FLOPS.items():
+        # A whole word, so that "H20" is not found in "H200" nor "A100" in "A1000".
+        if f" {name} " in f" {device_name.replace('-', ' ')} ":
+            return bf16 if precision in ("bf16", "fp16") else fp8
+    return None

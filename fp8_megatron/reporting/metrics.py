@@ -1,0 +1,324 @@
+"""What a step and a validation report, and the logger that takes it to console, metrics.jsonl, TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal, Self
+
+from ..config.schema import LoggingConfig
+from .flops import FLOPS_CONVENTION
+from .metrics_file import METRICS_FILE, MetricsFile
+from .metrics_sinks import ProgressBar, ScalarSink, open_sinks, wants_progress_bar
+
+logger = logging.getLogger(__name__)
+
+EvalSplit = Literal["valid", "test"]
+_SPLIT_NAMES: dict[str, str] = {"valid": "validation", "test": "test"}
+
+#: Steps whose mean loss is the final train loss, and whose mean duration is the ETA's.
+_FINAL_LOSS_STEPS = 10
+_ETA_STEPS = 50
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step, as every rank agrees on it."""
+
+    iteration: int
+    """1 for the first step."""
+    loss: float
+    """Mean over the global batch, nats per token."""
+    grad_norm: float
+    """Global norm before clipping."""
+    learning_rate: float
+    tokens_per_second_per_gpu: float
+    tflops_per_gpu: float
+    """Model TFLOP/s with full attention (Megatron's convention)."""
+    mfu: float | None
+    """`tflops_per_gpu` over the device's dense peak, 0 to 1; None where that is unknown."""
+    peak_memory_gib: float
+    """The most memory that any rank has held so far; on a GPU the allocator's, and what is counted beside it."""
+    step_seconds: float
+    skipped_steps: int
+    """Steps skipped so far in the whole run."""
+    consumed_samples: int
+    consumed_tokens: int
+    grad_saturation_fraction: float | None = None
+    """Worst tensor's gradient elements that the native FP8 sum clamped; None where FP8 blocks cannot saturate."""
+    grad_underflow_fraction: float | None = None
+    """Non-zero gradient elements that a cast to FP8 made zero; None when no gradient is FP8."""
+    autoscale_mu: float | None = None
+    """Least pre-scale μ of auto-scaling; None without it."""
+    loss_scale: float | None = None
+    """What the next loss is multiplied by; None without a loss scale."""
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """One pass over --eval-iters batches of a split."""
+
+    iteration: int
+    split: EvalSplit
+    loss: float
+    """Mean, nats per token."""
+    perplexity: float
+    """``exp(loss)``; infinite where that overflows."""
+
+    @classmethod
+    def from_loss(cls, iteration: int, split: EvalSplit, loss: float) -> EvalMetrics:
+        """Fill in the perplexity."""
+        return cls(iteration, split, loss, math.exp(loss) if not loss > 709 else math.inf)
+
+
+class MetricsLogger:
+    """Logs steps and validations on the writing rank; on other ranks every call does nothing."""
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        output_dir: Path,
+        *,
+        is_writer: bool,
+        total_iterations: int,
+        resume_iteration: int = 0,
+        peak_flops: float | None = None,
+        run_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open everything that is written to.
+
+        Args:
+            resume_iteration: last iteration done before this session; metrics.jsonl is cut after it. 0 starts anew.
+            peak_flops: the MFU's denominator in FLOP/s, to name it.
+            run_config: what W&B shows as the run's configuration.
+        """
+        self._is_writer = is_writer
+        self._log_interval = config.log_interval
+        self._total_iterations = total_iterations
+        self._resume_iteration = resume_iteration
+        self._peak_flops = peak_flops
+        self._history = _RunHistory()
+        self._sinks: list[ScalarSink] = []
+        self._progress: ProgressBar | None = None
+        if not is_writer:
+            return
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self._file = MetricsFile(output_dir / METRICS_FILE, resume_iteration=resume_iteration)
+        self._history.restore(self._file.kept)
+        self._sinks = open_sinks(config, output_dir, resume_iteration=resume_iteration, run_config=run_config)
+        self._written = [str(self._file.path), *(sink.destination for sink in self._sinks)]
+        if wants_progress_bar(config):
+            self._progress = ProgressBar(total=total_iterations, completed=resume_iteration)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        """Record one step; its line is shown every log_interval, first, last and with a loss that is not finite."""
+        if not self._is_writer:
+            return
+        first = self._history.num_session_steps == 0
+        self._history.add_step(metrics)
+        self._file.append({"kind": "train", **asdict(metrics)})
+        self._send(_step_scalars(metrics), metrics.iteration)
+        due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._total_iterations
+        if due or first or not math.isfinite(metrics.loss):
+            eta_seconds = self._history.seconds_per_step() * (self._total_iterations - metrics.iteration)
+            logger.info(
+                "%s", step_line(metrics, self._total_iterations, peak_flops=self._peak_flops, eta_seconds=eta_seconds)
+            )
+        if self._progress is not None:
+            self._progress.update(metrics.iteration, metrics.loss)
+
+    def log_eval(self, metrics: EvalMetrics) -> None:
+        """Record and show one validation or test."""
+        if not self._is_writer:
+            return
+        self._history.evals.append(metrics)
+        self._file.append({"kind": "eval", **asdict(metrics)})
+        scalars = {f"{metrics.split}/loss": metrics.loss, f"{metrics.split}/perplexity": metrics.perplexity}
+        self._send(scalars, metrics.iteration)
+        logger.info(
+            "iter %s | %s loss %.4f | perplexity %.2f",
+            _progress_count(metrics.iteration, self._total_iterations),
+            _SPLIT_NAMES[metrics.split],
+            metrics.loss,
+            metrics.perplexity,
+        )
+
+    def summary(self) -> str:
+        """The run so far as readable text; empty on ranks that write nothing."""
+        if not self._is_writer:
+            return ""
+        rows = self._history.summary_rows(self._total_iterations, self._resume_iteration, self._peak_flops)
+        width = max(len(name) for name, _ in rows) + 3
+        lines = [f"  {name:<{width}}{value}" for name, value in rows]
+        lines.append(f"  {'written':<{width}}{self._written[0]}")
+        lines += [" " * (2 + width) + destination for destination in self._written[1:]]
+        return "\n".join(["training summary", *lines])
+
+    def close(self) -> None:
+        """Remove the bar and close every file; calling it again does nothing."""
+        if not self._is_writer:
+            return
+        if self._progress is not None:
+            self._progress.close()
+        self._file.close()
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def _send(self, scalars: Mapping[str, float], iteration: int) -> None:
+        for sink in self._sinks:
+            sink.log(scalars, iteration)
+
+
+def step_line(
+    metrics: StepMetrics, total_iterations: int, *, peak_flops: float | None, eta_seconds: float | None
+) -> str:
+    """The console's line of one step; fields that are None are left out."""
+    fields = [
+        f"iter {_progress_count(metrics.iteration, total_iterations)}",
+        f"loss {metrics.loss:.4f}",
+        f"grad norm {metrics.grad_norm:.3f}",
+        f"lr {metrics.learning_rate:.1e}",
+        f"{metrics.tokens_per_second_per_gpu:>7,.0f} tok/s/GPU",
+        f"{_tflops_text(metrics.tflops_per_gpu)} TFLOP/s/GPU ({FLOPS_CONVENTION[False]})",
+        _mfu_text(metrics.mfu, peak_flops),
+        f"{metrics.peak_memory_gib:.1f} GiB peak",
+        None if metrics.grad_saturation_fraction is None else f"saturated {metrics.grad_saturation_fraction:.4%}",
+        None if metrics.grad_underflow_fraction is None else f"underflow {metrics.grad_underflow_fraction:.2%}",
+        None if metrics.loss_scale is None else f"loss scale {metrics.loss_scale:g}",
+        f"skipped {metrics.skipped_steps}",
+        None if eta_seconds is None else f"ETA {_duration(eta_seconds)}",
+    ]
+    return " | ".join(field for field in fields if field is not None)
+
+
+class _RunHistory:
+    """What the summary and the ETA need of all steps; throughput, time and memory are of this session only."""
+
+    def __init__(self) -> None:
+        self.evals: list[EvalMetrics] = []
+        self.last: StepMetrics | None = None
+        self._final_losses: deque[float] = deque(maxlen=_FINAL_LOSS_STEPS)
+        self._step_seconds: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._tokens_per_second = array("d")
+        self._tflops = array("d")
+        self._peak_memory_gib = 0.0
+        self._started = time.monotonic()
+
+    @property
+    def num_session_steps(self) -> int:
+        return len(self._tokens_per_second)
+
+    def restore(self, records: list[dict[str, Any]]) -> None:
+        """Take losses and validations of earlier sessions from the lines that metrics.jsonl keeps."""
+        for record in records:
+            loss = math.nan if record["loss"] is None else record["loss"]
+            if record["kind"] == "train":
+                self._final_losses.append(loss)
+            elif record["kind"] == "eval":
+                self.evals.append(EvalMetrics.from_loss(record["iteration"], record["split"], loss))
+
+    def add_step(self, metrics: StepMetrics) -> None:
+        self.last = metrics
+        self._final_losses.append(metrics.loss)
+        self._step_seconds.append(metrics.step_seconds)
+        self._tokens_per_second.append(metrics.tokens_per_second_per_gpu)
+        self._tflops.append(metrics.tflops_per_gpu)
+        self._peak_memory_gib = max(self._peak_memory_gib, metrics.peak_memory_gib)
+
+    def seconds_per_step(self) -> float:
+        return fmean(self._step_seconds)
+
+    def summary_rows(
+        self, total_iterations: int, resume_iteration: int, peak_flops: float | None
+    ) -> list[tuple[str, str]]:
+        if self.last is None:
+            return [("steps", f"none in this session (resumed at {resume_iteration} of {total_iterations})")]
+        steps = f"{self.last.iteration} of {total_iterations}"
+        if resume_iteration:
+            steps += f" ({self.num_session_steps} in this session, resumed at {resume_iteration})"
+        tflops = median(self._tflops)
+        mfu = _mfu_text(None if peak_flops is None else tflops * 1e12 / peak_flops, peak_flops)
+        rates = [
+            f"{median(self._tokens_per_second):,.0f} tok/s/GPU",
+            f"{_tflops_text(tflops)} TFLOP/s/GPU (full attention)",
+            mfu,
+        ]
+        losses = list(self._final_losses)
+        rows = [
+            ("steps", steps),
+            ("train loss", f"{fmean(losses):.4f} (mean of the last {len(losses)} steps)"),
+            *self._eval_rows(),
+            ("tokens", f"{self.last.consumed_tokens:,}"),
+            ("wall time", _duration(time.monotonic() - self._started)),
+            ("throughput", " | ".join(rate for rate in rates if rate is not None) + " (medians)"),
+            ("peak memory", f"{self._peak_memory_gib:.1f} GiB"),
+            ("skipped steps", str(self.last.skipped_steps)),
+        ]
+        return rows
+
+    def _eval_rows(self) -> list[tuple[str, str]]:
+        valid = [metrics for metrics in self.evals if metrics.split == "valid"]
+        rows = []
+        if valid:
+            # A NaN loss is never the best.
+            best = min(valid, key=lambda metrics: math.inf if math.isnan(metrics.loss) else metrics.loss)
+            rows = [("validation loss", _eval_text(valid[-1])), ("best validation loss", _eval_text(best))]
+        tests = [metrics for metrics in self.evals if metrics.split == "test"]
+        return rows + [("test loss", _eval_text(metrics)) for metrics in tests[-1:]]
+
+
+def _step_scalars(metrics: StepMetrics) -> dict[str, float]:
+    scalars = {
+        "train/loss": metrics.loss,
+        "train/grad_norm": metrics.grad_norm,
+        "train/learning_rate": metrics.learning_rate,
+        "train/skipped_steps": metrics.skipped_steps,
+        "train/consumed_samples": metrics.consumed_samples,
+        "train/consumed_tokens": metrics.consumed_tokens,
+        "throughput/tokens_per_second_per_gpu": metrics.tokens_per_second_per_gpu,
+        "throughput/tflops_per_gpu": metrics.tflops_per_gpu,
+        "throughput/mfu": metrics.mfu,
+        "throughput/step_seconds": metrics.step_seconds,
+        "memory/peak_gib": metrics.peak_memory_gib,
+        "fp8/grad_saturation_fraction": metrics.grad_saturation_fraction,
+        "fp8/grad_underflow_fraction": metrics.grad_underflow_fraction,
+        "fp8/autoscale_mu": metrics.autoscale_mu,
+        "train/loss_scale": metrics.loss_scale,
+    }
+    return {name: value for name, value in scalars.items() if value is not None}
+
+
+def _eval_text(metrics: EvalMetrics) -> str:
+    return f"{metrics.loss:.4f} (perplexity {metrics.perplexity:.2f}, iteration {metrics.iteration})"
+
+
+def _tflops_text(tflops: float) -> str:
+    return f"{tflops:.1f}" if tflops >= 1.0 else f"{tflops:.3f}"
+
+
+def _mfu_text(mfu: float | None, peak_flops: float | None) -> str | None:
+    if mfu is None:
+        return None
+    return f"MFU {mfu:.1%}" + ("" if peak_flops is None else f" of {peak_flops / 1e12:.0f}")
+
+
+def _progress_count(iteration: int, total_iterations: int) -> str:
+    return f"{iteration:>{len(str(total_iterations))}}/{total_iterations}"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(max(0.0, seconds))))

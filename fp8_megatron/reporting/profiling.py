@@ -1,0 +1,179 @@
+"""Where the time of a step goes: a trace of a few steps and a table of their kernels."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config.schema import ProfileConfig
+
+#: What a kernel does, by a pattern of its name; the first match holds. cuBLASLt's nvjet kernels name their operands'
+#: types in letters: q E4M3, r E5M2, t 16 bits.
+_CATEGORIES = (
+    ("communication", r"nccl|memcpy peer|memcpy ptop|barrier_kernel"),
+    ("attention", r"flash|fmha|sdpa|compute_dot_do_o|convert_dq_to"),
+    ("FP8 GEMM", r"nvjet_sm\d+_(qq|qr|rq)|(gemm|cutlass).*(e4m3|e5m2|fp8)"),
+    ("16-bit GEMM", r"gemm|nvjet|cutlass|splitkreduce|cublas"),
+    ("gradient storage", r"_quantize_blocks|_dequantize_blocks|_accumulate_rows|_count_underflow"),
+    (
+        "quantise, norm, activation",
+        r"_quantize|_requantize|_transpose_tiles|_partial_amax|_finish_amax|_norm_|_activation_",
+    ),
+    ("loss", r"_cross_entropy"),
+    ("optimizer", r"_adamw|_derive_fp8|_partial_squares|_squared_norm"),
+    ("copies", r"memcpy|memset|copy_kernel|direct_copy|catarray"),
+)
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One kernel over the profiled steps."""
+
+    name: str
+    category: str
+    calls_per_step: float
+    ms_per_step: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How a step's time on the device is spent, ms: between the first kernel and the last, whatever the stream.
+
+    Attributes:
+        compute: some kernel other than communication runs.
+        exposed_communication: communication runs (or waits for another rank) and nothing else does.
+        idle: nothing runs.
+    """
+
+    span: float
+    compute: float
+    exposed_communication: float
+    idle: float
+
+
+class StepProfiler:
+    """Runs `torch.profiler` over steps [step_start, step_end) of a run and writes what it saw into `folder`.
+
+    Files, per profiled rank R: ``profile_rankR.json`` (`StepTimes`, and every kernel's time and calls per step),
+    ``profile_rankR.txt`` (the table a person reads) and, if asked for, ``trace_rankR.json.gz`` for Perfetto.
+    """
+
+    def __init__(self, config: ProfileConfig, folder: Path, *, rank: int) -> None:
+        self._active = config.profile and str(rank) in config.profile_ranks
+        self._config = config
+        self._folder = folder
+        self._rank = rank
+        self._profiler: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Called before every step; starts at `profile_step_start`."""
+        if not self._active or step != self._config.profile_step_start:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            if self._config.profile_trace:
+                activities.append(torch.profiler.ProfilerActivity.CPU)
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+
+    def after(self, step: int) -> None:
+        """Called after every step; stops after `profile_step_end` − 1, waits for the device and writes the files."""
+        if self._profiler is None or step != self._config.profile_step_end - 1:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._profiler.stop()
+        num_steps = self._config.profile_step_end - self._config.profile_step_start
+        events = list(self._profiler.events() or [])
+        kernels, times = kernel_times(events, num_steps), step_times(events, num_steps)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = f"profile_rank{self._rank}"
+        (self._folder / f"{stem}.json").write_text(
+            json.dumps({"step": asdict(times), "kernels": list(map(asdict, kernels))}, indent=1)
+        )
+        (self._folder / f"{stem}.txt").write_text(kernel_table(kernels, times) + "\n")
+        if self._config.profile_trace:
+            self._profiler.export_chrome_trace(str(self._folder / f"trace_rank{self._rank}.json.gz"))
+        self._profiler = None
+
+
+def category_of(name: str) -> str:
+    """What a kernel of this name does; ``other`` when no pattern knows it."""
+    return next((category for category, pattern in _CATEGORIES if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def kernel_times(events: Iterable[Any], num_steps: int) -> list[KernelTime]:
+    """Device kernels of `torch.profiler` events by name, longest first; operators where nothing ran on a device."""
+    events = list(events)
+    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    microseconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for event in on_device or events:
+        microseconds[event.name] += event.device_time_total if on_device else event.self_cpu_time_total
+        calls[event.name] += 1
+    return sorted(
+        (
+            KernelTime(name, category_of(name), calls[name] / num_steps, time / 1e3 / num_steps)
+            for name, time in microseconds.items()
+        ),
+        key=lambda kernel: -kernel.ms_per_step,
+    )
+
+
+def step_times(events: Iterable[Any], num_steps: int) -> StepTimes:
+    """`StepTimes` of `torch.profiler` events over `num_steps` steps; zeros where nothing ran on a device."""
+    intervals: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times = (event.time_range.start, event.time_range.end)
+            intervals[category_of(event.name) == "communication"].append(times)
+    every = intervals[True] + intervals[False]
+    if not every:
+        return StepTimes(0.0, 0.0, 0.0, 0.0)
+    span = max(end for _, end in every) - min(start for start, _ in every)
+    compute, busy = _covered(intervals[False]), _covered(every)
+    return StepTimes(*(us / 1e3 / num_steps for us in (span, compute, busy - compute, span - busy)))
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def kernel_table(kernels: list[KernelTime], times: StepTimes, *, longest: int = 40) -> str:
+    """Time by category, then the longest kernels; ms per step, streams added up."""
+    total = sum(kernel.ms_per_step for kernel in kernels)
+    by_category: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        by_category[kernel.category] += kernel.ms_per_step
+    lines = []
+    if times.span:
+        lines += [
+            f"{times.span:10.2f} ms from a step's first kernel to its last: {times.compute:.2f} compute, "
+            f"{times.exposed_communication:.2f} communication beside none, {times.idle:.2f} idle"
+        ]
+    lines += [f"{total:10.2f} ms a step in kernels, all streams added up", ""]
+    lines += [
+        f"{ms:10.2f} ms {100 * ms / total:5.1f}%  {category}"
+        for category, ms in sorted(by_category.items(), key=lambda item: -item[1])
+    ]
+    lines += ["", f"{'ms a step':>10} {'calls':>7} {'us a call':>9}  kernel"]
+    lines += [
+        f"{k.ms_per_step:10.2f} {k.calls_per_step:7.1f} {1e3 * k.ms_per_step / k.calls_per_step:9.1f}  {k.name[:110]}"
+        for k in kernels[:longest]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Flat parameter spaces: gradients, their reduction, weights and their gather."""

@@ -1,0 +1,382 @@
+"""Gradient storage of one flat space: `main_grad` of every parameter in it, and its reduction over replicas.
+
+Who owns the storage decides its form; layers only write (`main_grad.accumulate_`).
+
+- `LocalGradBuffer`, one replica: all of the space. FP8 takes one micro-batch, quantised once, straight from wgrad. Over
+  several micro-batches gradients are added in BF16 or FP32, never in FP8 (256 of them added in E4M3 keep 10.6 dB).
+- `ShardedGradBuffer`, several replicas: wgrad is quantised straight into the send buffer of its bucket, the bucket is
+  reduced as soon as its last gradient is written, during backward, and every micro-batch's mean is added to this rank's
+  shard, in FP32 or BF16. Or gradients are first added locally, and reduced once a step.
+- `released_grads.ReleasedGradBuffer`, one replica: no storage, the optimizer takes each gradient as it is written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..collectives.autoscale import AutoScale
+from ..collectives.gradient_reduction import GradReducer
+from ..collectives.wire import WireTensor
+from ..formats import GRAD_BLOCK, StorageDtype
+from ..kernels import ops
+from ..quantization.weight_grad import WeightGrad
+from .partition import Bucket, ParamSpace, Slot, Span
+from .staging import Staging, StagingPool
+
+
+class _MainGrad:
+    """A parameter's `main_grad`: its slot of the buffer."""
+
+    def __init__(self, buffer: GradBuffer, slot: Slot) -> None:
+        self._buffer = buffer
+        self._slot = slot
+
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
+        """Add one micro-batch's gradient (any float dtype, the parameter's shape)."""
+        self._buffer.accumulate_(self._slot, grad)
+
+
+class GradBuffer(ABC):
+    """Gradients of a space on their way to the optimizer.
+
+    After `finish`, `payload` [space.shard_numel], with `scales` [shard_numel / 128] if it is FP8, holds this rank's
+    shard of the mean over replicas.
+    """
+
+    payload: Tensor
+    scales: Tensor | None = None
+
+    def __init__(self, space: ParamSpace) -> None:
+        self.space = space
+        #: int64 [2] while underflow is measured: non-zero elements given, and how many of them became zero.
+        self.underflow: Tensor | None = None
+
+    def become_main_grad(self) -> None:
+        """Make this the storage that the parameters' gradients are written to."""
+        for slot in self.space.slots:
+            slot.param.main_grad = _MainGrad(self, slot)  # type: ignore[attr-defined]
+
+    def accumulate_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        """Write or add one micro-batch's gradient of `slot`."""
+        assert grad.shape == slot.param.shape, f"{slot.name}: gradient {grad.shape}, parameter {slot.param.shape}"
+        if isinstance(grad, WeightGrad) and not (grad.writes_fp8 and self._takes_fp8(slot)):
+            grad = grad.wide()
+        self._write(slot, grad if isinstance(grad, WeightGrad) else grad.reshape(-1))
+
+    def _takes_fp8(self, slot: Slot) -> bool:
+        """Whether a gradient of `slot` goes as it is to one place in FP8."""
+        return False
+
+    @abstractmethod
+    def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        """Write or add a flat gradient, or (where `_takes_fp8`) one that writes itself in FP8."""
+
+    @abstractmethod
+    def reset(self, *, measures_underflow: bool = False) -> None:
+        """Forget the gradients; the next ones are written, not added, so nothing needs zeroing.
+
+        Args:
+            measures_underflow: count, in FP8 storage, what the cast of the next step's gradients makes zero.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After the last backward of a step: zero what no gradient reached, and reduce what is left to reduce."""
+
+    def squared_norm(self) -> Tensor:
+        """After `finish`: Σ x² of this rank's shard, FP32 [1]; NaN or inf where any element is."""
+        return ops.squared_norm(self.payload, self.scales)
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of payloads that last for the step."""
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales that last for the step."""
+        return 0 if self.scales is None else self.scales.nbytes
+
+    @abstractmethod
+    def non_finite_slots(self) -> list[str]:
+        """Names of the parameters whose gradient holds a NaN or an inf on this rank; waits for the device."""
+
+    def _start_underflow(self, measures: bool) -> None:
+        self.underflow = torch.zeros(2, dtype=torch.int64, device=self.payload.device) if measures else None
+
+    def _quantize(self, grad: Tensor | WeightGrad, payload: Tensor, scales: Tensor) -> None:
+        """Write flat `grad` to FP8 storage that may be longer: the rest becomes zero."""
+        if isinstance(grad, WeightGrad):
+            grad.write_fp8_(payload, scales)
+        else:
+            ops.quantize_blockwise_(grad, payload, scales)
+        if self.underflow is not None:
+            # Measuring costs a gradient that writes itself a second GEMM.
+            flat = grad.wide().view(-1) if isinstance(grad, WeightGrad) else grad
+            ops.count_underflow_(flat, payload[: flat.numel()], self.underflow)
+
+
+class LocalGradBuffer(GradBuffer):
+    """All gradients of a space on one rank: payload [space.numel], and scales [space.numel / 128] under FP8.
+
+    Args:
+        dtype: storage; FP8 takes exactly one gradient per parameter and step.
+    """
+
+    def __init__(self, space: ParamSpace, dtype: StorageDtype) -> None:
+        super().__init__(space)
+        self.dtype = dtype
+        self.payload = torch.zeros(space.numel, dtype=dtype.torch_dtype, device=space.device)
+        if dtype is StorageDtype.FP8:
+            self.scales = torch.ones(space.numel // GRAD_BLOCK, device=space.device)
+        self._flat = {slot.offset: slot.slice(self.payload).view(-1) for slot in space.slots}
+        self._written: set[int] = set()
+
+    def _takes_fp8(self, slot: Slot) -> bool:
+        return self.scales is not None
+
+    def flat(self, slot: Slot) -> Tensor:
+        """The gradient of `slot` [slot.numel], as it is stored (a view)."""
+        return self._flat[slot.offset]
+
+    def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        first = slot.offset not in self._written
+        self._written.add(slot.offset)
+        if self.scales is not None:
+            assert first, f"{slot.name}: a second micro-batch cannot be added to a gradient stored in FP8"
+            self._quantize(grad, slot.padded_slice(self.payload), slot.padded_slice(self.scales, GRAD_BLOCK))
+            return
+        assert isinstance(grad, Tensor)
+        if first:
+            self.flat(slot).copy_(grad)
+        else:
+            self.flat(slot).add_(grad)
+
+    def reset(self, *, measures_underflow: bool = False) -> None:
+        self._written.clear()
+        self._start_underflow(measures_underflow and self.scales is not None)
+
+    def finish(self) -> None:
+        for slot in self.space.slots:
+            self.zero_if_unwritten(slot)
+
+    def zero_if_unwritten(self, slot: Slot) -> None:
+        """Zero a slot that no gradient reached in this step."""
+        if slot.offset not in self._written:
+            slot.padded_slice(self.payload).zero_()
+            if self.scales is not None:
+                slot.padded_slice(self.scales, GRAD_BLOCK).fill_(1.0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes
+
+    def non_finite_slots(self) -> list[str]:
+        marks = self.payload if self.scales is None else self.scales  # a bad block has the scale NaN
+        block = 1 if self.scales is None else GRAD_BLOCK
+        return [
+            slot.name for slot in self.space.slots if not torch.isfinite(slot.padded_slice(marks, block)).all().item()
+        ]
+
+
+def _zero(wire: WireTensor) -> None:
+    wire.payload.view(torch.uint8).zero_()
+    if wire.scales is not None:
+        wire.scales.fill_(1.0)
+
+
+class _Part(NamedTuple):
+    """A slot's part in one bucket."""
+
+    slot: Slot
+    span: Span
+
+
+class _BucketState:
+    """What is known of one bucket during a step."""
+
+    def __init__(self, bucket: Bucket, parts: list[_Part], accumulator: Tensor, autoscale: AutoScale | None) -> None:
+        self.bucket = bucket
+        self.parts = parts
+        self.accumulator = accumulator
+        self.autoscale = autoscale
+        self.staging: Staging | None = None
+        #: Offsets of the slots written since the last reduction; with local accumulation, a count of gradients.
+        self.written: set[int] = set()
+        self.num_local = 0
+        self.reduced = False
+
+    @property
+    def used(self) -> int:
+        """Elements before the padding at the end of the space."""
+        return self.parts[-1].span.bucket_start + self.parts[-1].span.length if self.parts else 0
+
+
+class ShardedGradBuffer(GradBuffer):
+    """This rank's shard of the mean gradients, [space.shard_numel], reduced bucket by bucket during backward.
+
+    Args:
+        dtype: of the shard, FP32 or BF16; sums over ranks are FP32, and rounded once a micro-batch.
+        reducer: the collective.
+        pool: buffers in the reducer's wire dtype (any wider one, for gradients that are not reduced in FP8).
+        local: adds the micro-batches up on this rank before one reduction a step; None reduces each of them.
+        num_micro_batches: gradients that each parameter receives per step, needed with `local`.
+        overlap: False waits for each reduction at once, for measurements.
+    """
+
+    def __init__(
+        self,
+        space: ParamSpace,
+        reducer: GradReducer,
+        pool: StagingPool,
+        *,
+        dtype: StorageDtype = StorageDtype.FP32,
+        local: LocalGradBuffer | None = None,
+        num_micro_batches: int = 1,
+        overlap: bool = True,
+    ) -> None:
+        super().__init__(space)
+        self.payload = torch.zeros(space.shard_numel, dtype=dtype.torch_dtype, device=space.device)
+        self.local = local
+        self._reducer = reducer
+        self._pool = pool
+        self._num_micro_batches = num_micro_batches
+        self._overlap = overlap
+        pool.reserve(max(bucket.numel for bucket in space.buckets))
+        spans = [_Part(slot, span) for slot in space.slots for span in space.spans(slot)]
+        self._buckets = [
+            _BucketState(
+                bucket,
+                [part for part in spans if part.span.bucket is bucket],
+                bucket.of_shard(self.payload),
+                self._autoscale(bucket) if reducer.needs_autoscale else None,
+            )
+            for bucket in space.buckets
+        ]
+        self._parts_of = {slot.offset: [part for part in spans if part.slot is slot] for slot in space.slots}
+
+    @property
+    def autoscales(self) -> list[AutoScale]:
+        """The auto-scaling state of each bucket, in mode nccl."""
+        return [state.autoscale for state in self._buckets if state.autoscale is not None]
+
+    def autoscaled_parts(self) -> Iterator[tuple[str, AutoScale, int]]:
+        """In mode nccl, every slot's part of every bucket: its name, the bucket's auto-scaling, its index there."""
+        for state in self._buckets:
+            if state.autoscale is not None:
+                assert state.autoscale.num_tensors == len(state.parts)
+                for index, part in enumerate(state.parts):
+                    yield part.slot.name, state.autoscale, index
+
+    def _takes_fp8(self, slot: Slot) -> bool:
+        return self.local is None and self._pool.dtype is StorageDtype.FP8 and len(self._parts_of[slot.offset]) == 1
+
+    def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        if self.local is not None:
+            self.local._write(slot, grad)
+        for part in self._parts_of[slot.offset]:
+            state = self._buckets[part.span.bucket.index]
+            if self.local is not None:
+                state.num_local += 1
+                if state.num_local == len(state.parts) * self._num_micro_batches:
+                    self._reduce_local(state)
+                continue
+            if slot.offset in state.written:  # some slot got no gradient in the last micro-batch
+                self._reduce(state)
+            self._stage(state, part, grad)
+            if len(state.written) == len(state.parts):
+                self._reduce(state)
+
+    def _stage(self, state: _BucketState, part: _Part, grad: Tensor | WeightGrad | None) -> None:
+        """Write a slot's part to the send buffer: of `grad` [slot.numel], or zeros."""
+        if state.staging is None:
+            state.staging = self._pool.take()
+        state.written.add(part.slot.offset)
+        span = part.span
+        sent = state.staging.sent.slice(span.bucket_start, span.bucket_start + span.length)
+        if grad is None:
+            _zero(sent)
+            return
+        values = grad if isinstance(grad, WeightGrad) else grad[span.slot_start : span.slot_start + span.length]
+        if sent.scales is not None:
+            self._quantize(values, sent.payload, sent.scales)
+        else:
+            assert isinstance(values, Tensor)
+            sent.payload[: values.numel()].copy_(values)
+            sent.payload[values.numel() :].zero_()
+
+    def _reduce_local(self, state: _BucketState) -> None:
+        """Stage and reduce what was added up locally."""
+        assert self.local is not None
+        for part in state.parts:
+            self.local.zero_if_unwritten(part.slot)
+            self._stage(state, part, self.local.flat(part.slot))
+        self._reduce(state)
+
+    def _reduce(self, state: _BucketState) -> None:
+        """Start the reduction of a bucket whose send buffer is as full as it gets."""
+        for part in state.parts:
+            if part.slot.offset not in state.written:
+                self._stage(state, part, None)
+        staging, state.staging = state.staging, None
+        assert staging is not None
+        numel = state.bucket.numel
+        if state.used < numel:
+            _zero(staging.sent.slice(state.used, numel))
+        bucket = staging.narrowed(numel)
+        work = self._reducer.start(bucket.sent, bucket.received, state.autoscale)
+        self._pool.await_arrival(staging, work, state.accumulator, adds=state.reduced)
+        if not self._overlap:
+            self._pool.drain()
+        state.written.clear()
+        state.num_local = 0
+        state.reduced = True
+
+    def reset(self, *, measures_underflow: bool = False) -> None:
+        if self.local is not None:
+            self.local.reset()
+        for state in self._buckets:
+            assert state.staging is None, "a step ended without finish"
+            state.reduced = False
+            state.num_local = 0
+        self._start_underflow(measures_underflow and self._pool.dtype is StorageDtype.FP8)
+
+    def finish(self) -> None:
+        for state in reversed(self._buckets):
+            if self.local is not None and state.num_local > 0:
+                self._reduce_local(state)
+            elif state.written:
+                self._reduce(state)
+        self._pool.drain()
+        for state in self._buckets:
+            if not state.reduced:
+                state.accumulator.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes + (0 if self.local is None else self.local.nbytes)
+
+    def non_finite_slots(self) -> list[str]:
+        bad = ~torch.isfinite(self.payload)
+        return [
+            slot.name
+            for slot in self.space.slots
+            if any(bad[part.shard_start : part.shard_start + part.length].any() for part in self.space.fragments(slot))
+        ]
+
+    def _autoscale(self, bucket: Bucket) -> AutoScale:
+        """One μ for each slot that the bucket holds a part of."""
+        slots = self.space.block_slots(bucket, GRAD_BLOCK)
+        first = slots[:1]
+        return AutoScale(
+            int(slots[-1] - first) + 1,
+            slots - first,
+            self.space.device,
+            initial_mu=1 / self._reducer.group.size(),  # from 1, the first sums of N ranks saturate
+            reductions_per_step=1 if self.local is not None else self._num_micro_batches,
+        )

@@ -1,1 +1,0 @@
-"""What tests share: seeded inputs, worlds of ranks, numeric comparison."""

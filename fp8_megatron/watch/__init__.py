@@ -1,0 +1,1 @@
+"""Notices dead and hanging ranks, and names them."""

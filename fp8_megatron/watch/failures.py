@@ -1,0 +1,328 @@
+"""A rank that dies or stops ends the run on every other rank, with its name; docs/failures.md has the whole picture."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import socket
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from ..collectives.transport import copy_engine
+from ..config.schema import ParallelConfig
+from ..device.device import world_size
+from ..mcore.topology import Topology, initialized
+from . import flight_recorder
+from .flight_recorder import CallSite
+from .heartbeat import Heartbeat, Pace, Record, Sighting, State
+
+#: Exit status of a rank that ended because of another one: sysexits' "temporary failure, try again".
+EXIT_STATUS = 75
+
+#: To find the cause of an error, say it, and leave the process groups.
+_LEAVE_WITHIN_SECONDS = 60.0
+_BROKEN_COLLECTIVE = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
+)
+
+
+class RankFailure(RuntimeError):
+    """Another rank is gone; the message names it, and the collective in which this rank missed it."""
+
+
+@contextmanager
+def watched_world(
+    parallel: ParallelConfig,
+    num_layers: int,
+    device: torch.device,
+    output_dir: Path,
+    *,
+    records_graphs: bool = False,
+) -> Iterator[tuple[Topology, RankWatch]]:
+    """Join the process group (`topology.initialized`) with the flight recorder on and this rank watching the others.
+
+    Args:
+        records_graphs: as for `transport.share_rows`.
+
+    Raises:
+        RankFailure: in place of the error that a collective raised because another rank is gone.
+    """
+    with ExitStack() as stack:
+        if world_size() > 1:
+            stack.enter_context(flight_recorder.recording(output_dir))
+        watch = RankWatch(60.0 * parallel.distributed_timeout_minutes)
+        # Entered first, left last: leaving a process group may hang too when a rank is gone.
+        stack.callback(watch.stop)
+        topology = stack.enter_context(initialized(parallel, num_layers, device, records_graphs=records_graphs))
+        if topology.world_size > 1:
+            watch.start(topology.rank, topology.world_size)
+        stack.enter_context(watch)
+        yield topology, watch
+
+
+class RankWatch:
+    """Watches the other ranks while this one trains, and ends this one if it hangs because of them.
+
+    A context: leaving it after an error says so to the others, and finds out whether they are the cause; leaving it
+    again does nothing. Until `start` it watches nobody, and stays so in a world of one.
+
+    Args:
+        timeout_seconds: what a collective may take.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.pace = Pace.for_timeout(timeout_seconds)
+        self._timeout_seconds = timeout_seconds
+        self._heartbeat: Heartbeat | None = None
+        self._store: torch.distributed.Store | None = None
+        self._rank = 0
+        self._main_thread = threading.main_thread()
+        self._stopped = threading.Event()
+        self._leaving = threading.Event()
+        self._told = ""
+
+    def start(self, rank: int, world_size: int) -> None:
+        """Begin; the default process group exists. Not collective."""
+        self._rank = rank
+        self._main_thread = threading.current_thread()
+        # Held until the end: the server is in it on the rank that keeps the store.
+        self._store = torch.distributed.distributed_c10d._get_default_store()
+        record = Record(host=socket.gethostname(), process=os.getpid())
+        self._heartbeat = Heartbeat(self._store, rank, world_size, self.pace, record)
+        threading.Thread(target=self._guard, name="rank watch", daemon=True).start()
+
+    def at(self, iteration: int, doing: str) -> None:
+        """This rank's main thread is at this, for the messages of all ranks; costs nothing."""
+        if self._heartbeat is not None:
+            before = self._heartbeat.record
+            record = replace(before, iteration=iteration, doing=doing, patient=False)
+            if before.patient:
+                # Without waiting: until the others know, they would be patient with this rank.
+                self._heartbeat.publish(record, timeout_seconds=0.0)
+            else:
+                self._heartbeat.note(record)
+
+    @contextmanager
+    def patiently(self, doing: str) -> Iterator[None]:
+        """For work that may hold Python's lock for long, so that no thread of this rank can speak."""
+        if self._heartbeat is None:
+            yield
+            return
+        before = self._heartbeat.record
+        self._heartbeat.publish(replace(before, doing=doing, patient=True), timeout_seconds=self.pace.interval)
+        yield
+        after = replace(self._heartbeat.record, doing=before.doing, patient=before.patient)
+        self._heartbeat.publish(after, timeout_seconds=0.0)
+
+    def stop(self) -> None:
+        """No thread of this watch acts after this."""
+        self._stopped.set()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._heartbeat is None or self._leaving.is_set() or self._stopped.is_set():
+            return
+        if error is None:
+            self._stopped.set()
+            self._say_goodbye()
+            return
+        self._leaving.set()
+        self._told = _first_line(error)
+        if not is_broken_collective(error):
+            self._say_last_words(State.FAILED, self._told)
+            return
+        causes = self._search_for_causes()
+        where = self._whereabouts(CallSite.of_traceback(trace))
+        if not causes:
+            error.add_note(f"All other ranks still answer ({self._others_whereabouts()}). {where}")
+            self._say_last_words(State.FAILED, self._told)
+            return
+        self._told = f"{causes}. {where} Its error: {self._told}"
+        self._say_last_words(State.ENDED, causes)
+        raise RankFailure(self._told) from error
+
+    def _guard(self) -> None:
+        """The thread that ends this process when its main thread hangs, or hangs while leaving."""
+        waited = leaving = 0.0
+        last_time = time.monotonic()
+        while not self._stopped.wait(self.pace.interval):
+            assert self._heartbeat is not None
+            elapsed = min(time.monotonic() - last_time, 2 * self.pace.interval)
+            last_time = time.monotonic()
+            self._heartbeat.tick(elapsed)
+            if self._leaving.is_set():
+                leaving += elapsed
+                if leaving > _LEAVE_WITHIN_SECONDS:
+                    self._end_process(f"{self._told}. It hangs while it leaves")
+            elif causes := self._silent() or self._lost_store() or self._overdue():
+                self._end_process(_join(causes))
+            else:
+                # Ranks that spoke of an error: this one's own error is on its way, unless it hangs.
+                causes = self._failed() or self._ended()
+                waited = waited + elapsed if causes else 0.0
+                if waited > 5 * self.pace.interval:
+                    self._end_process(_join(causes))
+
+    def _search_for_causes(self) -> str:
+        """After a collective failed here: who is gone. Waits until somebody is, or everyone has answered."""
+        assert self._heartbeat is not None
+        self._heartbeat.watch_everyone()
+        deadline = time.monotonic() + 6 * self.pace.interval
+        suspect = self.pace.suspect_after
+        while time.monotonic() < deadline:
+            causes = [*self._failed(), *self._silent(suspect)] or self._lost_store(suspect) or self._ended()
+            if causes:
+                return _join(causes)
+            time.sleep(self.pace.interval / 4)
+        return _join([f"{_name(rank, seen)} had finished" for rank, seen in self._in_state(State.LEFT)])
+
+    def _in_state(self, state: State) -> list[tuple[int, Sighting]]:
+        assert self._heartbeat is not None
+        return [(rank, seen) for rank, seen in self._heartbeat.others().items() if seen.record and seen.state is state]
+
+    def _failed(self) -> list[str]:
+        """Ranks that said that they failed."""
+        return [f"{_name(rank, seen)} failed: {seen.because}" for rank, seen in self._in_state(State.FAILED)]
+
+    def _ended(self) -> list[str]:
+        """One rank that said that it ended because of others."""
+        return [f"{_name(rank, seen)} ended because {seen.because}" for rank, seen in self._in_state(State.ENDED)][:1]
+
+    def _silent(self, limit: float | None = None) -> list[str]:
+        """Ranks that have been silent for `limit` seconds; None: for longer than each may."""
+        assert self._heartbeat is not None
+        return [
+            f"{_name(rank, seen)} has not answered for {seen.silence:.0f} s"
+            for rank, seen in self._heartbeat.others().items()
+            if seen.state is State.RUNNING and seen.silence >= (seen.limit(self.pace) if limit is None else limit)
+        ]
+
+    def _lost_store(self, limit: float | None = None) -> list[str]:
+        """Whoever keeps the store, if that has not answered for `limit` seconds, or as long as a rank may be silent."""
+        heartbeat = self._heartbeat
+        assert heartbeat is not None
+        # Once a collective has failed as well, a store that refuses a connection is gone: no need to wait.
+        refused = limit is not None and heartbeat.store_error
+        if not refused and heartbeat.store_silence < (limit or self.pace.dead_after):
+            return []
+        how = heartbeat.store_error or f"no answer for {heartbeat.store_silence:.0f} s"
+        if _torchrun_keeps_store():
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            return [f"torchrun of the first node, which keeps the rendezvous store {address}, is gone ({how})"]
+        return [f"{_name(0, heartbeat.others().get(0, Sighting()))}, which keeps the rendezvous store, is gone ({how})"]
+
+    def _overdue(self) -> list[str]:
+        """What copy engines or a CUDA graph do, if it takes longer than a collective may; torch ends NCCL's own."""
+        work = copy_engine.unfinished()
+        if work is None or time.monotonic() - work.queued_at < self._timeout_seconds:
+            return []
+        others = f"all other ranks still answer ({self._others_whereabouts()})"
+        return [f"{work.name} by {work.by} has not ended within --distributed-timeout-minutes; {others}"]
+
+    def _whereabouts(self, site: CallSite) -> str:
+        """Where this rank is, and where its flight recorder was written."""
+        assert self._heartbeat is not None
+        record = self._heartbeat.record
+        collective = flight_recorder.describe_collective(site)
+        path = flight_recorder.write(self._rank)
+        recorder = f" Flight recorder: {path}." if path is not None else ""
+        return f"Rank {self._rank} was {record.doing}, iteration {record.iteration}, {collective}.{recorder}"
+
+    def _others_whereabouts(self) -> str:
+        assert self._heartbeat is not None
+        others = self._heartbeat.others().items()
+        places = [f"rank {rank} {s.record.doing}, iteration {s.record.iteration}" for rank, s in others if s.record]
+        return "; ".join(places[:8]) + ("; …" if len(places) > 8 else "")
+
+    def _say_goodbye(self) -> None:
+        """Say that this rank is done; the rank that keeps the store waits for the others to have said so."""
+        heartbeat = self._heartbeat
+        assert heartbeat is not None
+        record = replace(heartbeat.record, state=State.LEFT)
+        heartbeat.publish(record, timeout_seconds=self.pace.interval)
+        deadline = time.monotonic() + self.pace.dead_after
+        while self._keeps_store() and time.monotonic() < deadline:
+            if not any(seen.record and seen.state is State.RUNNING for seen in heartbeat.others().values()):
+                break
+            time.sleep(self.pace.interval / 20)
+            heartbeat.publish(record, timeout_seconds=self.pace.interval)
+        heartbeat.close()
+
+    def _keeps_store(self) -> bool:
+        return self._rank == 0 and not _torchrun_keeps_store()
+
+    def _say_last_words(self, state: State, because: str) -> None:
+        heartbeat = self._heartbeat
+        assert heartbeat is not None
+        heartbeat.publish(replace(heartbeat.record, state=state, because=because), timeout_seconds=self.pace.interval)
+        listening = any(
+            seen.state is State.RUNNING and seen.silence < self.pace.suspect_after
+            for seen in heartbeat.others().values()
+        )
+        if listening and self._keeps_store():
+            # The store ends with this process: the others need the time to read it.
+            time.sleep(2 * self.pace.interval)
+
+    def _end_process(self, causes: str) -> None:
+        """Say why, and leave without the main thread, which hangs in native code."""
+        # Should anything below hang as well. A thread of C, which does not need Python's lock.
+        faulthandler.dump_traceback_later(self.pace.dead_after, exit=True)
+        print(f"error on rank {self._rank}: {causes}.", file=sys.stderr, flush=True)
+        self._say_last_words(State.ENDED, causes)
+        frame = sys._current_frames().get(self._main_thread.ident or 0)
+        stack = traceback.extract_stack(frame)
+        main_thread = "".join(stack.format())
+        print(
+            f"{self._whereabouts(CallSite.of_stack(stack))} It hangs there:\n{main_thread}",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.stdout.flush()
+        os._exit(EXIT_STATUS)
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether an error may come from another rank's end, not from this rank's own doing."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _BROKEN_COLLECTIVE.search(str(error)) is not None
+
+
+def _torchrun_keeps_store() -> bool:
+    """Whether the rendezvous store is torchrun's; it is rank 0's where ranks were started without it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {textwrap.shorten(lines[0], 200)}" if lines else type(error).__name__
+
+
+def _join(causes: list[str]) -> str:
+    return "; ".join(causes[:8]) + (f"; and {len(causes) - 8} more" if len(causes) > 8 else "")
+
+
+def _name(rank: int, sighting: Sighting) -> str:
+    record = sighting.record
+    if record is None:
+        return f"rank {rank} (it never spoke)"
+    last = f"last heard of {record.doing}, iteration {record.iteration}"
+    return f"rank {rank} (host {record.host}, process {record.process}; {last})"

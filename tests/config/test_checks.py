@@ -1,0 +1,509 @@
+"""Each configuration that cannot work is refused with one line: what, the values, the fix."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.config.schema import Config
+
+MOCK = ["--mock-data", "--vocab-size", "512"]
+
+
+def parse(flags: str, *, data: str | None = None) -> Config:
+    return parse_config([*(MOCK if data is None else data.split()), *flags.split()])
+
+
+def problems(config: Config, world_size: int) -> list[str]:
+    try:
+        check_config(config, world_size)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 8 "
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (1, ""),
+        (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --tp-transport copy_engine"),
+        (4, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16"),
+        (2, "--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 2"),
+        (1, "--bf16 --hidden-size 100 --num-attention-heads 10 --seq-length 7 --micro-batch-size 1"),
+        (3, "--bf16 --hidden-size 768 --num-attention-heads 12 --tensor-model-parallel-size 3"),
+        (1, "--main-params-dtype fp32"),
+        (1, "--main-params-dtype fp8"),
+        (1, "--exp-avg-sq-dtype fp8"),
+        (1, "--exp-avg-dtype int8 --exp-avg-sq-dtype uint8"),
+        (1, "--opt-level O2 --exp-avg-sq-dtype uint8"),
+        (1, "--opt-level O2"),
+        (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-iters 900"),
+        (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 24"),
+        (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 5"),
+        (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 24"),
+        (2, VIRTUAL4 + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
+        (2, VIRTUAL4 + "--recompute-granularity full --recompute-method block --recompute-num-layers 4"),
+        (1, "--recompute-granularity selective"),
+        (1, "--position-embedding-type rope --rotary-percent 0.5"),
+        (1, "--hidden-size 384 --num-attention-heads 10 --kv-channels 32"),
+        (1, "--eval-interval 0 --save here --save-interval 5 --keep-last 1 --load here --finetune"),
+        (1, "--save here --save-interval 5 --async-save --save-retain-interval 50 --ckpt-format torch_dist"),
+        (1, "--load here --ckpt-step 5 --no-load-optim --no-load-rng"),
+        (1, "--train-iters 5 --profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 1"),
+        (1, "--first-last-layers-bf16 --num-layers-at-start-in-bf16 20 --num-layers-at-end-in-bf16 4"),
+        (2, "--fp8-lm-head --fp8-recipe delayed --tensor-model-parallel-size 2"),
+        (1, "--fp8-lm-head --make-vocab-size-divisible-by 1"),  # of 512 tokens
+    ],
+)
+def test_what_works_passes(world_size: int, flags: str) -> None:
+    assert problems(parse(flags), world_size) == []
+
+
+TP2 = "--tensor-model-parallel-size 2 "
+PP2 = "--pipeline-model-parallel-size 2 "
+GQA = "--group-query-attention "
+WSD = "--lr-decay-style WSD "
+FULL = "--recompute-granularity full "
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags", "message"),
+    [
+        # ranges
+        (1, "--num-layers 0", "num_layers(0) must be positive; choose 1 or more"),
+        (1, "--ffn-hidden-size -16", "ffn_hidden_size(-16) must be positive"),
+        (1, "--vocab-size 0", "vocab_size(0) must be positive"),
+        (1, "--lr 0", "lr(0.0) must be positive; choose a number above 0"),
+        (1, "--lr nan", "lr(nan) is not a finite number"),
+        (1, "--adam-beta2 1", "adam_beta2(1.0) must be in [0, 1)"),
+        (1, "--rotary-percent 1.5", "rotary_percent(1.5) must be in (0, 1]"),
+        (1, "--eval-iters -1", "eval_iters(-1) must not be negative"),
+        (1, "--save here --keep-last 0", "keep_last(0) must be positive"),
+        # layout
+        (
+            48,
+            "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4",
+            "tensor_model_parallel_size(8) × pipeline_model_parallel_size(4) = 32 does not divide WORLD_SIZE(48); "
+            "choose sizes whose product does",
+        ),
+        (
+            1,
+            "--sequence-parallel",
+            "tensor_model_parallel_size(1) has one rank; raise it or pass --no-sequence-parallel",
+        ),
+        (
+            2,
+            TP2 + "--sequence-parallel --seq-length 1023 --micro-batch-size 16",
+            "seq_length(1023) % tensor_model_parallel_size(2) = 1; choose a seq_length that is a multiple of 2",
+        ),
+        (2, PP2 + "--num-layers 5", "num_layers(5) % pipeline_model_parallel_size(2) = 1"),
+        (
+            4,
+            "--micro-batch-size 4 --global-batch-size 24",
+            "global_batch_size(24) is not a multiple of micro_batch_size(4) × data-parallel size(4) = 16; "
+            "choose 16 or 32, or a smaller micro_batch_size",
+        ),
+        (4, "--global-batch-size 8", "global_batch_size(8) is not a multiple of micro_batch_size(4)"),
+        (1, "--num-layers-per-virtual-pipeline-stage 2", "pipeline_model_parallel_size(1) has one"),
+        (
+            2,
+            PP2 + "--num-layers-per-virtual-pipeline-stage 5 --global-batch-size 8",
+            "stage(5) does not cut num_layers(24) / pipeline_model_parallel_size(2) = 12 layers of a stage",
+        ),
+        (2, PP2 + "--num-layers-per-virtual-pipeline-stage 12 --global-batch-size 8", "choose a smaller divisor of 12"),
+        (
+            2,
+            PP2 + "--num-layers-per-virtual-pipeline-stage 3 --global-batch-size 12",
+            "in groups of pipeline_model_parallel_size(2), but there are 3 per step",
+        ),
+        # reduction
+        (2, "--ddp-bucket-size 0", "ddp_bucket_size(0) must be positive; choose 1 or more"),
+        (
+            2,
+            "--bf16 --fp8-grad-reduce hierarchical",
+            "fp8_grad_reduce(hierarchical) reduces FP8 gradients, but main_grads_dtype is fp32",
+        ),
+        (
+            2,
+            "--main-grads-dtype bf16 --fp8-grad-reduce nccl",
+            "fp8_grad_reduce(nccl) reduces FP8 gradients, but main_grads_dtype is bf16",
+        ),
+        (
+            2,
+            "--fp8-wire-intra fp8",
+            "fp8_wire_intra(fp8) has no effect under fp8_grad_reduce(all_to_all); drop it or choose",
+        ),
+        (1, "--loss-scale 8", "loss_scale(8.0) has no effect under precision(fp8)"),
+        (1, "--fp16 --loss-scale 0", "loss_scale(0.0) must be positive"),
+        (1, "--main-params-dtype split --opt-level O2", "main_params_dtype(split) is half of an FP8 weight"),
+        (
+            1,
+            "--main-params-dtype split --adam-beta2 0.8",
+            "adam_beta1(0.9)² ≥ adam_beta2(0.8) has not; raise adam_beta2",
+        ),
+        (
+            1,
+            "--exp-avg-dtype split",
+            "exp_avg_dtype(split) is a storage of masters alone (main_params_dtype); choose fp8",
+        ),
+        # heads
+        (
+            1,
+            "--num-attention-heads 24 --bf16",
+            "hidden_size(1024) % num_attention_heads(24) = 16; choose hidden_size = 1008",
+        ),
+        (
+            3,
+            "--bf16 --ffn-hidden-size 3072 --tensor-model-parallel-size 3",
+            "num_attention_heads(16) % tensor_model_parallel_size(3) = 1",
+        ),
+        (
+            3,
+            "--bf16 --swiglu --hidden-size 768 --num-attention-heads 12 --tensor-model-parallel-size 3",
+            "ffn_hidden_size(2048) % tensor_model_parallel_size(3) = 2; choose ffn_hidden_size = 2046 or 2049, or "
+            "another tensor_model_parallel_size",
+        ),
+        (2, "--fp16 --ffn-hidden-size 4097 " + TP2, "ffn_hidden_size(4097) % tensor_model_parallel_size(2) = 1"),
+        (1, GQA + "--num-query-groups 3", "num_attention_heads(16) % num_query_groups(3) = 1"),
+        (2, GQA + TP2 + "--num-query-groups 1", "num_query_groups(1) % tensor_model_parallel_size(2) = 1"),
+        (
+            2,
+            TP2 + "--tp-transport copy_engine",
+            "precision is fp8 and sequence_parallel False; pass --sequence-parallel",
+        ),
+        (
+            2,
+            TP2 + "--sequence-parallel --bf16 --tp-transport copy_engine",
+            "precision is bf16 and sequence_parallel True; pass --sequence-parallel with --precision fp8, or "
+            "--tp-transport auto",
+        ),
+        (1, "--num-query-groups 4", "num_query_groups(4) has no effect alone; add --group-query-attention"),
+        (
+            1,
+            "--position-embedding-type rope --kv-channels 33 --bf16",
+            "head width(33) × rotary_percent(1.0) = 33 is not a positive even number",
+        ),
+        (1, "--max-position-embeddings 512", "max_position_embeddings(512) < seq_length(1024); choose at least 1024"),
+        # sizes of FP8 GEMMs
+        (
+            1,
+            "--hidden-size 1000 --kv-channels 64",
+            "hidden_size(1000) is not a multiple of 16; choose one (992 or 1008)",
+        ),
+        (
+            2,
+            TP2 + "--ffn-hidden-size 4112",
+            "size(4112) is not a multiple of 16 × tensor_model_parallel_size(2) = 32; choose one (4096 or 4128)",
+        ),
+        (
+            1,
+            GQA + "--num-attention-heads 16 --kv-channels 5 --num-query-groups 1",
+            "(heads(16) + 2 × groups(1)) × head width(5) = 90 is not a multiple of 16",
+        ),
+        (
+            1,
+            GQA + "--num-attention-heads 2 --kv-channels 4 --num-query-groups 1",
+            "heads(2) × head width(4) = 8 is not a multiple of 16; choose one (16)",
+        ),
+        (1, "--seq-length 10 --micro-batch-size 4", "seq_length(10) × micro_batch_size(4) = 40 tokens"),
+        # recomputation
+        (1, FULL + "--recompute-method uniform", "recompute_granularity(full) needs recompute_num_layers;"),
+        (1, FULL, "recompute_granularity(full) needs recompute_method and recompute_num_layers;"),
+        (
+            2,
+            PP2 + FULL + "--recompute-method block --recompute-num-layers 13",
+            "recompute_num_layers(13) > 12 layers of a pipeline stage",
+        ),
+        (
+            1,
+            FULL + "--recompute-method uniform --recompute-num-layers 5",
+            "recompute_method(uniform) with recompute_num_layers(5) does not cut the 24 layers of a pipeline stage "
+            "into equal parts; choose a divisor of 24, or recompute_method block",
+        ),
+        (
+            1,
+            FULL + "--recompute-method uniform --recompute-num-layers 48",
+            "recompute_num_layers(48) does not cut the 24 layers of a pipeline stage",
+        ),
+        (
+            2,
+            PP2 + FULL + "--recompute-method uniform --recompute-num-layers 8",
+            "recompute_num_layers(8) does not cut the 12 layers of a pipeline stage",
+        ),
+        (
+            2,
+            VIRTUAL4 + FULL + "--recompute-method uniform --recompute-num-layers 3",
+            "recompute_num_layers(3) does not cut the 4 layers of a virtual pipeline stage",
+        ),
+        (
+            2,
+            VIRTUAL4 + FULL + "--recompute-method block --recompute-num-layers 5",
+            "recompute_num_layers(5) > 4 layers of a virtual pipeline stage; choose at most 4",
+        ),
+        (1, "--recompute-granularity selective --recompute-num-layers 2", "recompute_num_layers(2) belong to"),
+        # precision
+        (1, "--bf16 --fp8-lm-head", "fp8_lm_head runs this project's FP8 GEMMs, which precision(bf16) does not use"),
+        (
+            2,
+            "--fp8-lm-head --make-vocab-size-divisible-by 20 --tensor-model-parallel-size 2",
+            "fp8_lm_head: vocab_size(512) padded by make_vocab_size_divisible_by(20) is not sure to leave each of "
+            "tensor_model_parallel_size(2) ranks a multiple of 16 rows; choose a make_vocab_size_divisible_by that is "
+            "one (16 or 32)",
+        ),
+        (1, "--bf16 --params-dtype fp8", "params_dtype(fp8) has no effect under precision(bf16)"),
+        (1, "--bf16 --exp-avg-sq-dtype fp16", "exp_avg_sq_dtype(fp16) has no effect under precision(bf16)"),
+        (
+            1,
+            "--params-dtype fp16",
+            "a master in fp16 (main_params_dtype or opt_level O3) holds no more than the weight",
+        ),
+        (1, "--params-dtype fp32 --main-params-dtype bf16", "weight in params_dtype(fp32)"),
+        (1, "--exp-avg-dtype uint8", "exp_avg_dtype(uint8) has no sign, which the first moment needs; choose int8"),
+        (1, "--exp-avg-sq-dtype int8", "exp_avg_sq_dtype(int8) has half its codes below zero, where no second moment"),
+        (
+            1,
+            "--main-params-dtype int8",
+            "main_params_dtype(int8) is a storage of moments alone (exp_avg_dtype); choose fp16, bf16 or fp32",
+        ),
+        (
+            1,
+            "--params-dtype uint8",
+            "params_dtype(uint8) is a storage of moments alone (exp_avg_sq_dtype); choose fp8 or fp16",
+        ),
+        (1, "--main-grads-dtype int8", "main_grads_dtype(int8) is a storage of moments alone (exp_avg_dtype); choose"),
+        (1, "--bf16 --exp-avg-dtype int8", "exp_avg_dtype(int8) has no effect under precision(bf16)"),
+        (
+            1,
+            "--first-last-layers-bf16 --num-layers-at-start-in-bf16 20 --num-layers-at-end-in-bf16 5",
+            "num_layers_at_start_in_bf16(20) + num_layers_at_end_in_bf16(5) = 25 > num_layers(24)",
+        ),
+        (1, "--num-layers-at-end-in-bf16 2", "num_layers_at_end_in_bf16(2) have no effect alone"),
+        # schedule
+        (1, "--lr-warmup-iters 1000", "lr_warmup_iters(1000) ≥ train_iters(1000)"),
+        (1, "--lr-warmup-iters 50 --lr-decay-iters 50", "lr_warmup_iters(50) ≥ lr_decay_iters(50)"),
+        (1, "--lr 1e-4 --min-lr 2e-4", "min_lr(0.0002) > lr(0.0001); choose at most 0.0001"),
+        (1, "--lr 1e-4 --lr-warmup-init 1", "lr_warmup_init(1.0) > lr(0.0001)"),
+        (1, WSD, "lr_decay_style(WSD) needs lr_wsd_decay_iters"),
+        (1, WSD + "--lr-wsd-decay-iters 1001", "lr_wsd_decay_iters(1001) > train_iters(1000)"),
+        (1, "--lr-wsd-decay-iters 10", "lr_wsd_decay_iters(10) has no effect under lr_decay_style(cosine)"),
+        # checkpoints
+        (1, "--save-interval 5", "save_interval(5) needs a folder to save into; give --save"),
+        (1, "--keep-last 2", "keep_last(2) needs a folder to save into; give --save"),
+        (1, "--async-save", "async_save(True) needs a folder to save into; give --save"),
+        (1, "--save-retain-interval 5", "save_retain_interval(5) needs a folder to save into; give --save"),
+        (
+            1,
+            "--save here --save-retain-interval 5",
+            "save_retain_interval(5) chooses among the checkpoints of save_interval, which is not given; "
+            "give --save-interval",
+        ),
+        # weight gradients with a delayed scale
+        (
+            1,
+            "--fp8-weight-grad-scaling delayed",
+            "takes scales from the amax history of fp8_recipe(delayed), not tensorwise; give both",
+        ),
+        (
+            1,
+            "--fp8-weight-grad-scaling delayed --precision bf16",
+            "fp8_weight_grad_scaling(delayed) is for FP8's linear weights, precision is bf16",
+        ),
+        (
+            1,
+            "--fp8-weight-grad-scaling delayed --fp8-recipe delayed --main-grads-dtype bf16",
+            "fp8_weight_grad_scaling(delayed) is for gradients in fp8, main_grads_dtype is bf16; drop one",
+        ),
+        # steps as CUDA graphs
+        (
+            2,
+            "--cuda-graph-impl local --pipeline-model-parallel-size 2",
+            "cuda_graph_impl(local) records steps of one stage, pipeline_model_parallel_size is 2; drop it",
+        ),
+        (
+            1,
+            "--cuda-graph-impl local --recompute-granularity selective",
+            "cuda_graph_impl(local) cannot record recompute_granularity(selective)",
+        ),
+        (
+            1,
+            "--cuda-graph-impl local --release-gradients --clip-grad 0",
+            "cuda_graph_impl(local) would repeat one step's learning rate, by which release_gradients updates weights",
+        ),
+        (
+            1,
+            "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
+            "cuda_graph_warmup_steps(1): the first step with delayed scales is the second; choose at least 2",
+        ),
+        # transposes kept between micro-batches
+        (
+            1,
+            "--keep-fp8-transpose-cache 4 --micro-batch-size 2 --global-batch-size 2",
+            "keep_fp8_transpose_cache(4) saves work from one micro-batch of a step to the next, but there is one",
+        ),
+        (
+            1,
+            "--keep-fp8-transpose-cache 4 --precision bf16",
+            "keep_fp8_transpose_cache(4) is for FP8's weights, precision is bf16; drop it or choose fp8",
+        ),
+        # gradients released during backward
+        (
+            1,
+            "--release-gradients",
+            "release_gradients updates weights during backward, before the norm that clip_grad(1.0) clips by is known; "
+            "give --clip-grad 0, or drop it",
+        ),
+        (
+            1,
+            "--release-gradients --clip-grad 0 --micro-batch-size 2 --global-batch-size 8",
+            "but a step has 4 micro-batches to add up; choose global_batch_size = micro_batch_size(2), or drop it",
+        ),
+        (
+            4,
+            "--release-gradients --clip-grad 0",
+            "but 4 data-parallel ranks have gradients to reduce first; drop it (they hold 4 / 4 bytes of gradients",
+        ),
+        (
+            1,
+            "--release-gradients --clip-grad 0 --precision bf16",
+            "release_gradients is for FP8's linear weights, precision is bf16; drop it or choose fp8",
+        ),
+        (
+            1,
+            "--release-gradients --clip-grad 0 --precision fp16",
+            "before an overflow of the loss scale can be known; choose --precision fp8",
+        ),
+        # profiles
+        (
+            1,
+            "--train-iters 5 --profile",
+            "profile_step_start(10) and profile_step_end(12) are not a range of steps within train_iters(5); steps "
+            "count from 1 and the end is not profiled itself",
+        ),
+        (
+            1,
+            "--profile --profile-step-start 4 --profile-step-end 4",
+            "profile_step_start(4) and profile_step_end(4) are not a range of steps within train_iters(1000); "
+            "steps count from 1 and the end is not profiled itself",
+        ),
+        (
+            1,
+            "--nccl-communicator-config-path nowhere.yaml",
+            "nccl_communicator_config_path(nowhere.yaml) is no file; give a YAML such as {dp_cp: {max_ctas: 8}}",
+        ),
+        (1, "--profile --profile-ranks 0 x", "profile_ranks(x) are not ranks; give numbers, e.g. --profile-ranks 0 1"),
+        (1, "--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
+        (1, "--load here --ckpt-step 0", "ckpt_step(0) must be positive"),
+        (1, "--finetune", "finetune takes weights from load, which is not given; give --load"),
+        # the tokens' split
+        (1, "--split 1,2", "split(1,2) is not three weights"),
+        (1, "--split a,b,c", "split(a,b,c) is not three weights"),
+    ],
+)
+def test_what_cannot_work_is_one_line_with_its_values(world_size: int, flags: str, message: str) -> None:
+    (problem,) = problems(parse(flags), world_size)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            "--tokenizer-model t",
+            "exactly one of data_path, train_data_path and mock_data says where tokens come from, ",
+        ),
+        ("--data-path a --mock-data --vocab-size 9", "but data_path and mock_data is given; give one"),
+        ("--data-path a", "tokenizer_type(SentencePieceTokenizer) needs tokenizer_model; give --tokenizer-model"),
+        ("--data-path a --tokenizer-type HuggingFaceTokenizer", "tokenizer_type(HuggingFaceTokenizer) needs"),
+        ("--data-path a --tokenizer-type NullTokenizer", "tokenizer_type(NullTokenizer) needs vocab_size"),
+        ("--mock-data", "mock_data needs vocab_size"),
+        ("--tokenizer-model t --train-data-path a", "eval_interval(100) with train_data_path needs valid_data_path"),
+        ("--tokenizer-model t --train-data-path a --valid-data-path b --split 9,1,0", "split(9,1,0) cuts data_path"),
+        ("--tokenizer-model t --data-path a --valid-data-path b", "valid_data_path(b) and test_data_path() go with"),
+        (
+            "--tokenizer-model t --data-path a --split 1,0,0",
+            "split(1,0,0) leaves nothing to validate on every eval_interval(100)",
+        ),
+    ],
+)
+def test_data_that_cannot_work(data: str, message: str) -> None:
+    (problem,) = problems(parse("", data=data), 1)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "--tokenizer-model t --data-path 0.3 a 0.7 b",
+        "--tokenizer-model t --train-data-path a --valid-data-path b",
+        "--tokenizer-model t --train-data-path a --eval-interval 0",
+        "--tokenizer-type NullTokenizer --vocab-size 9 --data-path a",
+        "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 0",
+    ],
+)
+def test_data_that_works(data: str) -> None:
+    assert problems(parse("", data=data), 1) == []
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_te_needs_transformer_engine(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    found = problems(parse("--precision te"), 1)
+    if installed:
+        assert found == []
+        assert (
+            "params_dtype(fp8) has no effect under precision(te)"
+            in problems(parse("--precision te --params-dtype fp8"), 1)[0]
+        )
+        kept = "--precision te --first-last-layers-bf16"
+        assert problems(parse(kept), 1) == []
+        (problem,) = problems(parse(f"{kept} --fp8-recipe delayed"), 1)
+        assert "precision(te) with fp8_recipe(delayed) has no first_last_layers_bf16; drop it" in problem
+        two_stages = f"{kept} --pipeline-model-parallel-size 2 --num-layers-at-end-in-bf16"
+        assert problems(parse(f"{two_stages} 12"), 2) == []
+        (problem,) = problems(parse(f"{two_stages} 13"), 2)
+        assert "num_layers_at_end_in_bf16(13) > 12 layers of a pipeline stage" in problem
+    else:
+        (problem,) = found
+        assert "pip install --no-build-isolation transformer_engine[pytorch]" in problem
+
+
+def test_all_problems_come_at_once() -> None:
+    config = parse("--sequence-parallel --num-query-groups 4 --save-interval 5 --lr-decay-style WSD --split 1")
+    assert len(problems(config, 1)) == 5
+
+
+def test_sizes_are_those_of_one_rank() -> None:
+    """96 = 2 · 48 = 4 · 24 columns: 48 is a multiple of 16, 24 is not."""
+    flags = "--ffn-hidden-size 96 --tensor-model-parallel-size "
+    assert problems(parse(flags + "2"), 2) == []
+    assert len(problems(parse(flags + "4"), 4)) == 1
+
+
+@pytest.mark.parametrize("impl", ["auto", "none"])
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (2, PP2),
+        (1, "--recompute-granularity selective"),
+        (1, "--release-gradients --clip-grad 0"),
+        (1, "--cuda-graph-warmup-steps 1"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_only_where_recording_is_asked_for(
+    world_size: int, flags: str, impl: str
+) -> None:
+    assert problems(parse(flags), world_size) == []
+    assert problems(parse(f"{flags} --cuda-graph-impl {impl}"), world_size) == []
+    assert problems(parse(f"{flags} --cuda-graph-impl local"), world_size)
+
+
+def test_transformer_engines_layers_are_not_recorded() -> None:
+    found = problems(parse("--cuda-graph-impl local --precision te"), 1)
+    assert any("cuda_graph_impl(local) cannot record Transformer Engine's layers" in problem for problem in found)

@@ -1,0 +1,1 @@
+"""What tests share: ranks as processes, tiny models and runs."""

@@ -1,0 +1,225 @@
+"""Runs a function on several ranks: processes that stay alive between calls, because importing torch takes seconds.
+
+A fork server imports the package once and forks the workers, so that a pool starts, and starts again, in a moment. A
+call that fails or hangs kills the workers it found; the next call gets new ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+_PRELOAD = ["tests.harness.tiny_gpt", "tests.harness.ranks"]
+#: How long the other ranks may take to say what they saw after the first one failed.
+_GRACE_SECONDS = 2.0
+
+_init_process_group = torch.distributed.init_process_group
+_destroy_process_group = torch.distributed.destroy_process_group
+
+Result = TypeVar("Result")
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not answer; the message holds its rank and its traceback."""
+
+
+class RankPool:
+    """Worker processes for up to `max_ranks` ranks, started when a call first needs them.
+
+    Use as a context manager, or `close` it.
+    """
+
+    def __init__(self, max_ranks: int) -> None:
+        self.max_ranks = max_ranks
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def run(
+        self, function: Callable[..., Result], *args: Any, num_ranks: int, timeout_seconds: float = 120.0
+    ) -> list[Result]:
+        """Call ``function(*args)`` on each rank of a new world; its results in rank order.
+
+        The ranks find RANK, LOCAL_RANK and WORLD_SIZE in their environment, as under torchrun; the function joins and
+        leaves the process group itself (`distributed.topology.initialized`, or `on_default_group`).
+
+        Args:
+            function: of a module's top level; `args` and the results must pickle (tensors on the CPU do).
+
+        Raises:
+            RankError: the rank that died or raised first, with its traceback, and what the others saw of it; or the
+                ranks that had not answered in time.
+        """
+        assert 1 <= num_ranks <= self.max_ranks, f"num_ranks({num_ranks}) of a pool of {self.max_ranks}"
+        self._start(num_ranks)
+        connections = [connection for _, connection in self._workers[:num_ranks]]
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                for rank, connection in enumerate(connections):
+                    place = _Place(rank, num_ranks, os.path.join(folder, "rendezvous"))
+                    connection.send_bytes(pickle.dumps((place, function, args)))
+                return _collect(connections, timeout_seconds)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Kill the workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers.clear()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, num_ranks: int) -> None:
+        if any(not process.is_alive() for process, _ in self._workers):
+            self.close()
+        while len(self._workers) < num_ranks:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def on_default_group(function: Callable[..., Result], *args: Any, backend: str = "gloo") -> Result:
+    """Call ``function(group, *args)`` inside a default process group; for `RankPool.run`."""
+    torch.distributed.init_process_group(backend)
+    try:
+        assert torch.distributed.group.WORLD is not None
+        result = function(torch.distributed.group.WORLD, *args)
+        torch.distributed.barrier()  # a rank that leaves early breaks the connections that others still make
+        return result
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A rank's place in the world of one call."""
+
+    rank: int
+    num_ranks: int
+    rendezvous_file: str
+
+    def take(self) -> _TimeOfFailure:
+        """Make this process the rank. What is returned will know when the rank began to fail, if it does."""
+        os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.num_ranks))
+        # Ranks meet in a file: TCP rendezvous looks up host names, for seconds where the name service is slow.
+        torch.distributed.init_process_group = functools.partial(
+            _init_process_group,
+            store=torch.distributed.FileStore(self.rendezvous_file, self.num_ranks),
+            rank=self.rank,
+            world_size=self.num_ranks,
+        )
+        torch.distributed.destroy_process_group = functools.partial(_leave, time_of_failure := _TimeOfFailure())
+        return time_of_failure
+
+
+@dataclass
+class _TimeOfFailure:
+    """When a rank's error began to reach the others: seconds of the machine's monotonic clock."""
+
+    seconds: float | None = None
+
+    def note(self) -> float:
+        """The time noted first; now, if none was."""
+        if self.seconds is None:
+            self.seconds = time.monotonic()
+        return self.seconds
+
+
+def _leave(time_of_failure: _TimeOfFailure, *args: Any) -> None:
+    """Destroy a process group. On a rank that is failing this is what makes the other ranks fail."""
+    if sys.exc_info()[0] is not None:
+        time_of_failure.note()
+    _destroy_process_group(*args)
+
+
+def _serve(connection: Connection) -> None:
+    """Answer calls until the pool goes away. An answer is a result or a `_Failure`."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        time_of_failure = _TimeOfFailure()
+        try:
+            # Unpickling imports the function's module, which may raise too.
+            place, function, args = pickle.loads(request)
+            time_of_failure = place.take()
+            torch.manual_seed(0)
+            answer = pickle.dumps(function(*args))
+        except BaseException:
+            answer = pickle.dumps(_Failure(time_of_failure.note(), traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A rank's traceback, and when it began to fail; a death, which comes unannounced, counts as the earliest."""
+
+    seconds: float
+    text: str
+
+
+def _collect(connections: list[Connection], timeout_seconds: float) -> list[Any]:
+    """Every rank's result, in rank order; raises for the first that fails."""
+    deadline = time.monotonic() + timeout_seconds
+    results: dict[int, Any] = {}
+    failures: dict[int, _Failure] = {}
+    while len(results) + len(failures) < len(connections):
+        pending = [connection for rank, connection in enumerate(connections) if rank not in results | failures]
+        ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = connections.index(connection)
+            try:
+                answer = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                answer = _Failure(0.0, "the process died")
+            if isinstance(answer, _Failure):
+                failures[rank] = answer
+            else:
+                results[rank] = answer
+        if failures:
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    if failures:
+        raise RankError(_describe(failures, len(connections)))
+    if len(results) < len(connections):
+        silent = sorted(set(range(len(connections))) - set(results))
+        raise RankError(f"ranks {silent} of {len(connections)} did not answer within {timeout_seconds} s")
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _describe(failures: dict[int, _Failure], num_ranks: int) -> str:
+    """The first failure in full, and the last line of those it caused."""
+    (rank, first), *others = sorted(failures.items(), key=lambda item: item[1].seconds)
+    lines = [f"rank {rank} of {num_ranks}: {first.text.rstrip()}"]
+    lines += [f"then rank {other}: {failure.text.rstrip().splitlines()[-1]}" for other, failure in others]
+    return "\n".join(lines)

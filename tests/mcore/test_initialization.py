@@ -1,0 +1,126 @@
+"""One seed gives one model, however it is laid over ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.mcore.initialization import shard
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, assemble, tiny_config, train_tiny_gpt
+
+LAYOUTS = {
+    "tp2": (2, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2)),
+    "pp2_two_virtual_stages": (
+        2,
+        ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
+    ),
+    "dp2": (2, ParallelConfig()),
+    "tp2_pp2": (
+        4,
+        ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
+    ),
+}
+STYLES = {"gpt3": GPT3_STYLE, "llama": LLAMA_STYLE}
+NO_STEPS = torch.empty(0, 4, 2, 33, dtype=torch.long)
+
+
+def four_layers(style: str) -> ModelConfig:
+    return ModelConfig(**{**vars(STYLES[style]), "num_layers": 4})
+
+
+def initial(
+    ranks: RankPool, world: int, parallel: ParallelConfig, style: str, precision: str, seed: int = 1
+) -> TinyRun:
+    config = tiny_config(
+        four_layers(style),
+        parallel=parallel,
+        precision=PrecisionConfig(precision=precision),  # type: ignore[arg-type]
+        seed=seed,
+    )
+    return ranks.run(train_tiny_gpt, config, NO_STEPS, num_ranks=world)[0]
+
+
+@pytest.fixture(scope="module")
+def single(ranks: RankPool) -> dict[tuple[str, str], TinyRun]:
+    """One rank's run of each style and precision."""
+    return {
+        (style, precision): initial(ranks, 1, ParallelConfig(), style, precision)
+        for style in STYLES
+        for precision in ("bf16", "fp8")
+    }
+
+
+@pytest.mark.parametrize(("style", "precision"), [("gpt3", "bf16"), ("llama", "fp8")])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_weights_do_not_depend_on_the_layout(
+    ranks: RankPool, single: dict[tuple[str, str], TinyRun], layout: str, style: str, precision: str
+) -> None:
+    """Bitwise: in FP32 masters, and in FP16 masters, whose power-of-two scales may differ but round alike."""
+    world, parallel = LAYOUTS[layout]
+    other = initial(ranks, world, parallel, style, precision).weights
+    expected = single[style, precision].weights
+    assert list(other) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(other[name], value), name
+
+
+def test_masters_hold_the_same_values_at_every_precision(single: dict[tuple[str, str], TinyRun]) -> None:
+    for style in STYLES:
+        for name, value in single[style, "bf16"].weights.items():
+            # FP16 with a scale per block: half of 2⁻¹⁰, for numbers not 2⁻²⁸ below the block's largest.
+            torch.testing.assert_close(single[style, "fp8"].weights[name], value, rtol=2**-11, atol=1e-9)
+
+
+def test_names_sizes_and_spreads(single: dict[tuple[str, str], TinyRun]) -> None:
+    model = four_layers("llama")
+    weights = single["llama", "bf16"].weights
+    heads, groups, dim = model.num_attention_heads, model.query_groups, model.head_dim
+    assert groups == 2 and heads == 4
+    expected = {
+        "embedding.word_embeddings.weight": (256, 128),
+        "decoder.final_layernorm.weight": (128,),
+        "output_layer.weight": (256, 128),
+    }
+    for layer in range(4):
+        expected |= {
+            f"decoder.layers.{layer}.input_layernorm.weight": (128,),
+            f"decoder.layers.{layer}.self_attention.linear_qkv.weight": ((heads + 2 * groups) * dim, 128),
+            f"decoder.layers.{layer}.self_attention.linear_proj.weight": (128, heads * dim),
+            f"decoder.layers.{layer}.pre_mlp_layernorm.weight": (128,),
+            f"decoder.layers.{layer}.mlp.linear_fc1.weight": (2 * 256, 128),
+            f"decoder.layers.{layer}.mlp.linear_fc2.weight": (128, 256),
+        }
+    assert {name: tuple(value.shape) for name, value in weights.items()} == expected
+    for name, value in weights.items():
+        if value.ndim == 1:
+            assert torch.equal(value, torch.ones_like(value))
+            continue
+        std = 0.02 / math.sqrt(2 * 4) if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0.02
+        # The standard deviation of n normal values spreads by 1/√(2n): four of these.
+        assert value.std().item() == pytest.approx(std, rel=4 / math.sqrt(2 * value.numel()))
+    matrices = [value.flatten()[:4096] for value in weights.values() if value.ndim == 2]
+    correlations = torch.corrcoef(torch.stack(matrices)).fill_diagonal_(0.0)
+    assert correlations.abs().max() < 6 / math.sqrt(4096)  # no two parameters share their numbers
+
+
+def test_the_seed_matters(ranks: RankPool, single: dict[tuple[str, str], TinyRun]) -> None:
+    other = initial(ranks, 1, ParallelConfig(), "gpt3", "bf16", seed=2).weights
+    for name, value in single["gpt3", "bf16"].weights.items():
+        assert value.ndim == 1 or not torch.equal(value, other[name])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("dim", "stride"), [(0, 1), (1, 1), (0, 2)])
+def test_shards_make_the_whole(size: int, dim: int, stride: int) -> None:
+    whole = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    parts = [shard(whole, dim, stride, rank, size) for rank in range(size)]
+    assert torch.equal(assemble(parts, (dim, stride)), whole)
+    if stride == 2:
+        gate, up = whole.chunk(2)
+        for rank, part in enumerate(parts):  # every rank has its gates, then the ups that belong to them
+            assert torch.equal(part, torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]]))

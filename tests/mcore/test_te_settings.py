@@ -1,0 +1,17 @@
+"""What Transformer Engine's layers read of the configuration, through megatron-core's."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8_megatron.config.schema import PrecisionConfig
+from fp8_megatron.mcore.gpt import transformer_config
+from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
+
+
+def test_transformer_engine_is_told_what_stays_out_of_fp8() -> None:
+    precision = PrecisionConfig(precision="te", first_last_layers_bf16=True, num_layers_at_end_in_bf16=2)
+    told = transformer_config(tiny_config(GPT3_STYLE, precision=precision), torch.device("cpu"), None)
+    assert (told.fp8, told.fp8_recipe) == ("hybrid", "tensorwise")
+    assert told.first_last_layers_bf16
+    assert (told.num_layers_at_start_in_bf16, told.num_layers_at_end_in_bf16) == (1, 2)

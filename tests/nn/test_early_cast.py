@@ -1,0 +1,106 @@
+"""A norm's backward casts its gradient for the layer in front: the same bits as when that layer does it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.formats import E5M2
+from fp8_megatron.mcore.tensor_parallel import FP8RowParallelLinear
+from fp8_megatron.quantization.early_cast import EarlyCast
+from fp8_megatron.quantization.sources import Grads
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, random_batches, tiny_config, train_tiny_gpt
+
+STEPS, MICRO_BATCHES = 3, 2
+DELAYED = PrecisionConfig(fp8_recipe="delayed", fp8_amax_history_len=2)
+
+
+def cast_of(grad: torch.Tensor) -> tuple[Grads, torch.Tensor]:
+    payload = grad.to(E5M2)
+    return Grads(payload, payload.t().contiguous(), None), torch.ones(1)
+
+
+def test_it_is_for_the_gradient_it_was_made_of() -> None:
+    grad, early = torch.randn(4, 8), EarlyCast()
+    assert early.take(grad) is None
+    early.put(grad, *cast_of(grad))
+    taken = early.take(grad.view(2, 2, 8))
+    assert taken is not None and torch.equal(taken[0].payload.float(), grad.to(E5M2).float())
+    assert early.take(grad) is None, "once"
+
+
+@pytest.mark.parametrize("other", ["copy", "written", "part", "turned"])
+def test_another_gradient_has_none(other: str) -> None:
+    grad, early = torch.randn(4, 8), EarlyCast()
+    early.put(grad, *cast_of(grad))
+    if other == "written":
+        grad += 1.0
+    arrived = {"copy": grad.clone(), "written": grad, "part": grad[:2], "turned": grad.t()}[other]
+    assert early.take(arrived) is None
+
+
+def test_memory_that_is_used_again_is_another_gradient() -> None:
+    early, memory = EarlyCast(), bytearray(4 * 1024)
+    grad = torch.frombuffer(memory, dtype=torch.float32).view(32, 32)
+    early.put(grad, *cast_of(grad))
+    address = grad.data_ptr()
+    del grad
+    other = torch.frombuffer(memory, dtype=torch.float32).view(32, 32)
+    assert other.data_ptr() == address
+    assert early.take(other) is None
+
+
+def _train(config: Config, has_receivers: bool) -> tuple[TinyRun, int]:
+    """A run, and how often a layer found its gradient cast."""
+    num_taken = 0
+    take = EarlyCast.take
+
+    def counting(self: EarlyCast, grad: torch.Tensor) -> Any:
+        nonlocal num_taken
+        taken = take(self, grad)
+        num_taken += taken is not None
+        return taken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyCast, "take", counting)
+        if not has_receivers:
+            patch.setattr(FP8RowParallelLinear, "grad_receiver", lambda self: None)
+        return train_tiny_gpt(config, random_batches(STEPS, MICRO_BATCHES)), num_taken
+
+
+@pytest.mark.parametrize("style", ["gpt3", "llama"])
+@pytest.mark.parametrize("head", ["bf16_head", "fp8_head"])
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(2, sequence_parallel=True)], ids=["tp1", "tp2"])
+def test_the_same_bits_as_in_the_layer(ranks: RankPool, style: str, head: str, parallel: ParallelConfig) -> None:
+    model = GPT3_STYLE if style == "gpt3" else LLAMA_STYLE
+    precision = replace(DELAYED, fp8_lm_head=head == "fp8_head")
+    config = tiny_config(model, parallel=parallel, precision=precision)
+    num_ranks = parallel.tensor_model_parallel_size
+    # From the second step on: of L layers 2L − 1 have a norm behind them, and the last one has the head's.
+    expected = (STEPS - 1) * MICRO_BATCHES * (2 * model.num_layers - (head == "bf16_head"))
+    for (early, num_taken), (late, none) in zip(
+        ranks.run(_train, config, True, num_ranks=num_ranks),
+        ranks.run(_train, config, False, num_ranks=num_ranks),
+        strict=True,
+    ):
+        assert (num_taken, none) == (expected, 0)
+        assert (early.losses, early.grad_norms) == (late.losses, late.grad_norms)
+        assert all(torch.equal(early.weights[name], weight) for name, weight in late.weights.items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_config(replace(GPT3_STYLE, hidden_dropout=0.1), precision=DELAYED),
+        tiny_config(precision=PrecisionConfig(fp8_recipe="tensorwise")),
+    ],
+    ids=["dropout", "current_scaling"],
+)
+def test_nothing_is_cast_that_is_not_taken(ranks: RankPool, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EarlyCast, "put", lambda *_: pytest.fail("a cast that no layer takes"))
+    _train(config, True)

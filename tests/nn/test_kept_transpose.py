@@ -1,0 +1,22 @@
+"""A weight's transpose is made once a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8_megatron.formats import E4M3
+from fp8_megatron.kernels import ops
+from fp8_megatron.nn.linear import KeptTranspose
+
+
+def test_made_once_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    transpose = ops.transpose
+    monkeypatch.setattr(ops, "transpose", lambda payload: calls.append(1) or transpose(payload))
+    kept, payload = KeptTranspose(), torch.randn(16, 32).to(E4M3)
+    first = kept.of(payload)
+    assert first.shape == (32, 16) and kept.of(payload) is first and len(calls) == 1
+    payload.view(torch.uint8).zero_()
+    kept.forget()
+    assert not kept.of(payload).float().any() and len(calls) == 2

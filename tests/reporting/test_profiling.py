@@ -1,0 +1,94 @@
+"""Profiles: kernels are told apart, times are a step's, files appear for the ranks asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_megatron.config.schema import ProfileConfig
+from fp8_megatron.reporting.profiling import (
+    StepProfiler,
+    StepTimes,
+    category_of,
+    kernel_table,
+    kernel_times,
+    step_times,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_bias_TNT", "FP8 GEMM"),
+        ("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT", "FP8 GEMM"),
+        ("nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN", "16-bit GEMM"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("_activation_backward_tiles", "quantise, norm, activation"),
+        ("_quantize_grad_tiles", "quantise, norm, activation"),
+        ("_norm_quantize", "quantise, norm, activation"),
+        ("_quantize_blocks", "gradient storage"),
+        ("_accumulate_rows", "gradient storage"),
+        ("_cross_entropy_backward", "loss"),
+        ("_adamw_step", "optimizer"),
+        ("_derive_fp8_weights", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("something_new", "other"),
+    ],
+)
+def test_category_of(name: str, category: str) -> None:
+    assert category_of(name) == category
+
+
+def test_times_are_those_of_a_step() -> None:
+    cuda = torch.autograd.DeviceType.CUDA
+    events: list[Any] = [
+        SimpleNamespace(name="a", device_type=cuda, device_time_total=2000.0),
+        SimpleNamespace(name="a", device_type=cuda, device_time_total=4000.0),
+        SimpleNamespace(name="_adamw_step", device_type=cuda, device_time_total=10000.0),
+        SimpleNamespace(name="host", device_type=torch.autograd.DeviceType.CPU, self_cpu_time_total=1e9),
+    ]
+    longest, other = kernel_times(events, num_steps=2)
+    assert (longest.name, longest.ms_per_step, longest.calls_per_step) == ("_adamw_step", 5.0, 0.5)
+    assert (other.name, other.ms_per_step, other.calls_per_step) == ("a", 3.0, 1.0)
+    table = kernel_table([longest, other], StepTimes(9.0, 6.0, 1.0, 2.0))
+    assert "9.00 ms from a step's first kernel to its last: 6.00 compute, 1.00 communication beside none" in table
+    assert "8.00 ms a step" in table and "62.5%  optimizer" in table
+
+
+def test_exposed_communication_is_what_no_compute_covers() -> None:
+    def event(name: str, start: float, end: float, on_device: bool = True) -> SimpleNamespace:
+        kind = torch.autograd.DeviceType.CUDA if on_device else torch.autograd.DeviceType.CPU
+        return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [
+        event("gemm", 1000.0, 3000.0),
+        event("ncclDevKernel_SendRecv", 2000.0, 5000.0),  # 3000 to 5000 alone, but for the next
+        event("_adamw_step", 4000.0, 4500.0),
+        event("Memcpy PtoP (Device -> Device)", 6000.0, 6500.0),
+        event("host", 0.0, 9000.0, on_device=False),
+    ]
+    times = step_times(events, num_steps=2)
+    assert times == StepTimes(span=2.75, compute=1.25, exposed_communication=1.0, idle=0.5)
+    assert step_times(events[-1:], num_steps=1) == StepTimes(0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("ranks", "written"), [(("0",), True), (("1", "2"), False)])
+def test_files_of_the_ranks_asked_for(tmp_path: Path, ranks: tuple[str, ...], written: bool) -> None:
+    config = ProfileConfig(profile=True, profile_step_start=2, profile_step_end=4, profile_ranks=ranks)
+    profiler = StepProfiler(config, tmp_path, rank=0)
+    for step in range(1, 6):
+        profiler.before(step)
+        torch.ones(8) + 1
+        profiler.after(step)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == ({"profile_rank0.json", "profile_rank0.txt"} if written else set())
+    if written:
+        kernels = json.loads((tmp_path / "profile_rank0.json").read_text())["kernels"]
+        adds = [k for k in kernels if k["name"] == "aten::add"]
+        assert [k["calls_per_step"] for k in adds] == [1.0]
