@@ -43,6 +43,7 @@ from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.checkpoint.torch_dist import TorchDistReader
 from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.device import device as devices
+from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.optimizer.state import SpaceState, StateTensor
@@ -81,9 +82,9 @@ def main() -> None:
     devices.prepare_cuda_environment(needs_launch_order=in_order)
     device = devices.select_device()
     with ExitStack() as stack:
-        stack.enter_context(devices.runtime(device))
+        stack.enter_context(runtime(device))
         topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
-        devices.seed_everything(1, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank())
+        seed_everything(1, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank())
         data = open_run_data(config, topology)
         state = build_training_state(config, data.vocab_size, topology, device)
         resumable = Resumable(

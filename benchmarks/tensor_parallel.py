@@ -27,9 +27,10 @@ from torch import Tensor
 
 from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum_rows
 from fp8_megatron.collectives.transport import copy_engine
-from fp8_megatron.device.device import distributed_backend, runtime, select_device
+from fp8_megatron.device.device import distributed_backend, select_device
 from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops, reference
+from fp8_megatron.mcore.runtime import runtime
 
 Group = torch.distributed.ProcessGroup
 _WARM_UP_CALLS, _CALLS = 6, 30

@@ -19,9 +19,9 @@ from torch import Tensor
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, module_name
 from ..config.schema import Config, ModelConfig, ParallelConfig
-from ..device.device import runtime
 from ..mcore.gpt import transformer_config
 from ..mcore.layer_spec import block_submodules
+from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
 from .hugging_face import Family
 from .hugging_face_folder import HuggingFaceWeights

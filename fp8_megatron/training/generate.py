@@ -20,6 +20,7 @@ from ..device import device as devices
 from ..formats import FP8_GEMM_MULTIPLE
 from ..mcore.gpt import build_model
 from ..mcore.initialization import named_parameters_of_model
+from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import Topology, initialized
 from .run_data import load_tokenizer
 
@@ -65,9 +66,9 @@ def generate_text(
             raise ConfigError(f"prompt {prompt!r}: {error}") from error
     device = devices.select_device()
     with ExitStack() as stack:
-        stack.enter_context(devices.runtime(device))
+        stack.enter_context(runtime(device))
         topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
-        devices.seed_everything(seed, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=0)
+        seed_everything(seed, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=0)
         model = _load_model(config, folder, topology, device)
         generator = torch.Generator(device).manual_seed(seed)
         sampler = _Sampler(config, model, tokenizer, device, temperature, top_k, generator)

@@ -14,7 +14,7 @@ import torch
 
 from ..config.checks import cuda_graph_problems
 from ..config.schema import Config
-from ..device import device as devices
+from ..device import memory as device_memory
 from ..reporting.flops import model_flops_per_token
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def has_room(device: torch.device) -> bool:
 
     Called by all ranks at the same step, once; waits for the device.
     """
-    share = torch.tensor([devices.peak_used_share(device)], device=device)
+    share = torch.tensor([device_memory.peak_used_share(device)], device=device)
     if torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(share, torch.distributed.ReduceOp.MAX)
     largest = share.item()  # what the host does next depends on it

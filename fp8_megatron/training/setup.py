@@ -51,7 +51,7 @@ class TrainableModel:
 def build_trainable_model(
     config: Config, vocab_size: int, topology: Topology, device: torch.device, num_micro_batches: int
 ) -> TrainableModel:
-    """Build and initialise the model and its optimizer on this rank, inside `device.runtime`.
+    """Build and initialise the model and its optimizer on this rank, inside `runtime`.
 
     Args:
         vocab_size: padded vocabulary.

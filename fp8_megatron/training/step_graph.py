@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..collectives.transport import copy_engine, recording
 from ..config.schema import MIN_CUDA_GRAPH_WARMUP_STEPS
-from ..device import device as devices
+from ..device import memory as device_memory
 from .batches import Batch, take_step
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class StepGraph:
     def release(self) -> None:
         """Free the recordings, before the process groups in them are destroyed."""
         self._recorded.clear()
-        devices.count_memory_beside_allocator(-self._kept_bytes)
+        device_memory.count_memory_beside_allocator(-self._kept_bytes)
         self._kept_bytes = 0
 
     def _take_in_place(self, loader: Iterator[Batch]) -> None:
@@ -146,8 +146,8 @@ class StepGraph:
             gc.collect()  # what the first has left behind is room for the second
             self._recorded[True] = self._record_kind(measures_underflow=True)
         self._kept_bytes = _reserved_beside_tensors(self._device) - free_before
-        devices.begin_another_peak(self._device)
-        devices.count_memory_beside_allocator(self._kept_bytes)
+        device_memory.begin_another_peak(self._device)
+        device_memory.count_memory_beside_allocator(self._kept_bytes)
         seconds, kept = time.monotonic() - started, self._kept_bytes / 2**30
         logger.info("recorded a step as a CUDA graph in %.1f s; %.2f GiB are kept for it", seconds, kept)
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from ..device import device as devices
+from ..device import memory as device_memory
 from ..sharding.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
 from .graph_choice import has_room
@@ -49,7 +49,7 @@ def train_step(
     for history in state.histories:
         if history is not None:
             history.update(state.topology.replica)
-    peak = devices.peak_memory_gib(state.device)
+    peak = device_memory.peak_memory_gib(state.device)
     loss_and_stops, largest_peak = _over_ranks(loss, state, wants_stop=wants_stop, peak_memory_gib=peak)
     return torch.cat([loss_and_stops, grad_norm, underflow_fraction, _scaling(state), largest_peak])
 

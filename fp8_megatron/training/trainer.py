@@ -23,6 +23,7 @@ from ..config.io import format_config, save_config
 from ..config.schema import Config
 from ..device import device as devices
 from ..mcore.attention import may_use_cudnn, preferring_backends
+from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import Topology
 from ..planning.memory import predict_memory
 from ..reporting.flops import model_flops_per_token, peak_flops
@@ -82,7 +83,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         with ExitStack() as stack:
             signals = stack.enter_context(SignalHandler(all_ranks_any=lambda received_here: received_here))
-            stack.enter_context(devices.runtime(device))
+            stack.enter_context(runtime(device))
             stack.enter_context(preferring_backends(model.attention_backend, with_cudnn=with_cudnn))
             topology, watch = stack.enter_context(
                 watched_world(
@@ -118,7 +119,7 @@ class _Run:
         self.watch = watch
         self.signals = signals
         self.is_writer = topology.rank == 0
-        devices.seed_everything(
+        seed_everything(
             config.training.seed,
             device,
             tensor_parallel_rank=topology.tp.rank(),

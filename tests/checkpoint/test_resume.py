@@ -19,8 +19,8 @@ from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.run_state import Progress, autoscales_of, rng_states, set_rng_states
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.device.device import runtime, seed_everything
 from fp8_megatron.formats import GradReduceMode, StorageDtype
+from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.sharding.grad_buffer import ShardedGradBuffer
 from tests.harness.ranks import RankPool

@@ -12,6 +12,7 @@ import torch
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.device import device as devices
+from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
@@ -46,9 +47,9 @@ def build_state() -> Iterator[Callable[..., Any]]:
         def build(**overrides: object) -> Any:
             config = parse_config(tiny_flags(Path("unused"), **{**MODEL, "train_iters": 100, **overrides}))
             device = devices.select_device()
-            stack.enter_context(devices.runtime(device))
+            stack.enter_context(runtime(device))
             topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
-            devices.seed_everything(1, device, tensor_parallel_rank=0, pipeline_rank=0)
+            seed_everything(1, device, tensor_parallel_rank=0, pipeline_rank=0)
             data = open_run_data(config, topology)
             before = torch.cuda.memory_allocated()
             state = build_training_state(config, data.vocab_size, topology, device)

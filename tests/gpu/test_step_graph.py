@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.device import device as devices
+from fp8_megatron.device import memory as device_memory
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import graph_choice
 from fp8_megatron.training.trainer import Trainer
@@ -112,7 +112,7 @@ def test_holds_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name, graph in (("python", PYTHON), ("graph", GRAPH)):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        monkeypatch.setattr(devices, "_earlier_peak_gib", 0.0)
+        monkeypatch.setattr(device_memory, "_earlier_peak_gib", 0.0)
         Trainer(parse_config(tiny_flags(tmp_path / name, **{**MODEL, **settings, **graph}))).fit()
         records = [r for r in read_records(tmp_path / name / METRICS_FILE) if r["kind"] == "train"]
         peaks[name] = records[-1]["peak_memory_gib"]

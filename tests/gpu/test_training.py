@@ -10,6 +10,7 @@ import torch
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.device import device as devices
+from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
@@ -83,9 +84,9 @@ def build_state():  # type: ignore[no-untyped-def]
         def build(**overrides: object):  # type: ignore[no-untyped-def]
             config = parse_config(tiny_flags(Path("unused"), **{**GPU_RUN, "train_iters": 100, **overrides}))
             device = devices.select_device()
-            stack.enter_context(devices.runtime(device))
+            stack.enter_context(runtime(device))
             topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
-            devices.seed_everything(1, device, tensor_parallel_rank=0, pipeline_rank=0)
+            seed_everything(1, device, tensor_parallel_rank=0, pipeline_rank=0)
             data = open_run_data(config, topology)
             before = torch.cuda.memory_allocated()
             state = build_training_state(config, data.vocab_size, topology, device)

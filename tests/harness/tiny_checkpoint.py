@@ -14,7 +14,7 @@ from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.run_state import Progress, Resumable
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config
-from fp8_megatron.device.device import runtime
+from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.harness.tiny_gpt import VOCAB_SIZE, TinyGPT, build_tiny_gpt, forward_backward, random_batches, whole_weights

@@ -23,9 +23,9 @@ from fp8_megatron.config.schema import (
     PrecisionConfig,
     TrainingConfig,
 )
-from fp8_megatron.device import device as devices
 from fp8_megatron.mcore.data_parallel import FP8DataParallel
 from fp8_megatron.mcore.gpt import ModelChunk
+from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.state import SpaceState
@@ -110,7 +110,7 @@ def train_tiny_gpt(
         before_training: may break something, to see that a comparison notices.
     """
     device = device or torch.device("cpu")
-    with devices.runtime(device), initialized(config.parallel, config.model.num_layers, device) as topology:
+    with runtime(device), initialized(config.parallel, config.model.num_layers, device) as topology:
         num_micro_batches = batches.shape[1] // topology.dp.size()
         gpt = build_tiny_gpt(config, topology, device, num_micro_batches)
         if before_training is not None:
@@ -127,8 +127,8 @@ def train_tiny_gpt(
 
 
 def build_tiny_gpt(config: Config, topology: Topology, device: torch.device, num_micro_batches: int) -> TinyGPT:
-    """This rank's part of the model, with initial weights loaded, inside `device.runtime`."""
-    devices.seed_everything(
+    """This rank's part of the model, with initial weights loaded, inside `runtime`."""
+    seed_everything(
         config.training.seed, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank()
     )
     built = build_trainable_model(config, VOCAB_SIZE, topology, device, num_micro_batches)

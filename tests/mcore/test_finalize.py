@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.device.device import runtime
 from fp8_megatron.kernels import reference
 from fp8_megatron.mcore.finalize import finalize_model_grads
 from fp8_megatron.mcore.initialization import shard
+from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.optimizer.clip_grads import global_grad_norm
 from fp8_megatron.quantization.stats import snr_db

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives.traffic import TrafficKind, counted_traffic
 from fp8_megatron.config.schema import ParallelConfig
-from fp8_megatron.device.device import runtime
+from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.recipe import Recipe

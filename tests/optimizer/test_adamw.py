@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fp8_megatron.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.device.device import runtime
 from fp8_megatron.formats import E4M3, StorageDtype
 from fp8_megatron.kernels import reference
 from fp8_megatron.mcore.data_parallel import FP8DataParallel
+from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer import state as state_module
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer

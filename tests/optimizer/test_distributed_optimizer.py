@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fp8_megatron.collectives.traffic import counted_traffic
 from fp8_megatron.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.device.device import runtime
 from fp8_megatron.formats import StorageDtype
 from fp8_megatron.mcore.data_parallel import FP8DataParallel
+from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.state import SpaceState

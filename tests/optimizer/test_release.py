@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
-from fp8_megatron.device.device import runtime
 from fp8_megatron.formats import StorageDtype
 from fp8_megatron.kernels import ops
+from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.optimizer.state import SpaceState

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fp8_megatron.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.device.device import runtime
 from fp8_megatron.formats import StorageDtype
+from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.planning.memory import predict_memory
 from fp8_megatron.reporting.memory_report import MemoryByKind, StorageBytes

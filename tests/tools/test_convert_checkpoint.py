@@ -37,9 +37,9 @@ from fp8_megatron.conversion.hugging_face_folder import HuggingFaceWeights
 from fp8_megatron.conversion.logits import logits_of_weights, random_tokens
 from fp8_megatron.conversion.torch_dist_weights import TorchDistWeights
 from fp8_megatron.data.tokenizer import build_tokenizer
-from fp8_megatron.device.device import runtime
 from fp8_megatron.mcore.gpt import build_model, transformer_config
 from fp8_megatron.mcore.initialization import named_parameters_of_model
+from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db

@@ -16,6 +16,8 @@ from torch import Tensor
 from fp8_megatron.collectives.transport import copy_engine, recording
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.device import device as devices
+from fp8_megatron.device import memory as device_memory
+from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.training import step_graph, train_step
 from fp8_megatron.training.batches import Batch
@@ -124,8 +126,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     for name in ("max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(devices, "_bytes_beside_allocator", 0)
-    monkeypatch.setattr(devices, "_earlier_peak_gib", 0.0)
+    monkeypatch.setattr(device_memory, "_bytes_beside_allocator", 0)
+    monkeypatch.setattr(device_memory, "_earlier_peak_gib", 0.0)
     monkeypatch.setattr(step_graph, "get_all_rng_states", lambda: {"a": "generator of a"})
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr(recording, "_recordables", {})
@@ -168,9 +170,9 @@ def test_memory_that_recordings_keep_is_counted_once(cuda: Cuda) -> None:
     batches = loader()
     for measures in (False, False, False, True):
         graph(batches, measures_underflow=measures)
-        assert devices.peak_memory_gib(gpu) == 13.0
+        assert device_memory.peak_memory_gib(gpu) == 13.0
     cuda.peak = 11 * GIB  # the optimizer's, say
-    assert devices.peak_memory_gib(gpu) == 14.0
+    assert device_memory.peak_memory_gib(gpu) == 14.0
     graph.release()
     assert devices._bytes_beside_allocator == 0
 
@@ -290,8 +292,8 @@ def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None
     for graphed in (False, True):
         flags = tiny_flags(Path("unused"), fp8_recipe=recipe, train_iters=20)
         config = parse_config(flags)
-        with devices.runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
-            devices.seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
+        with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
+            seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
             data = open_run_data(config, topology)
             state = build_training_state(config, data.vocab_size, topology, CPU)
             graph = train_step.step_graph(state) if graphed else None

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fp8_megatron.config.schema import ParallelConfig
-from fp8_megatron.device.device import runtime
+from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.watch import failures, flight_recorder
 from fp8_megatron.watch.failures import EXIT_STATUS, RankFailure, RankWatch, is_broken_collective, watched_world
 from fp8_megatron.watch.flight_recorder import CallSite

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...device.device import count_memory_beside_allocator
+from ...device.memory import count_memory_beside_allocator
 from . import recording
 from .side_stream import side_stream, stream_of
 from .stream_barrier import RecordableBarrier

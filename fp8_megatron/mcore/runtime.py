@@ -1,0 +1,126 @@
+"""What megatron-core needs to run on a device: its CUDA calls on a CPU, and seeded random states.
+
+megatron-core names CUDA in places that a CPU run passes (``schedules.py`` allocates with ``device="cuda"``). Nothing
+is patched at import. `runtime` maps those places to the CPU while its block runs and puts everything back. On CUDA it
+only selects the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from megatron.core.tensor_parallel import random as mcore_random
+from torch.overrides import TorchFunctionMode
+
+_MATMULS = (torch.matmul, torch.Tensor.matmul)
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+class _CudaOnCpu(TorchFunctionMode):
+    """Sends ``device="cuda"`` and ``.cuda()`` to the CPU, and multiplies 16-bit matrices in FP32 there.
+
+    A CPU without BF16 instructions takes three times as long for a BF16 product as for an FP32 one. Operands and
+    result stay 16-bit and the sum is FP32 either way, as on a GPU.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func in _MATMULS and len(args) == 2 and args[0].dtype == args[1].dtype and args[0].dtype in _SIXTEEN_BITS:
+            return (args[0].float() @ args[1].float()).to(args[0].dtype)
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and str(device).startswith("cuda"):
+                kwargs = {**kwargs, "device": "cpu"}
+            return func(*args, **kwargs)
+        return func(*args)
+
+
+class CpuRngTracker:
+    """megatron-core's CUDA RNG tracker, on the CPU's generator: named states, forked for a region."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+
+    def is_initialized(self) -> bool:
+        """Whether any state has been added."""
+        return bool(self.states_)
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self.states_ = {}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """The named generator states."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Replace the named generator states."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a state seeded with `seed`."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.states_[name] = torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw from the named state inside the block."""
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+@contextlib.contextmanager
+def runtime(device: torch.device) -> Iterator[None]:
+    """Everything megatron-core needs to run on `device`; undone at the end of the block."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (mcore_random, "_CUDA_RNG_STATE_TRACKER", CpuRngTracker()),
+            (mcore_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+            (mcore_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+            (mcore_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
+        stack.enter_context(_CudaOnCpu())
+        yield
+
+
+def seed_everything(
+    seed: int, device: torch.device, *, tensor_parallel_rank: int, pipeline_rank: int, records_graphs: bool = False
+) -> None:
+    """Seed dropout: the default generator alike over a tensor-parallel group, the tracker's state apart.
+
+    Initial weights do not come from here (see `models.initialization`), so these seeds never change them.
+
+    Args:
+        records_graphs: make the tracker's states ones that CUDA graphs draw from; the numbers are the same.
+    """
+    seed = seed + 100 * pipeline_rank
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        mcore_random.model_parallel_cuda_manual_seed(
+            seed,
+            use_cudagraphable_rng=records_graphs,
+            tp_rank=tensor_parallel_rank,
+            ep_rank=0,
+            etp_rank=0,
+            force_reset_rng=True,
+        )
+    else:
+        tracker = mcore_random.get_cuda_rng_tracker()
+        tracker.reset()
+        tracker.add("model-parallel-rng", seed + 2718 + tensor_parallel_rank)
