@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fp8_megatron.collectives.transport import copy_engine, recording
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.device import device as devices
 from fp8_megatron.device import memory as device_memory
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
@@ -174,7 +173,7 @@ def test_memory_that_recordings_keep_is_counted_once(cuda: Cuda) -> None:
     cuda.peak = 11 * GIB  # the optimizer's, say
     assert device_memory.peak_memory_gib(gpu) == 14.0
     graph.release()
-    assert devices._bytes_beside_allocator == 0
+    assert device_memory._bytes_beside_allocator == 0
 
 
 def test_without_anything_to_measure_one_recording_is_enough(cuda: Cuda) -> None:
