@@ -20,12 +20,13 @@ from torch import Tensor
 from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.formats import E4M3, E5M2
 from fp8_megatron.kernels import ops, reference
-from fp8_megatron.mcore import lm_head
-from fp8_megatron.mcore.lm_head import FP8OutputLayer, fp8_norm_head_logits, fp8_norm_head_loss
+from fp8_megatron.mcore.lm_head import FP8OutputLayer
 from fp8_megatron.mcore.norm import DeferredNorm
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.nn import lm_head
 from fp8_megatron.nn.linear import NormParams, TensorParallelism
+from fp8_megatron.nn.lm_head import fp8_norm_head_logits, fp8_norm_head_loss
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import INPUT_DTYPE, Quantizer, Recipe
 from fp8_megatron.quantization.stats import snr_db

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.mcore.mlp import fp8_norm_mlp
-from fp8_megatron.mcore.self_attention import fp8_norm_qkv
 from fp8_megatron.nn.linear import LinearParams, NormParams, TensorParallelism
+from fp8_megatron.nn.mlp import fp8_norm_mlp
+from fp8_megatron.nn.qkv import fp8_norm_qkv
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
