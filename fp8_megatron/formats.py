@@ -33,6 +33,8 @@ MAX_FINITE: dict[torch.dtype, float] = {
 GRAD_BLOCK = 128
 #: Elements that share one FP32 scale in block-scaled optimizer state.
 STATE_BLOCK = 256
+#: Elements along K that share one FP32 scale in an operand of the block-scaled GEMM; a weight's tile has as many rows.
+GEMM_BLOCK = 128
 
 #: Hopper's FP8 tensor cores take operand sizes in multiples of this.
 FP8_GEMM_MULTIPLE = 16

@@ -8,10 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES
+from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES, FP8_GEMM_MULTIPLE
 from . import registration
 from .activation import reference as activation
+from .gemm.block_scaled import check_block_scaled_mm
 from .gemm.scaled_mm import check_scaled_mm
+from .quantize.blocks import dequantize_blocks as dequantize_blocks
 
 _OPS = registration.callables()
 
@@ -273,6 +275,97 @@ def scaled_mm_to_fp8_(
     assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
     assert out.dtype in FP8_DTYPES and amax.shape == (1,) and inverse.shape == (1,), (out.dtype, amax, inverse)
     _OPS.scaled_mm_to_fp8_(out, amax, a, b, scale_a, scale_b, inverse)
+
+
+def quantize_blocks(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = False,
+    column_sums: bool = False,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`blocks.quantize_blocks`: payload [M, K], scales [⌈K / 128⌉, M], transpose [K, M], its scales [⌈M / 128⌉, K],
+    column sums [K].
+
+    Raises:
+        ValueError: M or K is not a multiple of 16.
+    """
+    assert dtype in FP8_DTYPES, dtype
+    _check_multiples(x)
+    return _OPS.quantize_blocks(x, dtype, rowwise, transposed, column_sums, power_of_two)
+
+
+def quantize_tiles(
+    w: Tensor, dtype: torch.dtype, *, rowwise: bool = True, transposed: bool = False, power_of_two: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`blocks.quantize_tiles`: payload [N, K], scales [⌈N / 128⌉, ⌈K / 128⌉ padded], transpose [K, N], its scales.
+
+    Raises:
+        ValueError: N or K is not a multiple of 16.
+    """
+    assert dtype in FP8_DTYPES, dtype
+    _check_multiples(w)
+    return _OPS.quantize_tiles(w, dtype, rowwise, transposed, power_of_two)
+
+
+def transpose_tiles(payload: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """`blocks.transpose_tiles`: FP8 [N, K] and its tiles' scales → [K, N] and its tiles' scales.
+
+    Raises:
+        ValueError: N or K is not a multiple of 16.
+    """
+    assert payload.dtype in FP8_DTYPES, payload.dtype
+    _check_multiples(payload)
+    return _OPS.transpose_tiles(payload, scales)
+
+
+def _check_multiples(x: Tensor) -> None:
+    rows, columns = x.shape
+    if rows % FP8_GEMM_MULTIPLE or columns % FP8_GEMM_MULTIPLE:
+        raise ValueError(
+            f"block-scaled operands have sizes in multiples of {FP8_GEMM_MULTIPLE}, not {rows} × {columns}"
+        )
+
+
+def block_scaled_mm_into_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+) -> None:
+    """`block_scaled.block_scaled_mm_into_`: a [M, K] · b [N, K]ᵀ, plus bias and addend, to contiguous `out` [M, N].
+
+    Raises:
+        ValueError: see `check_block_scaled_mm`.
+    """
+    check_block_scaled_mm(a, b, scales_a, scales_b)
+    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
+    assert bias is None or out.dtype == bias.dtype != torch.float32, (bias, out.dtype)
+    if addend is not None:
+        assert addend.shape == out.shape and addend.dtype == out.dtype, (addend.shape, addend.dtype)
+        assert addend.is_contiguous(), addend.stride()
+    _OPS.block_scaled_mm_into_(out, a, b, scales_a, scales_b, bias, addend)
+
+
+def block_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """`block_scaled_mm_into_` a new tensor [M, N] in `out_dtype`."""
+    out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    block_scaled_mm_into_(out, a, b, scales_a, scales_b, bias=bias)
+    return out
 
 
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:

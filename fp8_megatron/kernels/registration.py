@@ -17,9 +17,10 @@ from . import reference
 from .activation import reference as activation
 from .adamw import split_master
 from .cross_entropy import reference as cross_entropy
+from .gemm import block_scaled
 from .gemm.scaled_mm import scaled_mm_cublaslt, scaled_mm_into_cublaslt_, scaled_mm_to_fp8_cublaslt_
 from .norm import reference as norm
-from .quantize import qkv
+from .quantize import blocks, qkv
 from .scales import amax_history, underflow
 
 _LIBRARY = torch.library.Library("fp8_megatron", "DEF")
@@ -34,6 +35,13 @@ _SCHEMAS = {
     " bool transposed) -> (Tensor, Tensor, Tensor, Tensor)",
     "quantize_qkv_grad": "(Tensor[] grads, ScalarType dtype, Tensor? scale, bool power_of_two,"
     " Tensor(a!)? amax_out, bool column_sums) -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_blocks": "(Tensor x, ScalarType dtype, bool rowwise, bool transposed, bool column_sums,"
+    " bool power_of_two) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "quantize_tiles": "(Tensor w, ScalarType dtype, bool rowwise, bool transposed, bool power_of_two)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "transpose_tiles": "(Tensor payload, Tensor scales) -> (Tensor, Tensor)",
+    "block_scaled_mm_into_": "(Tensor(a!) out, Tensor a, Tensor b, Tensor scales_a, Tensor scales_b, Tensor? bias,"
+    " Tensor? addend) -> ()",
     "transpose": "(Tensor payload) -> Tensor",
     "norm_amax": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms) -> Tensor",
     "norm_quantize": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms, ScalarType dtype, Tensor? scale,"
@@ -143,6 +151,10 @@ _CPU: dict[str, Callable[..., Any]] = {
     "quantize_with_scale": _reference_quantize_with_scale,
     "quantize_grad_output": reference.quantize_grad_output,
     "quantize_qkv_grad": qkv.quantize_qkv_grad,
+    "quantize_blocks": blocks.quantize_blocks,
+    "quantize_tiles": blocks.quantize_tiles,
+    "transpose_tiles": blocks.transpose_tiles,
+    "block_scaled_mm_into_": block_scaled.block_scaled_mm_into_,
     "transpose": reference.transpose,
     "norm_amax": norm.norm_amax,
     "norm_quantize": norm.norm_quantize,
@@ -177,6 +189,10 @@ _GPU_MODULES = {
     "quantize_with_scale": "quantize_triton",
     "quantize_grad_output": "grad_output_triton",
     "quantize_qkv_grad": "grad_output_triton",
+    "quantize_blocks": "quantize.blocks_triton",
+    "quantize_tiles": "quantize.blocks_triton",
+    "transpose_tiles": "quantize.blocks_triton",
+    "block_scaled_mm_into_": "gemm.block_scaled_cublaslt",
     "transpose": "quantize_triton",
     "norm_amax": "norm_triton",
     "norm_quantize": "norm_triton",

@@ -11,3 +11,8 @@ def cdiv(n: int, block: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of two that is not below `n` ≥ 1."""
     return 1 << (n - 1).bit_length()
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `n`."""
+    return cdiv(n, multiple) * multiple

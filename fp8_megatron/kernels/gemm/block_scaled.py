@@ -1,0 +1,59 @@
+"""The block-scaled GEMM: its specification in plain PyTorch, and the limits of Hopper's variant on every device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
+from ..quantize.blocks import dequantize_blocks, has_tile_scales
+
+#: Operands that passed: the check would take the host longer than the launch.
+_fine: set[tuple[object, ...]] = set()
+
+
+def check_block_scaled_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor) -> None:
+    """Hold a GEMM a [M, K] · b [N, K]ᵀ to what cuBLASLt runs, on every device (a CPU would accept more).
+
+    Raises:
+        ValueError: operands not FP8, both E5M2, not contiguous, of other sizes than cuBLASLt takes, with scales of
+            another shape than `quantize.blocks` gives, or both with scales of tiles.
+    """
+    key = (a.dtype, b.dtype, a.shape, b.shape, scales_a.shape, scales_b.shape)
+    if key in _fine and all(tensor.is_contiguous() for tensor in (a, b, scales_a, scales_b)):
+        return
+    name = "block-scaled GEMM"
+    if a.dtype not in FP8_DTYPES or b.dtype not in FP8_DTYPES or (a.dtype == E5M2 and b.dtype == E5M2):
+        raise ValueError(f"{name} takes E4M3×E4M3, E4M3×E5M2 or E5M2×E4M3, not {a.dtype} × {b.dtype}")
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise ValueError(f"{name} takes contiguous (K-major) operands, not strides {a.stride()} × {b.stride()}")
+    (m, k), (n, k_of_b) = a.shape, b.shape
+    if k != k_of_b:
+        raise ValueError(f"{name} operands differ in K: a is [{m}, {k}], b is [{n}, {k_of_b}]")
+    for letter, size, multiple in (("M", m, FP8_GEMM_MULTIPLE), ("N", n, FP8_GEMM_MULTIPLE), ("K", k, GEMM_BLOCK)):
+        if size % multiple:
+            raise ValueError(f"{name} size {letter}={size} is not a multiple of {multiple} (M={m} N={n} K={k})")
+    if has_tile_scales(a, scales_a) and has_tile_scales(b, scales_b):
+        raise ValueError(f"{name} takes 128×128 tiles on one side only: cast a or b with quantize_blocks")
+    _fine.add(key)
+
+
+def block_scaled_mm_into_(
+    out: Tensor, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, bias: Tensor | None, addend: Tensor | None
+) -> None:
+    """``Σ_j (a_j b_jᵀ) · scales_a_j · scales_b_j (+ bias) (+ addend)`` over the blocks j of 128 along K, into `out`.
+
+    Accumulated in FP32, rounded to `out`'s dtype once. The specification multiplies by a scale before the sum over a
+    block, Hopper after it: they differ by FP32's rounding.
+
+    Args:
+        out: contiguous [M, N] in BF16, FP16 or FP32.
+        a, b: FP8 [M, K] and [N, K], contiguous; K a multiple of 128, M and N of 16.
+        scales_a, scales_b: of `quantize.blocks`: blocks or tiles, their shape says which; not tiles for both.
+        bias: [N] in `out`'s dtype, or None; none with an FP32 `out`.
+        addend: contiguous [M, N] in `out`'s dtype, or None.
+    """
+    product = dequantize_blocks(a, scales_a) @ dequantize_blocks(b, scales_b).t()
+    for summand in (bias, addend):
+        if summand is not None:
+            product += summand.float()
+    out.copy_(product)

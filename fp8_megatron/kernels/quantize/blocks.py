@@ -1,0 +1,144 @@
+"""The specification of the block-scaled GEMM's operands: FP8 with a scale for each 1×128 block or each 128×128 tile.
+
+The recipe is DeepSeek-V3's (arXiv 2412.19437, section 3.3). Activations and gradients have a scale for each 128
+elements along the GEMM's K, weights one for each 128×128 tile. The matrix may cut a last block short; it counts as
+filled up with zeros. A scale is FP32 and dequantises. `reference.scale_from_amax` takes it: a block of zeros has scale
+1, a block with an inf or a NaN has scale NaN.
+
+Scales lie as cuBLASLt reads them ("128-element 1D and 128x128 2D block scaling" of its manual), with L = ⌈K / 128⌉:
+
+- of blocks, FP32 [L, R] for an operand [R, K]: ``scales[j, i]`` belongs to ``x[i, 128j : 128j + 128]``;
+- of tiles, FP32 [⌈R / 128⌉, L rounded up to a multiple of 4]: ``scales[i, j]`` belongs to
+  ``w[128i : 128i + 128, 128j : 128j + 128]``. The columns from L on are padding, and hold 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...formats import GEMM_BLOCK
+from ..reference import decode, encode, scale_from_amax
+from ..sizes import cdiv, round_up
+
+#: cuBLASLt reads the scales of tiles with a row stride that is a multiple of this.
+TILE_SCALES_MULTIPLE = 4
+
+
+def block_scales_shape(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the scales of 1×128 blocks of an operand [rows, columns]."""
+    return cdiv(columns, GEMM_BLOCK), rows
+
+
+def tile_scales_shape(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the scales of 128×128 tiles of an operand [rows, columns], padding included."""
+    return cdiv(rows, GEMM_BLOCK), round_up(cdiv(columns, GEMM_BLOCK), TILE_SCALES_MULTIPLE)
+
+
+def quantize_blocks(
+    x: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, column_sums: bool, power_of_two: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Quantise `x` [M, K] with a scale for each block of 128 along K, its transpose with one for each 128 along M.
+
+    The two layouts hold different numbers: a block of one crosses 128 blocks of the other.
+
+    Args:
+        x: BF16, FP16 or FP32.
+        column_sums: also sum the columns (a bias's gradient).
+        power_of_two: round the scales up to powers of two.
+
+    Returns:
+        payload [M, K], its scales [⌈K / 128⌉, M] (both empty unless `rowwise`), transpose [K, M], its scales
+        [⌈M / 128⌉, K] (both empty unless `transposed`), column sums FP32 [K] (empty unless `column_sums`).
+    """
+    nothing = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
+    along_k = _cast_blocks(x, dtype, power_of_two) if rowwise else nothing
+    along_m = _cast_blocks(x.t(), dtype, power_of_two) if transposed else nothing
+    return *along_k, *along_m, x.float().sum(dim=0) if column_sums else nothing[1]
+
+
+def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    blocks = _filled_up(x.float(), rows_too=False).view(rows, -1, GEMM_BLOCK)
+    scales = scale_from_amax(blocks.abs().amax(dim=2), dtype, power_of_two=power_of_two)
+    payload = encode(blocks, scales[:, :, None], dtype).view(rows, -1)[:, :columns]
+    return payload.contiguous(), scales.t().contiguous()
+
+
+def quantize_tiles(
+    w: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, power_of_two: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise a weight `w` [N, K] with a scale for each tile of 128×128, in either layout or both.
+
+    Returns:
+        payload [N, K], its scales (both empty unless `rowwise`), transpose [K, N], its scales (both empty unless
+        `transposed`). A tile's transpose keeps its scale.
+    """
+    payload, scales = _cast_tiles(w, dtype, power_of_two)
+    nothing = payload.new_empty(0), scales.new_empty(0)
+    over = transpose_tiles(payload, scales) if transposed else nothing
+    return *((payload, scales) if rowwise else nothing), *over
+
+
+def _cast_tiles(w: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    rows, columns = w.shape
+    full = _filled_up(w.float(), rows_too=True)
+    tiles = full.view(full.shape[0] // GEMM_BLOCK, GEMM_BLOCK, -1, GEMM_BLOCK)
+    scales = scale_from_amax(tiles.abs().amax(dim=(1, 3)), dtype, power_of_two=power_of_two)
+    payload = encode(tiles, scales[:, None, :, None], dtype).view_as(full)[:rows, :columns]
+    return payload.contiguous(), _padded(scales)
+
+
+def transpose_tiles(payload: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] of `quantize_tiles` and its scales → its transpose [K, N] and the scales of that, bit for bit."""
+    num_columns = cdiv(payload.shape[1], GEMM_BLOCK)
+    return payload.t().contiguous(), _padded(scales[:, :num_columns].t())
+
+
+def dequantize_blocks(payload: Tensor, scales: Tensor) -> Tensor:
+    """An operand [R, K] with scales of blocks or of tiles (their shape says which) → FP32 [R, K].
+
+    Raises:
+        ValueError: the scales have neither shape.
+    """
+    rows, columns = payload.shape
+    if has_tile_scales(payload, scales):
+        scales = scales.repeat_interleave(GEMM_BLOCK, dim=0)[:rows]
+    else:
+        scales = scales.t()
+    return decode(payload) * scales.repeat_interleave(GEMM_BLOCK, dim=1)[:, :columns]
+
+
+def has_tile_scales(payload: Tensor, scales: Tensor) -> bool:
+    """Whether an operand's scales are those of tiles rather than of blocks, by their shape.
+
+    No operand with a multiple of 16 rows has one shape for both.
+
+    Raises:
+        ValueError: the scales have neither shape, or are not contiguous FP32.
+    """
+    shape, rows, columns = tuple(scales.shape), *payload.shape
+    if scales.dtype == torch.float32 and scales.is_contiguous():
+        if shape == block_scales_shape(rows, columns):
+            return False
+        if shape == tile_scales_shape(rows, columns):
+            return True
+    of_blocks, of_tiles = list(block_scales_shape(rows, columns)), list(tile_scales_shape(rows, columns))
+    raise ValueError(
+        f"scales of an operand [{rows}, {columns}] are contiguous FP32 {of_blocks} for 1×128 blocks or {of_tiles} for "
+        f"128×128 tiles, not {scales.dtype} {list(shape)} with strides {scales.stride()}"
+    )
+
+
+def _filled_up(x: Tensor, *, rows_too: bool) -> Tensor:
+    """`x` with zeros to whole blocks along K, and along its rows where asked for."""
+    rows, columns = x.shape
+    below = round_up(rows, GEMM_BLOCK) - rows if rows_too else 0
+    return F.pad(x, (0, round_up(columns, GEMM_BLOCK) - columns, 0, below))
+
+
+def _padded(scales: Tensor) -> Tensor:
+    """Scales of tiles with the padding that cuBLASLt reads over."""
+    columns = scales.shape[1]
+    return F.pad(scales, (0, round_up(columns, TILE_SCALES_MULTIPLE) - columns), value=1.0)
