@@ -8,7 +8,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
@@ -18,6 +18,7 @@ from ..config.schema import LoggingConfig
 from .flops import FLOPS_CONVENTION
 from .metrics_file import METRICS_FILE, MetricsFile
 from .metrics_sinks import ProgressBar, ScalarSink, open_sinks, wants_progress_bar
+from .step_figures import StepFigures, reported
 
 logger = logging.getLogger(__name__)
 
@@ -29,37 +30,33 @@ _FINAL_LOSS_STEPS = 10
 _ETA_STEPS = 50
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """One optimizer step, as every rank agrees on it."""
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics(StepFigures):
+    """One optimizer step, as every rank agrees on it: its figures, and what the host adds."""
 
-    iteration: int
+    iteration: int = reported(None)
     """1 for the first step."""
-    loss: float
-    """Mean over the global batch, nats per token."""
-    grad_norm: float
-    """Global norm before clipping."""
-    learning_rate: float
-    tokens_per_second_per_gpu: float
-    tflops_per_gpu: float
+    learning_rate: float = reported("train/learning_rate")
+    tokens_per_second_per_gpu: float = reported("throughput/tokens_per_second_per_gpu")
+    tflops_per_gpu: float = reported("throughput/tflops_per_gpu")
     """Model TFLOP/s with full attention (Megatron's convention)."""
-    mfu: float | None
+    mfu: float | None = reported("throughput/mfu")
     """`tflops_per_gpu` over the device's dense peak, 0 to 1; None where that is unknown."""
-    peak_memory_gib: float
-    """The most memory that any rank has held so far; on a GPU the allocator's, and what is counted beside it."""
-    step_seconds: float
-    skipped_steps: int
+    step_seconds: float = reported("throughput/step_seconds")
+    skipped_steps: int = reported("train/skipped_steps")
     """Steps skipped so far in the whole run."""
-    consumed_samples: int
-    consumed_tokens: int
-    grad_saturation_fraction: float | None = None
-    """Worst tensor's gradient elements that the native FP8 sum clamped; None where FP8 blocks cannot saturate."""
-    grad_underflow_fraction: float | None = None
-    """Non-zero gradient elements that a cast to FP8 made zero; None when no gradient is FP8."""
-    autoscale_mu: float | None = None
-    """Least pre-scale μ of auto-scaling; None without it."""
-    loss_scale: float | None = None
-    """What the next loss is multiplied by; None without a loss scale."""
+    consumed_samples: int = reported("train/consumed_samples")
+    consumed_tokens: int = reported("train/consumed_tokens")
+
+    def record(self) -> dict[str, Any]:
+        """The step's line in metrics.jsonl."""
+        reported_fields = [field.name for field in fields(self) if field.metadata["tag"] is not None]
+        return {"kind": "train", "iteration": self.iteration} | {name: getattr(self, name) for name in reported_fields}
+
+    def scalars(self) -> dict[str, float]:
+        """Tag → value, for TensorBoard and W&B; figures that are None are left out."""
+        tagged = ((field.metadata["tag"], getattr(self, field.name)) for field in fields(self))
+        return {tag: value for tag, value in tagged if tag is not None and value is not None}
 
 
 @dataclass(frozen=True)
@@ -130,8 +127,8 @@ class MetricsLogger:
             return
         first = self._history.num_session_steps == 0
         self._history.add_step(metrics)
-        self._file.append({"kind": "train", **asdict(metrics)})
-        self._send(_step_scalars(metrics), metrics.iteration)
+        self._file.append(metrics.record())
+        self._send(metrics.scalars(), metrics.iteration)
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._total_iterations
         if due or first or not math.isfinite(metrics.loss):
             eta_seconds = self._history.seconds_per_step() * (self._total_iterations - metrics.iteration)
@@ -279,27 +276,6 @@ class _RunHistory:
             rows = [("validation loss", _eval_text(valid[-1])), ("best validation loss", _eval_text(best))]
         tests = [metrics for metrics in self.evals if metrics.split == "test"]
         return rows + [("test loss", _eval_text(metrics)) for metrics in tests[-1:]]
-
-
-def _step_scalars(metrics: StepMetrics) -> dict[str, float]:
-    scalars = {
-        "train/loss": metrics.loss,
-        "train/grad_norm": metrics.grad_norm,
-        "train/learning_rate": metrics.learning_rate,
-        "train/skipped_steps": metrics.skipped_steps,
-        "train/consumed_samples": metrics.consumed_samples,
-        "train/consumed_tokens": metrics.consumed_tokens,
-        "throughput/tokens_per_second_per_gpu": metrics.tokens_per_second_per_gpu,
-        "throughput/tflops_per_gpu": metrics.tflops_per_gpu,
-        "throughput/mfu": metrics.mfu,
-        "throughput/step_seconds": metrics.step_seconds,
-        "memory/peak_gib": metrics.peak_memory_gib,
-        "fp8/grad_saturation_fraction": metrics.grad_saturation_fraction,
-        "fp8/grad_underflow_fraction": metrics.grad_underflow_fraction,
-        "fp8/autoscale_mu": metrics.autoscale_mu,
-        "train/loss_scale": metrics.loss_scale,
-    }
-    return {name: value for name, value in scalars.items() if value is not None}
 
 
 def _eval_text(metrics: EvalMetrics) -> str:

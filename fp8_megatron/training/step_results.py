@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..reporting.step_figures import StepFigures
+
 
 class Mark:
     """A point in a device's work: on a GPU the moment its stream gets there, on a CPU now."""
@@ -38,27 +40,25 @@ class StepResult:
 
     iteration: int
     learning_rate: float
-    loss: float
-    grad_norm: float
-    stop_requested: bool
-    underflow_fraction: float | None
-    saturation_fraction: float | None
-    autoscale_mu: float | None
-    loss_scale: float | None
-    peak_memory_gib: float
+    figures: StepFigures
     step_seconds: float
 
     @property
+    def stop_requested(self) -> bool:
+        """Whether any rank wants to stop."""
+        return self.figures.num_stop_requests > 0
+
+    @property
     def skipped(self) -> bool:
-        """Whether the optimizer left the step out (its factor was not finite)."""
-        return not math.isfinite(self.grad_norm)
+        """Whether the optimizer skipped the step: its gradient norm was not finite."""
+        return not math.isfinite(self.figures.grad_norm)
 
 
 class PendingStep:
     """The results of a queued step, on their way to the host."""
 
     def __init__(self, iteration: int, learning_rate: float, values: Tensor, started: Mark) -> None:
-        """Args: values: what `train_step` returned; started: the mark before the step."""
+        """Args: values: the packed figures that `train_step` returned; started: the mark before the step."""
         self._iteration = iteration
         self._learning_rate = learning_rate
         self._started = started
@@ -72,18 +72,9 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for this step (not for later ones) and read it."""
         self.ended.wait()
-        loss, stops, grad_norm, *optional, peak_memory_gib = self._host.tolist()
-        underflow, saturation, mu, loss_scale = (None if math.isnan(value) else value for value in optional)
         return StepResult(
             iteration=self._iteration,
             learning_rate=self._learning_rate,
-            loss=loss,
-            grad_norm=grad_norm,
-            stop_requested=stops > 0,
-            underflow_fraction=underflow,
-            saturation_fraction=saturation,
-            autoscale_mu=mu,
-            loss_scale=loss_scale,
-            peak_memory_gib=peak_memory_gib,
+            figures=StepFigures.unpack(self._host.tolist()),
             step_seconds=self.ended.seconds_since(self._started),
         )

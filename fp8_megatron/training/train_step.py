@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ..device import memory as device_memory
+from ..reporting.step_figures import StepFigures
 from ..sharding.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
 from .graph_choice import has_room
@@ -33,25 +34,26 @@ def train_step(
         graph: what `step_graph` gave: all up to the reduced gradients goes through it.
 
     Returns:
-        FP32 [8] on the device: mean loss of the global batch, number of ranks that want to stop, gradient norm before
-        clipping, alike on all ranks; this rank's underflowed fraction of FP8 weight gradients; under the native FP8 sum
-        the largest saturated fraction of a tensor and the least μ; the next loss scale; the most memory that a rank has
-        held so far, GiB. What is not measured or not there is NaN. Reading it waits for the step; nothing in here does.
+        The packed `StepFigures`, on the device. Reading them waits for the step; nothing in here does.
     """
     if graph is not None:
-        figures = graph(loader, measures_underflow=measures_underflow)
+        gradients = graph(loader, measures_underflow=measures_underflow)
     else:
         batches = take_step(loader, state.num_micro_batches, state.device)
-        figures = compute_gradients(state, batches, measures_underflow=measures_underflow)
-    loss, underflow_fraction = figures[:1], figures[1:]
+        gradients = compute_gradients(state, batches, measures_underflow=measures_underflow)
+    part_of_loss, underflow_fraction = gradients.split(1)
     grad_norm = state.optimizer.step()
     state.scheduler.step(1)
     for history in state.histories:
         if history is not None:
             history.update(state.topology.replica)
     peak = device_memory.peak_memory_gib(state.device)
-    loss_and_stops, largest_peak = _over_ranks(loss, state, wants_stop=wants_stop, peak_memory_gib=peak)
-    return torch.cat([loss_and_stops, grad_norm, underflow_fraction, _scaling(state), largest_peak])
+    return StepFigures.pack(
+        grad_norm=grad_norm,
+        grad_underflow_fraction=underflow_fraction,
+        **_over_ranks(part_of_loss, state, wants_stop=wants_stop, peak_memory_gib=peak),
+        **_scaling(state),
+    )
 
 
 def compute_gradients(state: TrainingState, batches: list[Batch], *, measures_underflow: bool) -> Tensor:
@@ -102,7 +104,7 @@ def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) ->
     for _ in range(num_batches):
         batches = take_step(loader, state.num_micro_batches, state.device)
         losses = _run_schedule(state, batches, forward_only=True)
-        total += _over_ranks(_part_of_loss(losses, state), state)[0][:1]
+        total += _over_ranks(_part_of_loss(losses, state), state)["loss"]
     for chunk in state.model:
         chunk.train()
     for history in state.histories:
@@ -134,9 +136,9 @@ def _underflow_fraction(state: TrainingState) -> Tensor:
     return counts[1:] / counts[:1]
 
 
-def _scaling(state: TrainingState) -> Tensor:
-    """FP32 [3]: worst saturated fraction and least μ of auto-scaling, and the loss scale; NaN for what is not there."""
-    values = torch.full((3,), torch.nan, device=state.device)
+def _scaling(state: TrainingState) -> dict[str, Tensor]:
+    """Those figures of scales that are there: worst saturated fraction and least μ of auto-scaling, the loss scale."""
+    figures = {}
     autoscales = [
         autoscale
         for buffer in state.optimizer.buffers
@@ -144,12 +146,13 @@ def _scaling(state: TrainingState) -> Tensor:
         for autoscale in buffer.autoscales
     ]
     if autoscales:
-        worst = torch.cat([autoscale.saturated_fraction for autoscale in autoscales]).max()
-        values[0] = torch.where(worst < 0, torch.nan, worst)  # below 0: no reduction has reported yet
-        values[1] = torch.cat([autoscale.mu for autoscale in autoscales]).min()
+        worst = torch.cat([autoscale.saturated_fraction for autoscale in autoscales]).amax(0, keepdim=True)
+        # Below 0: no reduction has reported yet.
+        figures["grad_saturation_fraction"] = torch.where(worst < 0, torch.nan, worst)
+        figures["autoscale_mu"] = torch.cat([autoscale.mu for autoscale in autoscales]).amin(0, keepdim=True)
     if state.optimizer.loss_scale is not None:
-        values[2:] = state.optimizer.loss_scale.scale
-    return values
+        figures["loss_scale"] = state.optimizer.loss_scale.scale.view(1)
+    return figures
 
 
 def _part_of_loss(losses: list[dict[str, Tensor]], state: TrainingState) -> Tensor:
@@ -161,9 +164,8 @@ def _part_of_loss(losses: list[dict[str, Tensor]], state: TrainingState) -> Tens
 
 def _over_ranks(
     loss: Tensor, state: TrainingState, *, wants_stop: bool = False, peak_memory_gib: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """On every rank, by one collective: FP32 [2], the sum of `loss` [1] and how many ranks want to stop; and FP32 [1],
-    the largest peak."""
+) -> dict[str, Tensor]:
+    """On every rank, by one collective: the sum of `loss` [1], how many ranks want to stop, and the largest peak."""
     world_size = state.topology.world_size
     values = torch.zeros(2 + world_size, device=state.device)
     values[:1] = loss
@@ -171,4 +173,9 @@ def _over_ranks(
     values[2 + state.topology.rank].fill_(peak_memory_gib)
     if world_size > 1:
         torch.distributed.all_reduce(values)
-    return values[:2], values[2:].amax(dim=0, keepdim=True)
+    total, num_stop_requests, peaks = values.split([1, 1, world_size])
+    return {
+        "loss": total,
+        "num_stop_requests": num_stop_requests,
+        "peak_memory_gib": peaks.amax(dim=0, keepdim=True),
+    }

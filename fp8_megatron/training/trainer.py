@@ -268,21 +268,15 @@ class _Run:
         flops = rate * self.flops_per_token
         self.metrics.log_step(
             StepMetrics(
+                **result.figures.as_dict(),
                 iteration=result.iteration,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
                 learning_rate=result.learning_rate,
                 tokens_per_second_per_gpu=rate,
                 tflops_per_gpu=flops / 1e12,
                 mfu=None if self.peak_flops is None else flops / self.peak_flops,
-                peak_memory_gib=result.peak_memory_gib,
                 step_seconds=result.step_seconds,
                 skipped_steps=self.guard.num_skipped,
                 consumed_samples=self.progress.consumed_samples,
-                grad_underflow_fraction=result.underflow_fraction,
-                grad_saturation_fraction=result.saturation_fraction,
-                autoscale_mu=result.autoscale_mu,
-                loss_scale=result.loss_scale,
                 consumed_tokens=self.progress.consumed_samples * self.config.model.seq_length,
             )
         )
