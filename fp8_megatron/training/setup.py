@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from ..config.schema import Config, OptimizerConfig
+from ..config.schema import Config
 from ..mcore.data_parallel import FP8DataParallel
 from ..mcore.finalize import finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
@@ -20,6 +20,7 @@ from ..quantization.amax_history import AmaxHistory
 from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.partition import StorageClass
 from ..sharding.staging import StagingPools
+from .schedule import build_scheduler
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def build_training_state(config: Config, vocab_size: int, topology: Topology, de
         staging=built.staging,
         histories=[chunk.recipe.history for chunk in built.chunks],
         optimizer=built.optimizer,
-        scheduler=_build_scheduler(built.optimizer, config.optimizer, config.training.train_iters),
+        scheduler=build_scheduler(built.optimizer, config.optimizer, config.training.train_iters),
         num_micro_batches=num_micro_batches,
         vocab_size=vocab_size,
     )
@@ -117,27 +118,6 @@ def build_training_state(config: Config, vocab_size: int, topology: Topology, de
 def _finalize(model: list[FP8DataParallel], num_tokens: object, *, topology: Topology, **unused: object) -> None:
     # megatron-core also passes a token count (per-token losses, not used here), its groups and force_all_reduce.
     finalize_model_grads(model, topology)
-
-
-def _build_scheduler(
-    optimizer: FP8DistributedOptimizer, config: OptimizerConfig, train_iters: int
-) -> OptimizerParamScheduler:
-    """megatron-core's schedule, counted in optimizer steps."""
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=config.lr_warmup_init,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=config.lr_warmup_iters,
-        lr_decay_steps=config.lr_decay_iters or train_iters,
-        lr_decay_style=config.lr_decay_style,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=train_iters,
-        wd_incr_style="constant",
-        wsd_decay_steps=config.lr_wsd_decay_iters,
-        lr_wsd_decay_style=config.lr_wsd_decay_style,
-    )
 
 
 def measured_storage(state: TrainingState) -> MemoryByKind:
