@@ -1,0 +1,356 @@
+"""The peer of every Megatron user: megatron-core's GPTModel, data parallelism and distributed optimizer, with
+Transformer Engine's layers in BF16 or FP8.
+
+    torchrun --nproc-per-node 4 -m benchmarks.peers.megatron_te --recipe te-delayed -- \\
+        --config configs/gpt_7b.yaml --mock-data --micro-batch-size 4 --global-batch-size 64 --train-iters 14 \\
+        --lr-warmup-iters 2 --eval-interval 0
+
+Needs ``pip install "transformer_engine[pytorch]"``; ``--recipe bf16`` goes without, with megatron-core's own layers and
+unfused attention. Set ``CUDA_DEVICE_MAX_CONNECTIONS=1`` as Megatron-LM asks its users to.
+
+Gradients are added up and reduced in FP32, weights are BF16 with an FP32 master and FP32 moments; ``te-delayed-lean``
+stores FP8 weights with an FP16 master and 8- and 16-bit moments instead (Megatron's precision-aware optimizer).
+Activations are recomputed as the flags say. Initial weights are this project's, rounded to BF16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report, require
+from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.schema import Config
+from fp8_megatron.device.device import runtime, seed_everything
+from fp8_megatron.mcore.initialization import initial_values, named_parameters_of_model
+from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.training.batches import masked_mean_loss
+from fp8_megatron.training.schedule import build_scheduler
+
+#: megatron-core's --fp8-recipe by the name of the run; None is BF16.
+FP8_RECIPES = {
+    "te-delayed": "delayed",
+    "te-tensorwise": "tensorwise",
+    "te-blockwise": "blockwise",
+    "te-delayed-lean": "delayed",
+    "bf16": None,
+}
+
+
+def check(config: Config, recipe: str) -> None:
+    """Refuse what this peer cannot do.
+
+    Raises:
+        ConfigError: Transformer Engine is missing, or a layout that this program does not build.
+    """
+    if FP8_RECIPES[recipe] is not None:
+        require("transformer_engine", "transformer_engine[pytorch]")
+    if config.parallel.num_layers_per_virtual_pipeline_stage is not None:
+        raise ConfigError("this peer has no virtual pipeline stages; leave --num-layers-per-virtual-pipeline-stage out")
+
+
+def train(work: Work, output: Path | None) -> None:
+    """Train, and report on rank 0."""
+    config, device = work.config, work.device
+    with runtime(device), initialized(config.parallel, config.model.num_layers, device) as topology:
+        tp_rank = topology.tp.rank()
+        seed_everything(config.training.seed, device, tensor_parallel_rank=tp_rank, pipeline_rank=topology.pp.rank())
+        gpt = _build_model(work, is_first=topology.is_first_stage, is_last=topology.is_last_stage)
+        _initialize(gpt, config, tp_rank, topology.tp.size())
+        trained = _on_gpu(work, gpt) if device.type == "cuda" else _on_cpu(work, gpt)
+        batches = work.micro_batches(topology.dp.rank())
+        mask = None if _has_te() and device.type == "cuda" else _causal_mask(config.model.seq_length, device)
+        losses: list[Tensor] = []
+        clock = StepClock(device)
+        for _ in range(config.training.train_iters):
+            losses.append(_step(work, trained, batches, mask))
+            clock.mark()
+        seconds = clock.step_seconds()
+        # Only the last stage's first tensor-parallel rank has a loss to give; the others hold zeros.
+        mean = torch.stack(losses) * float(topology.reads_loss) / topology.dp.size()
+        torch.distributed.all_reduce(mean)
+        gpu_gb = peak_gb(device)
+        if work.rank == 0:
+            report(work, seconds, mean, gpu_gb=gpu_gb, output=output)
+
+
+def _step(work: Work, trained: Any, batches: Iterator[Batch], mask: Tensor | None) -> Tensor:
+    """One optimizer step; FP32 []: this replica's mean loss, 0 where the loss is on another stage."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    trained.zero_grad()
+    results = get_forward_backward_func()(
+        forward_step_func=partial(_forward, mask=mask),
+        data_iterator=batches,
+        model=[trained.model],
+        num_microbatches=work.num_micro_batches,
+        seq_length=work.config.model.seq_length,
+        micro_batch_size=work.config.training.micro_batch_size,
+        forward_only=False,
+    )
+    trained.optimizer.step()
+    trained.scheduler.step(1)
+    if not results:
+        return torch.zeros((), device=work.device)
+    return torch.stack([result["loss"] for result in results]).mean()
+
+
+def _forward(batches: Iterator[Batch], model: torch.nn.Module, mask: Tensor | None) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    return output, partial(masked_mean_loss, batch["loss_mask"])
+
+
+def _build_model(work: Work, *, is_first: bool, is_last: bool) -> torch.nn.Module:
+    """This rank's stage, in BF16."""
+    _provide_wgrad_fusion()
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    model = work.config.model
+    uses_te = _has_te() and work.device.type == "cuda"
+    spec = (
+        get_gpt_layer_with_transformer_engine_spec()
+        if uses_te
+        else get_gpt_layer_local_spec(normalization=model.normalization)
+    )
+    gpt = GPTModel(
+        _transformer_config(work),
+        spec,
+        vocab_size=work.vocab_size,
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=is_first,
+        post_process=is_last,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+    )
+    # On a CPU megatron-core leaves the position table in FP32.
+    return gpt.to(work.device) if work.device.type == "cuda" else gpt.bfloat16()
+
+
+def _transformer_config(work: Work) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    model, parallel, training = work.config.model, work.config.parallel, work.config.training
+    on_gpu = work.device.type == "cuda"
+    fuses_activation = on_gpu and (model.swiglu or not model.disable_bias_linear)
+    activation = torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
+    if not model.swiglu and not fuses_activation:  # the fused kernel computes this approximation under GELU's name
+        activation = partial(torch.nn.functional.gelu, approximate="tanh")
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.padded_ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.head_dim,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=activation,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        autocast_dtype=torch.bfloat16,
+        use_cpu_initialization=not on_gpu,
+        gradient_accumulation_fusion=on_gpu,
+        bias_activation_fusion=fuses_activation,
+        bias_dropout_fusion=on_gpu,
+        masked_softmax_fusion=on_gpu,
+        cross_entropy_loss_fusion=on_gpu,
+        apply_rope_fusion=on_gpu and _has_te() and model.position_embedding_type == "rope",
+        persist_layer_norm=on_gpu,
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers,
+        **_fp8_settings(work),
+    )
+
+
+def _fp8_settings(work: Work) -> dict[str, Any]:
+    if FP8_RECIPES[work.recipe] is None:
+        return {}
+    precision = work.config.precision
+    return {
+        "fp8": "hybrid",
+        "fp8_recipe": FP8_RECIPES[work.recipe],
+        "fp8_amax_history_len": precision.fp8_amax_history_len,
+        "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+        "fp8_param": work.recipe.endswith("-lean"),
+    }
+
+
+@torch.no_grad()
+def _initialize(gpt: torch.nn.Module, config: Config, tp_rank: int, tp_size: int) -> None:
+    """Give a model the initial weights that this project draws for the same names and seed."""
+    params = named_parameters_of_model(gpt)
+    for name, param in params.items():
+        if param.ndim == 2 and "position_embeddings" not in name:
+            is_row_parallel = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            param.tensor_model_parallel = True  # type: ignore[attr-defined]
+            param.partition_dim = int(is_row_parallel)  # type: ignore[attr-defined]
+            is_gated = config.model.swiglu and name.endswith("linear_fc1.weight")
+            param.partition_stride = 2 if is_gated else 1  # type: ignore[attr-defined]
+    values = initial_values(
+        params,
+        config.model,
+        seed=config.training.seed,
+        tensor_parallel_rank=tp_rank,
+        tensor_parallel_size=tp_size,
+    )
+    for name, value in values:
+        param = params[name]
+        param.copy_(value)
+        if hasattr(param, "_high_precision_init_val"):  # what the master of a weight stored in FP8 is made from
+            param._high_precision_init_val = value.bfloat16().cpu()  # type: ignore[attr-defined]
+
+
+def _on_gpu(work: Work, gpt: torch.nn.Module) -> Any:
+    """megatron-core's data parallelism and distributed optimizer around a stage."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    options, is_lean = work.config.optimizer, work.recipe.endswith("-lean")
+    config: Any = gpt.config
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not is_lean,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        use_distributed_optimizer=True,
+        fp8_param_gather=is_lean,
+        average_in_collective=True,
+    )
+    model = DistributedDataParallel(config, ddp, Float16Module(config, gpt))
+    storage: dict[str, Any] = {}
+    if is_lean:
+        storage = {
+            "use_precision_aware_optimizer": True,
+            "main_grads_dtype": torch.bfloat16,
+            "main_params_dtype": torch.float16,
+            "exp_avg_dtype": torch.uint8,
+            "exp_avg_sq_dtype": torch.float16,
+            "store_param_remainders": False,
+        }
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",  # decouples weight decay by default: AdamW
+            lr=options.lr,
+            min_lr=options.min_lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.adam_beta1,
+            adam_beta2=options.adam_beta2,
+            adam_eps=options.adam_eps,
+            clip_grad=options.clip_grad,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+            fp8_recipe=FP8_RECIPES[work.recipe],
+            **storage,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = model.no_sync
+
+    def zero_grad() -> None:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    return SimpleNamespace(model=model, optimizer=optimizer, zero_grad=zero_grad, scheduler=_scheduler(work, optimizer))
+
+
+def _on_cpu(work: Work, gpt: torch.nn.Module) -> Any:
+    """The textbook loop on a CPU, where megatron-core's optimizers refuse to go: FP32 masters, torch's AdamW."""
+    if work.world_size > 1:
+        raise ConfigError(f"{work.world_size} ranks: on a CPU this peer runs one, to be tested; start one")
+    options = work.config.optimizer
+    params = [param for param in gpt.parameters() if param.requires_grad]
+    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+    adamw = torch.optim.AdamW(
+        [{"params": [master], "wd_mult": float(master.ndim > 1)} for master in masters],
+        lr=options.lr,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_eps,
+    )
+
+    def step() -> None:
+        for param, master in zip(params, masters, strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        if options.clip_grad > 0.0:
+            torch.nn.utils.clip_grad_norm_(masters, options.clip_grad)
+        adamw.step()
+        with torch.no_grad():
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+
+    return SimpleNamespace(
+        model=gpt,
+        optimizer=SimpleNamespace(step=step),
+        zero_grad=lambda: gpt.zero_grad(set_to_none=True),
+        scheduler=_scheduler(work, adamw),
+    )
+
+
+def _scheduler(work: Work, optimizer: Any) -> Any:
+    return build_scheduler(optimizer, work.config.optimizer, work.config.training.train_iters)
+
+
+def _provide_wgrad_fusion() -> None:
+    """Stand in for Apex's kernel, which megatron-core's LM head adds its weight gradient with, where Apex is missing.
+
+    It costs one more pass over the gradient of that one weight; Transformer Engine's layers have a kernel of their own.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if layers._grad_accum_fusion_available:
+        return
+
+    def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        main_grad.add_(grad_output.t() @ total_input)
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+    )
+    layers._grad_accum_fusion_available = True
+
+
+def _has_te() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _causal_mask(seq_length: int, device: torch.device) -> Tensor:
+    """bool [1, 1, s, s], True where attention may not look: megatron-core's own attention asks for it."""
+    return torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__ or "", list(FP8_RECIPES), check, train))
