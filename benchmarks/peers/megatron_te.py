@@ -29,8 +29,8 @@ from torch import Tensor
 from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report, require
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config
-from fp8_megatron.device.device import runtime, seed_everything
 from fp8_megatron.mcore.initialization import initial_values, named_parameters_of_model
+from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.training.batches import masked_mean_loss
 from fp8_megatron.training.schedule import build_scheduler

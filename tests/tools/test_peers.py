@@ -25,7 +25,7 @@ RUN = {
     "global_batch_size": 4,
     "num_attention_heads": 4,
     "precision": "bf16",
-    "lr": 2e-3,
+    "lr": 5e-4,
     "lr_warmup_iters": 2,
     "init_method_std": 0.1,
 }
