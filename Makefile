@@ -16,7 +16,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 BIN := $(filter-out ./,$(dir $(PY)))
 SCRIPTS := .ci/run $(wildcard scripts/*.sh)
 
-.PHONY: help quickstart test test-slow test-gpu test-multigpu lint format clean
+.PHONY: help quickstart test test-slow test-gpu test-multigpu lint docs format clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##|^\.venv/\.installed:.*##' $(MAKEFILE_LIST) | sed 's/\.venv\/\.installed/.venv\/.installed/' | \
@@ -47,6 +47,9 @@ lint: $(SETUP)  ## ruff, mypy, import layers, shellcheck
 	$(PY) -m mypy
 	$(BIN)lint-imports
 	$(BIN)shellcheck $(SCRIPTS)
+
+docs: $(SETUP)  ## The documentation site, built strictly into runs/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 format: $(SETUP)  ## Format the Python sources, fix what ruff can
 	$(PY) -m ruff check --fix .
