@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from kernel_timing import Case, Rotating
@@ -12,7 +11,7 @@ from torch import Tensor
 from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
 from fp8_megatron.kernels import ops
 
-HYPER: dict[str, Any] = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True)
+HYPER = ops.AdamHyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True)
 _LAYOUTS = (("", True, False), (" + transposed", True, True), (" transposed", False, True))
 
 
@@ -84,62 +83,62 @@ def optimizer(device: torch.device, n: int, chunk: int = 4096) -> Iterator[Case]
     values = [1e-3 * torch.randn(n, device=device), 1e-4 * torch.randn(n, device=device)]
     values += [1e-8 * torch.rand(n, device=device), 0.02 * torch.randn(n, device=device)]
     weight = torch.empty(n, dtype=torch.bfloat16, device=device)
-    unscaled: list[Any] = [operand for value in values for operand in (value, None)]
+    scalars: dict[str, Tensor] = dict(grad_factor=one, step=one)
+    unscaled = ops.AdamState(*(ops.FlatState(value) for value in values))
     yield Case(
         f"adamw_step_ FP32 + BF16 weight {at}",
-        lambda _: ops.adamw_step_(*unscaled, weight, None, one, one, **HYPER),
+        lambda _: ops.adamw_step_(unscaled, HYPER, weight=weight, **scalars),
         (4 + 3 * 8 + 2) * n,
     )
-    scaled: list[Any] = []
     forms = ((E4M3, GRAD_BLOCK), (E4M3, STATE_BLOCK), (torch.float16, STATE_BLOCK), (torch.float16, STATE_BLOCK))
-    for value, (dtype, block) in zip(values, forms, strict=True):
-        scaled += _stored(value, dtype, block)
+    scaled = ops.AdamState(*(_stored(value, *form) for value, form in zip(values, forms, strict=True)))
     chunk_amax = torch.empty(n // chunk, device=device)
     yield Case(
         f"adamw_step_ O3 {at}",
-        lambda _: ops.adamw_step_(*scaled, None, chunk_amax, one, one, **HYPER),
+        lambda _: ops.adamw_step_(scaled, HYPER, chunk_amax=chunk_amax, **scalars),
         (1 + 2 * (1 + 2 + 2) + 4 / GRAD_BLOCK + 3 * 8 / STATE_BLOCK + 4 / chunk) * n,
     )
     weights = torch.empty(n, dtype=E4M3, device=device)
     chunk_tensor = torch.zeros(n // chunk, dtype=torch.int32, device=device)
     yield Case(
         f"derive_fp8_weights_ {at}",
-        lambda _: ops.derive_fp8_weights_(scaled[6], scaled[7], weights, one, chunk_tensor),
+        lambda _: ops.derive_fp8_weights_(*scaled.master, weights, one, chunk_tensor),
         (2 + 1 + 4 / STATE_BLOCK + 4 / chunk) * n,
     )
-    companded: list[Any] = []
-    for value, dtype in zip(values[1:3], (torch.int8, torch.uint8), strict=True):
-        state = _stored(value, dtype, STATE_BLOCK)
-        companded += state
-        yield _companding(value, state)
+    companded = [_stored(values[1], torch.int8, STATE_BLOCK), _stored(values[2], torch.uint8, STATE_BLOCK)]
+    for value, moment in zip(values[1:3], companded, strict=True):
+        yield _companding(value, moment)
+    with_companded = ops.AdamState(scaled.grad, *companded, scaled.master)
     moments = (1 + 2 * (1 + 1) + 4 / GRAD_BLOCK + 2 * 8 / STATE_BLOCK + 4 / chunk) * n
     yield Case(
         f"adamw_step_ O3, int8 + uint8 moments {at}",
-        lambda _: ops.adamw_step_(*scaled[:2], *companded, *scaled[6:], None, chunk_amax, one, one, **HYPER),
+        lambda _: ops.adamw_step_(with_companded, HYPER, chunk_amax=chunk_amax, **scalars),
         moments + (2 * 2 + 8 / STATE_BLOCK) * n,
     )
     correction = torch.zeros(n, dtype=torch.int8, device=device)
     weight_scales, new_weight_scales = (torch.full((1,), 2.0**-11, device=device) for _ in range(2))
-    split = (weights, correction, weight_scales, new_weight_scales, chunk_tensor, chunk_amax)
+    split = ops.SplitAdamState(
+        *(scaled.grad, *companded), weights, correction, weight_scales, new_weight_scales, chunk_tensor
+    )
     yield Case(
         f"adamw_split_step_ int8 + uint8 moments {at}",
-        lambda _: ops.adamw_split_step_(*scaled[:2], *companded, *split, one, one, **HYPER),
+        lambda _: ops.adamw_split_step_(split, HYPER, chunk_amax=chunk_amax, **scalars),
         moments + (2 * (1 + 1) + 4 / chunk) * n,
     )
 
 
-def _stored(value: Tensor, dtype: torch.dtype, block: int) -> list[Any]:
+def _stored(value: Tensor, dtype: torch.dtype, block: int) -> ops.FlatState:
     payload = torch.empty(value.numel(), dtype=dtype, device=value.device)
     scales = torch.empty(value.numel() // block, device=value.device)
     ops.quantize_blockwise_(value, payload, scales)
-    return [payload, scales]
+    return ops.FlatState(payload, scales)
 
 
-def _companding(value: Tensor, state: list[Any]) -> Case:
-    name, n = str(state[0].dtype).removeprefix("torch."), value.numel()
+def _companding(value: Tensor, state: ops.FlatState) -> Case:
+    name, n = str(state.payload.dtype).removeprefix("torch."), value.numel()
     return Case(
         f"quantize_blockwise_ FP32 → {name}/{STATE_BLOCK} 2^{n.bit_length() - 1}",
-        lambda _: ops.quantize_blockwise_(value, *state),
+        lambda _: ops.quantize_blockwise_(value, state.payload, state.scales),
         (4 + 1 + 4 / STATE_BLOCK) * n,
     )
 

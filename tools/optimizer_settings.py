@@ -248,17 +248,18 @@ class Space:
 
     def step(self, grad: tuple[Tensor, Tensor | None], factor: Tensor, step: int, lr: float) -> None:
         """One AdamW step on all parameters."""
-        moments = (self.exp_avg.payload, self.exp_avg.scales, self.exp_avg_sq.payload, self.exp_avg_sq.scales)
-        betas = {"beta1": BETA1, "beta2": self.setting.beta2}
-        hyper = {"lr": lr, **betas, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+        operands = [ops.FlatState(*grad)]
+        operands += [ops.FlatState(moment.payload, moment.scales) for moment in (self.exp_avg, self.exp_avg_sq)]
+        hyper = ops.AdamHyper(lr, BETA1, self.setting.beta2, EPS, WEIGHT_DECAY, decoupled=True)
         count = torch.tensor([float(step)])
         if self.is_split:
-            scales = next_weight_scales(self._tensor_amax(), lr=lr, **betas)
-            split = (self.weight, self.correction, self.weight_scales, scales, self.chunk_tensor, self.chunk_amax)
-            ops.adamw_split_step_(*grad, *moments, *split, factor, count, **hyper, decoupled=True)
+            scales = next_weight_scales(self._tensor_amax(), lr=lr, beta1=hyper.beta1, beta2=hyper.beta2)
+            split = (self.weight, self.correction, self.weight_scales, scales, self.chunk_tensor)
+            state = ops.SplitAdamState(*operands, *split)
+            ops.adamw_split_step_(state, hyper, grad_factor=factor, step=count, chunk_amax=self.chunk_amax)
         else:
-            master = (self.master.payload, self.master.scales)
-            ops.adamw_step_(*grad, *moments, *master, None, None, factor, count, **hyper, decoupled=True)
+            master = ops.FlatState(self.master.payload, self.master.scales)
+            ops.adamw_step_(ops.AdamState(*operands, master), hyper, grad_factor=factor, step=count)
             self.master.emulate()
         self.exp_avg.emulate()
         self.exp_avg_sq.emulate()

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES, FP8_GEMM_MULTIPLE
+from . import reference as _reference  # noqa: F401 (declares)
 from . import registration
 from .activation import reference as activation
+from .adamw import split_master as _split_master  # noqa: F401
+from .adamw.operands import AdamHyper, AdamState, FlatState, SplitAdamState
+from .cross_entropy import reference as _cross_entropy  # noqa: F401
 from .gemm.block_scaled import check_block_scaled_mm
 from .gemm.scaled_mm import check_scaled_mm
+from .norm import reference as _norm  # noqa: F401
+from .quantize import qkv as _qkv  # noqa: F401
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
+from .scales import amax_history as _amax_history  # noqa: F401
+from .scales import underflow as _underflow  # noqa: F401
 
 _OPS = registration.callables()
 
@@ -435,105 +443,34 @@ def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def adamw_step_(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scales: Tensor | None,
-    master: Tensor,
-    master_scales: Tensor | None,
-    weight: Tensor | None,
-    chunk_amax: Tensor | None,
+    state: AdamState,
+    hyper: AdamHyper,
+    *,
     grad_factor: Tensor,
     step: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    weight: Tensor | None = None,
+    chunk_amax: Tensor | None = None,
 ) -> None:
     """`reference.adamw_step_`: one fused Adam(W) pass over flat storage, in place."""
-    _check_moments(exp_avg, exp_avg_sq)
-    assert master.dtype not in COMPANDED_DTYPES, master.dtype
-    _OPS.adamw_step_(
-        grad,
-        grad_scales,
-        exp_avg,
-        exp_avg_scales,
-        exp_avg_sq,
-        exp_avg_sq_scales,
-        master,
-        master_scales,
-        weight,
-        chunk_amax,
-        grad_factor,
-        step,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        decoupled,
-    )
+    _check_moments(state.exp_avg, state.exp_avg_sq)
+    assert state.master.payload.dtype not in COMPANDED_DTYPES, state.master.payload.dtype
+    _OPS.adamw_step_(state, hyper, grad_factor, step, weight, chunk_amax)
 
 
 def adamw_split_step_(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scales: Tensor | None,
-    weight: Tensor,
-    correction: Tensor,
-    weight_scales: Tensor,
-    new_weight_scales: Tensor,
-    chunk_tensor: Tensor,
-    chunk_amax: Tensor,
-    grad_factor: Tensor,
-    step: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    state: SplitAdamState, hyper: AdamHyper, *, grad_factor: Tensor, step: Tensor, chunk_amax: Tensor
 ) -> None:
     """`split_master.adamw_split_step_`: one Adam(W) pass over FP8 weights with a byte of correction, in place."""
-    _check_moments(exp_avg, exp_avg_sq)
-    assert weight.dtype == E4M3 and correction.dtype == torch.int8, (weight.dtype, correction.dtype)
-    assert weight_scales.is_contiguous() and new_weight_scales.is_contiguous(), weight_scales.stride()
-    _OPS.adamw_split_step_(
-        grad,
-        grad_scales,
-        exp_avg,
-        exp_avg_scales,
-        exp_avg_sq,
-        exp_avg_sq_scales,
-        weight,
-        correction,
-        weight_scales,
-        new_weight_scales,
-        chunk_tensor,
-        chunk_amax,
-        grad_factor,
-        step,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        decoupled,
-    )
+    _check_moments(state.exp_avg, state.exp_avg_sq)
+    assert state.weight.dtype == E4M3 and state.correction.dtype == torch.int8, (state.weight, state.correction)
+    assert state.weight_scales.is_contiguous() and state.new_weight_scales.is_contiguous(), state.weight_scales.stride()
+    _OPS.adamw_split_step_(state, hyper, grad_factor, step, chunk_amax)
 
 
-def _check_moments(exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+def _check_moments(exp_avg: FlatState, exp_avg_sq: FlatState) -> None:
     """The companded integers are each made for one moment: uint8 has no sign, int8 half of its codes below zero."""
-    assert exp_avg.dtype != torch.uint8 and exp_avg_sq.dtype != torch.int8, (exp_avg.dtype, exp_avg_sq.dtype)
+    dtypes = exp_avg.payload.dtype, exp_avg_sq.payload.dtype
+    assert dtypes[0] != torch.uint8 and dtypes[1] != torch.int8, dtypes
 
 
 def derive_fp8_weights_(

@@ -24,10 +24,14 @@ from torch import Tensor
 
 from ..formats import COMPANDED_DTYPES, FP8_DTYPES, MAX_FINITE
 from .adamw import companding
+from .adamw.operands import AdamHyper, AdamState, FlatState
+from .registration import operator
+from .shapes import fp32, layouts, taken_scale
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
+@operator(gpu=".quantize.triton", fake=lambda a: fp32(a.x, 1))
 def amax(x: Tensor) -> Tensor:
     """Largest magnitude of `x` (any shape) as FP32 of shape [1]; NaN where `x` holds a NaN."""
     low, high = torch.aminmax(x.detach().reshape(-1))
@@ -85,8 +89,12 @@ def _decode_fp8_by_table(payload: Tensor) -> Tensor:
     return codes.index_select(0, index).view(payload.shape)
 
 
+@operator(
+    gpu=".quantize.triton",
+    fake=lambda a: (*layouts(a.x, a.dtype, rowwise=a.rowwise, transposed=a.transposed), fp32(a.x, 1)),
+)
 def quantize_current(
-    x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rowwise: bool, transposed: bool
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, rowwise: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise `x` [M, K] with a scale taken from its own amax, in either layout or both.
 
@@ -94,12 +102,17 @@ def quantize_current(
         payload [M, K] (empty unless `rowwise`), its transpose [K, M] (empty unless `transposed`), scale FP32 [1].
     """
     scale = scale_from_amax(amax(x), dtype, power_of_two=power_of_two)
-    payload, payload_t = quantize_with_scale(x, scale, dtype, rowwise=rowwise, transposed=transposed)
+    payload, payload_t = quantize_with_scale(x, scale, dtype, rowwise, transposed, None)
     return payload, payload_t, scale
 
 
+@operator(
+    gpu=".quantize.triton",
+    fake=lambda a: layouts(a.x, a.dtype, rowwise=a.rowwise, transposed=a.transposed),
+    mutates=["amax_out"],
+)
 def quantize_with_scale(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, *, rowwise: bool, transposed: bool, amax_out: Tensor | None = None
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, amax_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Quantise `x` [M, K] with a given FP32 scale [1], in either layout or both; values beyond it saturate.
 
@@ -116,6 +129,15 @@ def quantize_with_scale(
     return payload if rowwise else empty, payload.t().contiguous() if transposed else empty
 
 
+@operator(
+    gpu=".quantize.grad_output_triton",
+    fake=lambda a: (
+        *layouts(a.x, a.dtype, transposed=a.transposed),
+        fp32(a.x, a.x.shape[1]),
+        taken_scale(a.x, a.scale),
+    ),
+    mutates=["amax_out"],
+)
 def quantize_grad_output(
     x: Tensor,
     dtype: torch.dtype,
@@ -140,17 +162,18 @@ def quantize_grad_output(
     return payload, payload_t, x.float().sum(dim=0), used.new_empty(0) if taken is None else taken
 
 
+@operator(gpu=".quantize.triton", fake=lambda a: layouts(a.payload, a.payload.dtype)[1])
 def transpose(payload: Tensor) -> Tensor:
     """[M, K] FP8 bytes → contiguous [K, M]."""
     return payload.t().contiguous()
 
 
+@operator(gpu=".gemm.scaled_mm", fake=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype))
 def scaled_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    *,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
@@ -171,6 +194,7 @@ def scaled_mm(
     return out.to(out_dtype)
 
 
+@operator(gpu=".gemm.scaled_mm", mutates=["out"])
 def scaled_mm_into_(
     out: Tensor,
     a: Tensor,
@@ -187,6 +211,7 @@ def scaled_mm_into_(
     out.copy_(product if addend is None else product + addend)
 
 
+@operator(gpu=".gemm.scaled_mm", mutates=["out", "amax"])
 def scaled_mm_to_fp8_(
     out: Tensor, amax: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, inverse: Tensor
 ) -> None:
@@ -202,25 +227,20 @@ def scaled_mm_to_fp8_(
     out.copy_(encode(product, inverse.reciprocal(), out.dtype))
 
 
-def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor, noise: Tensor | None = None) -> None:
+@operator(gpu=".quantize.blockwise_triton", mutates=["payload", "scales"])
+def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
     """Quantise flat `x` [n] into `payload` [n] (FP8, FP16 or a companded integer) and its FP32 `scales`, in place.
 
     Args:
         x: may be shorter than `payload`, whose rest becomes zero.
         scales: [n / block], powers of two, or of integers the amax; the block is ``payload.numel() / scales.numel()``.
-        noise: FP32 [n], for stochastic rounding to an integer; None rounds to nearest.
     """
     if x.numel() != payload.numel():
         x = torch.nn.functional.pad(x.reshape(-1), (0, payload.numel() - x.numel()))
-    blocks = x.reshape(scales.numel(), -1).float()
-    # The scale of companded integers is the amax itself (their largest code decodes to 1 · scale).
-    power_of_two = payload.dtype not in COMPANDED_DTYPES
-    scale = scale_from_amax(blocks.abs().amax(dim=1), payload.dtype, power_of_two=power_of_two)
-    scales.copy_(scale)
-    noise = None if noise is None else noise.view_as(blocks)
-    payload.copy_(encode(blocks, scale[:, None], payload.dtype, noise).view(-1))
+    store_state_(x, payload, scales)
 
 
+@operator(gpu=".quantize.blockwise_triton", fake=lambda a: fp32(a.payload, a.payload.numel()))
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     """Flat payload [n] with FP32 `scales` [n / block] → FP32 [n]."""
     return decode(payload.view(scales.numel(), -1), scales[:, None]).view(-1)
@@ -234,15 +254,17 @@ def sum_of_rows(rows: Tensor) -> Tensor:
     return total.to(rows.dtype)
 
 
+@operator(gpu=".wire.triton", mutates=["accumulator"])
 def accumulate_rows_(
     payload: Tensor,
     scales: Tensor | None,
     accumulator: Tensor,
-    *,
     factor: float,
     add: bool,
-    own: tuple[int, Tensor, Tensor | None] | None = None,
-    addend: Tensor | None = None,
+    own_row: int,
+    own_payload: Tensor | None,
+    own_scales: Tensor | None,
+    addend: Tensor | None,
 ) -> None:
     """``accumulator (+)= Σ_r payload_r · (scales_r · factor)`` in FP32, one row after another, in place.
 
@@ -253,14 +275,14 @@ def accumulate_rows_(
         scales: FP32 [d · n / block], the block scales of each row.
         accumulator: FP32 or BF16 [n], n a multiple of the block. Unless `add`, row 0 takes the place of what it holds.
         factor: rounded to FP32; multiplies the scales, or where there are none the values.
-        own: (index, payload [n], scales [n / block]) of a row that lies elsewhere.
+        own_row: index of a row that lies elsewhere, in `own_payload` [n] and `own_scales` [n / block]; -1 if none does.
         addend: [n] in the accumulator's dtype, added to the rounded sum as an addition after a reduction is.
     """
     num_rows = payload.numel() // accumulator.numel()
     every_scale = [None] * num_rows if scales is None else list(scales.view(num_rows, -1))
     rows = list(zip(payload.view(num_rows, -1), every_scale, strict=True))
-    if own is not None:
-        rows[own[0]] = own[1:]
+    if own_payload is not None:
+        rows[own_row] = (own_payload, own_scales)
     total = accumulator.float() if add else None
     for values, row_scales in rows:
         value = values.float() * factor if row_scales is None else dequantize_blockwise(values, row_scales * factor)
@@ -277,106 +299,91 @@ def load_state(payload: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def store_state_(value: Tensor, payload: Tensor, scales: Tensor | None, noise: Tensor | None = None) -> None:
-    """FP32 [n] → optimizer state [n] in its storage dtype, in place; `noise` as in `quantize_blockwise_`."""
+    """[n] → optimizer state [n] in its storage dtype, in place; `scales` is None for unscaled dtypes.
+
+    Args:
+        noise: FP32 [n], for stochastic rounding to an integer; None rounds to nearest.
+    """
     if scales is None:
         payload.copy_(value)
-    else:
-        quantize_blockwise_(value, payload, scales, noise)
+        return
+    blocks = value.reshape(scales.numel(), -1).float()
+    # The scale of companded integers is the amax itself (their largest code decodes to 1 · scale).
+    power_of_two = payload.dtype not in COMPANDED_DTYPES
+    scale = scale_from_amax(blocks.abs().amax(dim=1), payload.dtype, power_of_two=power_of_two)
+    scales.copy_(scale)
+    noise = None if noise is None else noise.view_as(blocks)
+    payload.copy_(encode(blocks, scale[:, None], payload.dtype, noise).view(-1))
 
 
+@operator(gpu=".quantize.blockwise_triton", fake=lambda a: fp32(a.payload, 1))
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     """Σ x² of flat `payload` [n] (with its block scales, if any), FP32 [1]; NaN or inf where any element is."""
     # Not torch.dot: some processors' BLAS adds one after the other, with an error that grows with n.
     return load_state(payload, scales).square().sum().reshape(1)
 
 
+@operator(gpu=".adamw.triton", mutates=["exp_avg", "exp_avg_sq", "master", "weight", "chunk_amax"])
 def adamw_step_(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scales: Tensor | None,
-    master: Tensor,
-    master_scales: Tensor | None,
-    weight: Tensor | None,
-    chunk_amax: Tensor | None,
+    state: AdamState,
+    hyper: AdamHyper,
     grad_factor: Tensor,
     step: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    weight: Tensor | None,
+    chunk_amax: Tensor | None,
 ) -> None:
     """One Adam(W) step over flat storage, computed in FP32, every operand in its own storage dtype, in place.
 
-    AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2; `decoupled`) or Adam with the L2 term in the gradient,
-    which enters both moments. The update uses the moments before they are rounded to storage. Moments in int8 and
-    uint8 are rounded stochastically, by a hash of (element of this flat storage, `step`).
+    AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2; `AdamHyper.decoupled`) or Adam with the L2 term in the
+    gradient, which enters both moments. The update uses the moments before they are rounded to storage. Moments in int8
+    and uint8 are rounded stochastically, by a hash of (element of this flat storage, `step`).
 
     Args:
-        grad, exp_avg, exp_avg_sq, master: flat [n], each with FP32 block scales or None.
-        weight: flat [n] 16- or 32-bit copy that receives the new value as the master stores it, or None (FP8 weights
-            are derived afterwards with `chunk_amax`; with no separate master, `master` is the weight).
-        chunk_amax: FP32 [n / chunk] receives the largest magnitude of each chunk of the new master, or None.
         grad_factor: FP32 [1], multiplies the gradient (clipping, averaging). Where it is not finite, nothing is
             written: the step is skipped on the device, with no host synchronisation.
         step: FP32 [1], the number of this step counted from 1 over steps that were not skipped.
+        weight: flat [n] 16- or 32-bit copy that receives the new value as the master stores it, or None (FP8 weights
+            are derived afterwards with `chunk_amax`; with no separate master, the master is the weight).
+        chunk_amax: FP32 [n / chunk] receives the largest magnitude of each chunk of the new master, or None.
     """
+    master = state.master
 
     def update() -> None:
-        g = load_state(grad, grad_scales) * grad_factor
-        p = load_state(master, master_scales)
-        moments = (exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales)
-        p = adam_update_(g, p, *moments, step, lr, beta1, beta2, eps, weight_decay, decoupled)
-        store_state_(p, master, master_scales)
-        stored = load_state(master, master_scales)
+        g = load_state(*state.grad) * grad_factor
+        p = adam_update_(g, load_state(*master), state.exp_avg, state.exp_avg_sq, step, hyper)
+        store_state_(p, *master)
+        stored = load_state(*master)
         if weight is not None:
             weight.copy_(stored)
         if chunk_amax is not None:
             torch.amax(stored.abs().view(chunk_amax.numel(), -1), dim=1, out=chunk_amax)
 
-    written = [exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, master, master_scales, weight, chunk_amax]
-    update_where_finite(grad_factor, written, update)
+    update_where_finite(grad_factor, [*state.exp_avg, *state.exp_avg_sq, *master, weight, chunk_amax], update)
 
 
 def adam_update_(
-    g: Tensor,
-    p: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scales: Tensor | None,
-    step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    g: Tensor, p: Tensor, exp_avg: FlatState, exp_avg_sq: FlatState, step: Tensor, hyper: AdamHyper
 ) -> Tensor:
     """The new FP32 parameters [n] from the scaled gradient `g` and the old ones `p`; moments move in place."""
+    lr, beta1, beta2, eps, weight_decay, decoupled = hyper
     if decoupled:
         p = p * (1.0 - lr * weight_decay)
     else:
         g = g + weight_decay * p
-    m = beta1 * load_state(exp_avg, exp_avg_scales) + (1.0 - beta1) * g
-    v = beta2 * load_state(exp_avg_sq, exp_avg_sq_scales) + (1.0 - beta2) * g * g
+    m = beta1 * load_state(*exp_avg) + (1.0 - beta1) * g
+    v = beta2 * load_state(*exp_avg_sq) + (1.0 - beta2) * g * g
     # In FP64, so that every device rounds the same numbers to FP32.
     bias_correction1 = -torch.expm1((step * _log(beta1)).double()).float()
     bias_correction2 = -torch.expm1((step * _log(beta2)).double()).float()
-    _store_moment_(m, exp_avg, exp_avg_scales, step, companding.EXP_AVG_STREAM)
-    _store_moment_(v, exp_avg_sq, exp_avg_sq_scales, step, companding.EXP_AVG_SQ_STREAM)
+    _store_moment_(m, exp_avg, step, companding.EXP_AVG_STREAM)
+    _store_moment_(v, exp_avg_sq, step, companding.EXP_AVG_SQ_STREAM)
     return p - (lr / bias_correction1) * m / (companding.square_root(v / bias_correction2) + eps)
 
 
-def _store_moment_(value: Tensor, payload: Tensor, scales: Tensor | None, step: Tensor, stream: int) -> None:
-    companded = payload.dtype in COMPANDED_DTYPES
+def _store_moment_(value: Tensor, moment: FlatState, step: Tensor, stream: int) -> None:
+    companded = moment.payload.dtype in COMPANDED_DTYPES
     noise = companding.rounding_noise(value.numel(), step, stream) if companded else None
-    store_state_(value, payload, scales, noise)
+    store_state_(value, *moment, noise)
 
 
 def update_where_finite(factor: Tensor, written: Sequence[Tensor | None], update: Callable[[], None]) -> None:
@@ -402,6 +409,7 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0.0 else -math.inf
 
 
+@operator(gpu=".adamw.triton", mutates=["payload"])
 def derive_fp8_weights_(
     master: Tensor, master_scales: Tensor | None, payload: Tensor, weight_scales: Tensor, chunk_tensor: Tensor
 ) -> None:

@@ -1,272 +1,273 @@
-"""The ``fp8_megatron::`` operators: their schemas, and which variant a device takes.
+"""The machinery of the ``fp8_megatron::`` operators: one declaration beside each specification.
 
-A CPU tensor takes the specification (`reference` and its neighbours); a CUDA tensor takes the Triton variant, the FP8
-GEMM cuBLASLt, and one kernel csrc's (`norm_cuda`). The device alone decides: there is no silent fall-back.
+`operator` decorates a specification, the plain PyTorch function that a variant is tested against. The declaration gives
+
+- the **name** and the **schema**: those of the function. A parameter that is a named tuple is a bundle of operands. It
+  reaches the specification and the GPU variant whole, and is flattened where the dispatcher wants single operands;
+- the **CPU** implementation: the specification itself;
+- the **GPU** implementation: a function of the same name and signature in another module, imported by the first call on
+  a GPU, because a machine without one has no Triton;
+- the **fake** version, which gives outputs their shapes and dtypes for FakeTensor and torch.compile.
+
+The device of the first operand decides. A device without a variant is an error that names the operator; no call falls
+back to another variant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from . import reference
-from .activation import reference as activation
-from .adamw import split_master
-from .cross_entropy import reference as cross_entropy
-from .gemm import block_scaled
-from .gemm.scaled_mm import scaled_mm_cublaslt, scaled_mm_into_cublaslt_, scaled_mm_to_fp8_cublaslt_
-from .norm import reference as norm
-from .quantize import blocks, qkv
-from .scales import amax_history, underflow
+from ..device.device import UnsupportedDeviceError
 
-_LIBRARY = torch.library.Library("fp8_megatron", "DEF")
+NAMESPACE = "fp8_megatron"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
-_SCHEMAS = {
-    "amax": "(Tensor x) -> Tensor",
-    "quantize_current": "(Tensor x, ScalarType dtype, bool power_of_two, bool rowwise, bool transposed)"
-    " -> (Tensor, Tensor, Tensor)",
-    "quantize_with_scale": "(Tensor x, Tensor scale, ScalarType dtype, bool rowwise, bool transposed,"
-    " Tensor(a!)? amax_out) -> (Tensor, Tensor)",
-    "quantize_grad_output": "(Tensor x, ScalarType dtype, Tensor? scale, bool power_of_two, Tensor(a!)? amax_out,"
-    " bool transposed) -> (Tensor, Tensor, Tensor, Tensor)",
-    "quantize_qkv_grad": "(Tensor[] grads, ScalarType dtype, Tensor? scale, bool power_of_two,"
-    " Tensor(a!)? amax_out, bool column_sums) -> (Tensor, Tensor, Tensor, Tensor)",
-    "quantize_blocks": "(Tensor x, ScalarType dtype, bool rowwise, bool transposed, bool column_sums,"
-    " bool power_of_two) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "quantize_tiles": "(Tensor w, ScalarType dtype, bool rowwise, bool transposed, bool power_of_two)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    "transpose_tiles": "(Tensor payload, Tensor scales) -> (Tensor, Tensor)",
-    "block_scaled_mm_into_": "(Tensor(a!) out, Tensor a, Tensor b, Tensor scales_a, Tensor scales_b, Tensor? bias,"
-    " Tensor? addend) -> ()",
-    "transpose": "(Tensor payload) -> Tensor",
-    "norm_amax": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms) -> Tensor",
-    "norm_quantize": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms, ScalarType dtype, Tensor? scale,"
-    " bool power_of_two, Tensor(a!)? amax_out) -> (Tensor, Tensor, Tensor, Tensor)",
-    "norm_requantize": "(Tensor x, Tensor weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor scale,"
-    " ScalarType dtype, bool transposed) -> Tensor",
-    "norm_backward": "(Tensor grad, Tensor? residual_grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd,"
-    " bool has_bias) -> (Tensor, Tensor, Tensor)",
-    "norm_backward_quantize": "(Tensor grad, Tensor? residual_grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd,"
-    " bool has_bias, ScalarType dtype, Tensor scale, Tensor(a!)? amax_out, bool transposed)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "activation_amax": "(Tensor z, str kind) -> Tensor",
-    "activation_backward_amax": "(Tensor grad, Tensor z, str kind) -> Tensor",
-    "activation_quantize": "(Tensor z, str kind, ScalarType dtype, Tensor? scale, bool power_of_two,"
-    " Tensor(a!)? amax_out) -> (Tensor, Tensor)",
-    "activation_backward_quantize": "(Tensor grad, Tensor z, str kind, ScalarType dtype, Tensor? scale,"
-    " bool power_of_two, Tensor(a!)? amax_out, ScalarType activation_dtype, Tensor activation_scale,"
-    " bool column_sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "cross_entropy_statistics": "(Tensor logits, Tensor labels) -> (Tensor, Tensor, Tensor)",
-    "cross_entropy_backward_": "(Tensor(a!) logits, Tensor labels, Tensor log_sum_exp, Tensor grad) -> ()",
-    "cross_entropy_backward_quantize": "(Tensor logits, Tensor labels, Tensor log_sum_exp, Tensor grad,"
-    " ScalarType dtype, Tensor? scale, bool power_of_two) -> (Tensor, Tensor, Tensor)",
-    "scaled_mm": "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
-    " bool use_fast_accum) -> Tensor",
-    "scaled_mm_into_": "(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias,"
-    " bool use_fast_accum, Tensor? addend) -> ()",
-    "scaled_mm_to_fp8_": "(Tensor(a!) out, Tensor(b!) amax, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b,"
-    " Tensor inverse) -> ()",
-    "quantize_blockwise_": "(Tensor x, Tensor(a!) payload, Tensor(b!) scales) -> ()",
-    "dequantize_blockwise": "(Tensor payload, Tensor scales) -> Tensor",
-    "accumulate_rows_": "(Tensor payload, Tensor? scales, Tensor(a!) accumulator, float factor, bool add, int own_row,"
-    " Tensor? own_payload, Tensor? own_scales, Tensor? addend) -> ()",
-    "update_amax_history_": "(Tensor(a!) amax, Tensor(b!) written, Tensor(c!) history, Tensor fp_max, Tensor previous,"
-    " bool keeps_largest, bool power_of_two) -> (Tensor, Tensor)",
-    "count_underflow_": "(Tensor value, Tensor payload, Tensor(a!) counts) -> ()",
-    "squared_norm": "(Tensor payload, Tensor? scales) -> Tensor",
-    "adamw_step_": "(Tensor grad, Tensor? grad_scales, Tensor(a!) exp_avg, Tensor(b!)? exp_avg_scales,"
-    " Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_sq_scales, Tensor(e!) master, Tensor(f!)? master_scales,"
-    " Tensor(g!)? weight, Tensor(h!)? chunk_amax, Tensor grad_factor, Tensor step, float lr, float beta1, float beta2,"
-    " float eps, float weight_decay, bool decoupled) -> ()",
-    "adamw_split_step_": "(Tensor grad, Tensor? grad_scales, Tensor(a!) exp_avg, Tensor(b!)? exp_avg_scales,"
-    " Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_sq_scales, Tensor(e!) weight, Tensor(f!) correction,"
-    " Tensor(g!) weight_scales, Tensor new_weight_scales, Tensor chunk_tensor, Tensor(h!) chunk_amax,"
-    " Tensor grad_factor, Tensor step, float lr, float beta1, float beta2, float eps, float weight_decay,"
-    " bool decoupled) -> ()",
-    "derive_fp8_weights_": "(Tensor master, Tensor? master_scales, Tensor(a!) payload, Tensor weight_scales,"
-    " Tensor chunk_tensor) -> ()",
-}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _reference_quantize_current(
-    x: Tensor, dtype: torch.dtype, power_of_two: bool, rowwise: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.quantize_current(x, dtype, power_of_two=power_of_two, rowwise=rowwise, transposed=transposed)
+@dataclass(frozen=True)
+class Operator:
+    """A declared operator.
+
+    Attributes:
+        reference: its specification.
+        gpu_module: where the function of the same name for GPUs is, absolute; None if there is none.
+        mutates: parameters, or fields of bundles, that are written.
+        fake: outputs from the bound arguments; None if the operator returns nothing.
+    """
+
+    reference: Callable[..., Any]
+    gpu_module: str | None
+    mutates: tuple[str, ...]
+    fake: Callable[[SimpleNamespace], Any] | None
+    annotations: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(self.reference)
+        hints["return"] = None if hints["return"] is type(None) else hints["return"]
+        object.__setattr__(self, "annotations", hints)
+
+    @property
+    def name(self) -> str:
+        """Of the operator in its namespace, and of its functions."""
+        return self.reference.__name__
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Name → type of what the specification takes."""
+        return {name: kind for name, kind in self.annotations.items() if name != "return"}
+
+    @property
+    def has_bundles(self) -> bool:
+        """Whether the dispatcher takes more operands than the specification."""
+        return any(_is_bundle(kind) for kind in self.parameters.values())
+
+    def schema(self) -> str:
+        """What `torch.library` takes, every written tensor marked."""
+        leaves = [leaf for name, kind in self.parameters.items() for leaf in _leaves(kind, (name,))]
+        parameters = [inspect.Parameter(_flat_name(path), _POSITIONAL, annotation=kind) for path, kind in leaves]
+        mutated = [
+            _flat_name(path) for path, kind in leaves if _is_tensor(kind) and not set(path).isdisjoint(self.mutates)
+        ]
+
+        def prototype() -> None: ...
+
+        prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            parameters, return_annotation=self.annotations["return"]
+        )
+        return torch.library.infer_schema(prototype, op_name=self.name, mutates_args=mutated)
+
+    def bundled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, which takes bundles, as the dispatcher calls it."""
+        if not self.has_bundles:
+            return function
+        kinds = tuple(self.parameters.values())
+
+        def call(*operands: Any) -> Any:
+            rest = iter(operands)
+            return function(*(_take(kind, rest) for kind in kinds))
+
+        return call
+
+    def outputs(self, *arguments: Any) -> Any:
+        """The fake version."""
+        if self.fake is None:
+            return None
+        return self.fake(SimpleNamespace(**dict(zip(self.parameters, arguments, strict=True))))
+
+    def gpu_variant(self) -> Callable[..., Any]:
+        """Import it.
+
+        Raises:
+            UnsupportedDeviceError: there is none, or what it needs is not installed.
+        """
+        if self.gpu_module is None:
+            raise self.unsupported("cuda")
+        try:
+            module = import_module(self.gpu_module)
+        except ImportError as error:
+            raise self.unsupported("cuda", f": {error}") from error
+        variant: Callable[..., Any] = getattr(module, self.name)
+        return variant
+
+    def unsupported(self, device: str, reason: str = "") -> Exception:
+        """The error of a call on a device without a variant."""
+        there = "cpu" if self.gpu_module is None else "cpu and cuda"
+        return UnsupportedDeviceError(
+            f"{NAMESPACE}::{self.name} has no variant for {device} tensors{reason}; it has one for {there}"
+        )
 
 
-def _reference_quantize_with_scale(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, amax_out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return reference.quantize_with_scale(x, scale, dtype, rowwise=rowwise, transposed=transposed, amax_out=amax_out)
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_operators: dict[str, Operator] = {}
 
 
-def _reference_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> Tensor:
-    return reference.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+def operator(
+    *, gpu: str | None, fake: Callable[[SimpleNamespace], Any] | None = None, mutates: Sequence[str] = ()
+) -> Callable[[_Function], _Function]:
+    """Declare the decorated specification as the operator of its name; the function stays as it is.
+
+    The specification takes tensors, lists of tensors, numbers, strings, dtypes, and bundles of these: named tuples,
+    which may hold bundles again. Its outputs are new tensors.
+
+    Args:
+        gpu: the module of the GPU variant, relative to the specification's (".triton"); None if there is none.
+        fake: outputs of the right shapes, dtypes and device, from a namespace of the specification's arguments; None
+            if it returns nothing.
+        mutates: parameters, or fields of bundles, whose tensors are written in place.
+    """
+
+    def declare(reference: _Function) -> _Function:
+        package = reference.__module__.rpartition(".")[0]
+        module = None if gpu is None else _absolute(gpu, package)
+        _define(Operator(reference, module, tuple(mutates), fake))
+        return reference
+
+    return declare
 
 
-def _reference_accumulate_rows_(
-    payload: Tensor,
-    scales: Tensor | None,
-    accumulator: Tensor,
-    factor: float,
-    add: bool,
-    own_row: int,
-    own_payload: Tensor | None,
-    own_scales: Tensor | None,
-    addend: Tensor | None,
-) -> None:
-    own = None if own_payload is None else (own_row, own_payload, own_scales)
-    reference.accumulate_rows_(payload, scales, accumulator, factor=factor, add=add, own=own, addend=addend)
+def _define(declared: Operator) -> None:
+    name = declared.name
+    _operators[name] = declared
+    _LIBRARY.define(declared.schema(), tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, declared.bundled(declared.reference), "CPU")
+    _LIBRARY.impl(name, declared.bundled(_on_first_call(declared)), "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", declared.bundled(declared.outputs), lib=_LIBRARY)
+
+    def on_another_device(*operands: Any) -> NoReturn:
+        raise declared.unsupported(_first_tensor(operands).device.type)
+
+    _LIBRARY.impl(name, on_another_device, "CompositeExplicitAutograd")
 
 
-def _reference_adamw_step_(*args) -> None:  # type: ignore[no-untyped-def]
-    *tensors, lr, beta1, beta2, eps, weight_decay, decoupled = args
-    reference.adamw_step_(
-        *tensors, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, decoupled=decoupled
-    )
-
-
-def _reference_adamw_split_step_(*args) -> None:  # type: ignore[no-untyped-def]
-    *tensors, lr, beta1, beta2, eps, weight_decay, decoupled = args
-    split_master.adamw_split_step_(
-        *tensors, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, decoupled=decoupled
-    )
-
-
-_CPU: dict[str, Callable[..., Any]] = {
-    "amax": reference.amax,
-    "quantize_current": _reference_quantize_current,
-    "quantize_with_scale": _reference_quantize_with_scale,
-    "quantize_grad_output": reference.quantize_grad_output,
-    "quantize_qkv_grad": qkv.quantize_qkv_grad,
-    "quantize_blocks": blocks.quantize_blocks,
-    "quantize_tiles": blocks.quantize_tiles,
-    "transpose_tiles": blocks.transpose_tiles,
-    "block_scaled_mm_into_": block_scaled.block_scaled_mm_into_,
-    "transpose": reference.transpose,
-    "norm_amax": norm.norm_amax,
-    "norm_quantize": norm.norm_quantize,
-    "norm_requantize": norm.norm_requantize,
-    "norm_backward": norm.norm_backward,
-    "norm_backward_quantize": norm.norm_backward_quantize,
-    "activation_amax": activation.activation_amax,
-    "activation_backward_amax": activation.activation_backward_amax,
-    "activation_quantize": activation.activation_quantize,
-    "activation_backward_quantize": activation.activation_backward_quantize,
-    "cross_entropy_statistics": cross_entropy.cross_entropy_statistics,
-    "cross_entropy_backward_": cross_entropy.cross_entropy_backward_,
-    "cross_entropy_backward_quantize": cross_entropy.cross_entropy_backward_quantize,
-    "scaled_mm": _reference_scaled_mm,
-    "scaled_mm_into_": reference.scaled_mm_into_,
-    "scaled_mm_to_fp8_": reference.scaled_mm_to_fp8_,
-    "quantize_blockwise_": reference.quantize_blockwise_,
-    "dequantize_blockwise": reference.dequantize_blockwise,
-    "accumulate_rows_": _reference_accumulate_rows_,
-    "update_amax_history_": amax_history.update_amax_history_,
-    "count_underflow_": underflow.count_underflow_,
-    "squared_norm": reference.squared_norm,
-    "adamw_step_": _reference_adamw_step_,
-    "adamw_split_step_": _reference_adamw_split_step_,
-    "derive_fp8_weights_": reference.derive_fp8_weights_,
-}
-
-#: Operator → module of its GPU variant, imported on the first CUDA call (a CPU machine has no Triton).
-_GPU_MODULES = {
-    "amax": "quantize_triton",
-    "quantize_current": "quantize_triton",
-    "quantize_with_scale": "quantize_triton",
-    "quantize_grad_output": "grad_output_triton",
-    "quantize_qkv_grad": "grad_output_triton",
-    "quantize_blocks": "quantize.blocks_triton",
-    "quantize_tiles": "quantize.blocks_triton",
-    "transpose_tiles": "quantize.blocks_triton",
-    "block_scaled_mm_into_": "gemm.block_scaled_cublaslt",
-    "transpose": "quantize_triton",
-    "norm_amax": "norm_triton",
-    "norm_quantize": "norm_triton",
-    "norm_requantize": "norm_triton",
-    "norm_backward": "norm_triton",
-    "norm_backward_quantize": "norm_cuda",
-    "activation_amax": "activation_triton",
-    "activation_backward_amax": "activation_triton",
-    "activation_quantize": "activation_triton",
-    "activation_backward_quantize": "activation_triton",
-    "cross_entropy_statistics": "cross_entropy_triton",
-    "cross_entropy_backward_": "cross_entropy_triton",
-    "cross_entropy_backward_quantize": "cross_entropy_triton",
-    "quantize_blockwise_": "blockwise_triton",
-    "dequantize_blockwise": "blockwise_triton",
-    "accumulate_rows_": "wire_triton",
-    "update_amax_history_": "amax_history_triton",
-    "count_underflow_": "underflow_triton",
-    "squared_norm": "blockwise_triton",
-    "adamw_step_": "adamw_triton",
-    "adamw_split_step_": "split_adamw_triton",
-    "derive_fp8_weights_": "adamw_triton",
-}
-
-_CUBLASLT: dict[str, Callable[..., Any]] = {
-    "scaled_mm": scaled_mm_cublaslt,
-    "scaled_mm_into_": scaled_mm_into_cublaslt_,
-    "scaled_mm_to_fp8_": scaled_mm_to_fp8_cublaslt_,
-}
-
-
-def _lazy(name: str, module: str) -> Callable[..., Any]:
-    loaded = None
-
-    def call(*args: Any) -> Any:
-        nonlocal loaded
-        if loaded is None:
-            from importlib import import_module
-
-            loaded = getattr(import_module(f"{__package__}.{module}"), name)
-        return loaded(*args)
-
-    return call
-
-
-def _cuda_variant(name: str) -> Callable[..., Any]:
-    if name in _CUBLASLT:
-        return _CUBLASLT[name]
-    return _lazy(name, _GPU_MODULES[name])
+def operators() -> dict[str, Operator]:
+    """Those declared so far, by name."""
+    return dict(_operators)
 
 
 def callables() -> SimpleNamespace:
-    """By name, the operators for callers inside this package.
+    """By name, the declared operators for callers inside this package; they take what the specifications do.
 
     A plain CUDA tensor goes to its variant directly: the dispatcher would cost the host 4 to 8 µs a call and choose the
     same. Whatever else there is (tracing, fake tensors, other devices) takes the operator.
     """
-    return SimpleNamespace(**{name: _callable(name) for name in _SCHEMAS})
+    return SimpleNamespace(**{name: _callable(declared) for name, declared in _operators.items()})
 
 
-def _callable(name: str) -> Callable[..., Any]:
-    operator = getattr(getattr(torch.ops, _LIBRARY.ns), name).default
-    on_cuda = _cuda_variant(name)
+def _callable(declared: Operator) -> Callable[..., Any]:
+    dispatched = getattr(getattr(torch.ops, NAMESPACE), declared.name).default
+
+    def on_cuda(*arguments: Any) -> Any:
+        nonlocal on_cuda
+        on_cuda = declared.gpu_variant()
+        return on_cuda(*arguments)
 
     def call(first: Any, *others: Any) -> Any:
-        tensor = first[0] if type(first) is list else first
-        if type(tensor) is Tensor and tensor.is_cuda:
+        if type(first) is Tensor and first.is_cuda and not is_dynamo_compiling():
             return on_cuda(first, *others)
-        return operator(first, *others)
+        return dispatched(first, *others)
+
+    def call_nested(first: Any, *others: Any) -> Any:
+        tensor = _first_tensor(first)
+        if type(tensor) is Tensor and tensor.is_cuda and not is_dynamo_compiling():
+            return on_cuda(first, *others)
+        return dispatched(*flat((first, *others)))
+
+    return call if next(iter(declared.parameters.values())) is Tensor else call_nested
+
+
+def _on_first_call(declared: Operator) -> Callable[..., Any]:
+    variant: Callable[..., Any] | None = None
+
+    def call(*arguments: Any) -> Any:
+        nonlocal variant
+        if variant is None:
+            variant = declared.gpu_variant()
+        return variant(*arguments)
 
     return call
 
 
-for _name, _schema in _SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
-    _LIBRARY.impl(_name, _CPU[_name], "CPU")
-    _LIBRARY.impl(_name, _cuda_variant(_name), "CUDA")
+def _absolute(module: str, package: str) -> str:
+    """``.triton`` in a family's package → its full name."""
+    return module if not module.startswith(".") else package + module
+
+
+def _is_bundle(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _is_tensor(kind: Any) -> bool:
+    """A tensor, a list of them, or one that may be None."""
+    return kind is Tensor or Tensor in get_args(kind)
+
+
+@cache
+def _fields(bundle: Any) -> tuple[tuple[str, Any], ...]:
+    hints = get_type_hints(bundle)
+    return tuple((name, hints[name]) for name in bundle._fields)
+
+
+def _leaves(kind: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Path and type of every operand that a parameter stands for."""
+    if not _is_bundle(kind):
+        yield path, kind
+        return
+    for name, field_kind in _fields(kind):
+        yield from _leaves(field_kind, (*path, name))
+
+
+def _flat_name(path: tuple[str, ...]) -> str:
+    """Of an operand in the schema: that of its field, with the bundle's where one holds another."""
+    return path[0] if len(path) == 1 else "_".join(path[1:])
+
+
+def _take(kind: Any, operands: Iterator[Any]) -> Any:
+    """The next operands, put together again."""
+    if not _is_bundle(kind):
+        return next(operands)
+    return kind(*(_take(field_kind, operands) for _, field_kind in _fields(kind)))
+
+
+def flat(arguments: Iterable[Any]) -> Iterator[Any]:
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from flat(argument)
+        else:
+            yield argument
+
+
+def _first_tensor(operand: Any) -> Any:
+    while isinstance(operand, (tuple, list)):
+        operand = operand[0]
+    return operand

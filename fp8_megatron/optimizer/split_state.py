@@ -146,7 +146,7 @@ class SplitSpaceState(SpaceState):
         grad: GradBuffer | ReleasedGrad,
         weight: Tensor,
         scales: tuple[Tensor, Tensor, Tensor],
-        hyper: dict[str, Any],
+        hyper: ops.AdamHyper,
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
@@ -157,31 +157,33 @@ class SplitSpaceState(SpaceState):
         """
         assert self.chunk_amax is not None
         start, stop = place.shard_start, place.shard_start + place.length
-        exp_avg, exp_avg_sq, master = (held.part(place) for held in (self.exp_avg, self.exp_avg_sq, self.master))
+        before, after, chunk_tensor = scales
         ops.adamw_split_step_(
-            grad.payload,
-            grad.scales,
-            exp_avg.payload,
-            exp_avg.scales,
-            exp_avg_sq.payload,
-            exp_avg_sq.scales,
-            weight,
-            master.payload,
-            *scales,
-            self.chunk_amax[start // CHUNK : stop // CHUNK],
-            grad_factor,
-            step_count,
-            **hyper,
+            ops.SplitAdamState(
+                grad=ops.FlatState(grad.payload, grad.scales),
+                exp_avg=self.exp_avg.part(place),
+                exp_avg_sq=self.exp_avg_sq.part(place),
+                weight=weight,
+                correction=self.master.part(place).payload,
+                weight_scales=before,
+                new_weight_scales=after,
+                chunk_tensor=chunk_tensor,
+            ),
+            hyper,
+            grad_factor=grad_factor,
+            step=step_count,
+            chunk_amax=self.chunk_amax[start // CHUNK : stop // CHUNK],
         )
 
     def finish_update(self) -> None:
         self._next_scales = None
         self.tensor_amax.copy_(self._tensor_amax())
 
-    def _foretold_scales(self, hyper: dict[str, Any]) -> Tensor:
+    def _foretold_scales(self, hyper: ops.AdamHyper) -> Tensor:
         """FP32 [num_slots], what this step's weights are written with."""
-        bound = {name: hyper[name] for name in ("lr", "beta1", "beta2")}
-        return next_weight_scales(self.tensor_amax, **bound, previous=self.scales)
+        return next_weight_scales(
+            self.tensor_amax, lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, previous=self.scales
+        )
 
     def byte_counts(self) -> dict[str, int]:
         counts = super().byte_counts()

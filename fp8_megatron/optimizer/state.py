@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,12 +34,10 @@ from ..sharding.weight_gather import WeightGather
 _PIECE = 1 << 26
 
 
-@dataclass(frozen=True)
-class StateTensor:
+class StateTensor(ops.FlatState):
     """Flat state [n] in one storage dtype; FP16 and FP8 have FP32 power-of-two scales [n / 256]."""
 
-    payload: Tensor
-    scales: Tensor | None
+    __slots__ = ()
 
     @classmethod
     def zeros(cls, numel: int, dtype: StorageDtype, memory: SendMemory) -> StateTensor:
@@ -104,16 +101,16 @@ def space_formats(storage: StorageClass, formats: StorageFormats, *, is_fp8: boo
     return StorageFormats(bf16, bf16, master, formats.exp_avg, formats.exp_avg_sq)
 
 
-def hyperparameters(group: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:
-    """What the optimizer operators take by name, from a space's parameter group and the run's settings."""
-    return {
-        "lr": float(group["lr"]),
-        "beta1": config.adam_beta1,
-        "beta2": config.adam_beta2,
-        "eps": config.adam_eps,
-        "weight_decay": float(group["weight_decay"]),
-        "decoupled": config.optimizer == "adamw",
-    }
+def hyperparameters(group: dict[str, Any], config: OptimizerConfig) -> ops.AdamHyper:
+    """What the optimizer operators take, from a space's parameter group and the run's settings."""
+    return ops.AdamHyper(
+        lr=float(group["lr"]),
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        eps=config.adam_eps,
+        weight_decay=float(group["weight_decay"]),
+        decoupled=config.optimizer == "adamw",
+    )
 
 
 def whole(slot: Slot) -> Fragment:
@@ -318,27 +315,24 @@ class SpaceState:
         place: Fragment,
         grad: GradBuffer | ReleasedGrad,
         written: Tensor | None,
-        hyper: dict[str, Any],
+        hyper: ops.AdamHyper,
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
         """The fused pass over one part of the shard; `grad` is of that part, `written` of the shard."""
         start, stop = place.shard_start, place.shard_start + place.length
-        exp_avg, exp_avg_sq, master = (held.part(place) for held in (self.exp_avg, self.exp_avg_sq, self.master))
         ops.adamw_step_(
-            grad.payload,
-            grad.scales,
-            exp_avg.payload,
-            exp_avg.scales,
-            exp_avg_sq.payload,
-            exp_avg_sq.scales,
-            master.payload,
-            master.scales,
-            None if written is None else written[start:stop],
-            None if self.chunk_amax is None else self.chunk_amax[start // CHUNK : stop // CHUNK],
-            grad_factor,
-            step_count,
-            **hyper,
+            ops.AdamState(
+                grad=ops.FlatState(grad.payload, grad.scales),
+                exp_avg=self.exp_avg.part(place),
+                exp_avg_sq=self.exp_avg_sq.part(place),
+                master=self.master.part(place),
+            ),
+            hyper,
+            grad_factor=grad_factor,
+            step=step_count,
+            weight=None if written is None else written[start:stop],
+            chunk_amax=None if self.chunk_amax is None else self.chunk_amax[start // CHUNK : stop // CHUNK],
         )
 
     def _derived_fp8_shard(self) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.kernels import ops
 
 
 @dataclass(frozen=True)
@@ -125,3 +127,18 @@ ADAM_CASES = (
     AdamCase("grad_256_state_128", (E4M3, 256), (E4M3, 128), (torch.float16, 128), (torch.float16, 128), chunk=1024),
     AdamCase("fp16_weight", _GRAD, (E4M3, 256), (torch.float16, 256), _FP32, weight=torch.float16, num_elements=8448),
 )
+
+
+def adam(*operands: Tensor | None, **hyper: Any) -> dict[str, Any]:
+    """What `adamw_step_` takes, from payload and scales of gradient, moments and master, and the four after them."""
+    grad, exp_avg, exp_avg_sq, master = (ops.FlatState(*operands[i : i + 2]) for i in (0, 2, 4, 6))  # type: ignore[arg-type]
+    rest = dict(zip(("weight", "chunk_amax", "grad_factor", "step"), operands[8:], strict=True))
+    return dict(state=ops.AdamState(grad, exp_avg, exp_avg_sq, master), hyper=ops.AdamHyper(**hyper), **rest)
+
+
+def split_adam(*operands: Tensor | None, **hyper: Any) -> dict[str, Any]:
+    """What `adamw_split_step_` takes, from payload and scales of gradient and moments, and the eight after them."""
+    stored = [ops.FlatState(*operands[i : i + 2]) for i in (0, 2, 4)]  # type: ignore[arg-type]
+    state = ops.SplitAdamState(*stored, *operands[6:11])  # type: ignore[arg-type]
+    rest = dict(zip(("chunk_amax", "grad_factor", "step"), operands[11:], strict=True))
+    return dict(state=state, hyper=ops.AdamHyper(**hyper), **rest)

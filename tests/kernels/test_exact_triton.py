@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, STATE_BLOCK
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.adamw import split_master
-from tests.kernels.cases import BLOCKS, FLATS, Case
+from tests.kernels.cases import BLOCKS, FLATS, Case, adam, split_adam
 from tests.kernels.test_triton import Guards, assert_same
 
 pytestmark = [
@@ -88,7 +88,7 @@ def rows_are_summed(num_rows: int, n: int, add: bool, dtype: torch.dtype = torch
         guards = Guards()
         on_gpu = copies([payload, scales, accumulator], guards)
         expected = accumulator.clone()
-        reference.accumulate_rows_(payload, scales, expected, factor=factor, add=add)
+        reference.accumulate_rows_(payload, scales, expected, factor, add, -1, None, None, None)
         ops.accumulate_rows_(*on_gpu, factor=factor, add=add)
         assert_all_same(on_gpu, [payload, scales, expected])
         guards.check()
@@ -107,7 +107,7 @@ def test_accumulate_rows_without_scales(
     accumulator = torch.randn(n).to(accumulated)
     for factor, add in ((1.0, True), (1.0 / num_rows, False)):
         expected = accumulator.clone()
-        reference.accumulate_rows_(payload, None, expected, factor=factor, add=add)
+        reference.accumulate_rows_(payload, None, expected, factor, add, -1, None, None, None)
         given = payload.clone()
         if own_row is not None:
             given.view(num_rows, n)[own_row] = math.nan
@@ -124,7 +124,7 @@ def test_accumulate_rows_without_scales(
 def test_accumulate_rows_and_what_is_added_to_their_rounded_sum(num_rows: int, n: int) -> None:
     payload, addend = torch.randn(num_rows * n).bfloat16(), 30 * torch.randn(n).bfloat16()
     expected = torch.empty(n, dtype=torch.bfloat16)
-    reference.accumulate_rows_(payload, None, expected, factor=1.0, add=False, addend=addend)
+    reference.accumulate_rows_(payload, None, expected, 1.0, False, -1, None, None, addend)
     guards = Guards()
     on_gpu = copies([payload, torch.full_like(addend, math.nan), addend], guards)
     ops.accumulate_rows_(on_gpu[0], None, on_gpu[1], factor=1.0, add=False, addend=on_gpu[2])
@@ -140,7 +140,7 @@ def test_accumulate_rows_with_one_elsewhere(num_rows: int, n: int, own_row: int)
     own_scales = scales.view(num_rows, -1)[own_row].clone()
     accumulator = torch.randn(n)
     expected = accumulator.clone()
-    reference.accumulate_rows_(payload, scales, expected, factor=0.5, add=True)
+    reference.accumulate_rows_(payload, scales, expected, 0.5, True, -1, None, None, None)
     scales.view(num_rows, -1)[own_row] = math.nan
     guards = Guards()
     on_gpu = copies([payload, scales, accumulator, own_payload, own_scales], guards)
@@ -164,7 +164,7 @@ def test_accumulate_rows_beyond_two_billion_elements() -> None:
         rows = payload.view(torch.uint8).view(num_rows, n)[:, part].cpu().contiguous().view(E4M3).view(-1)
         row_scales = scales.view(num_rows, -1)[:, of_scales].cpu().contiguous().view(-1)
         expected = torch.ones(2**16)
-        reference.accumulate_rows_(rows, row_scales, expected, factor=1.0 / num_rows, add=True)
+        reference.accumulate_rows_(rows, row_scales, expected, 1.0 / num_rows, True, -1, None, None, None)
         assert_same(accumulator[part], expected)
 
 
@@ -304,8 +304,8 @@ def companded_step_is_exact(case: CompandedCase, fill: str, step: float, factor:
     on_gpu = copies(operands, guards)
     scalars = [torch.tensor([factor]), torch.tensor([step])]
     hyper = hyper_of(case.decoupled, case.betas)
-    reference.adamw_step_(*operands, *scalars, **hyper)  # type: ignore[arg-type]
-    ops.adamw_step_(*on_gpu, *[scalar.to(DEVICE) for scalar in scalars], **hyper)  # type: ignore[arg-type]
+    reference.adamw_step_(**adam(*operands, *scalars, **hyper))  # type: ignore[arg-type]
+    ops.adamw_step_(**adam(*on_gpu, *[scalar.to(DEVICE) for scalar in scalars], **hyper))  # type: ignore[arg-type]
     assert_all_same(on_gpu, operands)
     guards.check()
 
@@ -393,8 +393,8 @@ def split_step_is_exact(case: SplitCase, fill: str, step: float, factor: float) 
     on_gpu = copies(operands, guards)
     scalars = [torch.tensor([factor]), torch.tensor([step])]
     hyper = hyper_of(case.decoupled, lr=case.lr)
-    split_master.adamw_split_step_(*operands, *scalars, **hyper)  # type: ignore[arg-type]
-    ops.adamw_split_step_(*on_gpu, *[scalar.to(DEVICE) for scalar in scalars], **hyper)  # type: ignore[arg-type]
+    split_master.adamw_split_step_(**split_adam(*operands, *scalars, **hyper))  # type: ignore[arg-type]
+    ops.adamw_split_step_(**split_adam(*on_gpu, *[scalar.to(DEVICE) for scalar in scalars], **hyper))  # type: ignore[arg-type]
     assert_all_same(on_gpu, operands)
     guards.check()
 
@@ -432,7 +432,7 @@ def test_adamw_split_adopts_the_scales_of_many_tensors() -> None:
     operands = [torch.randn(n), None, *moments, *rest, torch.empty(num_tensors), torch.ones(1), torch.ones(1)]
     guards = Guards()
     on_gpu = copies(operands, guards)
-    split_master.adamw_split_step_(*operands, **hyper_of())  # type: ignore[arg-type]
-    ops.adamw_split_step_(*on_gpu, **hyper_of())  # type: ignore[arg-type]
+    split_master.adamw_split_step_(**split_adam(*operands, **hyper_of()))  # type: ignore[arg-type]
+    ops.adamw_split_step_(**split_adam(*on_gpu, **hyper_of()))  # type: ignore[arg-type]
     assert_all_same(on_gpu, operands)
     guards.check()

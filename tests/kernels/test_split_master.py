@@ -13,7 +13,7 @@ from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.adamw import companding
 from fp8_megatron.kernels.adamw.split_master import adamw_split_step_, join_master, next_weight_scales, split_master
 from fp8_megatron.quantization.stats import snr_db
-from tests.kernels.cases import claiming_a_gpu
+from tests.kernels.cases import adam, claiming_a_gpu, split_adam
 
 CHUNK = 4096
 SCALE = torch.tensor([2.0**-5])
@@ -175,10 +175,12 @@ class SplitState:
         hyper = hyper or HYPER
         lr, betas = hyper["lr"], {name: hyper[name] for name in ("beta1", "beta2")}
         ops.adamw_split_step_(
-            *(grad, None, self.exp_avg, None, self.exp_avg_sq, None, self.weight, self.correction),
-            *(self.weight_scales, next_weight_scales(self.tensor_amax(), lr=lr, **betas)),
-            *(self.chunk_tensor, self.chunk_amax, torch.ones(1), torch.tensor([float(step)])),
-            **hyper,
+            **split_adam(
+                *(grad, None, self.exp_avg, None, self.exp_avg_sq, None, self.weight, self.correction),
+                *(self.weight_scales, next_weight_scales(self.tensor_amax(), lr=lr, **betas)),
+                *(self.chunk_tensor, self.chunk_amax, torch.ones(1), torch.tensor([float(step)])),
+                **hyper,
+            )
         )
 
 
@@ -206,10 +208,12 @@ def test_adamw_over_a_split_master_follows_fp32() -> None:
         grad, count, before = gradients(step, n), torch.tensor([float(step)]), master.clone()
         split.step(grad, step)
         scale = split.per_chunk().expand(-1, CHUNK).reshape(-1)
-        ops.adamw_step_(grad, None, *moments[0], master, None, None, None, one, count, **HYPER)  # type: ignore[arg-type]
+        ops.adamw_step_(**adam(grad, None, *moments[0], master, None, None, None, one, count, **HYPER))  # type: ignore[arg-type]
         ops.adamw_step_(
-            *(grad, None, *moments[1], fp16, fp16_scales, None, None, one, count),  # type: ignore[arg-type]
-            **HYPER,
+            **adam(
+                *(grad, None, *moments[1], fp16, fp16_scales, None, None, one, count),  # type: ignore[arg-type]
+                **HYPER,
+            )
         )
         place = ((master - before).double() / unit(master / scale) / scale) % 1.0
         noise += place * (1 - place) * (unit(master / scale) * scale).square()
@@ -240,8 +244,8 @@ def test_without_the_correction_nothing_is_learned() -> None:
     for step in range(1, 101):
         grad, count, one = gradients(step, n), torch.tensor([float(step)]), torch.ones(1)
         split.step(grad, step, hyper=hyper)
-        ops.adamw_step_(grad, None, *moments[0], master, None, None, None, one, count, **hyper)  # type: ignore[arg-type]
-        ops.adamw_step_(grad, None, *moments[1], fp8, scales, None, None, one, count, **hyper)  # type: ignore[arg-type]
+        ops.adamw_step_(**adam(grad, None, *moments[0], master, None, None, None, one, count, **hyper))  # type: ignore[arg-type]
+        ops.adamw_step_(**adam(grad, None, *moments[1], fp8, scales, None, None, one, count, **hyper))  # type: ignore[arg-type]
     moved = master - value
     assert snr_db(split.master() - start, moved) > 16.0
     assert snr_db(reference.load_state(fp8, scales) - fp8_start, moved) < 3.0
@@ -258,9 +262,20 @@ def test_skips_where_the_factor_is_not_finite(factor: float, on_gpu: bool) -> No
     grad_factor = claiming_a_gpu(torch.tensor([factor])) if on_gpu else torch.tensor([factor])
     for skipping in (grad_factor, torch.ones(1)):
         adamw_split_step_(
-            *(torch.randn(CHUNK), None, state.exp_avg, None, state.exp_avg_sq, None, state.weight, state.correction),
-            *(state.weight_scales, scales, state.chunk_tensor, state.chunk_amax, skipping, torch.tensor([2.0])),
-            **{**HYPER, "lr": 0.1},
+            **split_adam(
+                *(
+                    torch.randn(CHUNK),
+                    None,
+                    state.exp_avg,
+                    None,
+                    state.exp_avg_sq,
+                    None,
+                    state.weight,
+                    state.correction,
+                ),
+                *(state.weight_scales, scales, state.chunk_tensor, state.chunk_amax, skipping, torch.tensor([2.0])),
+                **{**HYPER, "lr": 0.1},
+            )
         )
         unchanged = [torch.equal(old, new) for old, new in zip(before, state.tensors(), strict=True)]
         assert all(unchanged) if skipping is grad_factor else not any(unchanged)
@@ -292,7 +307,7 @@ def test_moments_may_be_companded_and_gradients_fp8() -> None:
     rest = (state.weight_scales, scales, state.chunk_tensor, state.chunk_amax, torch.ones(1), torch.ones(1))
     before = state.master().clone()
     given = [tensor.clone() for tensor in (*operands, scales)]
-    ops.adamw_split_step_(*operands, state.weight, state.correction, *rest, **HYPER)
+    ops.adamw_split_step_(**split_adam(*operands, state.weight, state.correction, *rest, **HYPER))
     assert 1e-4 < (state.master() - before).abs().max() < 1e-2
     written = [
         not torch.equal(old.view(torch.uint8), new.view(torch.uint8))

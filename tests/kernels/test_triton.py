@@ -24,6 +24,7 @@ from tests.kernels.cases import (
     MATRICES,
     AdamCase,
     Case,
+    adam,
 )
 
 pytestmark = [
@@ -127,7 +128,7 @@ def test_quantize_current(case: Case, dtype: torch.dtype, power_of_two: bool, gu
 def test_quantize_with_scale(case: Case, dtype: torch.dtype, guards: Guards) -> None:
     x = case.make("cuda")
     scale = torch.tensor([0.5 / MAX_FINITE[dtype]], device="cuda")  # saturates what is beyond half a standard deviation
-    expected = reference.quantize_with_scale(x.cpu(), scale.cpu(), dtype, rowwise=True, transposed=True)
+    expected = reference.quantize_with_scale(x.cpu(), scale.cpu(), dtype, rowwise=True, transposed=True, amax_out=None)
     for rowwise, transposed in ((True, True), (True, False), (False, True)):
         for start in (None, 0.0, 1e5):
             recorded = None if start is None else guards.copy(torch.tensor([start]))
@@ -144,7 +145,7 @@ def test_quantize_with_scale(case: Case, dtype: torch.dtype, guards: Guards) -> 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), 2.0**-126, 1e38])
 def test_quantize_with_extreme_scales(scale: float, guards: Guards) -> None:
     x, one = Case((64, 96)).make("cuda"), torch.tensor([scale])
-    expected = reference.quantize_with_scale(x.cpu(), one, E4M3, rowwise=True, transposed=True)
+    expected = reference.quantize_with_scale(x.cpu(), one, E4M3, rowwise=True, transposed=True, amax_out=None)
     for actual, wanted in zip(ops.quantize_with_scale(x, one.cuda(), E4M3, transposed=True), expected, strict=True):
         assert_same(actual, wanted)
 
@@ -264,8 +265,8 @@ def test_adamw_step(case: AdamCase, guards: Guards) -> None:
     hyper = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=case.decoupled)
     on_gpu = [None if tensor is None else guards.copy(tensor) for tensor in operands]
     gradient = on_gpu[0].clone()
-    ops.adamw_step_(*on_gpu, *[scalar.cuda() for scalar in scalars], **hyper)
-    reference.adamw_step_(*operands, *scalars, **hyper)
+    ops.adamw_step_(**adam(*on_gpu, *[scalar.cuda() for scalar in scalars], **hyper))
+    reference.adamw_step_(**adam(*operands, *scalars, **hyper))
     assert_same(on_gpu[0], gradient.cpu())
     for index, form in ((2, case.exp_avg), (4, case.exp_avg_sq), (6, case.master)):
         payload, scales = on_gpu[index].cpu(), None if on_gpu[index + 1] is None else on_gpu[index + 1].cpu()
@@ -297,7 +298,7 @@ def test_adamw_step_is_skipped(case: AdamCase, factor: float, guards: Guards) ->
     operands.append(None if case.chunk is None else torch.zeros(n // case.chunk))
     on_gpu = [None if tensor is None else guards.copy(tensor) for tensor in operands]
     hyper = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=case.decoupled)
-    ops.adamw_step_(*on_gpu, torch.tensor([factor], device="cuda"), torch.ones(1, device="cuda"), **hyper)
+    ops.adamw_step_(**adam(*on_gpu, torch.tensor([factor], device="cuda"), torch.ones(1, device="cuda"), **hyper))
     for before, after in zip(operands, on_gpu, strict=True):
         if before is not None:
             assert_same(after, before)
@@ -311,17 +312,19 @@ def test_adamw_step_passes_a_nan_on(guards: Guards) -> None:
     on_gpu = [guards.copy(tensor) for tensor in [*operands, torch.empty(2)]]
     one = torch.ones(1, device="cuda")
     ops.adamw_step_(
-        *on_gpu[:8],
-        None,
-        on_gpu[8],
-        one,
-        one,
-        lr=1e-3,
-        beta1=0.9,
-        beta2=0.95,
-        eps=1e-8,
-        weight_decay=0.1,
-        decoupled=True,
+        **adam(
+            *on_gpu[:8],
+            None,
+            on_gpu[8],
+            one,
+            one,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            decoupled=True,
+        )
     )
     master = reference.load_state(on_gpu[6].cpu(), on_gpu[7].cpu())
     # The gradient's block of 128 is NaN, so the master's block of 256 is; no other is.

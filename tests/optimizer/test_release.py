@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from fp8_megatron.formats import StorageDtype
@@ -330,7 +331,7 @@ def _layouts_of_operands(config: Config) -> list[str]:
             operator = getattr(ops, name)
 
             def checked(*args: Any, operator: Any = operator, name: str = name, **kwargs: Any) -> None:
-                tensors = [value for value in args if isinstance(value, Tensor)]
+                tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
                 wrong.extend(f"{name}: {value.stride()}" for value in tensors if not value.is_contiguous())
                 operator(*args, **kwargs)
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .. import reference
 from ..norm.reference import quantize_with_or_without_scale
+from ..registration import operator
+from ..shapes import fp32, layouts, taken_scale
 
 _TWO_SQRT_2_OVER_PI = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
@@ -45,11 +47,13 @@ def _value_and_derivatives(z: Tensor, kind: str) -> tuple[Tensor, tuple[Tensor, 
     return silu * up, (up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), silu)
 
 
+@operator(gpu=".triton", fake=lambda a: fp32(a.z, 1))
 def activation_amax(z: Tensor, kind: str) -> Tensor:
     """Amax of the activation of `z`, FP32 [1], without writing it."""
     return reference.amax(activation(z, kind))
 
 
+@operator(gpu=".triton", fake=lambda a: fp32(a.z, 1))
 def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
     """Amax of the gradient of `z`, FP32 [1], without writing it; `grad` [T, F] is the activation's."""
     return reference.amax(_grad_of_input(grad, z, kind))
@@ -60,6 +64,14 @@ def _grad_of_input(grad: Tensor, z: Tensor, kind: str) -> Tensor:
     return torch.cat([grad.float() * derivative for derivative in derivatives], dim=1)
 
 
+@operator(
+    gpu=".triton",
+    fake=lambda a: (
+        a.z.new_empty((len(a.z), a.z.shape[1] // INPUTS[a.kind]), dtype=a.dtype),
+        taken_scale(a.z, a.scale),
+    ),
+    mutates=["amax_out"],
+)
 def activation_quantize(
     z: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -75,6 +87,16 @@ def activation_quantize(
     return quantize_with_or_without_scale(activation(z, kind), dtype, scale, power_of_two, amax_out)
 
 
+@operator(
+    gpu=".triton",
+    fake=lambda a: (
+        *layouts(a.z, a.dtype),
+        layouts(a.grad, a.activation_dtype)[1],
+        fp32(a.z, a.z.shape[1] if a.column_sums else 0),
+        taken_scale(a.z, a.scale),
+    ),
+    mutates=["amax_out"],
+)
 def activation_backward_quantize(
     grad: Tensor,
     z: Tensor,

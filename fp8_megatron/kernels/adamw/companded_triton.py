@@ -13,10 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantize.blockwise_triton import FP_MAX_BITS
 from ..sizes import cdiv
 from .companding import EXP_AVG_SQ_STREAM, EXP_AVG_STREAM
-from .state_triton import Tiling, adam_arguments, chunk_size, load_tile, store_tile, tile_offsets
+from .operands import AdamHyper, AdamState
+from .state_triton import (
+    Tiling,
+    adam_arguments,
+    chunk_size,
+    fp_max_bits,
+    load_tile,
+    pointers,
+    store_tile,
+    tile_offsets,
+)
 
 _EXP_AVG_STREAM = tl.constexpr(EXP_AVG_STREAM)
 _EXP_AVG_SQ_STREAM = tl.constexpr(EXP_AVG_SQ_STREAM)
@@ -175,51 +184,34 @@ def _companded_adamw_step(
 
 
 def companded_adamw_step_(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scales: Tensor | None,
-    master: Tensor,
-    master_scales: Tensor | None,
-    weight: Tensor | None,
-    chunk_amax: Tensor | None,
+    state: AdamState,
+    hyper: AdamHyper,
     grad_factor: Tensor,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    weight: Tensor | None,
+    chunk_amax: Tensor | None,
 ) -> None:
     """`reference.adamw_step_`, one launch.
 
     Raises:
         ValueError: more than two sizes of scale block, or chunks that are not whole blocks.
     """
+    master = state.master.payload
     n = master.numel()
-    operands = (
-        (grad, grad_scales),
-        (exp_avg, exp_avg_scales),
-        (exp_avg_sq, exp_avg_sq_scales),
-        (master, master_scales),
-    )
-    tiling = Tiling.of(operands, chunk_size(n, chunk_amax))
+    tiling = Tiling.of(state, chunk_size(n, chunk_amax))
     _companded_adamw_step[(cdiv(n, tiling.chunk),)](
-        *(tensor for payload, scales in operands for tensor in (payload, payload if scales is None else scales)),
+        *pointers(state),
         master if weight is None else weight,
         master if chunk_amax is None else chunk_amax,
         grad_factor,
         step,
         n,
-        *adam_arguments(lr, beta1, beta2, eps, weight_decay, decoupled),
-        decoupled,
+        *adam_arguments(hyper),
+        hyper.decoupled,
         weight is not None,
         chunk_amax is not None,
         *tiling.kinds,
-        *(FP_MAX_BITS.get(payload.dtype, 0) for payload in (exp_avg, exp_avg_sq, master)),
+        *fp_max_bits(state.exp_avg, state.exp_avg_sq, state.master),
         *tiling.shape,
         n % tiling.chunk == 0,
         num_warps=tiling.num_warps,

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ...formats import E4M3, MAX_FINITE
 from .. import reference
+from ..registration import operator
 from . import companding
+from .operands import AdamHyper, SplitAdamState
 
 _MANTISSA_BITS, _BIAS = 11, 7
 #: How far past the bound of Adam's update with exact moments the foretold scale reaches: moments in 8 bits are rounded.
@@ -91,62 +93,38 @@ def next_weight_scales(
     return scale if previous is None else torch.where(torch.isfinite(scale), scale, previous)
 
 
+@operator(
+    gpu=".split_triton",
+    mutates=["exp_avg", "exp_avg_sq", "weight", "correction", "weight_scales", "chunk_amax"],
+)
 def adamw_split_step_(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scales: Tensor | None,
-    weight: Tensor,
-    correction: Tensor,
-    weight_scales: Tensor,
-    new_weight_scales: Tensor,
-    chunk_tensor: Tensor,
-    chunk_amax: Tensor,
-    grad_factor: Tensor,
-    step: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    state: SplitAdamState, hyper: AdamHyper, grad_factor: Tensor, step: Tensor, chunk_amax: Tensor
 ) -> None:
     """`reference.adamw_step_` with a split master: the weights are read, moved and written in one pass, in place.
 
-    The master is rounded stochastically: an update below half its last bit is not lost, but made now and then.
+    The master is rounded stochastically: an update below half its last bit is not lost, but made now and then. An
+    update beyond the bound that the new scales were foretold from is cut off at 448 · scale.
 
     Args:
-        grad, exp_avg, exp_avg_sq: flat [n], each with FP32 block scales or None.
-        weight: flat E4M3 [n]. correction: flat int8 [n].
-        weight_scales: FP32 [num_tensors], what `weight` is stored with; becomes `new_weight_scales`.
-        new_weight_scales: FP32 [num_tensors], what it is written with: `next_weight_scales` of the amax after the
-            step before. An update beyond the bound foretold is cut off at 448 · scale.
-        chunk_tensor: int32 [n / chunk], the tensor of each chunk.
+        grad_factor, step: as in `reference.adamw_step_`. Where the factor is not finite nothing is written, the scales
+            neither.
         chunk_amax: FP32 [n / chunk] receives the largest magnitude of each chunk of the new master.
-        grad_factor, step, …: as in `reference.adamw_step_`. Where the factor is not finite nothing is written, the
-            scales not either.
     """
+    weight, correction = state.weight, state.correction
 
     def update() -> None:
-        index = chunk_tensor.long()
-        shape = (chunk_tensor.numel(), -1)
-        old_scale, new_scale = weight_scales[index][:, None], new_weight_scales[index][:, None]
+        index = state.chunk_tensor.long()
+        shape = (index.numel(), -1)
+        old_scale, new_scale = state.weight_scales[index][:, None], state.new_weight_scales[index][:, None]
         p = join_master(weight.view(shape), correction.view(shape), old_scale).view(-1)
-        g = reference.load_state(grad, grad_scales) * grad_factor
-        moments = (exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales)
-        p = reference.adam_update_(g, p, *moments, step, lr, beta1, beta2, eps, weight_decay, decoupled)
+        g = reference.load_state(*state.grad) * grad_factor
+        p = reference.adam_update_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper)
         noise = companding.rounding_noise(p.numel(), step, companding.MASTER_STREAM)
         payload, rest = split_master(p.view(shape), new_scale, noise.view(shape))
         weight.copy_(payload.view(-1))
         correction.copy_(rest.view(-1))
         torch.amax(join_master(payload, rest, new_scale).abs(), dim=1, out=chunk_amax)
-        weight_scales.copy_(new_weight_scales)
+        state.weight_scales.copy_(state.new_weight_scales)
 
-    written = [
-        *(exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales),
-        *(weight, correction, weight_scales, chunk_amax),
-    ]
+    written = [*state.exp_avg, *state.exp_avg_sq, weight, correction, state.weight_scales, chunk_amax]
     reference.update_where_finite(grad_factor, written, update)

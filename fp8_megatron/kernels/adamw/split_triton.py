@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantize.blockwise_triton import FP_MAX_BITS
 from ..quantize.triton import reciprocal
 from ..sizes import cdiv
 from .companded_triton import adam_update, bias_correction
 from .companding import MASTER_STREAM
 from .companding_triton import floor, integer, rounding_noise
-from .state_triton import Tiling, adam_arguments, chunk_size, load_tile, tile_offsets
+from .operands import AdamHyper, SplitAdamState
+from .state_triton import Tiling, adam_arguments, chunk_size, fp_max_bits, load_tile, pointers, tile_offsets
 
 _MASTER_STREAM = tl.constexpr(MASTER_STREAM)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -159,26 +159,7 @@ def _adopt_scales(weight_scales, new_weight_scales, grad_factor, num_tensors, TI
 
 
 def adamw_split_step_(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scales: Tensor | None,
-    weight: Tensor,
-    correction: Tensor,
-    weight_scales: Tensor,
-    new_weight_scales: Tensor,
-    chunk_tensor: Tensor,
-    chunk_amax: Tensor,
-    grad_factor: Tensor,
-    step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    state: SplitAdamState, hyper: AdamHyper, grad_factor: Tensor, step: Tensor, chunk_amax: Tensor
 ) -> None:
     """`split_master.adamw_split_step_` in two launches: the step, one program a chunk; then the scales it wrote with.
 
@@ -187,13 +168,14 @@ def adamw_split_step_(
     Raises:
         ValueError: more than two sizes of scale block, or chunks that are not whole blocks.
     """
-    n = weight.numel()
-    operands = ((grad, grad_scales), (exp_avg, exp_avg_scales), (exp_avg_sq, exp_avg_sq_scales))
+    n = state.weight.numel()
+    operands = (state.grad, state.exp_avg, state.exp_avg_sq)
+    chunk_tensor, weight_scales, new_weight_scales = state.chunk_tensor, state.weight_scales, state.new_weight_scales
     tiling = Tiling.of(operands, chunk_size(n, chunk_tensor))
     _adamw_split_step[(chunk_tensor.numel(),)](
-        *(tensor for payload, scales in operands for tensor in (payload, payload if scales is None else scales)),
-        weight.view(torch.uint8),
-        correction,
+        *pointers(operands),
+        state.weight.view(torch.uint8),
+        state.correction,
         weight_scales,
         new_weight_scales,
         chunk_tensor,
@@ -201,10 +183,10 @@ def adamw_split_step_(
         grad_factor,
         step,
         n,
-        *adam_arguments(lr, beta1, beta2, eps, weight_decay, decoupled),
-        decoupled,
+        *adam_arguments(hyper),
+        hyper.decoupled,
         *tiling.kinds,
-        *(FP_MAX_BITS.get(payload.dtype, 0) for payload in (exp_avg, exp_avg_sq)),
+        *fp_max_bits(state.exp_avg, state.exp_avg_sq),
         *tiling.shape,
         num_warps=tiling.num_warps,
         enable_fp_fusion=False,

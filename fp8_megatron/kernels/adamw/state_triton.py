@@ -10,16 +10,17 @@ operand, so that a step is one read and one write of each.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantize.blockwise_triton import block_amax_bits, block_scale, block_size
+from ..quantize.blockwise_triton import FP_MAX_BITS, block_amax_bits, block_scale, block_size
 from ..quantize.triton import magnitude_bits
 from .companding_triton import companded_scale, decode_companded, encode_companded, rounding_noise
+from .operands import AdamHyper, FlatState
 
 # Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8. Few warps, so barriers are cheap.
 _TILE = 1024
@@ -156,8 +157,8 @@ class Tiling:
     kinds: tuple[int, ...]
 
     @classmethod
-    def of(cls, operands: Sequence[tuple[Tensor, Tensor | None]], chunk: int) -> Tiling:
-        """For operands (payload [n], its block scales or None) and programs of `chunk` elements.
+    def of(cls, operands: Sequence[FlatState], chunk: int) -> Tiling:
+        """For these operands and programs of `chunk` elements.
 
         Raises:
             ValueError: more than two block sizes, or a chunk that is not made of whole blocks.
@@ -199,10 +200,19 @@ def chunk_size(n: int, per_chunk: Tensor | None) -> int:
     return n // per_chunk.numel()
 
 
-def adam_arguments(
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool
-) -> tuple[float, ...]:
+def pointers(operands: Sequence[FlatState]) -> list[Tensor]:
+    """Payload and scales of each; a kernel that is told that there are no scales is given the payload for them."""
+    return [tensor for payload, scales in operands for tensor in (payload, payload if scales is None else scales)]
+
+
+def fp_max_bits(*operands: FlatState) -> Iterator[int]:
+    """`FP_MAX_BITS` of each; 0 for a dtype that is not scaled."""
+    return (FP_MAX_BITS.get(operand.payload.dtype, 0) for operand in operands)
+
+
+def adam_arguments(hyper: AdamHyper) -> tuple[float, ...]:
     """lr, beta1, 1 - beta1, log beta1, beta2, 1 - beta2, log beta2, eps, weight_decay and decay of the kernels."""
+    lr, beta1, beta2, eps, weight_decay, decoupled = hyper
     decay = 1.0 - lr * weight_decay if decoupled else 1.0
     return lr, beta1, 1.0 - beta1, _log(beta1), beta2, 1.0 - beta2, _log(beta2), eps, weight_decay, decay
 

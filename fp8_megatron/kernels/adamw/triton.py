@@ -15,11 +15,20 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ...formats import COMPANDED_DTYPES, MAX_FINITE
-from ..quantize.blockwise_triton import FP_MAX_BITS
 from ..quantize.triton import encode, reciprocal
 from ..sizes import cdiv
 from .companded_triton import companded_adamw_step_
-from .state_triton import Tiling, adam_arguments, chunk_size, load_tile, store_tile, tile_offsets
+from .operands import AdamHyper, AdamState, FlatState
+from .state_triton import (
+    Tiling,
+    adam_arguments,
+    chunk_size,
+    fp_max_bits,
+    load_tile,
+    pointers,
+    store_tile,
+    tile_offsets,
+)
 
 
 @triton.jit
@@ -147,59 +156,39 @@ def _derive_fp8_weights(
 
 
 def adamw_step_(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scales: Tensor | None,
-    master: Tensor,
-    master_scales: Tensor | None,
-    weight: Tensor | None,
-    chunk_amax: Tensor | None,
+    state: AdamState,
+    hyper: AdamHyper,
     grad_factor: Tensor,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    weight: Tensor | None,
+    chunk_amax: Tensor | None,
 ) -> None:
     """`reference.adamw_step_`, one launch. Products may be fused with sums; √ and ÷ are good to 2 ulp.
 
-    Companded moments take the exact `companded_adamw_triton.companded_adamw_step_`.
+    Companded moments take the exact `companded_triton.companded_adamw_step_`.
 
     Raises:
         ValueError: more than two sizes of scale block, or chunks that are not whole blocks.
     """
-    operands = (
-        (grad, grad_scales),
-        (exp_avg, exp_avg_scales),
-        (exp_avg_sq, exp_avg_sq_scales),
-        (master, master_scales),
-    )
-    if exp_avg.dtype in COMPANDED_DTYPES or exp_avg_sq.dtype in COMPANDED_DTYPES:
-        companded_adamw_step_(
-            *(grad, grad_scales, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, master, master_scales),
-            *(weight, chunk_amax, grad_factor, step, lr, beta1, beta2, eps, weight_decay, decoupled),  # type: ignore[arg-type]
-        )
+    if any(moment.payload.dtype in COMPANDED_DTYPES for moment in (state.exp_avg, state.exp_avg_sq)):
+        companded_adamw_step_(state, hyper, grad_factor, step, weight, chunk_amax)
         return
+    master = state.master.payload
     n = master.numel()
-    tiling = Tiling.of(operands, chunk_size(n, chunk_amax))
+    tiling = Tiling.of(state, chunk_size(n, chunk_amax))
     _adamw_step[(cdiv(n, tiling.chunk),)](
-        *(tensor for payload, scales in operands for tensor in (payload, payload if scales is None else scales)),
+        *pointers(state),
         master if weight is None else weight,
         master if chunk_amax is None else chunk_amax,
         grad_factor,
         step,
         n,
-        *adam_arguments(lr, beta1, beta2, eps, weight_decay, decoupled),
-        decoupled,
+        *adam_arguments(hyper),
+        hyper.decoupled,
         weight is not None,
         chunk_amax is not None,
         *tiling.kinds,
-        *(FP_MAX_BITS.get(payload.dtype, 0) for payload in (exp_avg, exp_avg_sq, master)),
+        *fp_max_bits(state.exp_avg, state.exp_avg_sq, state.master),
         *tiling.shape,
         n % tiling.chunk == 0,
         num_warps=tiling.num_warps,
@@ -215,7 +204,7 @@ def derive_fp8_weights_(
         ValueError: chunks that are not whole blocks.
     """
     n = master.numel()
-    tiling = Tiling.of([(master, master_scales)], chunk_size(n, chunk_tensor))
+    tiling = Tiling.of([FlatState(master, master_scales)], chunk_size(n, chunk_tensor))
     tiles, rows, _, block = tiling.shape
     _derive_fp8_weights[(chunk_tensor.numel(),)](
         master,

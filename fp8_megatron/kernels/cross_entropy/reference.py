@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..registration import operator
+from ..shapes import fp32, layouts, taken_scale
 
 
+@operator(gpu=".triton", fake=lambda a: tuple(fp32(a.logits, len(a.logits)) for _ in range(3)))
 def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of every row of `logits` [T, V]: its maximum m, Σ exp(logits − m), and the logit of the label; FP32 [T] each.
 
@@ -26,6 +29,7 @@ def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return largest, total, torch.where(is_here, target, 0.0)
 
 
+@operator(gpu=".triton", mutates=["logits"])
 def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
     """Replace `logits` [T, V] by the gradient (exp(logits − log_sum_exp) − [column is the label]) · grad, in place.
 
@@ -35,6 +39,7 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor,
     logits.copy_(_gradient(logits, labels, log_sum_exp, grad))
 
 
+@operator(gpu=".triton", fake=lambda a: (*layouts(a.logits, a.dtype), taken_scale(a.logits, a.scale)))
 def cross_entropy_backward_quantize(
     logits: Tensor,
     labels: Tensor,

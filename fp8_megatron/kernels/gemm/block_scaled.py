@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
 from ..quantize.blocks import dequantize_blocks, has_tile_scales
+from ..registration import operator
 
 #: Operands that passed: the check would take the host longer than the launch.
 _fine: set[tuple[object, ...]] = set()
@@ -37,6 +38,7 @@ def check_block_scaled_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tens
     _fine.add(key)
 
 
+@operator(gpu=None, mutates=["out"])
 def block_scaled_mm_into_(
     out: Tensor, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, bias: Tensor | None, addend: Tensor | None
 ) -> None:

@@ -40,7 +40,7 @@ def check_scaled_mm(a: Tensor, b: Tensor) -> None:
     _fine.add(key)
 
 
-def scaled_mm_cublaslt(
+def scaled_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -51,11 +51,11 @@ def scaled_mm_cublaslt(
 ) -> Tensor:
     """`reference.scaled_mm` on cuBLASLt: tensorwise scales, FP32 (or, fast, shortened) accumulation."""
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-    scaled_mm_into_cublaslt_(out, a, b, scale_a, scale_b, bias, use_fast_accum, None)
+    scaled_mm_into_(out, a, b, scale_a, scale_b, bias, use_fast_accum, None)
     return out
 
 
-def scaled_mm_into_cublaslt_(
+def scaled_mm_into_(
     out: Tensor,
     a: Tensor,
     b: Tensor,
@@ -65,7 +65,7 @@ def scaled_mm_into_cublaslt_(
     use_fast_accum: bool,
     addend: Tensor | None,
 ) -> None:
-    """`scaled_mm_cublaslt` plus `addend` written to `out`; both are contiguous."""
+    """`scaled_mm` plus `addend` written to `out`; both are contiguous."""
     if cublaslt.is_available():
         cublaslt.matmul(a, b, scale_a, scale_b, bias, out, use_fast_accum=use_fast_accum, addend=addend)
         return
@@ -75,7 +75,7 @@ def scaled_mm_into_cublaslt_(
         out += addend
 
 
-def scaled_mm_to_fp8_cublaslt_(
+def scaled_mm_to_fp8_(
     out: Tensor, amax: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, inverse: Tensor
 ) -> None:
     """`reference.scaled_mm_to_fp8_` on cuBLASLt: the cast is the GEMM's epilogue."""

@@ -7,10 +7,14 @@ quantised again, with the scale of the forward, where the weight gradient wants 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
 from .. import reference
+from ..registration import operator
+from ..shapes import fp32, layouts, payload_like, taken_scale
 
 
 def _normalized(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -33,12 +37,23 @@ def statistics(x: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
     return mean, 1.0 / torch.sqrt(centred.square().mean(dim=1) + eps)
 
 
+@operator(gpu=".triton", fake=lambda a: fp32(a.x, 1))
 def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
     """Amax of the normalised `x` [T, K], FP32 [1], without writing it."""
     mean, rstd = statistics(x, eps, rms)
     return reference.amax(_affine(_normalized(x, mean, rstd), weight, bias))
 
 
+@operator(
+    gpu=".triton",
+    fake=lambda a: (
+        payload_like(a.x, a.x.shape, a.dtype),
+        taken_scale(a.x, a.scale),
+        fp32(a.x, 0 if a.rms else len(a.x)),
+        fp32(a.x, len(a.x)),
+    ),
+    mutates=["amax_out"],
+)
 def norm_quantize(
     x: Tensor,
     weight: Tensor,
@@ -62,10 +77,11 @@ def norm_quantize(
     """
     mean, rstd = statistics(x, eps, rms)
     y = _affine(_normalized(x, mean, rstd), weight, bias)
-    payload, taken = quantize_with_or_without_scale(y, dtype, scale, power_of_two, amax_out)
-    return payload, taken, mean, rstd
+    quantized, taken = quantize_with_or_without_scale(y, dtype, scale, power_of_two, amax_out)
+    return quantized, taken, mean, rstd
 
 
+@operator(gpu=".triton", fake=lambda a: layouts(a.x, a.dtype)[a.transposed])
 def norm_requantize(
     x: Tensor,
     weight: Tensor,
@@ -77,10 +93,17 @@ def norm_requantize(
     transposed: bool,
 ) -> Tensor:
     """The payload that `norm_quantize` gave, from its statistics and scale: [T, K], or `transposed` [K, T]."""
-    payload = reference.encode(_affine(_normalized(x, mean, rstd), weight, bias), scale, dtype)
-    return payload.t().contiguous() if transposed else payload
+    quantized = reference.encode(_affine(_normalized(x, mean, rstd), weight, bias), scale, dtype)
+    return quantized.t().contiguous() if transposed else quantized
 
 
+def _gradients(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    """Of x, weight and bias, without values."""
+    columns = a.x.shape[1]
+    return a.x.new_empty(a.x.shape), fp32(a.x, columns), fp32(a.x, columns if a.has_bias else 0)
+
+
+@operator(gpu=".triton", fake=_gradients)
 def norm_backward(
     grad: Tensor,
     residual_grad: Tensor | None,
@@ -113,6 +136,11 @@ def norm_backward(
     return grad_x.to(x.dtype), (g * normalized).sum(dim=0), grad_bias
 
 
+@operator(
+    gpu=".cuda",
+    fake=lambda a: (*_gradients(a), *layouts(a.x, a.dtype, transposed=a.transposed), fp32(a.x, a.x.shape[1])),
+    mutates=["amax_out"],
+)
 def norm_backward_quantize(
     grad: Tensor,
     residual_grad: Tensor | None,
@@ -136,10 +164,10 @@ def norm_backward_quantize(
         FP32 [K].
     """
     grads = norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
-    payload, payload_t, column_sums, _ = reference.quantize_grad_output(
+    quantized, quantized_t, column_sums, _ = reference.quantize_grad_output(
         grads[0], dtype, scale, False, amax_out, transposed
     )
-    return *grads, payload, payload_t, column_sums
+    return *grads, quantized, quantized_t, column_sums
 
 
 def quantize_with_or_without_scale(

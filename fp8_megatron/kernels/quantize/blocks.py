@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 from ...formats import GEMM_BLOCK
 from ..reference import decode, encode, scale_from_amax
+from ..registration import operator
+from ..shapes import fp32, payload_like
 from ..sizes import cdiv, round_up
 
 #: cuBLASLt reads the scales of tiles with a row stride that is a multiple of this.
@@ -36,6 +38,23 @@ def tile_scales_shape(rows: int, columns: int) -> tuple[int, int]:
     return cdiv(rows, GEMM_BLOCK), round_up(cdiv(columns, GEMM_BLOCK), TILE_SCALES_MULTIPLE)
 
 
+def _blocks(x: Tensor, dtype: torch.dtype, *, wanted: bool) -> tuple[Tensor, Tensor]:
+    """A cast of `x` without values; empty unless it is `wanted`."""
+    return payload_like(x, x.shape, dtype, wanted=wanted), fp32(x, *(block_scales_shape(*x.shape) if wanted else (0,)))
+
+
+def _tiles(w: Tensor, dtype: torch.dtype, *, wanted: bool = True) -> tuple[Tensor, Tensor]:
+    return payload_like(w, w.shape, dtype, wanted=wanted), fp32(w, *(tile_scales_shape(*w.shape) if wanted else (0,)))
+
+
+@operator(
+    gpu=None,
+    fake=lambda a: (
+        *_blocks(a.x, a.dtype, wanted=a.rowwise),
+        *_blocks(a.x.t(), a.dtype, wanted=a.transposed),
+        fp32(a.x, a.x.shape[1] if a.column_sums else 0),
+    ),
+)
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, column_sums: bool, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -52,10 +71,9 @@ def quantize_blocks(
         payload [M, K], its scales [⌈K / 128⌉, M] (both empty unless `rowwise`), transpose [K, M], its scales
         [⌈M / 128⌉, K] (both empty unless `transposed`), column sums FP32 [K] (empty unless `column_sums`).
     """
-    nothing = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
-    along_k = _cast_blocks(x, dtype, power_of_two) if rowwise else nothing
-    along_m = _cast_blocks(x.t(), dtype, power_of_two) if transposed else nothing
-    return *along_k, *along_m, x.float().sum(dim=0) if column_sums else nothing[1]
+    along_k = _cast_blocks(x, dtype, power_of_two) if rowwise else _blocks(x, dtype, wanted=False)
+    along_m = _cast_blocks(x.t(), dtype, power_of_two) if transposed else _blocks(x, dtype, wanted=False)
+    return *along_k, *along_m, x.float().sum(dim=0) if column_sums else fp32(x, 0)
 
 
 def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -66,6 +84,10 @@ def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Ten
     return payload.contiguous(), scales.t().contiguous()
 
 
+@operator(
+    gpu=None,
+    fake=lambda a: (*_tiles(a.w, a.dtype, wanted=a.rowwise), *_tiles(a.w.t(), a.dtype, wanted=a.transposed)),
+)
 def quantize_tiles(
     w: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -76,9 +98,8 @@ def quantize_tiles(
         `transposed`). A tile's transpose keeps its scale.
     """
     payload, scales = _cast_tiles(w, dtype, power_of_two)
-    nothing = payload.new_empty(0), scales.new_empty(0)
-    over = transpose_tiles(payload, scales) if transposed else nothing
-    return *((payload, scales) if rowwise else nothing), *over
+    over = transpose_tiles(payload, scales) if transposed else _tiles(w, dtype, wanted=False)
+    return *((payload, scales) if rowwise else _tiles(w, dtype, wanted=False)), *over
 
 
 def _cast_tiles(w: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -90,6 +111,7 @@ def _cast_tiles(w: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tens
     return payload.contiguous(), _padded(scales)
 
 
+@operator(gpu=None, fake=lambda a: _tiles(a.payload.t(), a.payload.dtype))
 def transpose_tiles(payload: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """A weight [N, K] of `quantize_tiles` and its scales → its transpose [K, N] and the scales of that, bit for bit."""
     num_columns = cdiv(payload.shape[1], GEMM_BLOCK)

@@ -7,11 +7,14 @@ The projection's output holds, group by group, the query heads of the group, its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from .. import reference
+from ..registration import operator
+from ..shapes import fp32, layouts, taken_scale
 
 
 def interleaved(grads: Sequence[Tensor]) -> Tensor:
@@ -20,6 +23,15 @@ def interleaved(grads: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(grads), dim=3).reshape(seq * batch, -1)
 
 
+def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query = a.grads[0]
+    seq, batch, groups, _ = query.shape
+    tokens, columns = seq * batch, groups * sum(grad.shape[3] for grad in a.grads)
+    sums = fp32(query, columns if a.column_sums else 0)
+    return *layouts(query.new_empty((tokens, columns)), a.dtype), sums, taken_scale(query, a.scale)
+
+
+@operator(gpu=".grad_output_triton", fake=_outputs, mutates=["amax_out"])
 def quantize_qkv_grad(
     grads: list[Tensor],
     dtype: torch.dtype,

@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..registration import operator
 
 
+@operator(
+    gpu=".amax_history_triton",
+    fake=lambda a: (torch.empty_like(a.previous), torch.empty_like(a.previous)),
+    mutates=["amax", "written", "history"],
+)
 def update_amax_history_(
     amax: Tensor,
     written: Tensor,

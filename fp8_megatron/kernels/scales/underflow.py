@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..registration import operator
+
 #: From this many elements on, one block of 128 in 16 is looked at: all of GPT-7B's gradients would be read once more.
 SAMPLED_FROM = 2**20
 SAMPLE_BLOCK, SAMPLE_EVERY = 128, 16
@@ -20,6 +22,7 @@ def sampling(numel: int) -> tuple[int, int]:
     return -(-(numel // SAMPLE_BLOCK) // SAMPLE_EVERY), SAMPLE_EVERY
 
 
+@operator(gpu=".underflow_triton", mutates=["counts"])
 def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
     """Add to `counts` the non-zero elements of `value`, and how many of them are zero in `payload`; nothing waits.
 

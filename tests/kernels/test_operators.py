@@ -1,0 +1,281 @@
+"""The declarations of the operators: schemas, fake versions, GPU variants and errors, under FakeTensor and compile."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8_megatron.device.device import UnsupportedDeviceError
+from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.kernels import ops, registration
+
+T, K = 32, 64
+N = T * K
+
+
+def _flat(dtype: torch.dtype, block: int) -> ops.FlatState:
+    payload, scales = torch.empty(N, dtype=dtype), torch.empty(N // block)
+    ops.quantize_blockwise_(torch.rand(N), payload, scales)
+    return ops.FlatState(payload, scales)
+
+
+def _fp8(rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:
+    return torch.randn(rows, columns).to(dtype)
+
+
+def samples() -> dict[str, list[tuple[Any, ...]]]:
+    """Operator → arguments of the specification; what is optional is there in one of them, and not in another."""
+    x, weight, vector = torch.randn(T, K).bfloat16(), torch.rand(K).bfloat16(), torch.rand(T)
+    one, scale, amax = torch.ones(1), torch.tensor([0.01]), torch.zeros(1)
+    grads, z = torch.randn(2, T, K).bfloat16(), torch.randn(T, 2 * K).bfloat16()
+    qkv = [torch.randn(8, 4, 2, width).bfloat16() for width in (32, 16, 16)]
+    labels, none = torch.randint(K, (T,)), torch.empty(0)
+    state = ops.AdamState(_flat(E4M3, 128), _flat(torch.int8, 256), _flat(torch.uint8, 256), _flat(torch.float16, 256))
+    state.master.payload.div_(4.0)  # below its scale: the step writes another, whatever it adds
+    plain = ops.AdamState(*(ops.FlatState(torch.rand(N)) for _ in range(4)))
+    split = ops.SplitAdamState(
+        *state[:3], _fp8(1, N)[0], torch.zeros(N, dtype=torch.int8), one.clone(), 2 * one, torch.zeros(2).int()
+    )
+    hyper = ops.AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled=True)
+    norm = (x, weight, vector, vector)
+    gradient = (grads, None, *norm, True), (grads[:1], x, x, weight, none, vector, False)
+    rows = _flat(E4M3, 128)
+    return {
+        "amax": [(x,)],
+        "quantize_current": [(x, E4M3, False, True, True), (x, E5M2, True, False, True)],
+        "quantize_with_scale": [(x, scale, E4M3, True, True, amax), (x, scale, E5M2, True, False, None)],
+        "quantize_grad_output": [(x, E5M2, None, True, None, True), (x, E5M2, scale, False, amax, False)],
+        "quantize_qkv_grad": [(qkv, E5M2, None, False, None, True), (qkv, E5M2, scale, False, amax, False)],
+        "transpose": [(_fp8(T, K),)],
+        "norm_amax": [(x, weight, None, 1e-5, True), (x, weight, weight, 1e-5, False)],
+        "norm_quantize": [
+            (x, weight, None, 1e-5, True, E4M3, None, False, None),
+            (x, weight, weight, 1e-5, False, E4M3, scale, False, amax),
+        ],
+        "norm_requantize": [
+            (x, weight, None, none, vector, scale, E4M3, True),
+            (x, weight, weight, vector, vector, scale, E4M3, False),
+        ],
+        "norm_backward": [*gradient],
+        "norm_backward_quantize": [
+            (*gradient[0], E5M2, scale, amax, True),
+            (*gradient[1], E5M2, scale, None, False),
+        ],
+        "activation_amax": [(z, "swiglu"), (x, "gelu")],
+        "activation_backward_amax": [(x, z, "swiglu"), (x, x, "gelu")],
+        "activation_quantize": [(z, "swiglu", E4M3, None, False, None), (x, "gelu", E4M3, scale, False, amax)],
+        "activation_backward_quantize": [
+            (x, z, "swiglu", E5M2, None, False, None, E4M3, scale, True),
+            (x, x, "gelu", E5M2, scale, False, amax, E4M3, scale, False),
+        ],
+        "cross_entropy_statistics": [(x, labels)],
+        "cross_entropy_backward_": [(x.clone(), labels, vector, vector)],
+        "cross_entropy_backward_quantize": [
+            (x, labels, vector, vector, E5M2, None, False),
+            (x, labels, vector, vector, E5M2, scale, False),
+        ],
+        "scaled_mm": [(_fp8(T, K), _fp8(16, K), scale, scale, None, torch.bfloat16, False)],
+        "scaled_mm_into_": [
+            (torch.empty(T, 16), _fp8(T, K), _fp8(16, K), scale, scale, torch.rand(16), True, torch.rand(T, 16)),
+            (torch.empty(T, 16).bfloat16(), _fp8(T, K), _fp8(16, K), scale, scale, None, False, None),
+        ],
+        "scaled_mm_to_fp8_": [
+            (torch.empty(T, 16, dtype=E4M3), amax.clone(), _fp8(T, K), _fp8(16, K), scale, scale, one)
+        ],
+        "quantize_blockwise_": [(torch.rand(N - 3), *_flat(E4M3, 128)), (x.view(-1), *_flat(torch.int8, 256))],
+        "dequantize_blockwise": [tuple(_flat(E4M3, 128))],
+        "accumulate_rows_": [
+            (*rows, torch.rand(N // 2), 0.5, True, 1, _fp8(1, N // 2)[0], torch.rand(N // 256), None),
+            (x.view(-1), None, torch.zeros(N // 2).bfloat16(), 1.0, False, -1, None, None, weight.repeat(T // 2)),
+        ],
+        "update_amax_history_": [
+            (torch.rand(3), torch.rand(3, 2, 4), torch.rand(4, 3), 448 * torch.ones(3), torch.rand(3, 4), True, False)
+        ],
+        "count_underflow_": [(torch.rand(N), _fp8(1, N)[0], torch.zeros(2, dtype=torch.int64))],
+        "quantize_blocks": [(x, E4M3, True, True, True, False), (x, E5M2, False, True, False, True)],
+        "quantize_tiles": [(x, E4M3, True, True, False), (x, E4M3, False, True, True)],
+        "transpose_tiles": [(_fp8(T, K), torch.rand(1, 4))],
+        "block_scaled_mm_into_": [
+            (torch.empty(T, 16), _fp8(T, K), _fp8(16, K), torch.rand(1, T), torch.rand(1, 16), None, torch.rand(T, 16))
+        ],
+        "squared_norm": [tuple(_flat(E4M3, 128)), (x.view(-1), None)],
+        "adamw_step_": [
+            (state, hyper, one, one.clone(), torch.empty(N).bfloat16(), torch.empty(2)),
+            (plain, hyper, one, one.clone(), None, None),
+        ],
+        "adamw_split_step_": [(split, hyper, one, one.clone(), torch.empty(2))],
+        "derive_fp8_weights_": [(*_flat(torch.float16, 256), _fp8(1, N)[0], one, torch.zeros(2).int())],
+    }
+
+
+OPERATORS = registration.operators()
+
+
+def test_every_operator_is_tested() -> None:
+    assert set(samples()) == set(OPERATORS)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fake_version(name: str) -> None:
+    """It gives the specification's shapes, dtypes and strides, with symbolic shapes and functionalised too."""
+    operator = getattr(torch.ops.fp8_megatron, name).default
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for arguments in samples()[name]:
+        torch.library.opcheck(operator, tuple(registration.flat(arguments)), test_utils=checks)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8).clone()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_writes_what_its_schema_says(name: str) -> None:
+    """And no output shares memory. (opcheck's own check compares with arithmetic that FP8 does not have.)"""
+    operator = getattr(torch.ops.fp8_megatron, name).default
+    schema = operator._schema.arguments
+    written: set[str] = set()
+    for arguments in samples()[name]:
+        operands = list(registration.flat(arguments))
+        tensors = [value if isinstance(value, list) else [value] for value in operands]
+        before = [[_bytes(x) if isinstance(x, Tensor) else None for x in group] for group in tensors]
+        outputs = operator(*operands)
+        for argument, group, old in zip(schema, tensors, before, strict=True):
+            changed = any(x is not None and not torch.equal(_bytes(y), x) for x, y in zip(old, group, strict=True))
+            if changed:
+                assert argument.alias_info is not None and argument.alias_info.is_write, argument.name
+                written.add(argument.name)
+        given = {x.untyped_storage().data_ptr() for group in tensors for x in group if isinstance(x, Tensor)}
+        for output in outputs if isinstance(outputs, tuple) else [outputs]:
+            assert output is None or not output.numel() or output.untyped_storage().data_ptr() not in given
+    assert written == {argument.name for argument in schema if argument.alias_info is not None}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_operator_computes_under_fake_tensors(name: str) -> None:
+    """What callers inside the package hold, too: a fake tensor that says CUDA wants no GPU."""
+    call = getattr(registration.callables(), name)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        for arguments in samples()[name]:
+            on_gpu = torch.utils._pytree.tree_map_only(
+                Tensor, lambda x: torch.empty_like(mode.from_tensor(x), device="cuda"), arguments
+            )
+            outputs = call(*on_gpu)
+            for output in torch.utils._pytree.tree_leaves(outputs):
+                assert output is None or output.device.type == "cuda"
+
+
+def linear_layer(x: Tensor, weight: Tensor, grad: Tensor, state: ops.AdamState) -> tuple[Tensor, Tensor]:
+    """A layer's casts and GEMMs and its optimizer, which writes in place."""
+    recorded = torch.zeros(1)
+    a, _, scale_a = ops.quantize_current(x, E4M3)
+    b, _, scale_b = ops.quantize_current(weight, E4M3)
+    out = ops.scaled_mm(a, b, scale_a, scale_b)
+    _, g_t, sums, scale = ops.quantize_grad_output(grad, E5M2, scale=None, amax_out=recorded)
+    into = torch.empty(len(weight), len(weight))
+    ops.scaled_mm_into_(into, g_t, g_t.view(E4M3), scale, scale)
+    one = torch.ones(1)
+    hyper = ops.AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled=True)
+    ops.adamw_step_(state, hyper, grad_factor=one, step=one)
+    return out + recorded + sums, into
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_a_graph_break(backend: str) -> None:
+    def run(layer: Callable[..., Any]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x, weight, grad = (torch.randn(32, 32, generator=generator).bfloat16() for _ in range(3))
+        state = ops.AdamState(*(ops.FlatState(torch.rand(256, generator=generator)) for _ in range(4)))
+        outputs = layer(x, weight, grad, state)
+        return [*outputs, *(moved.payload for moved in state)]
+
+    expected = run(linear_layer)
+    actual = run(torch.compile(linear_layer, backend=backend, fullgraph=True))
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_gpu_variant_takes_what_the_specification_takes(name: str) -> None:
+    """Read from its source: a machine without a GPU has no Triton to import it with."""
+    declared = OPERATORS[name]
+    if declared.gpu_module is None:
+        pytest.skip("it has none")
+    spec = importlib.util.find_spec(declared.gpu_module)
+    assert spec is not None and spec.origin is not None, declared.gpu_module
+    tree = ast.parse(Path(spec.origin).read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert [argument.arg for argument in functions[name].args.args] == list(declared.parameters), declared.gpu_module
+    assert not functions[name].args.kwonlyargs
+
+
+class Pair(NamedTuple):
+    """A bundle."""
+
+    values: Tensor
+    factor: float
+
+
+class Bundles(NamedTuple):
+    """A bundle of bundles."""
+
+    first: Pair
+    second: Pair
+
+
+def scale_pair_(pairs: Bundles, out: Tensor) -> None:
+    """A specification of this test alone."""
+    pairs.first.values.mul_(pairs.first.factor)
+    out.copy_(pairs.second.values * pairs.second.factor)
+
+
+def twice(x: Tensor) -> Tensor:
+    """Another."""
+    return 2 * x
+
+
+def test_a_bundle_is_flattened_at_the_operators_boundary() -> None:
+    registration.operator(gpu=None, mutates=["first", "out"])(scale_pair_)
+    try:
+        declared = registration.operators()["scale_pair_"]
+        assert declared.schema() == (
+            "scale_pair_(Tensor(a0!) first_values, float first_factor, Tensor second_values, float second_factor, "
+            "Tensor(a4!) out) -> ()"
+        )
+        first, second, out = torch.ones(4), torch.ones(4), torch.empty(4)
+        registration.callables().scale_pair_(Bundles(Pair(first, 2.0), Pair(second, 3.0)), out)
+        assert (first == 2.0).all() and (second == 1.0).all() and (out == 3.0).all()
+    finally:
+        registration._operators.pop("scale_pair_")
+
+
+def test_a_missing_variant_names_the_operator_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    registration.operator(gpu=None, fake=lambda a: torch.empty_like(a.x))(twice)
+    try:
+        missing = registration.operators()["twice"]
+        with pytest.raises(
+            UnsupportedDeviceError, match=r"^fp8_megatron::twice has no variant for cuda tensors; .*cpu$"
+        ):
+            missing.gpu_variant()
+    finally:
+        registration._operators.pop("twice")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "fp8_megatron.kernels.norm.triton", raising=False)
+    with pytest.raises(UnsupportedDeviceError, match=r"norm_amax has no variant for cuda tensors: .*triton"):
+        OPERATORS["norm_amax"].gpu_variant()
+
+
+def test_a_device_without_kernels_is_refused() -> None:
+    """No fall-back to the CPU's: what the dispatcher calls for any other device."""
+    x = torch.empty_strided((4,), (1,), device="meta")
+    assert torch.ops.fp8_megatron.amax(x).device.type == "meta"  # shapes alone
+    with pytest.raises(UnsupportedDeviceError, match="fp8_megatron::amax has no variant for mps tensors"):
+        raise OPERATORS["amax"].unsupported("mps")
