@@ -1,11 +1,14 @@
 """Train one model in turn as this project, in BF16 and with its peers, on the same GPUs, and compare them side by side.
 
 python benchmarks/compare.py --model 7b --nproc-per-node 4 --micro-batch-size 4 --num-micro-batches 4 \
-    --runs O3-delayed O3 bf16 te-delayed --output-dir runs/compare-7b
+    --runs O3 O3-fast bf16 megatron-te-delayed torchao-tensorwise --output-dir runs/compare-7b
+
+Runs are flags of this project (`RUNS`) and programs of benchmarks/peers (`PEERS`). All train the same tokens from the
+same initial weights. Without --runs: those above, of the peers those that are installed and take the layout.
+Everything after -- goes to all of them as flags of pretrain_gpt.py (data, for instance; without any, random tokens).
 
 A peer that is another program takes part too: ``--peer "name=command"``, whose output has a line
 ``JSON {"tok_s_gpu": …, "step_ms": …, "tflops_gpu": …, "tflops_causal": …, "mem_gb": …, "losses": […]}``.
-Everything after -- goes to pretrain_gpt.py (data, for instance; without any, random tokens).
 
 Writes comparison.json (commands, commit, versions, every figure, time by kind of kernel), comparison.md and
 comparison.png. Speed is the median over the steps after the first ones, profiled steps left out.
@@ -15,20 +18,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import platform
 import shlex
 import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+# Run as a script from a clone, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.comparison import Result, device_name, finite, table_of, write_report
+from benchmarks.peers.runs import PEERS
 from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.device.cudnn import users_environment
 from fp8_megatron.reporting.flops import model_flops_per_token, peak_flops
@@ -68,6 +70,8 @@ RUNS = {
     "te-delayed": ["--precision", "te", "--fp8-recipe", "delayed"],
     "te-tensorwise": ["--precision", "te", "--fp8-recipe", "tensorwise"],
 }
+#: What is compared where no runs are named.
+DEFAULT_RUNS = ["O3", "O3-fast", "bf16", "megatron-te-delayed", "torchao-tensorwise"]
 #: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.
 WARM_UP_STEPS = 5
 #: What torchrun needs to end its ranks.
@@ -76,76 +80,43 @@ _LAUNCHER_SECONDS = 45
 _PEER_FIGURES = ("tok_s_gpu", "step_ms", "tflops_gpu", "tflops_causal", "mem_gb", "losses")
 
 
-@dataclass
-class Result:
-    """One run. Memory in 10^9 bytes; TFLOP/s count attention in full (Megatron's convention) and causally. A loss that
-    is not finite is None.
-
-    The profiled steps are by rank (compute, communication that none covers, idle), the kinds of kernel rank 0's.
-    """
-
-    name: str
-    command: str
-    tokens_per_second_per_gpu: float
-    step_ms: float
-    tflops_per_gpu: float
-    causal_tflops_per_gpu: float
-    mfu: float | None
-    peak_gb: float
-    final_loss: float | None
-    losses: list[float | None]
-    ms_by_kind_of_kernel: dict[str, float] = field(default_factory=dict)
-    profiled_step_ms: list[dict[str, float]] = field(default_factory=list)
-
-    @property
-    def broken_steps(self) -> list[int]:
-        """Steps, from 1, without a finite loss: their speed is of no training."""
-        return [step for step, loss in enumerate(self.losses, 1) if loss is None]
-
-
 def main() -> int:
     """Run, then print and write the comparison; returns the exit status."""
     args = _parse()
-    commands = {name: _own_command(args, name) for name in args.runs}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     _remove(args.output_dir, "comparison.json", "comparison.md", "comparison.png")
+    own = {name: _own_command(args, name) for name in args.runs if name in RUNS}
+    peers = {name: _peer_command(args, name) for name in args.runs if name in PEERS}
+    peers |= {name: shlex.split(command) for name, command in args.peer}
     results: list[Result] = []
-    status = 0
-    for name, command in commands.items():
+    succeeded = True
+    for name, command in (own | peers).items():
         _remove(args.output_dir / name, METRICS_FILE, "profile_rank*.json")
         ended = _run(name, command, args.output_dir / f"{name}.log", args.timeout)
-        if _has_every_figure(args, name):
-            results.append(_own_result(args, name, command))
-            _write(args, results)
-        elif ended:
-            print(f"error: {name} left no figures of all its steps in {args.output_dir / name}", file=sys.stderr)
-            ended = False
-        status = status if ended else 1
-    for name, command in args.peer:
-        log = args.output_dir / f"{name}.log"
-        if not _run(name, shlex.split(command), log, args.timeout):
-            status = 1
-            continue
-        try:
-            results.append(_peer_result(name, command, log))
-        except ValueError as error:
-            print(f"error: {name}: {error}", file=sys.stderr)
-            status = 1
-        else:
-            _write(args, results)
+        # A run of this project that was stopped after all its steps has its figures.
+        if ended or name in own:
+            try:
+                results.append(_own_result(args, name, command) if name in own else _peer_result(args, name, command))
+            except ValueError as error:
+                if ended:
+                    print(f"error: {name}: {error}", file=sys.stderr)
+                ended = False
+            else:
+                write_report(args, results)
+        succeeded = succeeded and ended
     if results:
-        Console(width=150).print(_table(args, results))
+        Console(width=150).print(table_of(args, results))
     for result in results:
         if result.broken_steps:
             print(f"error: {result.name} has no finite loss in steps {result.broken_steps}", file=sys.stderr)
-            status = 1
-    return status
+            succeeded = False
+    return 0 if succeeded else 1
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare training speed and memory side by side.")
     parser.add_argument("--model", choices=list(MODELS), required=True)
-    parser.add_argument("--runs", nargs="*", choices=list(RUNS), default=["O3-delayed", "bf16", "te-delayed"])
+    parser.add_argument("--runs", nargs="*", choices=[*RUNS, *PEERS], help=f"default: {' '.join(DEFAULT_RUNS)}")
     parser.add_argument(
         "--peer", action="append", default=[], type=_peer, metavar="NAME=COMMAND", help="another program"
     )
@@ -164,7 +135,26 @@ def _parse() -> argparse.Namespace:
     least = WARM_UP_STEPS + args.profiled_steps + 3
     if args.train_iters < least:
         parser.error(f"--train-iters {args.train_iters}: give at least {least}")
+    wanted = DEFAULT_RUNS if args.runs is None else args.runs
+    left_out = {name: why for name in wanted if (why := _cannot_run(args, name)) is not None}
+    if args.runs is None:
+        args.runs = [name for name in DEFAULT_RUNS if name not in left_out]
+        for name, why in left_out.items():
+            print(f"== {name} is left out: {why}", flush=True)
+    elif left_out:
+        parser.error("; ".join(f"{name}: {why}" for name, why in left_out.items()))
     return args
+
+
+def _cannot_run(args: argparse.Namespace, name: str) -> str | None:
+    """Why a peer cannot take part, and what to do about it."""
+    if name not in PEERS:
+        return None
+    parallel = parse_config(_work_flags(args)).parallel
+    is_split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    if is_split and PEERS[name].program == "torchao_fsdp2":
+        return "it is data-parallel alone; leave the parallel sizes out"
+    return PEERS[name].missing()
 
 
 def _peer(text: str) -> tuple[str, str]:
@@ -185,21 +175,29 @@ def _remove(folder: Path, *patterns: str) -> None:
         path.unlink()
 
 
-def _flags(args: argparse.Namespace, name: str) -> list[str]:
-    config = Path(__file__).parent.parent / "configs" / f"{MODELS[args.model]}.yaml"
+def _work_flags(args: argparse.Namespace) -> list[str]:
+    """What all runs train: flags of pretrain_gpt.py."""
+    config = Path(__file__).parents[1] / "configs" / f"{MODELS[args.model]}.yaml"
     parallel = parse_config(["--config", str(config), *args.passed]).parallel
     replicas = args.nproc_per_node // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     batch = args.micro_batch_size * args.num_micro_batches * replicas
+    return [
+        *("--config", f"configs/{config.name}", *args.passed),
+        *("--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(batch)),
+        *("--train-iters", str(args.train_iters), "--lr-warmup-iters", "2", "--eval-interval", "0"),
+    ]
+
+
+def _flags(args: argparse.Namespace, name: str) -> list[str]:
+    """Flags of one of this project's runs."""
     first_profiled = args.train_iters - args.profiled_steps + 1
     profile = [
         *("--profile", "--profile-step-start", str(first_profiled)),
         *("--profile-step-end", str(args.train_iters + 1), "--profile-ranks", *map(str, range(args.nproc_per_node))),
     ]
     return [
-        *("--config", f"configs/{config.name}", *args.passed, *RUNS[name]),
-        *("--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(batch)),
-        *("--train-iters", str(args.train_iters), "--lr-warmup-iters", "2", "--eval-interval", "0"),
-        *("--log-interval", str(args.train_iters + 1), "--no-tensorboard", "--output-dir", str(args.output_dir / name)),
+        *(*_work_flags(args), *RUNS[name], "--log-interval", str(args.train_iters + 1)),
+        *("--no-tensorboard", "--output-dir", str(args.output_dir / name)),
         *(profile if args.profiled_steps else []),
     ]
 
@@ -207,6 +205,11 @@ def _flags(args: argparse.Namespace, name: str) -> list[str]:
 def _own_command(args: argparse.Namespace, name: str) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc_per_node)]
     return [sys.executable, *launcher, "pretrain_gpt.py", *_flags(args, name)]
+
+
+def _peer_command(args: argparse.Namespace, name: str) -> list[str]:
+    figures = args.output_dir / name / "figures.json"
+    return PEERS[name].command(args.nproc_per_node, figures, _work_flags(args))
 
 
 def _run(name: str, command: list[str], log: Path, timeout: int) -> bool:
@@ -259,8 +262,14 @@ def _shown(command: list[str]) -> str:
 
 
 def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Result:
-    """Figures of a run from its metrics and its profile; the profiled steps (and the one before) are not timed."""
+    """Figures of a run from its metrics and its profile. The profiled steps and the one before are not timed.
+
+    Raises:
+        ValueError: the run has not come to the end of its steps or of its profile.
+    """
     folder = args.output_dir / name
+    if not _has_every_figure(args, name):
+        raise ValueError(f"no figures of all its steps in {folder}")
     steps = [record for record in read_records(folder / METRICS_FILE) if record["kind"] == "train"]
     untimed_at_end = args.profiled_steps + 1 if args.profiled_steps else 0
     timed = steps[WARM_UP_STEPS : len(steps) - untimed_at_end]
@@ -268,7 +277,7 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
     vocab = config.model.vocab_size or 0
     rate = statistics.median(record["tokens_per_second_per_gpu"] for record in timed)
     full, causal = (model_flops_per_token(config.model, causal=c, padded_vocab_size=vocab) for c in (False, True))
-    peak = peak_flops(_device_name(), config.precision.precision)
+    peak = peak_flops(device_name(), config.precision.precision)
     kinds: dict[str, float] = defaultdict(float)
     profiles = [json.loads(path.read_text()) for path in _profiles(args, name)]
     for kernel in profiles[0]["kernels"] if profiles else []:
@@ -282,108 +291,39 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
         causal_tflops_per_gpu=rate * causal / 1e12,
         mfu=None if peak is None else rate * full / peak,
         peak_gb=max(record["peak_memory_gib"] for record in steps) * 2**30 / 1e9,
-        final_loss=_finite(steps[-1]["loss"]),
-        losses=[_finite(record["loss"]) for record in steps],
+        final_loss=finite(steps[-1]["loss"]),
+        losses=[finite(record["loss"]) for record in steps],
         ms_by_kind_of_kernel=dict(sorted(kinds.items(), key=lambda item: -item[1])),
         profiled_step_ms=[profile["step"] for profile in profiles],
     )
 
 
-def _peer_result(name: str, command: str, log: Path) -> Result:
+def _peer_result(args: argparse.Namespace, name: str, command: list[str]) -> Result:
     """Figures of a peer from its output.
 
     Raises:
         ValueError: it has no line of them, or not all.
     """
+    log = args.output_dir / f"{name}.log"
     line = next((line for line in log.read_text().splitlines() if line.startswith("JSON ")), None)
     if line is None:
         raise ValueError(f"no line 'JSON {{…}}' in {log}: the peer must print its figures")
     values = json.loads(line.removeprefix("JSON "))
     if missing := [key for key in _PEER_FIGURES if values.get(key) in (None, [])]:
         raise ValueError(f"no {', '.join(missing)} in the JSON line of {log}: the peer must print them")
-    peak = peak_flops(_device_name(), "bf16" if "bf16" in name else "fp8")
+    peak = peak_flops(device_name(), "bf16" if "bf16" in name else "fp8")
     return Result(
         name=name,
-        command=command,
+        command=_shown(command),
         tokens_per_second_per_gpu=values["tok_s_gpu"],
         step_ms=values["step_ms"],
         tflops_per_gpu=values["tflops_gpu"],
         causal_tflops_per_gpu=values["tflops_causal"],
         mfu=None if peak is None else values["tflops_gpu"] * 1e12 / peak,
         peak_gb=values["mem_gb"],
-        final_loss=_finite(values["losses"][-1]),
-        losses=[_finite(loss) for loss in values["losses"]],
+        final_loss=finite(values["losses"][-1]),
+        losses=[finite(loss) for loss in values["losses"]],
     )
-
-
-def _finite(loss: float | None) -> float | None:
-    return loss if loss is not None and math.isfinite(loss) else None
-
-
-def _device_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def _table(args: argparse.Namespace, results: list[Result]) -> Table:
-    work = f"GPT-{args.model}, {args.nproc_per_node} GPUs, micro {args.micro_batch_size} × {args.num_micro_batches}"
-    table = Table(title=work)
-    for heading in ("run", "tok/s/GPU", "step ms", "TFLOP/s/GPU", "causal", "MFU", "peak GB", "last loss"):
-        table.add_column(heading, justify="left" if heading == "run" else "right")
-    for result in results:
-        table.add_row(
-            result.name,
-            f"{result.tokens_per_second_per_gpu:,.0f}",
-            f"{result.step_ms:.1f}",
-            f"{result.tflops_per_gpu:.0f}",
-            f"{result.causal_tflops_per_gpu:.0f}",
-            "-" if result.mfu is None else f"{result.mfu:.1%}",
-            f"{result.peak_gb:.1f}",
-            "NaN" if result.final_loss is None else f"{result.final_loss:.4f}",
-        )
-    return table
-
-
-def _write(args: argparse.Namespace, results: list[Result]) -> None:
-    import torch
-
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    report: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit.stdout.strip() or None,
-        "device": _device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "results": [asdict(result) for result in results],
-    }
-    (args.output_dir / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
-    with (args.output_dir / "comparison.md").open("w") as file:
-        Console(file=file, width=150).print(_table(args, results))
-    _plot(args, results)
-
-
-def _plot(args: argparse.Namespace, results: list[Result]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [result.name for result in results]
-    figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(11, 0.5 * len(names) + 1.6), sharey=True)
-    for axes, values, title in (
-        (speed, [result.tokens_per_second_per_gpu for result in results], "tokens/s/GPU"),
-        (memory, [result.peak_gb for result in results], "peak memory, GB"),
-    ):
-        bars = axes.barh(names, values, color=["#2a6f97" if name.startswith("O") else "#b8b8b8" for name in names])
-        axes.bar_label(bars, fmt="{:,.0f}" if axes is speed else "{:.1f}", padding=3)
-        axes.set_title(title)
-        axes.margins(x=0.15)
-        axes.spines[["top", "right"]].set_visible(False)
-    speed.invert_yaxis()
-    figure.suptitle(f"GPT-{args.model}, micro {args.micro_batch_size} × {args.num_micro_batches}")
-    figure.tight_layout()
-    figure.savefig(args.output_dir / "comparison.png", dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import compare as compare_script
+from benchmarks.peers.runs import PEERS
 from fp8_megatron.device import cudnn
 
 ROOT = Path(__file__).parents[2]
@@ -25,17 +27,18 @@ FIGURES = {
 }
 
 
-def compare(folder: Path, script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), "--model", "345m", "--runs"]
-    command += ["--peer", f"stub-bf16={sys.executable} {script}", "--output-dir", str(folder), *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+def compare(monkeypatch: pytest.MonkeyPatch, folder: Path, script: Path, *flags: str) -> int:
+    """Compare with one peer, a stand-in; the exit status."""
+    command = ["--model", "345m", "--runs", "--peer", f"stub-bf16={sys.executable} {script}"]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["compare.py", *command, "--output-dir", str(folder), *flags])
+    return compare_script.main()
 
 
-def test_a_peer_takes_part(tmp_path: Path) -> None:
+def test_a_peer_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "peer.py"
     script.write_text(f"print('noise')\nprint('JSON ' + {json.dumps(json.dumps(FIGURES))})\n")
-    done = compare(tmp_path / "out", script)
-    assert done.returncode == 0, done.stderr
+    assert compare(monkeypatch, tmp_path / "out", script) == 0
     (result,) = json.loads((tmp_path / "out" / "comparison.json").read_text())["results"]
     assert (result["name"], result["tokens_per_second_per_gpu"], result["peak_gb"]) == ("stub-bf16", 10.5, 3.25)
     assert (result["final_loss"], result["causal_tflops_per_gpu"]) == (2.0, 1.5)
@@ -53,31 +56,37 @@ def test_a_peer_has_the_users_environment(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "log").read_text() == "None /opt/cudnn\n"
 
 
-def test_speed_without_a_loss_is_an_error(tmp_path: Path) -> None:
+def test_speed_without_a_loss_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "peer.py"
     figures = {**FIGURES, "losses": [3.0, float("nan"), 2.0, float("nan")]}
     script.write_text(f"print('JSON ' + {json.dumps(json.dumps(figures))})\n")
-    done = compare(tmp_path / "out", script)
-    assert done.returncode == 1 and "stub-bf16 has no finite loss in steps [2, 4]" in done.stderr
+    assert compare(monkeypatch, tmp_path / "out", script) == 1
+    assert "stub-bf16 has no finite loss in steps [2, 4]" in capsys.readouterr().err
     (result,) = json.loads((tmp_path / "out" / "comparison.json").read_text())["results"]
     assert result["losses"] == [3.0, None, 2.0, None] and "NaN" in (tmp_path / "out" / "comparison.md").read_text()
 
 
-def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
+def test_a_peer_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "peer.py"
     script.write_text("print('the reason'); raise SystemExit(3)\n")
-    done = compare(tmp_path / "out", script)
-    assert done.returncode == 1
-    assert "stub-bf16 ended with status 3" in done.stderr and "the reason" in done.stderr
+    assert compare(monkeypatch, tmp_path / "out", script) == 1
+    errors = capsys.readouterr().err
+    assert "stub-bf16 ended with status 3" in errors and "the reason" in errors
 
 
-def test_a_peer_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+def test_a_peer_that_takes_too_long_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "peer.py"
     script.write_text(
         f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(100)\n"
     )
-    done = compare(tmp_path / "out", script, "--timeout", "2")
-    assert done.returncode == 1 and "stub-bf16 took longer than 2 s" in done.stderr
+    assert compare(monkeypatch, tmp_path / "out", script, "--timeout", "2") == 1
+    assert "stub-bf16 took longer than 2 s" in capsys.readouterr().err
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -141,7 +150,7 @@ def test_a_run_that_fails_before_it_logs_leaves_the_others(
     assert own_runs(monkeypatch, tmp_path, ["bf16", "O3", "te-delayed"]) == 1
     assert names(tmp_path) == ["O3"]
     errors = capsys.readouterr().err
-    assert "bf16 ended with status 3" in errors and "te-delayed left no figures of all its steps in" in errors
+    assert "bf16 ended with status 3" in errors and "te-delayed: no figures of all its steps in" in errors
 
 
 def test_figures_of_an_older_run_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,3 +175,61 @@ def test_the_report_is_written_after_each_run(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         own_runs(monkeypatch, tmp_path, ["O3", "O1"])
     assert names(tmp_path) == ["O3"]
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str, missing: str = "") -> Any:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec("json"))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--model", "345m", "--output-dir", str(folder), *flags])
+    return compare_script._parse()
+
+
+def test_peers_that_are_installed_take_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parsed(monkeypatch, tmp_path).runs == compare_script.DEFAULT_RUNS
+    runs = parsed(monkeypatch, tmp_path, missing="torchao").runs
+    assert runs == ["O3", "O3-fast", "bf16", "megatron-te-delayed"]
+    assert capsys.readouterr().out == "== torchao-tensorwise is left out: pip install torchao\n"
+    over_two = ["--nproc-per-node", "2", "--", "--mock-data", "--tensor-model-parallel-size", "2"]
+    assert parsed(monkeypatch, tmp_path, *over_two).runs == runs
+    assert "left out: it is data-parallel alone" in capsys.readouterr().out
+
+
+def test_a_named_peer_that_is_missing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed(monkeypatch, tmp_path, "--runs", "megatron-te-delayed", missing="transformer_engine")
+    assert 'megatron-te-delayed: pip install "transformer_engine[pytorch]"' in capsys.readouterr().err
+
+
+def test_peers_are_given_the_work_of_this_projects_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--micro-batch-size", "2", "--num-micro-batches", "3", "--", "--mock-data", "--seed", "7"]
+    args = parsed(monkeypatch, tmp_path, "--nproc-per-node", "2", *flags)
+    own = compare_script._own_command(args, "O3-fast")
+    for name, peer in PEERS.items():
+        command = compare_script._peer_command(args, name)
+        assert (command[0] == "env") == (peer.program == "megatron_te")
+        work = command[command.index("--") + 1 :]
+        start = own.index("--config")
+        assert work == own[start : start + len(work)] and "--global-batch-size 12" in " ".join(work)
+
+
+@pytest.mark.slow
+def test_this_project_and_its_peers_learn_alike(tmp_path: Path) -> None:
+    """One command compares all that a CPU can run: BF16 of this project, of megatron-core and of PyTorch."""
+    small = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
+    small += ["--vocab-size", "128", "--mock-data", "--num-workers", "0"]
+    command = [sys.executable, "benchmarks/compare.py", "--model", "345m", "--micro-batch-size", "2"]
+    command += ["--train-iters", "8", "--profiled-steps", "0", "--output-dir", str(tmp_path)]
+    command += ["--runs", "bf16", "megatron-bf16", "torch-bf16", "--", *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "comparison.json").read_text())["results"]
+    assert [result["name"] for result in results] == ["bf16", "megatron-bf16", "torch-bf16"]
+    for result in results:
+        # Roundings to BF16 differ, by 5 · 10⁻⁴ of a loss at most (tests/tools/test_peers.py); other tokens by 10⁻².
+        assert result["losses"][0] == pytest.approx(results[0]["losses"][0], abs=5e-4)
+        assert len(result["losses"]) == 8 and result["tokens_per_second_per_gpu"] > 0
