@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -80,9 +81,9 @@ _LAUNCHER_SECONDS = 45
 _PEER_FIGURES = ("tok_s_gpu", "step_ms", "tflops_gpu", "tflops_causal", "mem_gb", "losses")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, then print and write the comparison; returns the exit status."""
-    args = _parse()
+    args = _parse(argv)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     _remove(args.output_dir, "comparison.json", "comparison.md", "comparison.png")
     own = {name: _own_command(args, name) for name in args.runs if name in RUNS}
@@ -113,10 +114,17 @@ def main() -> int:
     return 0 if succeeded else 1
 
 
-def _parse() -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare training speed and memory side by side.")
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--runs", nargs="*", choices=[*RUNS, *PEERS], help=f"default: {' '.join(DEFAULT_RUNS)}")
+    parser.add_argument(
+        "--default-runs",
+        nargs="+",
+        choices=[*RUNS, *PEERS],
+        default=DEFAULT_RUNS,
+        help="without --runs: of these, peers that cannot take part are left out",
+    )
     parser.add_argument(
         "--peer", action="append", default=[], type=_peer, metavar="NAME=COMMAND", help="another program"
     )
@@ -129,16 +137,16 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
     parser.add_argument("--output-dir", type=Path, required=True)
-    own, passed = own_and_run_flags(sys.argv[1:])
+    own, passed = own_and_run_flags(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(own)
     args.passed = passed or ["--mock-data"]
     least = WARM_UP_STEPS + args.profiled_steps + 3
     if args.train_iters < least:
         parser.error(f"--train-iters {args.train_iters}: give at least {least}")
-    wanted = DEFAULT_RUNS if args.runs is None else args.runs
+    wanted = args.default_runs if args.runs is None else args.runs
     left_out = {name: why for name in wanted if (why := _cannot_run(args, name)) is not None}
     if args.runs is None:
-        args.runs = [name for name in DEFAULT_RUNS if name not in left_out]
+        args.runs = [name for name in wanted if name not in left_out]
         for name, why in left_out.items():
             print(f"== {name} is left out: {why}", flush=True)
     elif left_out:

@@ -1,10 +1,10 @@
 """Measure again what README.md and docs/performance.md quote, a part at a time:
 
-python benchmarks/measure.py small 7b --output-dir runs/measured --peer megatron_te.py
+python benchmarks/measure.py small 7b --output-dir runs/measured
 
-Each part is one or more commands of the benchmarks beside this one and takes some minutes; `--list` shows the parts,
-the GPUs that each needs and what it runs. `--peer` is a program that trains the same models with Megatron-LM and
-Transformer Engine and prints its figures as compare.py wants them; without it that row is left out.
+Each part is one or more commands of the benchmarks beside this one and takes some minutes. `--list` shows the parts,
+the GPUs that each needs and what it runs. Where Transformer Engine is installed, megatron-core trains the same models
+with it (benchmarks/peers/megatron_te.py); `--no-peers` leaves that row out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from pathlib import Path
 
 import torch
 
-from fp8_megatron.config.io import parse_config
+# Run as a script from a clone, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.peers.runs import PEERS
 
+#: Whom comparisons set beside this project.
+PEER = "megatron-te-delayed"
 _HERE = Path(__file__).parent
 #: Seconds for one run of a comparison: the largest models take a minute to start and end.
 _TIMEOUT = 150
@@ -28,10 +32,10 @@ _TIMEOUT = 150
 
 @dataclass(frozen=True)
 class Target:
-    """Where a part writes, and whom it is compared with."""
+    """Where a part writes, and whether the peer takes part."""
 
     folder: Path
-    peer: Path | None
+    with_peer: bool
 
 
 @dataclass(frozen=True)
@@ -55,28 +59,11 @@ def _compare(
     steps: int = 14,
 ) -> list[str]:
     """compare.py without profiles; `flags` go to pretrain_gpt.py."""
-    command = ["compare.py", "--model", model, "--nproc-per-node", str(gpus), "--runs", *runs]
+    peers = [PEER] if target.with_peer else []
+    command = ["compare.py", "--model", model, "--nproc-per-node", str(gpus), "--runs", *runs, *peers]
     command += ["--micro-batch-size", str(micro), "--num-micro-batches", str(num_micro)]
     command += ["--train-iters", str(steps), "--profiled-steps", "0", "--timeout", str(_TIMEOUT)]
-    if target.peer is not None:
-        command += ["--peer", f"megatron-te-delayed={_peer(target.peer, model, flags, gpus, micro, num_micro)}"]
     return [*command, "--output-dir", str(target.folder / name), "--", "--mock-data", *flags]
-
-
-def _peer(script: Path, model: str, flags: Sequence[str], gpus: int, micro: int, num_micro: int) -> str:
-    config = parse_config(["--config", str(_HERE.parent / "configs" / f"gpt_{model}.yaml"), *flags])
-    shape = config.model
-    return shlex.join(
-        [
-            # What Megatron-LM asks its users for.
-            *("env", "CUDA_DEVICE_MAX_CONNECTIONS=1", sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(gpus), str(script), "--precision", "te-delayed", "--steps", "8"),
-            *("--layers", str(shape.num_layers), "--hidden", str(shape.hidden_size)),
-            *("--heads", str(shape.num_attention_heads), "--seq", str(shape.seq_length)),
-            *("--mbs", str(micro), "--gas", str(num_micro)),
-            *("--tp", str(config.parallel.tensor_model_parallel_size)),
-        ]
-    )
 
 
 _TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -154,7 +141,7 @@ def main() -> int:
     for name in args.parts:
         gpus = "1 GPU" if PARTS[name].gpus == 1 else f"{PARTS[name].gpus} GPUs"
         print(f"== {name} ({gpus}): {PARTS[name].about}", flush=True)
-        for command in PARTS[name].commands(Target(args.output_dir, args.peer)):
+        for command in PARTS[name].commands(Target(args.output_dir, args.with_peer)):
             command = resolved(command)
             print(shlex.join(["python", *command[1:]]), flush=True)
             if not args.list:
@@ -176,7 +163,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure again what README.md and docs/performance.md quote.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--list", action="store_true", help="show the parts and their commands, run nothing")
-    parser.add_argument("--peer", type=Path, help="a program that trains with Megatron-LM and Transformer Engine")
+    parser.add_argument("--no-peers", action="store_true", help="this project alone")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/measured"))
     args = parser.parse_args()
     if not args.parts and not args.list:
@@ -187,10 +174,11 @@ def _parse() -> argparse.Namespace:
             parser.error(f"there is no part '{name}': choose of {', '.join(PARTS)}")
         if not args.list and torch.cuda.device_count() < PARTS[name].gpus:
             parser.error(f"part '{name}' needs {PARTS[name].gpus} GPUs, there are {torch.cuda.device_count()}")
-    if args.peer is not None and not args.peer.is_file():
-        parser.error(f"--peer {args.peer}: there is no such file")
     args.output_dir = args.output_dir.absolute()
-    args.peer = args.peer and args.peer.absolute()
+    missing = PEERS[PEER].missing()
+    if missing is not None and not args.no_peers:
+        print(f"== {PEER} is left out: {missing}", flush=True)
+    args.with_peer = missing is None and not args.no_peers
     if not args.list:
         args.output_dir.mkdir(parents=True, exist_ok=True)
     return args

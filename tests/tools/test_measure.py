@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +17,8 @@ from fp8_megatron.training.graph_choice import choose_graph
 ROOT = Path(__file__).parents[2]
 
 
-def commands_of(part: str, folder: Path, peer: Path | None = None) -> list[list[str]]:
-    return [resolved(command) for command in PARTS[part].commands(Target(folder, peer))]
+def commands_of(part: str, folder: Path, *, with_peer: bool = False) -> list[list[str]]:
+    return [resolved(command) for command in PARTS[part].commands(Target(folder, with_peer))]
 
 
 @pytest.mark.parametrize("part", list(PARTS))
@@ -72,16 +71,19 @@ def test_each_comparison_has_runs_with_a_graph_and_without(
             assert part != "small" or chosen == with_default
 
 
-def test_the_peer_trains_the_same_model(tmp_path: Path) -> None:
-    (command,) = commands_of("13b", tmp_path, Path("/peer.py"))
-    name, _, peer = command[command.index("--peer") + 1].partition("=")
-    words = shlex.split(peer)
-    flags = dict(zip(words[words.index("/peer.py") + 1 :: 2], words[words.index("/peer.py") + 2 :: 2], strict=True))
-    assert name == "megatron-te-delayed" and words[:2] == ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"]
-    assert flags == {
-        **{"--precision": "te-delayed", "--steps": "8", "--layers": "40", "--hidden": "5120", "--heads": "40"},
-        **{"--seq": "2048", "--mbs": "4", "--gas": "4", "--tp": "2"},
-    }
+def test_the_peer_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(compare, "_cannot_run", lambda *_: None)
+    (command,) = commands_of("13b", tmp_path, with_peer=True)
+    monkeypatch.setattr(sys, "argv", command[1:])
+    args = compare._parse()
+    assert args.runs == ["O3-fast", "O3-no-graph", measure.PEER]
+    peer = compare._peer_command(args, measure.PEER)
+    assert peer[:2] == ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"] and "te-delayed" in peer
+    config = parse_config(peer[peer.index("--") + 1 :])
+    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (40, 5120, 2048)
+    assert config.parallel.tensor_model_parallel_size == 2 and config.parallel.sequence_parallel
+    assert (config.training.micro_batch_size, config.num_micro_batches(PARTS["13b"].gpus)) == (4, 4)
 
 
 def test_every_part_runs_whatever_became_of_the_one_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,7 +109,6 @@ def test_every_part_runs_whatever_became_of_the_one_before(monkeypatch: pytest.M
         ([], "name a part: kernels, small,"),
         (["5b"], "there is no part '5b': choose of kernels, small,"),
         (["7b"], "part '7b' needs 4 GPUs, there are 0"),
-        (["7b", "--list", "--peer", "nowhere.py"], "--peer nowhere.py: there is no such file"),
     ],
 )
 def test_bad_input(
