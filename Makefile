@@ -16,7 +16,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 BIN := $(filter-out ./,$(dir $(PY)))
 SCRIPTS := .ci/run $(wildcard scripts/*.sh)
 
-.PHONY: help quickstart test test-slow test-gpu test-multigpu lint docs format clean
+.PHONY: help quickstart test test-slow test-torch test-gpu test-multigpu lint docs format clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##|^\.venv/\.installed:.*##' $(MAKEFILE_LIST) | sed 's/\.venv\/\.installed/.venv\/.installed/' | \
@@ -34,6 +34,10 @@ test: $(SETUP)  ## The CPU tests
 
 test-slow: $(SETUP)  ## The CPU tests that take minutes
 	$(ON_CPU) $(PYTEST) -m "slow and not gpu and not multigpu" --timeout 900 || [ $$? -eq 5 ]  # 5: there are none
+
+test-torch:  ## The CPU tests on any torch, in build/venv-torch (TORCH=torch==2.15.0)
+	@VENV=build/venv-torch ANY_TORCH=1 PYTHON='$(PYTHON)' TORCH='$(TORCH)' bash scripts/setup_venv.sh
+	$(MAKE) test PY=build/venv-torch/bin/python
 
 test-gpu: $(SETUP)  ## The tests of one GPU (PY=python3 takes your own environment)
 	$(PYTEST) -m "gpu and not multigpu"

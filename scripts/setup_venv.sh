@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Make .venv and install the project into it. Called by make; reads PYTHON, TORCH and VENV_ARGS as the Makefile says.
+# VENV names another folder. ANY_TORCH=1 installs TORCH whatever pyproject.toml allows, to try a new version.
 # torch comes from wherever pip is set up to look: to take a CPU build, point PIP_INDEX_URL or PIP_FIND_LINKS at one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+venv=${VENV:-.venv}
 say() { printf '[%3d s] %s\n' "$SECONDS" "$*"; }
 
 # A command may exist and still not run (a version manager's shim), or lack venv: ask it.
@@ -25,20 +27,37 @@ find_python() {
   return 1
 }
 
-if ! [ -x .venv/bin/python ]; then
+if ! [ -x "$venv/bin/python" ]; then
   python=$(find_python)
-  say "making .venv with $("$python" --version) ($python)"
+  say "making $venv with $("$python" --version) ($python)"
   # shellcheck disable=SC2086  # VENV_ARGS is a list of words
-  "$python" -m venv ${VENV_ARGS:-} .venv
+  "$python" -m venv ${VENV_ARGS:-} "$venv"
 fi
 
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-if .venv/bin/python -c 'import torch' 2>/dev/null; then
-  say "torch is there: $(.venv/bin/python -c 'import torch; print(torch.__version__)')"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+if [ -n "${ANY_TORCH:-}" ]; then
+  say "installing ${TORCH:?say which, e.g. TORCH=torch==2.15.0}"
+  "${pip[@]}" "$TORCH"
+elif "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+  say "torch is there: $("$venv/bin/python" -c 'import torch; print(torch.__version__)')"
 else
   say "installing ${TORCH:=torch==2.13.0} (the longest part)"
   "${pip[@]}" "$TORCH"
 fi
 say "installing fp8_megatron and its dependencies"
-"${pip[@]}" --editable '.[dev]'
-say "ready: .venv ($(.venv/bin/python --version), torch $(.venv/bin/python -c 'import torch; print(torch.__version__)'))"
+if [ -n "${ANY_TORCH:-}" ]; then
+  # Dependencies one by one, all but torch, so that pip does not put back a version that the project allows.
+  readarray -t needs < <("$venv/bin/python" - <<'END'
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+needs = [*project["dependencies"], *extras["dev"], *extras["docs"]]
+print(*(need for need in needs if not need.startswith(("torch>", "fp8_megatron["))), sep="\n")
+END
+  )
+  "${pip[@]}" "${needs[@]}"
+  "${pip[@]}" --no-deps --editable .
+else
+  "${pip[@]}" --editable '.[dev]'
+fi
+say "ready: $venv ($("$venv/bin/python" --version), torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)'))"
