@@ -45,11 +45,11 @@ from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.device import device as devices
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.mcore.transports import needs_launch_order
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.optimizer.state import SpaceState, StateTensor
-from fp8_megatron.sharding.transport import needs_launch_order
+from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.run_data import open_run_data
-from fp8_megatron.training.setup import build_training_state
 from fp8_megatron.training.train_step import train_step
 
 _BLOCK_BYTES = 1 << 26

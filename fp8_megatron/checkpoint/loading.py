@@ -79,10 +79,10 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     _check_model(saved, state, finetune=options.finetune)
     loads_moments = options.optimizer and not options.finetune
     takes_scales = saved.has_model_layout_of(state)
-    parts = list(_parts(state, tuple(PREFIXES) if loads_moments else ("master",)))
-    values = saved.read([part.elements for part in parts], pinned=state.device.type == "cuda")
-    for part, value in zip(parts, values, strict=True):
-        _take(part, value, saved, state, takes_scales=takes_scales)
+    wanted = list(_state_to_read(state, tuple(PREFIXES) if loads_moments else ("master",)))
+    values = saved.read([item.elements for item in wanted], pinned=state.device.type == "cuda")
+    for item, value in zip(wanted, values, strict=True):
+        _take(item, value, saved, state, takes_scales=takes_scales)
     for space in state.optimizer.states:
         space.derive_weights()
     if options.finetune:
@@ -105,7 +105,7 @@ class Elements:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StateToRead:
     """What is read at once of a rank's state; `fragment` is None for a parameter that is taken whole."""
 
     space: SpaceState
@@ -114,27 +114,29 @@ class _Part:
     elements: Elements
 
 
-def _parts(state: Resumable, kinds: tuple[str, ...]) -> Iterator[_Part]:
+def _state_to_read(state: Resumable, kinds: tuple[str, ...]) -> Iterator[_StateToRead]:
     """All of this rank's masters and moments."""
     for space, slot, placement in state.slots():
         for kind in kinds:
             if kind == "master" and isinstance(space, SplitSpaceState):
-                yield _Part(space, slot, None, Elements(placement, kind, 0, slot.numel))
+                yield _StateToRead(space, slot, None, Elements(placement, kind, 0, slot.numel))
                 continue
             for fragment in space.space.fragments(slot):
-                yield _Part(space, slot, fragment, Elements(placement, kind, fragment.slot_start, fragment.length))
+                yield _StateToRead(
+                    space, slot, fragment, Elements(placement, kind, fragment.slot_start, fragment.length)
+                )
 
 
-def _take(part: _Part, value: Tensor, saved: SavedRun, state: Resumable, *, takes_scales: bool) -> None:
+def _take(wanted: _StateToRead, value: Tensor, saved: SavedRun, state: Resumable, *, takes_scales: bool) -> None:
     """Put FP32 [elements.length] from the CPU into its place, rounded to storage.
 
     Args:
         takes_scales: a split master is stored with the scale that it was saved with.
     """
     value = value.to(state.device, non_blocking=True)
-    space, slot = part.space, part.slot
-    if part.fragment is not None:
-        space.part(part.elements.kind, slot, part.fragment).store_(value)
+    space, slot = wanted.space, wanted.slot
+    if wanted.fragment is not None:
+        space.part(wanted.elements.kind, slot, wanted.fragment).store_(value)
         return
     assert isinstance(space, SplitSpaceState)
     scale = saved.rank_tensor(state, f"weight_scale/{slot.name}") if takes_scales else None

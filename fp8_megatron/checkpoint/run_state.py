@@ -109,7 +109,7 @@ class Snapshot:
     def chunks(self) -> Iterator[Chunk | str]:
         """What this rank writes of the model's tensors, one piece of a fragment in FP32 at a time."""
         for space, slot, placement in self.slots:
-            if not space.space.counts_in_norm:
+            if not space.space.sharing.counts_in_norm:
                 continue  # another rank's copy of the parameter is written
             columns = math.prod(placement.local_shape[1:])
             for piece in (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, columns)):
@@ -196,7 +196,7 @@ def autoscales_of(optimizer: FP8DistributedOptimizer) -> dict[str, list[Tensor]]
     found: dict[str, list[Tensor]] = {}
     for buffer in optimizer.buffers:
         if isinstance(buffer, ShardedGradBuffer):
-            for name, autoscale, index in buffer.autoscaled_parts():
+            for name, autoscale, index in buffer.autoscaled_spans():
                 values = autoscale.state_dict()
                 found.setdefault(name, []).append(torch.stack([values["mu"][index], values["seen"][index]]))
     return found
@@ -208,7 +208,7 @@ def set_autoscales(optimizer: FP8DistributedOptimizer, name: str, saved: Tensor)
     for buffer in optimizer.buffers:
         if not isinstance(buffer, ShardedGradBuffer):
             continue
-        for owner, autoscale, index in buffer.autoscaled_parts():
+        for owner, autoscale, index in buffer.autoscaled_spans():
             if owner == name:
                 values = autoscale.state_dict()
                 values["mu"][index] = saved[0, part]

@@ -170,19 +170,19 @@ class CheckpointWriter:
         self._ranks.first_does(lambda: start_writing(folder))
         # In the background one thread: four slowed the steps beside them by 70%.
         num_files = 1 if self._in_background else NUM_FILES
-        parts = self._ranks.gather(lambda: _write_part(temporary, snapshot, self._topology, num_files))
-        self._ranks.first_does(lambda: self._complete(snapshot, temporary, folder, parts))
+        outputs = self._ranks.gather(lambda: _write_own(temporary, snapshot, self._topology, num_files))
+        self._ranks.first_does(lambda: self._complete(snapshot, temporary, folder, outputs))
 
-    def _complete(self, snapshot: Snapshot, temporary: Path, folder: Path, parts: list[_Part | str]) -> None:
+    def _complete(self, snapshot: Snapshot, temporary: Path, folder: Path, outputs: list[_RankOutput | str]) -> None:
         """On the first rank, when all have written."""
         try:
-            failures = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
+            failures = [f"rank {rank}: {output}" for rank, output in enumerate(outputs) if isinstance(output, str)]
             if failures:
                 raise OSError("; ".join(failures))
             iteration = snapshot.description["iteration"]
             earlier = [number for number in saved_iterations(self.root) if number in self._own and number < iteration]
             description = {**snapshot.description, ANCESTORS: earlier}
-            written = [part for part in parts if isinstance(part, _Part)]
+            written = [output for output in outputs if isinstance(output, _RankOutput)]
             _write_description(temporary, description, snapshot.config, written)
             publish(temporary, folder)
         except BaseException:
@@ -200,24 +200,24 @@ class CheckpointWriter:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RankOutput:
     """What one rank wrote."""
 
     written: list[Written]
     records: list[FileRecord]
 
 
-def _write_part(folder: Path, snapshot: Snapshot, topology: Topology, num_files: int) -> _Part:
+def _write_own(folder: Path, snapshot: Snapshot, topology: Topology, num_files: int) -> _RankOutput:
     written, records = write_chunks(folder, topology.rank, snapshot.chunks(), num_files=num_files)
     name = rank_file(topology.tp.rank(), topology.pp.rank(), topology.dp.rank())
     content = safetensors.torch.save({name: value.contiguous() for name, value in snapshot.rank_tensors.items()})
-    return _Part(written, [*records, write_file(folder, name, content)])
+    return _RankOutput(written, [*records, write_file(folder, name, content)])
 
 
-def _write_description(folder: Path, description: dict[str, Any], config: Config, parts: list[_Part]) -> None:
+def _write_description(folder: Path, description: dict[str, Any], config: Config, outputs: list[_RankOutput]) -> None:
     """Everything that stands in a checkpoint once, the manifest last."""
-    records = [record for part in parts for record in part.records]
-    written = [item for part in parts for item in part.written]
+    records = [record for output in outputs for record in output.records]
+    written = [item for output in outputs for item in output.written]
     common = {"checkpoint_version": 3.0, "iteration": description["iteration"], "content_metadata": description}
     records += write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
     write_last_files(folder, description, config, records)

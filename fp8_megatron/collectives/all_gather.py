@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from .traffic import count_all_gather
 from .transport import copy_engine
 
@@ -26,7 +27,7 @@ class AllGatherWork:
         return self.output
 
 
-def all_gather_into(full: Tensor, shard: Tensor, group: torch.distributed.ProcessGroup) -> AllGatherWork:
+def all_gather_into(full: Tensor, shard: Tensor, group: Group) -> AllGatherWork:
     """Start to gather every rank's `shard` into `full`, in rank order, bit by bit: b·(d−1) bytes leave each rank.
 
     Called by every rank of `group` with shards of one size and dtype.
@@ -39,9 +40,7 @@ def all_gather_into(full: Tensor, shard: Tensor, group: torch.distributed.Proces
     return all_gather_each([(full, shard)], group)[0]
 
 
-def all_gather_each(
-    pairs: Sequence[tuple[Tensor, Tensor]], group: torch.distributed.ProcessGroup
-) -> list[AllGatherWork]:
+def all_gather_each(pairs: Sequence[tuple[Tensor, Tensor]], group: Group) -> list[AllGatherWork]:
     """Start `all_gather_into` for every (full, shard), in order; handles are waited for in any order, all of them.
 
     Where every `full` lies in memory that the ranks share (`copy_engine.allocate`), copy engines move the bytes.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ..device.group import Group
 from ..formats import GradReduceMode, StorageDtype
 from .autoscale import AutoScale
 from .hierarchical import NodeGroups, hierarchical_reduce_scatter_mean
 from .native_sum import check_native_sum, native_reduce_scatter_mean
-from .reduce_scatter import Group, ReduceScatterWork, reduce_scatter_mean
+from .reduce_scatter import ReduceScatterWork, reduce_scatter_mean
 from .wire import WireTensor
 
 
@@ -86,6 +87,28 @@ class GradReducer:
             )
         assert autoscale is not None, "mode nccl reduces FP8 gradients with an AutoScale"
         return native_reduce_scatter_mean(sent, received, self.group, autoscale)
+
+
+def build_reducer(
+    wire: StorageDtype, group: Group, nodes: NodeGroups | None, *, mode: GradReduceMode, intra: StorageDtype
+) -> GradReducer:
+    """The reducer of gradients that travel in `wire`.
+
+    FP8 is reduced as `mode` says. Wider gradients are never rounded to E4M3: BF16 takes two stages where there are
+    `nodes`, everything else one all-to-all in its own dtype.
+
+    Args:
+        nodes: the ranks of `group` by node, or None.
+        intra: see `GradReducer`.
+
+    Raises:
+        ValueError: as `GradReducer`.
+    """
+    if wire is StorageDtype.FP8:
+        return GradReducer(mode, group, nodes, intra)
+    if wire is StorageDtype.BF16 and nodes is not None:
+        return GradReducer(GradReduceMode.HIERARCHICAL, group, nodes, inter=wire)
+    return GradReducer(GradReduceMode.ALL_TO_ALL, group)
 
 
 _WIRES = (

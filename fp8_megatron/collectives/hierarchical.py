@@ -14,8 +14,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from ..formats import StorageDtype
-from .reduce_scatter import Group, ReduceScatterWork, Work, check_buffers, reduce_scatter_mean, start_all_to_all
+from .reduce_scatter import ReduceScatterWork, Work, check_buffers, reduce_scatter_mean, start_all_to_all
 from .traffic import TrafficKind
 from .transport.side_stream import side_stream
 from .wire import WireTensor, accumulate_rows_

@@ -13,10 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from ..formats import E4M3, GRAD_BLOCK, MAX_FINITE, StorageDtype
 from ..kernels import ops, reference
 from .autoscale import AutoScale
-from .reduce_scatter import Group, ReduceScatterWork, check_buffers
+from .reduce_scatter import ReduceScatterWork, check_buffers
 from .scale_sync import max_over_group_
 from .traffic import TrafficKind, count_all_to_all
 from .transport.side_stream import side_stream

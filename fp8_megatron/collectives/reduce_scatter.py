@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from ..formats import GRAD_BLOCK
 from .traffic import TrafficKind, count_all_to_all
 from .transport import copy_engine
 from .wire import OwnRow, WireTensor, accumulate_rows_
 
-Group = torch.distributed.ProcessGroup
 Work = torch.distributed.Work | copy_engine.CopyWork
 
 

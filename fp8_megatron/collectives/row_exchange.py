@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from ..kernels import ops
 from .all_gather import all_gather_into
 from .traffic import count_all_gather
@@ -27,7 +28,6 @@ from .transport import copy_engine, recording
 from .transport.peer_link import Link, PeerLink
 from .transport.stream_barrier import StreamBarrier
 
-Group = torch.distributed.ProcessGroup
 #: Writes rows [rows, N] of a rank's matrix into a tensor; told, for one of the ranks, to add what the sum has once.
 WriteRows = Callable[[slice, Tensor, bool], None]
 #: Memory of so many bytes that the ranks map, by rank; called by all of them in one order.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from .traffic import TrafficKind, count_all_reduce
 
 
-def max_over_group_(amax: Tensor, group: torch.distributed.ProcessGroup) -> None:
+def max_over_group_(amax: Tensor, group: Group | None) -> None:
     """Raise `amax` (FP32, any shape) to its maximum over `group`, in place. A NaN on any rank may or may not spread:
     what is quantised from that rank's part is NaN either way."""
-    if group.size() > 1:
+    if group is not None and group.size() > 1:
         count_all_reduce(TrafficKind.SCALE_SYNC, amax.nbytes, group.size())
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)

@@ -1,27 +1,16 @@
-"""What happens to gradients between backward and the optimizer: the function megatron-core's schedules call."""
+"""The function that megatron-core's schedules call between backward and the optimizer."""
 
 from __future__ import annotations
 
-import torch
-
+from ..sharding.data_parallel import finish_gradients
 from .data_parallel import FP8DataParallel
-from .topology import Topology
 
 
-def finalize_model_grads(model: list[FP8DataParallel], topology: Topology) -> None:
-    """Finish the means over replicas, then sum what tensor-parallel ranks or pipeline stages hold parts of.
-
-    Parameters that are summed over a group form spaces of their own, laid out alike on all its ranks: a rank sums its
-    shard, whatever is in it.
+def finalize_model_grads(model: list[FP8DataParallel], num_tokens: object = None, **unused: object) -> None:
+    """Finish the gradients of this rank's model chunks, after the last backward of a step.
 
     Args:
-        model: this rank's model chunks, after the last backward of a step.
+        num_tokens: of megatron-core, for losses per token, which are not used here; so are its groups and
+            ``force_all_reduce``.
     """
-    for chunk in model:
-        chunk.finish_grad_sync()
-    for chunk in model:
-        for buffer in chunk.grad_buffers:
-            if buffer.space.sequence_parallel and topology.tp.size() > 1:
-                torch.distributed.all_reduce(buffer.payload, group=topology.tp)
-            if buffer.space.shared_embedding and topology.embedding is not None:
-                torch.distributed.all_reduce(buffer.payload, group=topology.embedding)
+    finish_gradients([chunk.data_parallel for chunk in model])

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..nn.cross_entropy import vocab_parallel_cross_entropy
 from ..nn.linear import KeptTranspose
-from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe
 from ..quantization.scaled_tensor import ScaledTensor
 from .layer_spec import block_submodules, te_block_submodules
@@ -140,33 +139,19 @@ def _te_settings(precision: PrecisionConfig) -> dict[str, Any]:
     }
 
 
-def build_recipe(precision: PrecisionConfig) -> Recipe:
-    """The scaling recipe of one model chunk; delayed scaling has a history of its own per chunk."""
-    history = None
-    if precision.fp8_recipe == "delayed":
-        history = AmaxHistory(
-            precision.fp8_amax_history_len,
-            precision.fp8_amax_compute_algo,
-            power_of_two=precision.fp8_power_of_two_scales,
-        )
-    return Recipe(
-        precision.fp8_recipe,
-        precision.fp8_power_of_two_scales,
-        history,
-        delays_weight_grads=precision.fp8_weight_grad_scaling == "delayed",
-    )
-
-
-def build_model(config: Config, vocab_size: int, topology: Topology, device: torch.device) -> list[ModelChunk]:
+def build_model(
+    config: Config, vocab_size: int, topology: Topology, device: torch.device, new_recipe: Callable[[], Recipe]
+) -> list[ModelChunk]:
     """This rank's model chunks, uninitialised (see `initialization`).
 
     Args:
         vocab_size: padded to a multiple of the tensor-parallel size.
+        new_recipe: called once a chunk.
     """
     virtual = topology.virtual_pipeline_size
     mcore_config = transformer_config(config, device, virtual)
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
-    return [_build_chunk(config, mcore_config, vocab_size, topology, device, stage) for stage in stages]
+    return [_build_chunk(config, mcore_config, vocab_size, topology, device, stage, new_recipe()) for stage in stages]
 
 
 def _build_chunk(
@@ -176,9 +161,9 @@ def _build_chunk(
     topology: Topology,
     device: torch.device,
     vp_stage: int | None,
+    recipe: Recipe,
 ) -> ModelChunk:
     model, virtual = config.model, topology.virtual_pipeline_size
-    recipe = build_recipe(config.precision)
     pp_rank = topology.pp.rank()
     count = get_num_layers_to_build(mcore_config, vp_stage, pp_rank)
     offset = get_transformer_layer_offset(mcore_config, vp_stage, pp_rank)

@@ -14,8 +14,6 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from ..config.schema import ModelConfig
-
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _TIED_WEIGHT = "embedding.word_embeddings.weight"
 
@@ -38,31 +36,34 @@ def named_parameters_of_model(chunk: torch.nn.Module) -> dict[str, torch.nn.Para
 
 def initial_values(
     named_params: dict[str, torch.nn.Parameter],
-    model: ModelConfig,
     *,
+    std: float,
+    num_layers: int,
     seed: int,
     tensor_parallel_rank: int,
     tensor_parallel_size: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, this rank's shard in FP32 on the parameter's device), one at a time.
 
-    Matrices: normal with `init_method_std`, output projections divided by √(2·num_layers) (GPT-2's scheme, as in
-    Megatron). Norm weights 1, biases 0.
+    Matrices: normal; output projections have their standard deviation divided by √(2 · num_layers) (GPT-2's scheme, as
+    in Megatron). Norm weights 1, biases 0.
+
+    Args:
+        std: standard deviation of matrices.
+        num_layers: of the whole model.
     """
     for name, param in named_params.items():
         if param.ndim == 1:
             is_norm_weight = name.endswith(("norm.weight", "layer_norm_weight"))
             yield name, torch.full(param.shape, 1.0 if is_norm_weight else 0.0, device=param.device)
             continue
-        std = model.init_method_std
-        if name.endswith(_OUTPUT_PROJECTIONS):
-            std /= math.sqrt(2.0 * model.num_layers)
+        scaled_std = std / math.sqrt(2.0 * num_layers) if name.endswith(_OUTPUT_PROJECTIONS) else std
         is_sharded = getattr(param, "tensor_model_parallel", False)
         dim = param.partition_dim if is_sharded else 0  # type: ignore[attr-defined]
         shape = list(param.shape)
         shape[dim] *= tensor_parallel_size if is_sharded else 1
         generator = torch.Generator(param.device).manual_seed(_seed_of(name, seed))
-        whole = torch.empty(shape, device=param.device).normal_(0.0, std, generator=generator)
+        whole = torch.empty(shape, device=param.device).normal_(0.0, scaled_std, generator=generator)
         if is_sharded:
             stride = param.partition_stride  # type: ignore[attr-defined]
             whole = shard(whole, dim, stride, tensor_parallel_rank, tensor_parallel_size)

@@ -15,10 +15,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ..collectives.hierarchical import NodeGroups, new_node_groups
 from ..config.schema import ParallelConfig
 from ..device.device import distributed_backend
+from ..device.group import Group
 from ..formats import GradReduceMode
-from ..sharding.transport import SendMemory, send_memory, share_rows
-
-Group = torch.distributed.ProcessGroup
+from ..sharding.replicas import Replicas, Sharing
+from ..sharding.transport import SendMemory, send_memory
+from .transports import share_rows, transport_choice
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,15 @@ class Topology:
     Attributes:
         groups: megatron-core's collection (tp, pp, dp_cp, mp, embd, …).
         replica: tensor × data parallel ranks of this pipeline stage: all ranks that run the same layers.
-        dp_nodes: `dp` cut by nodes, under --fp8-grad-reduce hierarchical.
-        grad_memory, weight_memory: where gradients are sent from, and weights gathered to.
+        replicas: the ranks that hold the same parameters, for everything that knows no other layout.
     """
 
     rank: int
     world_size: int
     groups: ProcessGroupCollection
     replica: Group
-    dp_nodes: NodeGroups | None
+    replicas: Replicas
     virtual_pipeline_size: int | None
-    grad_memory: SendMemory
-    weight_memory: SendMemory
 
     @property
     def tp(self) -> Group:
@@ -79,6 +77,26 @@ class Topology:
         """Whether this rank's loss is the one to report: last stage, first tensor-parallel rank."""
         return self.is_last_stage and self.tp.rank() == 0
 
+    @property
+    def world(self) -> Group | None:
+        """All ranks of the run."""
+        return torch.distributed.group.WORLD
+
+    def sharing_of(self, param: torch.nn.Parameter) -> Sharing:
+        """How ranks share a parameter, by the attributes that megatron-core and its layers give it.
+
+        Tensor-parallel ranks hold duplicates of what is not split over them. Under sequence parallelism each of them
+        has the gradient of its part of the sequence. The first and the last stage hold a tied embedding, and each has
+        the gradient of its own use of it.
+        """
+        if getattr(param, "shared_embedding", False):
+            return Sharing(self.replicas, duplicates=self.embedding, summed_over=self.embedding)
+        is_split = getattr(param, "tensor_model_parallel", False)
+        is_partial = getattr(param, "sequence_parallel", False)
+        return Sharing(
+            self.replicas, duplicates=None if is_split else self.tp, summed_over=self.tp if is_partial else None
+        )
+
 
 @contextmanager
 def initialized(
@@ -89,7 +107,7 @@ def initialized(
     Groups are destroyed at the end of the block, also after an error, so that no rank waits for one that is gone.
 
     Args:
-        records_graphs: as for `transport.share_rows`.
+        records_graphs: as for `transports.share_rows`.
     """
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -112,18 +130,23 @@ def initialized(
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
         hierarchical = parallel.fp8_grad_reduce is GradReduceMode.HIERARCHICAL
-        dp_nodes = _node_groups(timeout) if hierarchical else None
-        weight_memory = send_memory(parallel, groups.dp_cp, device)
+        nodes = _node_groups(timeout) if hierarchical else None
+        weight_memory = send_memory(transport_choice("dp_transport", parallel), groups.dp_cp, device)
         share_rows(parallel, groups.tp, device, records_graphs=records_graphs)
         yield Topology(
             rank=torch.distributed.get_rank(),
             world_size=torch.distributed.get_world_size(),
             groups=groups,
             replica=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-            dp_nodes=dp_nodes,
+            replicas=Replicas(
+                groups.dp_cp.size(),
+                groups.dp_cp.rank(),
+                grad_memory=_grad_memory(parallel, nodes, weight_memory),
+                weight_memory=weight_memory,
+                group=groups.dp_cp,
+                nodes=nodes,
+            ),
             virtual_pipeline_size=virtual,
-            grad_memory=_grad_memory(parallel, dp_nodes, weight_memory),
-            weight_memory=weight_memory,
         )
     finally:
         parallel_state.destroy_model_parallel()
@@ -140,11 +163,13 @@ def _make_communicators_when_used() -> None:
     torch.distributed.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
 
 
-def _grad_memory(parallel: ParallelConfig, dp_nodes: NodeGroups | None, weight_memory: SendMemory) -> SendMemory:
+def _grad_memory(parallel: ParallelConfig, nodes: NodeGroups | None, weight_memory: SendMemory) -> SendMemory:
     """Where gradients are sent from: to the node's ranks first where there are stages; NCCL's own sum reads any."""
     if parallel.fp8_grad_reduce is GradReduceMode.NCCL:
         return SendMemory(weight_memory.device)
-    return weight_memory if dp_nodes is None else send_memory(parallel, dp_nodes.intra, weight_memory.device)
+    if nodes is None:
+        return weight_memory
+    return send_memory(transport_choice("dp_transport", parallel), nodes.intra, weight_memory.device)
 
 
 def _node_groups(timeout: timedelta) -> NodeGroups:

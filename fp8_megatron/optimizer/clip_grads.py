@@ -7,21 +7,27 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from ..sharding.grad_buffer import GradBuffer
 
 
-def global_grad_norm(buffers: Iterable[GradBuffer], device: torch.device) -> Tensor:
+def global_grad_norm(buffers: Iterable[GradBuffer], world: Group | None, device: torch.device) -> Tensor:
     """L2 norm of all gradients of the model, FP32 [1] on the device; each parameter counts once.
 
-    Called by every rank after gradients were averaged over replicas: each rank holds another shard of another part of
-    the model, so one all-reduce (SUM) over the world has it all. NaN or inf where any gradient is.
+    Called by every rank of `world` after gradients were averaged over replicas. Each rank holds another shard of
+    another part of the model, so one all-reduce (SUM) has it all. NaN or inf where any gradient is.
+
+    Args:
+        world: the ranks that hold the model between them; None for one rank without a process group.
     """
     total = torch.zeros(1, device=device)
     for buffer in buffers:
-        if buffer.space.counts_in_norm:
-            total += buffer.squared_norm()
-    if torch.distributed.get_world_size() > 1:
-        torch.distributed.all_reduce(total)
+        sharing = buffer.space.sharing
+        if sharing.counts_in_norm:
+            square = buffer.squared_norm()
+            total += square if sharing.grad_factor == 1.0 else square * sharing.grad_factor**2
+    if world is not None and world.size() > 1:
+        torch.distributed.all_reduce(total, group=world)
     return total.sqrt()
 
 

@@ -1,58 +1,67 @@
 """The optimizer of a rank: clip, update the shards that the rank owns, send the weights.
 
-Every data-parallel rank owns an even share of every bucket, so state and work are 1/d of the model's on each. One rank
-is the case d = 1 of the same code. Clipping, the non-finite check and the step count stay on the device.
+Every replica owns an even share of every bucket, so state and work are 1/d of the model's on each of d replicas. One
+replica is the case d = 1 of the same code. Clipping, the non-finite check and the step count stay on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config.schema import OptimizerConfig, PrecisionConfig
+from ..device.group import Group
 from ..formats import StorageDtype
-from ..mcore.data_parallel import FP8DataParallel
-from ..mcore.topology import Topology
+from ..sharding.data_parallel import DataParallelModule
 from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import Slot, StorageClass
 from ..sharding.released_grads import ReleasedGrad, ReleasedGradBuffer
+from ..sharding.storage import ModelStorage
 from .clip_grads import clip_factor, global_grad_norm
-from .loss_scale import build_loss_scale
+from .hyperparameters import AdamW
+from .loss_scale import LossScale
 from .split_state import SplitSpaceState
-from .state import SpaceState, space_formats
+from .state import SpaceState
 
 
 class FP8DistributedOptimizer:
-    """AdamW (or Adam) over the spaces of all model chunks of a rank, state sharded over the data-parallel ranks.
+    """AdamW (or Adam) over the spaces of all model chunks of a rank, state sharded over each space's replicas.
 
     `param_groups` has one group per space with Megatron's keys (`lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`),
     which megatron-core's scheduler sets; vectors (norms, biases) have no decay.
+
+    Args:
+        model: this rank's model chunks; their parameters have no values until `load_weights`.
+        storage: what the chunks were built with.
+        world: the ranks that hold the whole model between them, which share the gradient norm; None for one rank.
+        device: where step count and norm are.
+        loss_scale: what the loss was multiplied by; None: by nothing.
     """
 
     def __init__(
         self,
-        model: list[FP8DataParallel],
-        config: OptimizerConfig,
-        precision: PrecisionConfig,
-        topology: Topology,
+        model: Sequence[DataParallelModule],
+        config: AdamW,
+        storage: ModelStorage,
+        *,
+        world: Group | None,
         device: torch.device,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.config = config
-        self.topology = topology
         self.device = device
         self.model = model
+        self.loss_scale = loss_scale
         self.buffers: list[GradBuffer] = [buffer for chunk in model for buffer in chunk.grad_buffers]
         self.states: list[SpaceState] = []
-        is_fp8 = precision.precision == "fp8"
         for chunk in model:
             for buffer in chunk.grad_buffers:
-                formats = space_formats(buffer.space.storage, precision.formats, is_fp8=is_fp8)
+                formats = storage.of_state(buffer.space.storage)
                 kind = SplitSpaceState if formats.master_weight is StorageDtype.SPLIT else SpaceState
-                state = kind(buffer.space, formats, topology)
+                state = kind(buffer.space, formats)
                 self.states.append(state)
                 if state.gather is not None:
                     chunk.receive_weights_through(state.gather)
@@ -69,9 +78,10 @@ class FP8DistributedOptimizer:
             for state in self.states
         ]
         self.step_count = torch.zeros(1, device=device)
-        self._releases = precision.release_gradients  # alike on all ranks: a stage may have no linear weight in FP8
+        self._world = world
+        # Alike on all ranks, where one rank may have no linear weight in FP8.
+        self._releases = storage.releases_gradients
         self._take_released()
-        self.loss_scale = build_loss_scale(config, precision, device)
 
     @property
     def learning_rate(self) -> float:
@@ -118,7 +128,7 @@ class FP8DistributedOptimizer:
     @torch.no_grad()
     def _update_released(self, state: SpaceState, group: dict[str, Any], grad: ReleasedGrad) -> None:
         """One parameter's step, inside its backward; skipped where its own gradient is not finite."""
-        factor = clip_factor(grad.squared_norm, max_norm=0.0)
+        factor = _scaled(clip_factor(grad.squared_norm, max_norm=0.0), state)
         state.update_slot(grad, group, self.config, grad_factor=factor, step_count=self.step_count + 1)
 
     def _moved(self, factor: Tensor) -> Tensor:
@@ -129,9 +139,9 @@ class FP8DistributedOptimizer:
         for buffer in self.buffers:
             if isinstance(buffer, ReleasedGradBuffer):
                 moved = moved | torch.isfinite(buffer.squared_norms).any()
-        if self.topology.world_size > 1:
+        if self._world is not None and self._world.size() > 1:
             count = moved.float()
-            torch.distributed.all_reduce(count)
+            torch.distributed.all_reduce(count, group=self._world)
             moved = count > 0
         return moved
 
@@ -148,7 +158,7 @@ class FP8DistributedOptimizer:
         A norm that is not finite skips the step on the device: nothing changes, nothing waits. Spaces whose gradients
         are released were updated during backward, each parameter that had a finite gradient.
         """
-        norm = global_grad_norm(self.buffers, self.device)
+        norm = global_grad_norm(self.buffers, self._world, self.device)
         factor = clip_factor(norm, self.config.clip_grad)
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.scale
@@ -159,8 +169,14 @@ class FP8DistributedOptimizer:
             if isinstance(buffer, ReleasedGradBuffer):
                 state.finish_update()
                 continue
-            state.update(buffer, group, self.config, grad_factor=factor, step_count=self.step_count)
+            state.update(buffer, group, self.config, grad_factor=_scaled(factor, state), step_count=self.step_count)
         return norm
+
+
+def _scaled(factor: Tensor, state: SpaceState) -> Tensor:
+    """`factor` with that of the space's own gradients."""
+    own = state.space.sharing.grad_factor
+    return factor if own == 1.0 else factor * own
 
 
 def _first_use(storage: StorageClass) -> int:

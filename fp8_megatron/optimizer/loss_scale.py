@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config.schema import OptimizerConfig, PrecisionConfig
-
 
 class LossScale:
     """What the loss is multiplied by, and so all gradients until the optimizer divides by it; FP32 [1] on the device.
@@ -56,18 +54,3 @@ class LossScale:
         """Go on from `state_dict`."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
-
-
-def build_loss_scale(config: OptimizerConfig, precision: PrecisionConfig, device: torch.device) -> LossScale | None:
-    """The run's loss scale: constant by --loss-scale, else dynamic; None where gradients are not FP16."""
-    if precision.precision != "fp16":
-        return None
-    if config.loss_scale is not None:
-        return LossScale(config.loss_scale, device, window=None)
-    return LossScale(
-        config.initial_loss_scale,
-        device,
-        window=config.loss_scale_window,
-        hysteresis=config.hysteresis,
-        minimum=config.min_loss_scale,
-    )

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.schema import OptimizerConfig
 from ..formats import StorageDtype, StorageFormats
 from ..kernels import ops
 from ..kernels.adamw.split_master import join_master, next_weight_scales, split_master
-from ..mcore.topology import Topology
 from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
 from ..sharding.released_grads import ReleasedGrad
+from .hyperparameters import AdamW
 from .state import SpaceState, StateTensor, cpu_copy, hyperparameters, whole
 
 
@@ -29,9 +28,9 @@ class SplitSpaceState(SpaceState):
         tensor_amax: FP32 [num_slots], the largest magnitude of each master now, over all ranks.
     """
 
-    def __init__(self, space: ParamSpace, formats: StorageFormats, topology: Topology) -> None:
+    def __init__(self, space: ParamSpace, formats: StorageFormats) -> None:
         assert formats.weight is StorageDtype.FP8 and formats.master_weight is StorageDtype.SPLIT, formats
-        super().__init__(space, formats, topology)
+        super().__init__(space, formats)
         self.tensor_amax = torch.zeros(len(space.slots), device=space.device)
         self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
         #: FP32 [num_slots] between a step's first `update_slot` and `finish_update`.
@@ -93,7 +92,7 @@ class SplitSpaceState(SpaceState):
         self,
         buffer: GradBuffer,
         group: dict[str, Any],
-        config: OptimizerConfig,
+        config: AdamW,
         *,
         grad_factor: Tensor,
         step_count: Tensor,
@@ -119,7 +118,7 @@ class SplitSpaceState(SpaceState):
         self,
         grad: ReleasedGrad,
         group: dict[str, Any],
-        config: OptimizerConfig,
+        config: AdamW,
         *,
         grad_factor: Tensor,
         step_count: Tensor,

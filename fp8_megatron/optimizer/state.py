@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
-from ..config.schema import OptimizerConfig
 from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops, reference
 from ..kernels.reference import scale_from_amax
-from ..mcore.topology import Topology
 from ..quantization.recipe import WEIGHT_DTYPE
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.grad_buffer import GradBuffer
-from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
+from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
 from ..sharding.released_grads import ReleasedGrad
 from ..sharding.transport import SendMemory
 from ..sharding.weight_gather import WeightGather
+from .hyperparameters import AdamW
 
 #: Elements whose FP32 values are held at a time where no fused kernel reads a state, a multiple of all blocks.
 _PIECE = 1 << 26
@@ -85,31 +84,15 @@ def cpu_copy(tensor: Tensor) -> Tensor:
     return copied.copy_(tensor, non_blocking=True)
 
 
-def space_formats(storage: StorageClass, formats: StorageFormats, *, is_fp8: bool) -> StorageFormats:
-    """What one space is stored in: linear weights as the level says; the 16-bit rest in 16 bits beside a master.
-
-    Matrices keep the level's moments; norms and biases, under 0.1% of a model, keep FP32 state.
-    """
-    fp32, bf16 = StorageDtype.FP32, StorageDtype.BF16
-    if storage is StorageClass.LINEAR:
-        return formats
-    if storage is StorageClass.VECTOR or not is_fp8:
-        return StorageFormats(bf16 if is_fp8 else formats.weight, fp32, fp32, fp32, fp32)
-    master = formats.master_weight or StorageDtype.FP16
-    if master is StorageDtype.SPLIT:  # there is no FP8 weight to split it with
-        master = StorageDtype.FP16
-    return StorageFormats(bf16, bf16, master, formats.exp_avg, formats.exp_avg_sq)
-
-
-def hyperparameters(group: dict[str, Any], config: OptimizerConfig) -> ops.AdamHyper:
+def hyperparameters(group: dict[str, Any], config: AdamW) -> ops.AdamHyper:
     """What the optimizer operators take, from a space's parameter group and the run's settings."""
     return ops.AdamHyper(
         lr=float(group["lr"]),
-        beta1=config.adam_beta1,
-        beta2=config.adam_beta2,
-        eps=config.adam_eps,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        eps=config.eps,
         weight_decay=float(group["weight_decay"]),
-        decoupled=config.optimizer == "adamw",
+        decoupled=config.is_decoupled,
     )
 
 
@@ -124,21 +107,15 @@ class SpaceState:
     Re-points every parameter of the space at flat weight storage. With one replica the shard is the space, and a weight
     that is its own master shares the master's storage.
 
-    Args:
-        topology: its data-parallel ranks are those that the space is cut over.
-
     Attributes:
         gather: sends the shard's weights to the other replicas; None with one replica.
     """
 
-    def __init__(self, space: ParamSpace, formats: StorageFormats, topology: Topology) -> None:
-        group = topology.dp
-        assert group.size() == space.num_shards and group.rank() == space.shard_index, "the space is cut otherwise"
+    def __init__(self, space: ParamSpace, formats: StorageFormats) -> None:
         self.space = space
         self.formats = formats
-        self._group = group
-        n, device = space.shard_numel, space.device
-        own, gathered = SendMemory(device), topology.weight_memory
+        n, device, group = space.shard_numel, space.device, space.replicas.group
+        own, gathered = SendMemory(device), space.replicas.weight_memory
         self.derives_fp8 = formats.weight is StorageDtype.FP8
         self.weight_scales: Tensor | None = None
         self.chunk_amax: Tensor | None = None
@@ -161,6 +138,7 @@ class SpaceState:
         self.exp_avg_sq = StateTensor.zeros(n, formats.exp_avg_sq, own)
         self.gather: WeightGather | None = None
         if space.num_shards > 1:
+            assert group is not None, "several replicas need a process group"
             storages = [(self.weight.payload, 1)]
             if self.weight.scales is not None:
                 storages.append((self.weight.scales, STATE_BLOCK))
@@ -191,7 +169,7 @@ class SpaceState:
 
     def get_master(self, slot: Slot) -> Tensor:
         """A parameter's value in FP32, whole; called by every data-parallel rank."""
-        return self.space.assemble(slot, lambda fragment: self.part("master", slot, fragment).load(), self._group)
+        return self.space.assemble(slot, lambda fragment: self.part("master", slot, fragment).load())
 
     def part(self, kind: str, slot: Slot, fragment: Fragment) -> StateTensor:
         """This rank's part of a parameter's state; `kind` is master, exp_avg or exp_avg_sq."""
@@ -271,7 +249,7 @@ class SpaceState:
         self,
         buffer: GradBuffer,
         group: dict[str, Any],
-        config: OptimizerConfig,
+        config: AdamW,
         *,
         grad_factor: Tensor,
         step_count: Tensor,
@@ -293,7 +271,7 @@ class SpaceState:
         self,
         grad: ReleasedGrad,
         group: dict[str, Any],
-        config: OptimizerConfig,
+        config: AdamW,
         *,
         grad_factor: Tensor,
         step_count: Tensor,
@@ -354,7 +332,7 @@ class SpaceState:
         assert self.chunk_amax is not None
         amax = self.chunk_amax.new_zeros(len(self.space.slots))
         amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
-        max_over_group_(amax, self._group)
+        max_over_group_(amax, self.space.replicas.group)
         return amax
 
     def byte_counts(self) -> dict[str, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config.schema import Config, ModelConfig, PrecisionConfig
+from ..config.schema import Config, ModelConfig
 from ..formats import GRAD_BLOCK, STATE_BLOCK, StorageDtype
-from ..mcore.data_parallel import accumulates_locally, local_grad_dtype, releases_gradients, shard_grad_dtype
-from ..optimizer.state import space_formats
 from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.partition import StorageClass
+from ..sharding.storage import ModelStorage
+from .storage import model_storage
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ def count_parameters(
 
 def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0) -> MemoryByKind:
     """What a rank of pipeline stage `stage` will hold; padding and the buffers of the wire are not in it."""
-    parallel, precision = config.parallel, config.precision
+    parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     replicas = world_size // (tp * pp)
     counts = count_parameters(config.model, padded_vocab_size, tensor_parallel_size=tp, num_stages=pp, stage=stage)
-    num_micro_batches = config.num_micro_batches(world_size)
+    stored = model_storage(config.precision, config.num_micro_batches(world_size))
     by_class = {
         StorageClass.LINEAR: counts.linear,
         StorageClass.MATRIX: counts.matrix,
@@ -70,7 +70,7 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     by_class[StorageClass.MATRIX] += in_16_bits
     linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)
     for storage, count in by_class.items():
-        held = _predict(storage, count, precision, replicas, num_micro_batches)
+        held = _predict(storage, count, stored, replicas)
         if storage is StorageClass.LINEAR:
             linear += held
         else:
@@ -78,17 +78,14 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     return MemoryByKind(linear, rest)
 
 
-def _predict(
-    storage: StorageClass, count: int, precision: PrecisionConfig, replicas: int, num_micro_batches: int
-) -> StorageBytes:
-    formats = space_formats(storage, precision.formats, is_fp8=precision.precision == "fp8")
+def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: int) -> StorageBytes:
+    formats, grads = stored.of_state(storage), stored.of_grads(storage, replicas)
     is_own_master = formats.master_weight is None
     master = formats.master_weight or formats.weight
-    local = local_grad_dtype(storage, precision, num_micro_batches, replicas)
-    gradients = [] if replicas == 1 else [(shard_grad_dtype(storage, precision), count // replicas)]
-    if replicas == 1 or accumulates_locally(storage, precision, num_micro_batches):
-        gradients.append((local, count))
-    if releases_gradients(storage, precision):
+    gradients = [] if replicas == 1 else [(grads.shard, count // replicas)]
+    if replicas == 1 or grads.adds_locally:
+        gradients.append((grads.local, count))
+    if grads.is_released:
         gradients = []
     state = [(dtype, count // replicas) for dtype in (formats.exp_avg, formats.exp_avg_sq, master)]
     if is_own_master and replicas > 1:

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from ..formats import MAX_FINITE
 from ..kernels import ops
 
@@ -109,7 +110,7 @@ class AmaxHistory:
         self._padded_scales, self._padded_inverses, self.scale = scales, inverses, scales[:, 0]
         self._scales, self._inverses = scales[:, :1].unbind(), inverses[:, :1].unbind()
 
-    def update(self, group: torch.distributed.ProcessGroup | None) -> None:
+    def update(self, group: Group | None) -> None:
         """Close a step: MAX of the amaxes over `group`, push them into the history, take the new scales.
 
         Args:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,19 +189,12 @@ def _zero(wire: WireTensor) -> None:
         wire.scales.fill_(1.0)
 
 
-class _Part(NamedTuple):
-    """A slot's part in one bucket."""
-
-    slot: Slot
-    span: Span
-
-
 class _BucketState:
     """What is known of one bucket during a step."""
 
-    def __init__(self, bucket: Bucket, parts: list[_Part], accumulator: Tensor, autoscale: AutoScale | None) -> None:
+    def __init__(self, bucket: Bucket, spans: list[Span], accumulator: Tensor, autoscale: AutoScale | None) -> None:
         self.bucket = bucket
-        self.parts = parts
+        self.spans = spans
         self.accumulator = accumulator
         self.autoscale = autoscale
         self.staging: Staging | None = None
@@ -214,7 +206,7 @@ class _BucketState:
     @property
     def used(self) -> int:
         """Elements before the padding at the end of the space."""
-        return self.parts[-1].span.bucket_start + self.parts[-1].span.length if self.parts else 0
+        return self.spans[-1].bucket_start + self.spans[-1].length if self.spans else 0
 
 
 class ShardedGradBuffer(GradBuffer):
@@ -248,56 +240,55 @@ class ShardedGradBuffer(GradBuffer):
         self._num_micro_batches = num_micro_batches
         self._overlap = overlap
         pool.reserve(max(bucket.numel for bucket in space.buckets))
-        spans = [_Part(slot, span) for slot in space.slots for span in space.spans(slot)]
+        self._spans_of = {slot.offset: space.spans(slot) for slot in space.slots}
+        spans = [span for of_slot in self._spans_of.values() for span in of_slot]
         self._buckets = [
             _BucketState(
                 bucket,
-                [part for part in spans if part.span.bucket is bucket],
+                [span for span in spans if span.bucket is bucket],
                 bucket.of_shard(self.payload),
                 self._autoscale(bucket) if reducer.needs_autoscale else None,
             )
             for bucket in space.buckets
         ]
-        self._parts_of = {slot.offset: [part for part in spans if part.slot is slot] for slot in space.slots}
 
     @property
     def autoscales(self) -> list[AutoScale]:
         """The auto-scaling state of each bucket, in mode nccl."""
         return [state.autoscale for state in self._buckets if state.autoscale is not None]
 
-    def autoscaled_parts(self) -> Iterator[tuple[str, AutoScale, int]]:
-        """In mode nccl, every slot's part of every bucket: its name, the bucket's auto-scaling, its index there."""
+    def autoscaled_spans(self) -> Iterator[tuple[str, AutoScale, int]]:
+        """In mode nccl, every span: its slot's name, its bucket's auto-scaling, its index there."""
         for state in self._buckets:
             if state.autoscale is not None:
-                assert state.autoscale.num_tensors == len(state.parts)
-                for index, part in enumerate(state.parts):
-                    yield part.slot.name, state.autoscale, index
+                assert state.autoscale.num_tensors == len(state.spans)
+                for index, span in enumerate(state.spans):
+                    yield span.slot.name, state.autoscale, index
 
     def _takes_fp8(self, slot: Slot) -> bool:
-        return self.local is None and self._pool.dtype is StorageDtype.FP8 and len(self._parts_of[slot.offset]) == 1
+        return self.local is None and self._pool.dtype is StorageDtype.FP8 and len(self._spans_of[slot.offset]) == 1
 
     def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         if self.local is not None:
             self.local._write(slot, grad)
-        for part in self._parts_of[slot.offset]:
-            state = self._buckets[part.span.bucket.index]
+        for span in self._spans_of[slot.offset]:
+            state = self._buckets[span.bucket.index]
             if self.local is not None:
                 state.num_local += 1
-                if state.num_local == len(state.parts) * self._num_micro_batches:
+                if state.num_local == len(state.spans) * self._num_micro_batches:
                     self._reduce_local(state)
                 continue
             if slot.offset in state.written:  # some slot got no gradient in the last micro-batch
                 self._reduce(state)
-            self._stage(state, part, grad)
-            if len(state.written) == len(state.parts):
+            self._stage(state, span, grad)
+            if len(state.written) == len(state.spans):
                 self._reduce(state)
 
-    def _stage(self, state: _BucketState, part: _Part, grad: Tensor | WeightGrad | None) -> None:
-        """Write a slot's part to the send buffer: of `grad` [slot.numel], or zeros."""
+    def _stage(self, state: _BucketState, span: Span, grad: Tensor | WeightGrad | None) -> None:
+        """Write a span to the send buffer: of `grad` [slot.numel], or zeros."""
         if state.staging is None:
             state.staging = self._pool.take()
-        state.written.add(part.slot.offset)
-        span = part.span
+        state.written.add(span.slot.offset)
         sent = state.staging.sent.slice(span.bucket_start, span.bucket_start + span.length)
         if grad is None:
             _zero(sent)
@@ -313,16 +304,16 @@ class ShardedGradBuffer(GradBuffer):
     def _reduce_local(self, state: _BucketState) -> None:
         """Stage and reduce what was added up locally."""
         assert self.local is not None
-        for part in state.parts:
-            self.local.zero_if_unwritten(part.slot)
-            self._stage(state, part, self.local.flat(part.slot))
+        for span in state.spans:
+            self.local.zero_if_unwritten(span.slot)
+            self._stage(state, span, self.local.flat(span.slot))
         self._reduce(state)
 
     def _reduce(self, state: _BucketState) -> None:
         """Start the reduction of a bucket whose send buffer is as full as it gets."""
-        for part in state.parts:
-            if part.slot.offset not in state.written:
-                self._stage(state, part, None)
+        for span in state.spans:
+            if span.slot.offset not in state.written:
+                self._stage(state, span, None)
         staging, state.staging = state.staging, None
         assert staging is not None
         numel = state.bucket.numel
@@ -366,11 +357,11 @@ class ShardedGradBuffer(GradBuffer):
         return [
             slot.name
             for slot in self.space.slots
-            if any(bad[part.shard_start : part.shard_start + part.length].any() for part in self.space.fragments(slot))
+            if any(bad[own.shard_start : own.shard_start + own.length].any() for own in self.space.fragments(slot))
         ]
 
     def _autoscale(self, bucket: Bucket) -> AutoScale:
-        """One μ for each slot that the bucket holds a part of."""
+        """One μ for each span of the bucket."""
         slots = self.space.block_slots(bucket, GRAD_BLOCK)
         first = slots[:1]
         return AutoScale(

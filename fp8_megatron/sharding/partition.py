@@ -4,7 +4,7 @@ Parameters that are stored and reduced alike form one flat space each, so that t
 are a few kernels however many layers there are. Every parameter starts on a boundary that is a multiple of all scale
 blocks (linear weights: of a chunk), so no block crosses two parameters.
 
-A space is cut into buckets of one size (or of whole parameters), and every bucket evenly over the data-parallel ranks:
+A space is cut into buckets of one size (or of whole parameters), and every bucket evenly over the space's replicas:
 
     space     | bucket 0 (the rest)   | bucket 1                      | bucket 2                      |
     owner     | rank 0    | rank 1    | rank 0        | rank 1        | rank 0        | rank 1        |
@@ -24,6 +24,7 @@ import torch
 
 from ..formats import GRAD_BLOCK, STATE_BLOCK
 from ..quantization.scaled_tensor import ScaledTensor
+from .replicas import Replicas, Sharing
 
 #: Elements of a chunk, the unit in which the amaxes of FP8 weights are taken.
 CHUNK = 4096
@@ -111,6 +112,7 @@ class Bucket:
 class Span:
     """The part of a slot that lies in one bucket: `length` elements from `slot_start`, padding counted."""
 
+    slot: Slot
     bucket: Bucket
     bucket_start: int
     slot_start: int
@@ -131,23 +133,30 @@ class ParamSpace:
     """Parameters that are stored and reduced alike, in one flat index space of `numel` elements.
 
     Attributes:
-        counts_in_norm: False on ranks that hold a duplicate of parameters counted elsewhere (norms on tensor-parallel
-            ranks above 0, the last stage's copy of a tied embedding).
-        sequence_parallel: each tensor-parallel rank holds the gradient of its part of the sequence; they are summed.
-        shared_embedding: the first and the last stage hold the parameter; their gradients are summed.
-        num_shards, shard_index: data-parallel ranks that the space is cut over, and which of them this one is.
+        sharing: the ranks that the space is replicated and cut over, and those that share it beside them.
     """
 
     storage: StorageClass
-    counts_in_norm: bool
-    sequence_parallel: bool
-    shared_embedding: bool
+    sharing: Sharing
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
     numel: int
-    num_shards: int
-    shard_index: int
     device: torch.device
+
+    @property
+    def replicas(self) -> Replicas:
+        """Ranks that hold the space; each owns a shard of its gradients and optimizer state."""
+        return self.sharing.replicas
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that the space is cut into, one a replica."""
+        return self.sharing.replicas.size
+
+    @property
+    def shard_index(self) -> int:
+        """The shard that this rank owns."""
+        return self.sharing.replicas.rank
 
     @property
     def num_params(self) -> int:
@@ -160,13 +169,13 @@ class ParamSpace:
         return self.numel // self.num_shards
 
     def spans(self, slot: Slot) -> list[Span]:
-        """The slot's parts by bucket, in order."""
+        """The slot's spans, in order."""
         spans = []
         for bucket in self.buckets:
             start = max(slot.offset, bucket.start)
             stop = min(slot.offset + slot.padded, bucket.stop)
             if start < stop:
-                spans.append(Span(bucket, start - bucket.start, start - slot.offset, stop - start))
+                spans.append(Span(slot, bucket, start - bucket.start, start - slot.offset, stop - start))
         return spans
 
     def fragments(self, slot: Slot) -> list[Fragment]:
@@ -180,12 +189,10 @@ class ParamSpace:
                 fragments.append(Fragment(bucket.shard_start + start - owned, start - slot.offset, stop - start))
         return fragments
 
-    def assemble(
-        self, slot: Slot, owned: Callable[[Fragment], torch.Tensor], group: torch.distributed.ProcessGroup
-    ) -> torch.Tensor:
-        """A parameter's FP32 values, whole and in its shape, from the fragments that the ranks own.
+    def assemble(self, slot: Slot, owned: Callable[[Fragment], torch.Tensor]) -> torch.Tensor:
+        """A parameter's FP32 values, whole and in its shape, from the fragments that the replicas own.
 
-        Called by every rank of `group`, the ranks that the space is cut over.
+        Called by every replica.
 
         Args:
             owned: the FP32 values of one of this rank's fragments, [length].
@@ -194,7 +201,7 @@ class ParamSpace:
         for fragment in self.fragments(slot):
             flat[fragment.slot_start : fragment.slot_start + fragment.length] = owned(fragment)
         if self.num_shards > 1:
-            torch.distributed.all_reduce(flat, group=group)
+            torch.distributed.all_reduce(flat, group=self.replicas.group)
         return flat[: slot.numel].view(slot.param.shape)
 
     def block_slots(self, bucket: Bucket, block: int) -> torch.Tensor:
@@ -222,73 +229,46 @@ def storage_class(param: torch.nn.Parameter) -> StorageClass:
     return StorageClass.MATRIX if param.ndim > 1 else StorageClass.VECTOR
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What parameters of one space have in common, whichever rank looks: every rank lays them out alike."""
-
-    storage: StorageClass
-    tensor_parallel: bool
-    sequence_parallel: bool
-    shared_embedding: bool
-    is_copy: bool
-
-    @classmethod
-    def of(cls, param: torch.nn.Parameter) -> _Kind:
-        return cls(
-            storage_class(param),
-            tensor_parallel=bool(getattr(param, "tensor_model_parallel", False)),
-            sequence_parallel=bool(getattr(param, "sequence_parallel", False)),
-            shared_embedding=bool(getattr(param, "shared_embedding", False)),
-            is_copy=bool(getattr(param, "shared", False)),  # the last stage's copy of a tied embedding
-        )
-
-
 def partition(
     named_params: Iterable[tuple[str, torch.nn.Parameter]],
+    sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
     *,
-    tensor_parallel_rank: int = 0,
-    num_shards: int = 1,
-    shard_index: int = 0,
     bucket_numel: int = 1 << 30,
     whole_linears: bool = False,
 ) -> list[ParamSpace]:
-    """Lay parameters out in spaces, in the order given, and cut them over `num_shards` data-parallel ranks.
+    """Lay parameters out in spaces, in the order given, and cut each space over its replicas.
 
     Args:
+        sharing_of: how ranks share a parameter; None: this rank alone has all of them.
         bucket_numel: elements of a bucket, rounded to what the cut needs.
         whole_linears: no linear weight lies in two buckets: one that is larger than a bucket makes a larger bucket.
     """
-    grouped: dict[_Kind, list[Slot]] = {}
-    ends: dict[_Kind, int] = {}
+    grouped: dict[tuple[StorageClass, Sharing], list[Slot]] = {}
     for name, param in named_params:
-        kind = _Kind.of(param)
-        slot = Slot(name, param, ends.get(kind, 0), kind.storage.alignment)
-        grouped.setdefault(kind, []).append(slot)
-        ends[kind] = slot.offset + slot.padded
-    spaces = []
-    for kind, slots in grouped.items():
-        unit = num_shards * kind.storage.alignment
-        numel = -(-ends[kind] // unit) * unit
-        if whole_linears and kind.storage is StorageClass.LINEAR:
-            starts = [slot.offset for slot in slots if slot.offset % unit == 0]
-            buckets = _cut_between(starts, numel, bucket_numel, num_shards)
-        else:
-            buckets = _cut(numel, max(unit, bucket_numel // unit * unit), num_shards)
-        spaces.append(
-            ParamSpace(
-                storage=kind.storage,
-                counts_in_norm=not kind.is_copy and (kind.tensor_parallel or tensor_parallel_rank == 0),
-                sequence_parallel=kind.sequence_parallel,
-                shared_embedding=kind.shared_embedding,
-                slots=tuple(slots),
-                buckets=buckets,
-                numel=numel,
-                num_shards=num_shards,
-                shard_index=shard_index,
-                device=slots[0].param.device,
-            )
-        )
-    return spaces
+        storage = storage_class(param)
+        sharing = Sharing(Replicas.of(None, param.device)) if sharing_of is None else sharing_of(param)
+        slots = grouped.setdefault((storage, sharing), [])
+        start = slots[-1].offset + slots[-1].padded if slots else 0
+        slots.append(Slot(name, param, start, storage.alignment))
+    return [
+        _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears)
+        for (storage, sharing), slots in grouped.items()
+    ]
+
+
+def _space(
+    storage: StorageClass, sharing: Sharing, slots: list[Slot], *, bucket_numel: int, whole_linears: bool
+) -> ParamSpace:
+    num_shards = sharing.replicas.size
+    unit = num_shards * storage.alignment
+    end = slots[-1].offset + slots[-1].padded
+    numel = -(-end // unit) * unit
+    if whole_linears and storage is StorageClass.LINEAR:
+        starts = [slot.offset for slot in slots if slot.offset % unit == 0]
+        buckets = _cut_between(starts, numel, bucket_numel, num_shards)
+    else:
+        buckets = _cut(numel, max(unit, bucket_numel // unit * unit), num_shards)
+    return ParamSpace(storage, sharing, tuple(slots), buckets, numel, slots[0].param.device)
 
 
 def _cut(numel: int, bucket_numel: int, num_shards: int) -> tuple[Bucket, ...]:

@@ -100,14 +100,14 @@ class StagingPool:
 
 
 class StagingPools:
-    """A rank's pools, one for each wire dtype in use."""
+    """A rank's pools, one for each wire dtype and each memory in use."""
 
-    def __init__(self, memory: SendMemory) -> None:
-        self._memory = memory
-        self._pools: dict[StorageDtype, StagingPool] = {}
+    def __init__(self) -> None:
+        self._pools: dict[tuple[StorageDtype, SendMemory], StagingPool] = {}
 
-    def __getitem__(self, dtype: StorageDtype) -> StagingPool:
-        return self._pools.setdefault(dtype, StagingPool(dtype, self._memory))
+    def pool(self, dtype: StorageDtype, memory: SendMemory) -> StagingPool:
+        """The pool for what travels in `dtype` from `memory`."""
+        return self._pools.setdefault((dtype, memory), StagingPool(dtype, memory))
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..collectives.all_gather import AllGatherWork, all_gather_each
 from ..collectives.transport.recording import is_recording
 from ..collectives.transport.side_stream import side_stream
+from ..device.group import Group
 from .partition import ParamSpace
 
 
@@ -22,9 +23,7 @@ class WeightGather:
             payload (1), and scales where they are block-wise.
     """
 
-    def __init__(
-        self, space: ParamSpace, storages: list[tuple[Tensor, int]], group: torch.distributed.ProcessGroup
-    ) -> None:
+    def __init__(self, space: ParamSpace, storages: list[tuple[Tensor, int]], group: Group) -> None:
         self.space = space
         self._storages = storages
         self._group = group

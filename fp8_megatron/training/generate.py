@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from ..mcore.gpt import build_model
 from ..mcore.initialization import named_parameters_of_model
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import Topology, initialized
+from .build import build_recipe
 from .run_data import load_tokenizer
 
 
@@ -77,7 +79,8 @@ def generate_text(
 
 @torch.no_grad()
 def _load_model(config: Config, folder: Path, topology: Topology, device: torch.device) -> torch.nn.Module:
-    (chunk,) = build_model(config, read_description(folder)["padded_vocab_size"], topology, device)
+    vocab_size = read_description(folder)["padded_vocab_size"]
+    (chunk,) = build_model(config, vocab_size, topology, device, partial(build_recipe, config.precision))
     params = named_parameters_of_model(chunk.module)
     placements = {
         name: placement_of(

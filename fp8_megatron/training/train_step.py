@@ -13,8 +13,8 @@ from ..device import memory as device_memory
 from ..reporting.step_figures import StepFigures
 from ..sharding.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
+from .build import TrainingState
 from .graph_choice import has_room
-from .setup import TrainingState
 from .step_graph import StepGraph
 
 

@@ -24,7 +24,8 @@ from ..config.schema import Config
 from ..device import device as devices
 from ..mcore.attention import may_use_cudnn, preferring_backends
 from ..mcore.runtime import runtime, seed_everything
-from ..mcore.topology import Topology
+from ..mcore.topology import Topology, initialized
+from ..mcore.transports import needs_launch_order
 from ..planning.memory import predict_memory
 from ..reporting.flops import model_flops_per_token, peak_flops
 from ..reporting.memory_report import memory_table
@@ -32,12 +33,11 @@ from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
 from ..reporting.metrics_file import METRICS_FILE
 from ..reporting.plot import plot_losses
 from ..reporting.profiling import StepProfiler
-from ..sharding.transport import needs_launch_order
 from ..watch.failures import RankWatch, watched_world
 from .batches import Batch
+from .build import TrainingState, build_training_state, measured_storage
 from .graph_choice import GraphChoice, choose_graph
 from .run_data import RunData, open_run_data
-from .setup import TrainingState, build_training_state, measured_storage
 from .step_results import Mark, PendingStep, StepResult
 from .stopping import NonFiniteGuard, SignalHandler, TrainingDiverged
 from .train_step import evaluate, step_graph, train_step
@@ -85,14 +85,11 @@ class Trainer:
             signals = stack.enter_context(SignalHandler(all_ranks_any=lambda received_here: received_here))
             stack.enter_context(runtime(device))
             stack.enter_context(preferring_backends(model.attention_backend, with_cudnn=with_cudnn))
+            parallel = self.config.parallel
+            world = initialized(parallel, model.num_layers, device, records_graphs=graph_choice.records)
+            timeout_seconds = 60.0 * parallel.distributed_timeout_minutes
             topology, watch = stack.enter_context(
-                watched_world(
-                    self.config.parallel,
-                    model.num_layers,
-                    device,
-                    self.output_dir,
-                    records_graphs=graph_choice.records,
-                )
+                watched_world(world, self.output_dir, timeout_seconds=timeout_seconds)
             )
             run = _Run(self.config, self.output_dir, topology, watch, device, signals, graph_choice)
             stack.callback(run.close)

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +21,8 @@ from typing import Self
 import torch
 
 from ..collectives.transport import copy_engine
-from ..config.schema import ParallelConfig
 from ..device.device import world_size
-from ..mcore.topology import Topology, initialized
+from ..mcore.topology import Topology
 from . import flight_recorder
 from .flight_recorder import CallSite
 from .heartbeat import Heartbeat, Pace, Record, Sighting, State
@@ -44,17 +43,14 @@ class RankFailure(RuntimeError):
 
 @contextmanager
 def watched_world(
-    parallel: ParallelConfig,
-    num_layers: int,
-    device: torch.device,
-    output_dir: Path,
-    *,
-    records_graphs: bool = False,
+    world: AbstractContextManager[Topology], output_dir: Path, *, timeout_seconds: float
 ) -> Iterator[tuple[Topology, RankWatch]]:
-    """Join the process group (`topology.initialized`) with the flight recorder on and this rank watching the others.
+    """Join a process group with the flight recorder on and this rank watching the others.
 
     Args:
-        records_graphs: as for `transport.share_rows`.
+        world: joins the process group when it is entered (`topology.initialized`).
+        output_dir: of the run; the flight recorder writes there.
+        timeout_seconds: what a collective may take.
 
     Raises:
         RankFailure: in place of the error that a collective raised because another rank is gone.
@@ -62,10 +58,10 @@ def watched_world(
     with ExitStack() as stack:
         if world_size() > 1:
             stack.enter_context(flight_recorder.recording(output_dir))
-        watch = RankWatch(60.0 * parallel.distributed_timeout_minutes)
+        watch = RankWatch(timeout_seconds)
         # Entered first, left last: leaving a process group may hang too when a rank is gone.
         stack.callback(watch.stop)
-        topology = stack.enter_context(initialized(parallel, num_layers, device, records_graphs=records_graphs))
+        topology = stack.enter_context(world)
         if topology.world_size > 1:
             watch.start(topology.rank, topology.world_size)
         stack.enter_context(watch)

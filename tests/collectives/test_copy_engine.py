@@ -19,7 +19,7 @@ from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.formats import StorageDtype
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.sharding.transport import TransportError, send_memory
+from fp8_megatron.sharding.transport import TransportChoice, TransportError, send_memory
 
 CPU = torch.device("cpu")
 
@@ -112,10 +112,10 @@ def test_memory_belongs_to_its_group() -> None:
 
 def test_asking_for_copy_engines_without_gpus_says_why() -> None:
     with initialized(ParallelConfig(), 1, CPU) as topology:
-        assert topology.grad_memory.group is None
+        assert topology.replicas.grad_memory.group is None
         group = Member(0, 2)
         with pytest.raises(TransportError, match=r"dp_transport\(copy_engine\).*needs GPUs; give --dp-transport nccl"):
-            send_memory(ParallelConfig(dp_transport="copy_engine"), group, CPU)  # type: ignore[arg-type]
+            send_memory(TransportChoice("copy_engine", "dp_transport"), group, CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("other_ranks_reason", [None, "the driver refuses"])
@@ -137,7 +137,7 @@ def test_a_trial_that_failed_elsewhere_leaves_nobody_to_meet(
     monkeypatch.setattr(StreamBarrier, "__call__", lambda self: None)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0])
     monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
-    memory = send_memory(ParallelConfig(), group, torch.device("cuda"))  # type: ignore[arg-type]
+    memory = send_memory(TransportChoice(), group, torch.device("cuda"))  # type: ignore[arg-type]
     works = other_ranks_reason is None
     assert (memory.group is group) == works
     assert len(recordables) == len(copy_engine._barriers) == (1 if works else 0)

@@ -17,8 +17,8 @@ from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.sharding.partition import StorageClass
+from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.run_data import open_run_data
-from fp8_megatron.training.setup import build_training_state
 from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import GPU_RUN, tiny_flags

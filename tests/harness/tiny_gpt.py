@@ -30,7 +30,7 @@ from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.state import SpaceState
 from fp8_megatron.sharding.partition import Fragment, Slot
-from fp8_megatron.training.setup import build_trainable_model
+from fp8_megatron.training.build import build_trainable_model
 
 VOCAB_SIZE = 256
 
@@ -179,7 +179,7 @@ def whole_weights(gpt: TinyGPT, kind: str = "master") -> dict[str, Tensor]:
     mine = []
     for state, slot in gpt.optimizer.slots():
         load = partial(_load_fragment, state, kind, slot)
-        value = state.space.assemble(slot, load, topology.dp).cpu()
+        value = state.space.assemble(slot, load).cpu()
         mine.append((slot.name, topology.tp.rank(), value, sharding_of(slot.param)))
     everyone: list[Any] = [None] * topology.world_size
     torch.distributed.all_gather_object(everyone, mine)

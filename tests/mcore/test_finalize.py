@@ -88,13 +88,13 @@ def _finalize_on_a_rank(config: Config) -> tuple[dict[str, tuple[Tensor, Tensor]
     with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
         gpt = build_tiny_gpt(config, topology, CPU, num_micro_batches=1)
         expected = write_grads(gpt)
-        finalize_model_grads(gpt.model, topology)
-        norm = global_grad_norm(gpt.optimizer.buffers, CPU).item()
+        finalize_model_grads(gpt.model)
+        norm = global_grad_norm(gpt.optimizer.buffers, topology.world, CPU).item()
         mine, shardings = {}, {}
         for buffer in gpt.optimizer.buffers:
             flat = reference.load_state(buffer.payload, buffer.scales)
             for slot in buffer.space.slots:
-                mine[slot.name] = buffer.space.assemble(slot, partial(fragment_of, flat), topology.dp)
+                mine[slot.name] = buffer.space.assemble(slot, partial(fragment_of, flat))
                 shardings[slot.name] = sharding_of(slot.param)
         everyone: list[dict[str, Tensor]] = [{}] * topology.tp.size()
         torch.distributed.all_gather_object(everyone, mine, group=topology.tp)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from fp8_megatron.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import OptimizerConfig, PrecisionConfig
 from fp8_megatron.formats import E4M3, StorageDtype
 from fp8_megatron.kernels import reference
-from fp8_megatron.mcore.data_parallel import FP8DataParallel
-from fp8_megatron.mcore.runtime import runtime
-from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer import state as state_module
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
+from fp8_megatron.planning.storage import model_storage
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients
 from fp8_megatron.sharding.partition import CHUNK
-from fp8_megatron.sharding.staging import StagingPools
-from fp8_megatron.sharding.transport import SendMemory
+from fp8_megatron.training.build import build_adamw
 
 CPU = torch.device("cpu")
 SHAPES = {"linear": (128, 64), "other_linear": (64, 64), "matrix": (96, 32), "vector": (96,)}
@@ -32,23 +28,13 @@ BF16 = PrecisionConfig(precision="bf16")
 PLAIN = OptimizerConfig(lr=1e-2, weight_decay=0.0, clip_grad=0.0)
 
 
-@pytest.fixture(scope="module")
-def topology(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
-    """A world of this process alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-            patch.setenv(name, value)
-        with runtime(CPU), initialized(ParallelConfig(), 1, CPU) as one_rank:
-            yield one_rank
-
-
 @dataclass
 class Regression:
     """Four parameters, each pulled to a target through a random curvature: grad = (value − target) · curvature."""
 
     optimizer: FP8DistributedOptimizer
     params: dict[str, torch.nn.Parameter]
-    model: FP8DataParallel
+    model: DataParallelModule
 
     def values(self) -> dict[str, Tensor]:
         """What a forward pass computes with."""
@@ -61,10 +47,10 @@ class Regression:
         return {slot.name: state.get_master(slot).clone() for state, slot in self.optimizer.slots()}
 
     def step(self, grads: dict[str, Tensor]) -> float:
-        self.model.zero_grad_buffer()
+        self.model.reset()
         for name, grad in grads.items():
             self.params[name].main_grad.accumulate_(grad)  # type: ignore[attr-defined]
-        self.model.finish_grad_sync()
+        finish_gradients([self.model])
         return self.optimizer.step().item()
 
     def state_bytes(self) -> dict[str, bytes]:
@@ -86,7 +72,7 @@ def initial_values() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def make_regression(topology: Topology, precision: PrecisionConfig, config: OptimizerConfig = PLAIN) -> Regression:
+def make_regression(precision: PrecisionConfig, config: OptimizerConfig = PLAIN) -> Regression:
     values = initial_values()
     params = {
         name: torch.nn.Parameter(
@@ -99,18 +85,9 @@ def make_regression(topology: Topology, precision: PrecisionConfig, config: Opti
     module = torch.nn.Module()
     for name, param in params.items():
         module.register_parameter(name, param)
-    mcore_config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
-    model = FP8DataParallel(
-        mcore_config,
-        module,
-        named_params=params,
-        precision=precision,
-        parallel=ParallelConfig(),
-        topology=topology,
-        staging=StagingPools(SendMemory(CPU)),
-        num_micro_batches=1,
-    )
-    optimizer = FP8DistributedOptimizer([model], config, precision, topology, CPU)
+    storage = model_storage(precision, num_micro_batches=1)
+    model = DataParallelModule(module, storage=storage)
+    optimizer = FP8DistributedOptimizer([model], build_adamw(config), storage, world=None, device=CPU)
     optimizer.load_weights(values.items())
     return Regression(optimizer, params, model)
 
@@ -188,8 +165,8 @@ def fp32_run() -> dict[str, Tensor]:
     return {name: value - initial_values()[name] for name, value in reference_run(100).items()}
 
 
-def movement(topology: Topology, precision: PrecisionConfig) -> dict[str, Tensor]:
-    regression = make_regression(topology, precision)
+def movement(precision: PrecisionConfig) -> dict[str, Tensor]:
+    regression = make_regression(precision)
     start = regression.masters()
     for step in range(100):
         regression.step(gradients(step, regression.values()))
@@ -197,28 +174,28 @@ def movement(topology: Topology, precision: PrecisionConfig) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("storage", list(STORAGES))
-def test_trains_as_fp32_adamw_does(topology: Topology, fp32_run: dict[str, Tensor], storage: str) -> None:
+def test_trains_as_fp32_adamw_does(fp32_run: dict[str, Tensor], storage: str) -> None:
     precision, least_db = STORAGES[storage]
-    moved = movement(topology, precision)
+    moved = movement(precision)
     for name in ("linear", "other_linear"):
         assert snr_db(moved[name], fp32_run[name]) > least_db, name
     assert snr_db(moved["matrix"], fp32_run["matrix"]) > min(least_db, 30.0)
     assert snr_db(moved["vector"], fp32_run["vector"]) > 55.0  # FP32 state at every level
 
 
-def test_an_fp8_second_moment_does_not(topology: Topology, fp32_run: dict[str, Tensor]) -> None:
+def test_an_fp8_second_moment_does_not(fp32_run: dict[str, Tensor]) -> None:
     """The comparison sees what must not be stored in FP8: v, whose small values round to zero under a square root."""
-    moved = movement(topology, fp8(exp_avg_sq_dtype=F.FP8))
+    moved = movement(fp8(exp_avg_sq_dtype=F.FP8))
     assert min(snr_db(moved[name], fp32_run[name]) for name in ("linear", "other_linear")) < 15.0
 
 
 @pytest.mark.parametrize(("kind", "reference_kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
 def test_decay_is_torchs_on_matrices_and_none_on_vectors(
-    topology: Topology, kind: str, reference_kind: type[torch.optim.Optimizer]
+    kind: str, reference_kind: type[torch.optim.Optimizer]
 ) -> None:
     """Fed the same gradients, FP32 state is torch's to FP32 rounding: 20 steps of a few 2⁻²⁴, on a movement of 0.1."""
     config = replace(PLAIN, optimizer=kind, weight_decay=0.3)  # type: ignore[arg-type]
-    regression = make_regression(topology, BF16, config)
+    regression = make_regression(BF16, config)
     start = regression.masters()
     params = {name: torch.nn.Parameter(value) for name, value in initial_values().items()}
     torch_optimizer = reference_kind(
@@ -237,9 +214,9 @@ def test_decay_is_torchs_on_matrices_and_none_on_vectors(
         assert snr_db(value - start[name], params[name].detach() - start[name]) > 100.0, name
 
 
-def test_takes_no_momentum(topology: Topology) -> None:
+def test_takes_no_momentum() -> None:
     """Both betas 0: every element moves by the learning rate against its gradient's sign (FP32: a few 2⁻²⁴ of 4)."""
-    regression = make_regression(topology, BF16, replace(PLAIN, adam_beta1=0.0, adam_beta2=0.0))
+    regression = make_regression(BF16, replace(PLAIN, adam_beta1=0.0, adam_beta2=0.0))
     start = regression.masters()
     grads = {name: 1e6 * grad for name, grad in gradients(0, regression.values()).items()}  # eps is nothing beside them
     regression.step(grads)
@@ -247,8 +224,8 @@ def test_takes_no_momentum(topology: Topology) -> None:
         torch.testing.assert_close(value, start[name] - PLAIN.lr * grads[name].sign(), rtol=0, atol=1e-5)
 
 
-def test_zero_gradients_decay_matrices_only(topology: Topology) -> None:
-    regression = make_regression(topology, BF16, replace(PLAIN, weight_decay=0.5))
+def test_zero_gradients_decay_matrices_only() -> None:
+    regression = make_regression(BF16, replace(PLAIN, weight_decay=0.5))
     start = regression.masters()
     for _ in range(10):
         regression.step({name: torch.zeros(shape) for name, shape in SHAPES.items()})
@@ -260,8 +237,8 @@ def test_zero_gradients_decay_matrices_only(topology: Topology) -> None:
 @pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3", "stretch"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_a_bad_gradient_changes_no_byte(topology: Topology, level: str, bad: float, name: str) -> None:
-    regression, twin = (make_regression(topology, STORAGES[level][0], replace(PLAIN, clip_grad=1.0)) for _ in range(2))
+def test_a_bad_gradient_changes_no_byte(level: str, bad: float, name: str) -> None:
+    regression, twin = (make_regression(STORAGES[level][0], replace(PLAIN, clip_grad=1.0)) for _ in range(2))
     for step in range(2):
         grads = gradients(step, regression.values())
         regression.step(grads)
@@ -279,8 +256,8 @@ def test_a_bad_gradient_changes_no_byte(topology: Topology, level: str, bad: flo
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 1.0, 1e6])
-def test_clips_by_the_global_norm(topology: Topology, clip_grad: float) -> None:
-    regression = make_regression(topology, BF16, replace(PLAIN, clip_grad=clip_grad))
+def test_clips_by_the_global_norm(clip_grad: float) -> None:
+    regression = make_regression(BF16, replace(PLAIN, clip_grad=clip_grad))
     grads = {name: 100.0 * grad for name, grad in gradients(0, regression.values()).items()}
     norm = regression.step(grads)
     exact = math.sqrt(sum(grad.double().square().sum().item() for grad in grads.values()))
@@ -294,8 +271,8 @@ def test_clips_by_the_global_norm(topology: Topology, clip_grad: float) -> None:
         torch.testing.assert_close(exp_avg, expected, rtol=2e-5, atol=0)
 
 
-def test_fp8_weights_are_their_quantised_master(topology: Topology) -> None:
-    regression = make_regression(topology, STORAGES["O3"][0])
+def test_fp8_weights_are_their_quantised_master() -> None:
+    regression = make_regression(STORAGES["O3"][0])
     for step in range(4):
         for state, slot in regression.optimizer.slots():
             param, master = slot.param, state.get_master(slot)
@@ -309,8 +286,8 @@ def test_fp8_weights_are_their_quantised_master(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_fp16_weights_are_their_own_master(topology: Topology, level: str) -> None:
-    regression = make_regression(topology, STORAGES[level][0])
+def test_fp16_weights_are_their_own_master(level: str) -> None:
+    regression = make_regression(STORAGES[level][0])
     regression.step(gradients(0, regression.values()))
     for name, master in regression.masters().items():
         param = regression.params[name]
@@ -319,9 +296,9 @@ def test_fp16_weights_are_their_own_master(topology: Topology, level: str) -> No
 
 
 @pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3", "stretch"])
-def test_holds_the_bytes_that_its_level_says(topology: Topology, level: str) -> None:
+def test_holds_the_bytes_that_its_level_says(level: str) -> None:
     precision = STORAGES[level][0]
-    regression = make_regression(topology, precision)
+    regression = make_regression(precision)
     for buffer, state in zip(regression.model.grad_buffers, regression.optimizer.states, strict=True):
         if "linear" not in state.space.slots[0].name:
             continue
@@ -333,8 +310,8 @@ def test_holds_the_bytes_that_its_level_says(topology: Topology, level: str) -> 
 
 
 @pytest.mark.parametrize("level", ["bf16", "O1", "O3", "stretch"])
-def test_load_weights_says_what_is_wrong(topology: Topology, level: str) -> None:
-    optimizer = make_regression(topology, STORAGES[level][0]).optimizer
+def test_load_weights_says_what_is_wrong(level: str) -> None:
+    optimizer = make_regression(STORAGES[level][0]).optimizer
     values = initial_values()
     with pytest.raises(ValueError, match=r"linear: the model's shape is \(128, 64\), the value's \(64, 128\)"):
         optimizer.load_weights({**values, "linear": values["linear"].t()}.items())
@@ -346,12 +323,12 @@ def test_load_weights_says_what_is_wrong(topology: Topology, level: str) -> None
 
 
 @pytest.mark.parametrize("level", ["bf16", "O1", "O3", "stretch"])
-def test_weights_are_derived_piece_by_piece(topology: Topology, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_derived_piece_by_piece(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a large model's memory asks for changes no byte, of the first weights or of what a step makes of them."""
     states = []
     for piece in (1 << 26, CHUNK):
         monkeypatch.setattr(state_module, "_PIECE", piece)
-        regression = make_regression(topology, STORAGES[level][0])
+        regression = make_regression(STORAGES[level][0])
         assert piece > CHUNK or any(len(list(state._pieces())) > 1 for state in regression.optimizer.states)
         before = regression.state_bytes()
         regression.step(gradients(0, regression.values()))

@@ -12,23 +12,22 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fp8_megatron.collectives.traffic import counted_traffic
-from fp8_megatron.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import PrecisionConfig
+from fp8_megatron.device.group import Group
 from fp8_megatron.formats import StorageDtype
-from fp8_megatron.mcore.data_parallel import FP8DataParallel
-from fp8_megatron.mcore.runtime import runtime
-from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
+from fp8_megatron.optimizer.hyperparameters import AdamW
 from fp8_megatron.optimizer.state import SpaceState
+from fp8_megatron.planning.storage import model_storage
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.sharding.data_parallel import DataParallelModule, Exchange, finish_gradients
 from fp8_megatron.sharding.partition import Slot, StorageClass
-from fp8_megatron.sharding.staging import StagingPools
-from fp8_megatron.sharding.transport import SendMemory
-from tests.harness.ranks import RankPool
+from fp8_megatron.sharding.replicas import Replicas, Sharing
+from tests.harness.ranks import RankPool, on_default_group
 
 CPU = torch.device("cpu")
 #: The second linear weight ends inside a chunk; the matrix and the vector end inside a block.
@@ -56,58 +55,54 @@ def gradients(step: int) -> dict[str, Tensor]:
     }
 
 
-def whole_first_moment(state: SpaceState, slot: Slot, topology: Topology) -> Tensor:
-    return state.space.assemble(slot, lambda fragment: state.exp_avg.part(fragment).load(), topology.dp)
+def whole_first_moment(state: SpaceState, slot: Slot) -> Tensor:
+    return state.space.assemble(slot, lambda fragment: state.exp_avg.part(fragment).load())
+
+
+def sharded(
+    module: torch.nn.Module, precision: PrecisionConfig, group: Group, exchange: Exchange, settings: AdamW
+) -> tuple[DataParallelModule, FP8DistributedOptimizer]:
+    """The module with its optimizer over the ranks of a group."""
+    sharing, storage = Sharing(Replicas.of(group, CPU)), model_storage(precision, num_micro_batches=1)
+    model = DataParallelModule(module, sharing_of=lambda _: sharing, storage=storage, exchange=exchange)
+    return model, FP8DistributedOptimizer([model], settings, storage, world=group, device=CPU)
 
 
 def _train(
-    precision: PrecisionConfig, bucket_numel: int, bad_step: int | None = None, clip_grad: float = 0.0
+    group: Group, precision: PrecisionConfig, bucket_numel: int, bad_step: int | None = None, clip_grad: float = 0.0
 ) -> Outcome:
-    parallel = ParallelConfig(ddp_bucket_size=bucket_numel)
-    with runtime(CPU), initialized(parallel, 1, CPU) as topology:
-        generator = torch.Generator().manual_seed(1)
-        values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-        module = torch.nn.Module()
-        for name, value in values.items():
-            is_linear = "linear" in name and precision.precision == "fp8"
-            empty = ScaledTensor.quantize(torch.ones_like(value)) if is_linear else value.bfloat16().zero_()
-            module.register_parameter(name, torch.nn.Parameter(empty))
-        params = dict(module.named_parameters())
-        model = FP8DataParallel(
-            TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4),
-            module,
-            named_params=params,
-            precision=precision,
-            parallel=parallel,
-            topology=topology,
-            staging=StagingPools(SendMemory(CPU)),
-            num_micro_batches=1,
-        )
-        optimizer = FP8DistributedOptimizer(
-            [model], OptimizerConfig(lr=1e-2, clip_grad=clip_grad), precision, topology, CPU
-        )
-        optimizer.load_weights(values.items())
-        norms = []
-        for step in range(NUM_STEPS):
-            model.zero_grad_buffer()
-            for name, grad in reversed(gradients(step).items()):
-                if step == bad_step and topology.dp.rank() == topology.dp.size() - 1:
-                    grad[-1] = torch.nan
-                params[name].main_grad.accumulate_(grad.bfloat16())  # type: ignore[attr-defined]
-            model.finish_grad_sync()
-            norms.append(optimizer.step().item())
-        model.wait_for_weights()
-        return Outcome(
-            norms,
-            {slot.name: state.get_master(slot) for state, slot in optimizer.slots()},
-            {slot.name: whole_first_moment(state, slot, topology) for state, slot in optimizer.slots()},
-            {
-                name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach().float()
-                for name, param in params.items()
-            },
-            {name: param.scale.sum().item() for name, param in params.items() if isinstance(param, ScaledTensor)},
-            sum(state.master.payload.numel() for state in optimizer.states),
-        )
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    module = torch.nn.Module()
+    for name, value in values.items():
+        is_linear = "linear" in name and precision.precision == "fp8"
+        empty = ScaledTensor.quantize(torch.ones_like(value)) if is_linear else value.bfloat16().zero_()
+        module.register_parameter(name, torch.nn.Parameter(empty))
+    params = dict(module.named_parameters())
+    settings = AdamW(lr=1e-2, clip_grad=clip_grad)
+    model, optimizer = sharded(module, precision, group, Exchange(bucket_numel=bucket_numel), settings)
+    optimizer.load_weights(values.items())
+    norms = []
+    for step in range(NUM_STEPS):
+        model.reset()
+        for name, grad in reversed(gradients(step).items()):
+            if step == bad_step and group.rank() == group.size() - 1:
+                grad[-1] = torch.nan
+            params[name].main_grad.accumulate_(grad.bfloat16())  # type: ignore[attr-defined]
+        finish_gradients([model])
+        norms.append(optimizer.step().item())
+    model.wait_for_weights()
+    return Outcome(
+        norms,
+        {slot.name: state.get_master(slot) for state, slot in optimizer.slots()},
+        {slot.name: whole_first_moment(state, slot) for state, slot in optimizer.slots()},
+        {
+            name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach().float()
+            for name, param in params.items()
+        },
+        {name: param.scale.sum().item() for name, param in params.items() if isinstance(param, ScaledTensor)},
+        sum(state.master.payload.numel() for state in optimizer.states),
+    )
 
 
 F = StorageDtype
@@ -133,8 +128,8 @@ def assert_equal(outcome: Outcome, expected: Outcome) -> None:
 @pytest.mark.parametrize(("num_ranks", "bucket_numel"), [(2, 1 << 30), (4, 1 << 14)])
 def test_sharded_is_unsharded(ranks: RankPool, level: str, num_ranks: int, bucket_numel: int) -> None:
     precision = PRECISIONS[level]
-    (single,) = ranks.run(_train, precision, 1 << 30, num_ranks=1)
-    for outcome in ranks.run(_train, precision, bucket_numel, num_ranks=num_ranks):
+    (single,) = ranks.run(on_default_group, _train, precision, 1 << 30, num_ranks=1)
+    for outcome in ranks.run(on_default_group, _train, precision, bucket_numel, num_ranks=num_ranks):
         assert_equal(outcome, single)
         # Even shares, padded to whole chunks and blocks of every rank and bucket.
         assert outcome.state_numel <= single.state_numel / num_ranks + 3 * 4096
@@ -144,13 +139,13 @@ def test_a_split_master_is_sharded_too(ranks: RankPool) -> None:
     """Its rounding is drawn by the place in the shard, so the cut shows, but no more than rounding does: 2⁻¹¹ of a
     number at most at each of four steps, 60 dB. Every replica has the same weights, bit for bit."""
     precision = PrecisionConfig(main_params_dtype=F.SPLIT, exp_avg_dtype=F.INT8, exp_avg_sq_dtype=F.UINT8)
-    (single,) = ranks.run(_train, precision, 1 << 30, num_ranks=1)
-    outcomes = ranks.run(_train, precision, 1 << 14, 1, num_ranks=2)
+    (single,) = ranks.run(on_default_group, _train, precision, 1 << 30, num_ranks=1)
+    outcomes = ranks.run(on_default_group, _train, precision, 1 << 14, 1, num_ranks=2)
     for outcome in outcomes:
         assert outcome.norms[0] == pytest.approx(single.norms[0], rel=1e-6)
         for name, weight in outcomes[0].weights.items():
             assert torch.equal(outcome.weights[name], weight)
-    for outcome in ranks.run(_train, precision, 1 << 14, num_ranks=2):
+    for outcome in ranks.run(on_default_group, _train, precision, 1 << 14, num_ranks=2):
         for name in ("linear", "other_linear", "wide_linear"):
             assert snr_db(outcome.masters[name], single.masters[name]) > 45.0, name
             assert snr_db(outcome.weights[name], outcome.masters[name]) > 30.0, name
@@ -158,8 +153,8 @@ def test_a_split_master_is_sharded_too(ranks: RankPool) -> None:
 
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks: RankPool) -> None:
     """Weights of the skipped step are those before it, also where they were gathered anew (BF16 and FP8)."""
-    (single,) = ranks.run(_train, PrecisionConfig(), 1 << 30, 1, num_ranks=1)
-    outcomes = ranks.run(_train, PrecisionConfig(), 1 << 14, 1, num_ranks=2)
+    (single,) = ranks.run(on_default_group, _train, PrecisionConfig(), 1 << 30, 1, num_ranks=1)
+    outcomes = ranks.run(on_default_group, _train, PrecisionConfig(), 1 << 14, 1, num_ranks=2)
     for outcome in outcomes:
         assert [norm != norm for norm in outcome.norms] == [False, True, False, False]
         assert_equal(outcome, single)
@@ -168,50 +163,37 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks: RankPool) -> No
 def test_clips_by_the_norm_of_all_shards(ranks: RankPool) -> None:
     """A rank that clipped by its own shard's norm would clip by about 1/√d of it, which the first moment shows. It is
     FP32, so that the last bits of the factor move nothing but its last bits."""
-    (single,) = ranks.run(_train, PRECISIONS["bf16"], 1 << 30, None, 1.0, num_ranks=1)
-    for outcome in ranks.run(_train, PRECISIONS["bf16"], 1 << 14, None, 1.0, num_ranks=4):
+    (single,) = ranks.run(on_default_group, _train, PRECISIONS["bf16"], 1 << 30, None, 1.0, num_ranks=1)
+    for outcome in ranks.run(on_default_group, _train, PRECISIONS["bf16"], 1 << 14, None, 1.0, num_ranks=4):
         assert outcome.norms == pytest.approx(single.norms, rel=1e-6)
         for name, moment in single.moments.items():
             torch.testing.assert_close(outcome.moments[name], moment, rtol=1e-5, atol=1e-8)
             assert moment.abs().max() < 0.1  # unclipped it is some hundred times as large
 
 
-def _gradient_and_weight_traffic(group_size: int) -> tuple[dict[str, int], int]:
-    del group_size
-    parallel = ParallelConfig()
-    with runtime(CPU), initialized(parallel, 1, CPU) as topology:
-        weight = torch.nn.Parameter(ScaledTensor.quantize(torch.ones(1024, 512)))
-        module = torch.nn.Module()
-        module.register_parameter("weight", weight)
-        model = FP8DataParallel(
-            TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4),
-            module,
-            named_params={"weight": weight},
-            precision=PrecisionConfig(),
-            parallel=parallel,
-            topology=topology,
-            staging=StagingPools(SendMemory(CPU)),
-            num_micro_batches=1,
-        )
-        optimizer = FP8DistributedOptimizer([model], OptimizerConfig(), PrecisionConfig(), topology, CPU)
-        optimizer.load_weights([("weight", torch.randn(1024, 512))])
+def _gradient_and_weight_traffic(group: Group) -> tuple[dict[str, int], int]:
+    weight = torch.nn.Parameter(ScaledTensor.quantize(torch.ones(1024, 512)))
+    module = torch.nn.Module()
+    module.register_parameter("weight", weight)
+    model, optimizer = sharded(module, PrecisionConfig(), group, Exchange(), AdamW())
+    optimizer.load_weights([("weight", torch.randn(1024, 512))])
+    model.wait_for_weights()
+    with counted_traffic() as traffic:
+        model.reset()
+        weight.main_grad.accumulate_(torch.randn(1024, 512))  # type: ignore[attr-defined]
+        finish_gradients([model])
+        optimizer.step()
         model.wait_for_weights()
-        with counted_traffic() as traffic:
-            model.zero_grad_buffer()
-            weight.main_grad.accumulate_(torch.randn(1024, 512))  # type: ignore[attr-defined]
-            model.finish_grad_sync()
-            optimizer.step()
-            model.wait_for_weights()
-        (state,) = optimizer.states
-        assert state.space.storage is StorageClass.LINEAR
-        return dict(traffic.sent_bytes), state.space.num_params
+    (state,) = optimizer.states
+    assert state.space.storage is StorageClass.LINEAR
+    return dict(traffic.sent_bytes), state.space.num_params
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_bytes_on_the_wire(ranks: RankPool, num_ranks: int) -> None:
     """1 byte and 1/32 for a gradient, 1 byte for a weight, each times (d−1)/d: at most 2.05 together; Megatron's
     distributed optimizer sends 6 (FP32 gradients, BF16 weights)."""
-    for sent, num_params in ranks.run(_gradient_and_weight_traffic, num_ranks, num_ranks=num_ranks):
+    for sent, num_params in ranks.run(on_default_group, _gradient_and_weight_traffic, num_ranks=num_ranks):
         share = num_params * (num_ranks - 1) / num_ranks
         assert sent["reduce_scatter"] == share * (1 + 4 / 128)
         assert sent["all_gather"] == share

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.config.schema import OptimizerConfig, PrecisionConfig
-from fp8_megatron.optimizer.loss_scale import LossScale, build_loss_scale
+from fp8_megatron.config.schema import Config, OptimizerConfig, PrecisionConfig
+from fp8_megatron.optimizer.loss_scale import LossScale
+from fp8_megatron.training.build import build_loss_scale
 
 CPU = torch.device("cpu")
 FP16 = PrecisionConfig(precision="fp16")
@@ -42,15 +43,15 @@ def test_halves_and_doubles(steps: str, expected: float) -> None:
 
 
 def test_constant_scale_stays() -> None:
-    scale = build_loss_scale(OptimizerConfig(loss_scale=8.0), FP16, CPU)
+    scale = build_loss_scale(Config(precision=FP16, optimizer=OptimizerConfig(loss_scale=8.0)), CPU)
     assert scale is not None and after(scale, "xxxx" + "." * 2000) == 8.0
     assert scale.scale_loss(torch.tensor(3.0)).item() == 24.0
 
 
 def test_only_fp16_has_one() -> None:
-    assert build_loss_scale(OptimizerConfig(), PrecisionConfig(), CPU) is None
-    assert build_loss_scale(OptimizerConfig(), PrecisionConfig(precision="bf16"), CPU) is None
-    dynamic = build_loss_scale(OptimizerConfig(), FP16, CPU)
+    assert build_loss_scale(Config(), CPU) is None
+    assert build_loss_scale(Config(precision=PrecisionConfig(precision="bf16")), CPU) is None
+    dynamic = build_loss_scale(Config(precision=FP16), CPU)
     assert dynamic is not None and dynamic.scale.item() == 65536.0
 
 

@@ -220,19 +220,14 @@ def _forget_to_gather_weights(gpt: TinyGPT) -> None:
         state.gather.start = lambda shards: None  # type: ignore[method-assign]
 
 
-def _forget_gradients_of_sequence_parallel_parameters(gpt: TinyGPT) -> None:
+def _forget_sums_over_other_groups(gpt: TinyGPT) -> None:
     for buffer in gpt.optimizer.buffers:
-        object.__setattr__(buffer.space, "sequence_parallel", False)
-
-
-def _forget_gradients_of_the_tied_embedding(gpt: TinyGPT) -> None:
-    for buffer in gpt.optimizer.buffers:
-        object.__setattr__(buffer.space, "shared_embedding", False)
+        object.__setattr__(buffer.space, "sharing", replace(buffer.space.sharing, summed_over=None))
 
 
 def _count_norms_twice(gpt: TinyGPT) -> None:
     for buffer in gpt.optimizer.buffers:
-        object.__setattr__(buffer.space, "counts_in_norm", True)
+        object.__setattr__(buffer.space, "sharing", replace(buffer.space.sharing, duplicates=None))
 
 
 @pytest.mark.parametrize(
@@ -240,9 +235,9 @@ def _count_norms_twice(gpt: TinyGPT) -> None:
     [
         ("dp2", _sum_over_replicas_instead_of_mean, r"Obtained: 7\.38.*\n.*Expected: 3\.69"),
         ("dp2", _forget_to_gather_weights, "Mismatched"),
-        ("tp2_sp", _forget_gradients_of_sequence_parallel_parameters, "a replicated parameter differs between ranks"),
+        ("tp2_sp", _forget_sums_over_other_groups, "a replicated parameter differs between ranks"),
         ("tp2_sp", _count_norms_twice, r"Obtained: .*\n.*Expected: 3\.69"),
-        ("pp2", _forget_gradients_of_the_tied_embedding, "word_embeddings.weight differs between the stages"),
+        ("pp2", _forget_sums_over_other_groups, "word_embeddings.weight differs between the stages"),
     ],
     ids=["sum_over_replicas", "no_weights", "no_sum_of_norms", "norms_counted_twice", "no_tied_embedding"],
 )

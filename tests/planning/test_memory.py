@@ -13,7 +13,7 @@ from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.planning.memory import predict_memory
 from fp8_megatron.reporting.memory_report import MemoryByKind, StorageBytes
-from fp8_megatron.training.setup import build_training_state, measured_storage
+from fp8_megatron.training.build import build_training_state, measured_storage
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 

@@ -1,34 +1,58 @@
-"""Flat spaces: alignment, completeness, and who counts in the norm."""
+"""Flat spaces: alignment, completeness, and what other groups share."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from fp8_megatron.formats import GRAD_BLOCK, STATE_BLOCK
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-from fp8_megatron.sharding.partition import CHUNK, ParamSpace, StorageClass, partition
+from fp8_megatron.sharding.partition import CHUNK, StorageClass, partition
+from fp8_megatron.sharding.replicas import Replicas, Sharing
+from fp8_megatron.sharding.transport import SendMemory
 
+CPU = torch.device("cpu")
 SHAPES = [(64, 64), (65, 64), (1, 16), (3, 4096)]
 
 
-def make_params(sharded: bool = True) -> dict[str, torch.nn.Parameter]:
-    """Linear weights, matrices and vectors in a mixed order, tagged as megatron-core tags them."""
+@dataclass(frozen=True)
+class OtherGroup:
+    """A group of ranks beside the replicas."""
+
+    name: str
+    own_rank: int = 0
+
+    def rank(self) -> int:
+        return self.own_rank
+
+
+def replicas(num_shards: int, index: int = 0) -> Replicas:
+    return Replicas(num_shards, index, SendMemory(CPU), SendMemory(CPU))
+
+
+def cut_over(num_shards: int, index: int = 0) -> Callable[[torch.nn.Parameter], Sharing]:
+    """All parameters alike, on one of so many replicas."""
+    sharing = Sharing(replicas(num_shards, index))
+    return lambda _: sharing
+
+
+def make_params() -> dict[str, torch.nn.Parameter]:
+    """Linear weights, matrices and vectors in a mixed order."""
     params = {}
     for index, shape in enumerate(SHAPES):
         linear = torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape)))
         matrix = torch.nn.Parameter(torch.ones(shape).bfloat16())
         vector = torch.nn.Parameter(torch.ones(shape[0]).bfloat16())
-        for param in (linear, matrix):
-            param.tensor_model_parallel = sharded  # type: ignore[attr-defined]
         params |= {f"vector{index}": vector, f"linear{index}": linear, f"matrix{index}": matrix}
     return params
 
 
-@pytest.mark.parametrize("tensor_parallel_rank", [0, 1])
-def test_every_parameter_once_and_aligned(tensor_parallel_rank: int) -> None:
+def test_every_parameter_once_and_aligned() -> None:
     params = make_params()
-    spaces = partition(params.items(), tensor_parallel_rank=tensor_parallel_rank)
+    spaces = partition(params.items())
     placed = {slot.name: slot.param for space in spaces for slot in space.slots}
     assert len(placed) == sum(len(space.slots) for space in spaces) == len(params)
     assert all(placed[name] is param for name, param in params.items())
@@ -50,7 +74,7 @@ def test_no_scale_block_crosses_two_parameters() -> None:
 
 
 def test_spaces_are_by_storage_class_in_the_given_order() -> None:
-    spaces = partition(make_params().items(), tensor_parallel_rank=0)
+    spaces = partition(make_params().items())
     by_class = {space.storage: [slot.name for slot in space.slots] for space in spaces}
     assert by_class == {
         StorageClass.LINEAR: [f"linear{index}" for index in range(len(SHAPES))],
@@ -75,23 +99,17 @@ def test_chunk_slots_and_views() -> None:
     assert [space.storage for space in partition([])] == []
 
 
-def counted(spaces: list[ParamSpace]) -> set[str]:
-    return {slot.name for space in spaces if space.counts_in_norm for slot in space.slots}
-
-
-def test_each_parameter_counts_in_the_norm_on_exactly_one_rank() -> None:
+def test_the_first_of_the_duplicates_counts_in_the_norm() -> None:
     params = make_params()
-    sharded = {name for name in params if not name.startswith("vector")}
-    assert counted(partition(params.items(), tensor_parallel_rank=0)) == set(params)
-    assert counted(partition(params.items(), tensor_parallel_rank=1)) == sharded  # each rank has its own part of these
-    replicated = make_params(sharded=False)
-    assert counted(partition(replicated.items(), tensor_parallel_rank=1)) == set()
 
+    def counted(rank: int) -> set[str]:
+        """The parameters that a rank counts; vectors have duplicates on other ranks."""
+        duplicated, alone = Sharing(replicas(1), OtherGroup("tp", rank)), Sharing(replicas(1))  # type: ignore[arg-type]
+        spaces = partition(params.items(), lambda param: duplicated if param.ndim == 1 else alone)
+        return {slot.name for space in spaces if space.sharing.counts_in_norm for slot in space.slots}
 
-def test_the_last_stages_copy_of_a_tied_embedding_does_not_count() -> None:
-    params = make_params()
-    params["matrix1"].shared = True  # type: ignore[attr-defined]
-    assert counted(partition(params.items(), tensor_parallel_rank=0)) == set(params) - {"matrix1"}
+    assert counted(0) == set(params)
+    assert counted(1) == {name for name in params if not name.startswith("vector")}
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
@@ -100,8 +118,7 @@ def test_every_element_has_one_owner_and_all_own_alike(num_shards: int, bucket_n
     """Whatever the shapes and the number of ranks: fragments tile each parameter, shards tile the space."""
     params = make_params()
     cuts = [
-        partition(params.items(), num_shards=num_shards, shard_index=index, bucket_numel=bucket_numel)
-        for index in range(num_shards)
+        partition(params.items(), cut_over(num_shards, index), bucket_numel=bucket_numel) for index in range(num_shards)
     ]
     for spaces in zip(*cuts, strict=True):
         space = spaces[0]
@@ -132,9 +149,7 @@ def test_bucket_views_and_spans_agree_with_fragments(num_shards: int) -> None:
     """What a reduce-scatter of the buckets leaves in a shard is what fragments say is there."""
     params = make_params()
     for index in range(num_shards):
-        for space in partition(
-            params.items(), num_shards=num_shards, shard_index=index, bucket_numel=4 * CHUNK * num_shards
-        ):
+        for space in partition(params.items(), cut_over(num_shards, index), bucket_numel=4 * CHUNK * num_shards):
             flat = torch.arange(space.numel)
             shard = torch.full((space.shard_numel,), -1)
             for bucket in space.buckets:
@@ -158,18 +173,25 @@ def test_bucket_views_and_spans_agree_with_fragments(num_shards: int) -> None:
                         assert (chunks == number).all()
 
 
-def test_what_is_summed_over_other_groups_is_a_space_of_its_own() -> None:
-    """Tensor-parallel ranks and the two ends of a pipeline cut it alike, whatever else they hold."""
+def test_what_other_groups_share_is_a_space_of_its_own() -> None:
+    """The ranks of such a group cut it alike, whatever else they hold."""
     params = make_params()
-    params["vector1"].sequence_parallel = True  # type: ignore[attr-defined]
-    params["matrix1"].shared_embedding = True  # type: ignore[attr-defined]
-    spaces = partition(params.items(), tensor_parallel_rank=1)
-    (summed,) = (space for space in spaces if space.sequence_parallel)
-    (shared,) = (space for space in spaces if space.shared_embedding)
-    assert [slot.name for slot in summed.slots] == ["vector1"] and not summed.counts_in_norm
-    assert [slot.name for slot in shared.slots] == ["matrix1"] and shared.counts_in_norm
-    alone = partition([("matrix1", params["matrix1"])], num_shards=4)[0]
-    beside = next(s for s in partition(params.items(), num_shards=4) if s.shared_embedding)
+    summed = Sharing(replicas(4), summed_over=OtherGroup("pipeline ends"))  # type: ignore[arg-type]
+    fewer = Sharing(replicas(2), grad_factor=0.5)
+
+    def sharing_of(param: torch.nn.Parameter) -> Sharing:
+        if param is params["matrix1"]:
+            return summed
+        return fewer if param is params["linear0"] or param is params["linear2"] else Sharing(replicas(4))
+
+    spaces = partition(params.items(), sharing_of)
+    names = {
+        space.sharing: [slot.name for slot in space.slots] for space in spaces if space.sharing != Sharing(replicas(4))
+    }
+    assert names == {summed: ["matrix1"], fewer: ["linear0", "linear2"]}
+    assert [space.num_shards for space in spaces if space.sharing == fewer] == [2]
+    (alone,) = partition([("matrix1", params["matrix1"])], sharing_of)
+    beside = next(space for space in spaces if space.sharing == summed)
     assert alone.numel == beside.numel and alone.fragments(alone.slots[0]) == beside.fragments(beside.slots[0])
 
 
@@ -178,7 +200,7 @@ def test_what_is_summed_over_other_groups_is_a_space_of_its_own() -> None:
 def test_whole_linears_lie_in_one_bucket_each(num_shards: int, bucket_numel: int) -> None:
     shapes = [(4 * CHUNK, 1), (8 * CHUNK, 1), (4 * CHUNK, 3), (4 * CHUNK, 1), (4 * CHUNK, 1)]
     params = {str(i): torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape))) for i, shape in enumerate(shapes)}
-    (space,) = partition(params.items(), num_shards=num_shards, bucket_numel=bucket_numel, whole_linears=True)
+    (space,) = partition(params.items(), cut_over(num_shards), bucket_numel=bucket_numel, whole_linears=True)
     held = [len(space.spans(slot)) for slot in space.slots]
     assert held == [1] * len(shapes)
     assert [bucket.start for bucket in space.buckets] == [0, *(bucket.stop for bucket in space.buckets[:-1])]
@@ -192,5 +214,5 @@ def test_whole_linears_lie_in_one_bucket_each(num_shards: int, bucket_numel: int
 def test_a_linear_that_no_even_cut_ends_shares_its_bucket() -> None:
     """Three chunks cannot be cut over two ranks alone; with the next three they can."""
     params = {str(i): torch.nn.Parameter(ScaledTensor.quantize(torch.ones(3 * CHUNK, 1))) for i in range(4)}
-    (space,) = partition(params.items(), num_shards=2, bucket_numel=CHUNK, whole_linears=True)
+    (space,) = partition(params.items(), cut_over(2), bucket_numel=CHUNK, whole_linears=True)
     assert [bucket.numel for bucket in space.buckets] == [6 * CHUNK, 6 * CHUNK]

@@ -6,6 +6,7 @@ independent gradients keep the 31.5 dB; 1.5 dB is the sample's: the smallest par
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,9 @@ from torch import Tensor
 
 from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
-from fp8_megatron.config.schema import PrecisionConfig
+from fp8_megatron.device.group import Group
 from fp8_megatron.formats import E4M3, E5M2, GradReduceMode, StorageDtype
 from fp8_megatron.kernels import ops
-from fp8_megatron.mcore.data_parallel import accumulates_locally, local_grad_dtype
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -26,13 +26,14 @@ from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
 from fp8_megatron.sharding.grad_buffer import LocalGradBuffer, ShardedGradBuffer
 from fp8_megatron.sharding.partition import CHUNK, ParamSpace, StorageClass, partition
+from fp8_megatron.sharding.replicas import Replicas, Sharing
 from fp8_megatron.sharding.staging import StagingPool
+from fp8_megatron.sharding.storage import ModelStorage
 from fp8_megatron.sharding.transport import SendMemory
 from tests.harness.ranks import RankPool, on_default_group
 
 SHAPES = {"a": (64, 64), "b": (30, 50), "c": (128, 96), "d": (16, 16)}  # b and d are padded
 CPU = torch.device("cpu")
-Group = torch.distributed.ProcessGroup
 
 
 def gradient(name: str, rank: int, micro_batch: int) -> Tensor:
@@ -42,20 +43,25 @@ def gradient(name: str, rank: int, micro_batch: int) -> Tensor:
     return torch.randn(SHAPES[name], generator=generator) * 10.0 ** (list(SHAPES).index(name) - 2)
 
 
+def over(group: Group) -> Callable[[torch.nn.Parameter], Sharing]:
+    sharing = Sharing(Replicas.of(group, CPU))
+    return lambda _: sharing
+
+
 def make_space(group: Group, bucket_numel: int, *, linear: bool = True) -> tuple[ParamSpace, dict[str, Any]]:
     params = {
         name: torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape)) if linear else torch.ones(shape).bfloat16())
         for name, shape in SHAPES.items()
     }
-    (space,) = partition(params.items(), num_shards=group.size(), shard_index=group.rank(), bucket_numel=bucket_numel)
+    (space,) = partition(params.items(), over(group), bucket_numel=bucket_numel)
     return space, params
 
 
-def whole(buffer: ShardedGradBuffer, group: Group) -> dict[str, Tensor]:
+def whole(buffer: ShardedGradBuffer) -> dict[str, Tensor]:
     def owned(part: Any) -> Tensor:
         return buffer.payload[part.shard_start : part.shard_start + part.length]
 
-    return {slot.name: buffer.space.assemble(slot, owned, group).clone() for slot in buffer.space.slots}
+    return {slot.name: buffer.space.assemble(slot, owned).clone() for slot in buffer.space.slots}
 
 
 def _reduce(
@@ -80,7 +86,7 @@ def _reduce(
                     grad = gradient(name, group.rank(), micro_batch + 100 * step)
                     params[name].main_grad.accumulate_(grad.bfloat16())
         buffer.finish()
-        means.append(whole(buffer, group))
+        means.append(whole(buffer))
     return means
 
 
@@ -175,7 +181,7 @@ def _bad_block(group: Group) -> tuple[list[str], Tensor]:
             grad[-1, -1] = torch.inf
         params[name].main_grad.accumulate_(grad)
     buffer.finish()
-    return buffer.non_finite_slots(), whole(buffer, group)["c"]
+    return buffer.non_finite_slots(), whole(buffer)["c"]
 
 
 def test_a_bad_block_is_found_and_named(ranks: RankPool) -> None:
@@ -220,9 +226,7 @@ def _reduce_what_gemms_write(group: Group) -> list[float]:
     params = {name: torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape))) for name, shape in shapes.items()}
     scales = {name: recipe.linear_quantizers().weight_grad for name in shapes}
     history.allocate(CPU)
-    (space,) = partition(
-        params.items(), num_shards=group.size(), shard_index=group.rank(), bucket_numel=1, whole_linears=True
-    )
+    (space,) = partition(params.items(), over(group), bucket_numel=1, whole_linears=True)
     reducer = GradReducer(GradReduceMode.ALL_TO_ALL, group)
     buffer = ShardedGradBuffer(space, reducer, StagingPool(StorageDtype.FP8, SendMemory(CPU)))
     buffer.become_main_grad()
@@ -244,7 +248,7 @@ def _reduce_what_gemms_write(group: Group) -> list[float]:
                         params[name].main_grad.accumulate_(grad)  # type: ignore[attr-defined]
         buffer.finish()
         history.update(group)
-    return [snr_db(value, exact[name]) for name, value in whole(buffer, group).items()]
+    return [snr_db(value, exact[name]) for name, value in whole(buffer).items()]
 
 
 def _never(*unused: object) -> None:
@@ -269,10 +273,10 @@ def test_only_the_rest_is_added_up_before_it_is_reduced(
     storage: StorageClass, num_micro_batches: int, expected: StorageDtype | None
 ) -> None:
     """Over two replicas, and in FP32 where it is; in BF16 if that was asked for."""
-    precision = PrecisionConfig()
-    assert accumulates_locally(storage, precision, num_micro_batches) == (expected is not None)
+    formats = ModelStorage(num_micro_batches=num_micro_batches).of_grads(storage, num_replicas=2)
+    assert formats.adds_locally == (expected is not None)
     if expected is not None:
-        assert local_grad_dtype(storage, precision, num_micro_batches, 2) is expected
-        lean = PrecisionConfig(grad_accumulation_dtype="bf16")
+        assert formats.local is expected
+        lean = ModelStorage(num_micro_batches=num_micro_batches, accumulator=StorageDtype.BF16)
         asked_for = StorageDtype.BF16 if storage is StorageClass.MATRIX else StorageDtype.FP32
-        assert local_grad_dtype(storage, lean, num_micro_batches, 2) is asked_for
+        assert lean.of_grads(storage, num_replicas=2).local is asked_for

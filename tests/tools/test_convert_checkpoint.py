@@ -43,6 +43,7 @@ from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.training.build import build_recipe
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.hugging_face_models import VOCAB_SIZE, load_logits, make_model, save_model
 from tests.harness.ranks import RankPool
@@ -257,7 +258,8 @@ def test_trained_o3_leaves_and_agrees_within_fp8s_error(
 @torch.no_grad()
 def _logits_at_o3(config: Config, weights: TorchDistWeights, tokens: Tensor) -> Tensor:
     with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
-        (chunk,) = build_model(config, weights.shapes["embedding.word_embeddings.weight"][0], topology, CPU)
+        vocab_size = weights.shapes["embedding.word_embeddings.weight"][0]
+        (chunk,) = build_model(config, vocab_size, topology, CPU, lambda: build_recipe(config.precision))
         params = named_parameters_of_model(chunk.module)
         for key, layer in places(weights.shapes):
             params[module_name(key, layer)].copy_(weights.read(key, layer))

@@ -20,8 +20,8 @@ from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.training import step_graph, train_step
 from fp8_megatron.training.batches import Batch
+from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.run_data import open_run_data
-from fp8_megatron.training.setup import build_training_state
 from fp8_megatron.training.step_graph import StepGraph
 from tests.harness.runs import tiny_flags
 

@@ -22,6 +22,7 @@ import torch
 
 from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.mcore.runtime import runtime
+from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.watch import failures, flight_recorder
 from fp8_megatron.watch.failures import EXIT_STATUS, RankFailure, RankWatch, is_broken_collective, watched_world
 from fp8_megatron.watch.flight_recorder import CallSite
@@ -40,9 +41,9 @@ Body = Callable[[RankWatch, int], object]
 def _on_a_rank(body: Body, folder: Path, timeout: float = TIMEOUT) -> tuple[str, str, float]:
     """Run `body` in a watched world: the error's type and its text with its notes, empty if none; seconds it took."""
     started = time.monotonic()
-    parallel = ParallelConfig(distributed_timeout_minutes=timeout)
+    world = initialized(ParallelConfig(distributed_timeout_minutes=timeout), 2, CPU)
     try:
-        with runtime(CPU), watched_world(parallel, 2, CPU, folder) as (topology, watch):
+        with runtime(CPU), watched_world(world, folder, timeout_seconds=60.0 * timeout) as (topology, watch):
             watch.at(7, "training")
             started = time.monotonic()
             body(watch, topology.rank)
@@ -207,7 +208,8 @@ def test_a_hanging_rank_is_ended(ranks: RankPool, tmp_path: Path) -> None:
 def test_a_world_of_one_watches_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "Heartbeat", None)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with runtime(CPU), watched_world(ParallelConfig(), 2, CPU, tmp_path / "out") as (_, watch):
+    world = initialized(ParallelConfig(), 2, CPU)
+    with runtime(CPU), watched_world(world, tmp_path / "out", timeout_seconds=600.0) as (_, watch):
         watch.at(1, "training")
         with watch.patiently("saving"):
             pass

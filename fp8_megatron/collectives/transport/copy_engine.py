@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...device.group import Group
 from ...device.memory import count_memory_beside_allocator
 from . import recording
 from .side_stream import side_stream, stream_of
 from .stream_barrier import RecordableBarrier
-
-Group = torch.distributed.ProcessGroup
 
 #: Of the copy stream, on which every rank meets the others in one order.
 _PRIORITY = -1

@@ -13,11 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...device.group import Group
 from . import copy_engine, recording, stream_ops
 from .copy_engine import CopyWork
 from .side_stream import stream_of
-
-Group = torch.distributed.ProcessGroup
 
 #: Of the sending stream: it does not wait behind gradients.
 _PRIORITY = -2

@@ -1,4 +1,8 @@
-"""Builds what a run trains: model chunks, data parallelism, optimizer and schedule, with weights in place."""
+"""Builds what a run trains: model chunks, data parallelism, optimizer and schedule, with weights in place.
+
+The one place that translates a configuration: the rooms below take a recipe, storage formats, an exchange between
+replicas and settings of AdamW, and know no configuration.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,21 @@ from itertools import chain
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from ..config.schema import Config
+from ..config.schema import Config, OptimizerConfig, PrecisionConfig
+from ..formats import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel
 from ..mcore.finalize import finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
 from ..mcore.initialization import initial_values, named_parameters_of_model
 from ..mcore.topology import Topology
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
+from ..optimizer.hyperparameters import AdamW
+from ..optimizer.loss_scale import LossScale
+from ..planning.storage import model_storage
 from ..quantization.amax_history import AmaxHistory
+from ..quantization.recipe import Recipe
 from ..reporting.memory_report import MemoryByKind, StorageBytes
+from ..sharding.data_parallel import DataParallelModule, Exchange
 from ..sharding.partition import StorageClass
 from ..sharding.staging import StagingPools
 from .schedule import build_scheduler
@@ -58,31 +68,37 @@ def build_trainable_model(
         vocab_size: padded vocabulary.
         num_micro_batches: gradients each parameter will receive per step.
     """
-    chunks = build_model(config, vocab_size, topology, device)
-    staging = StagingPools(topology.grad_memory)
+    chunks = build_model(config, vocab_size, topology, device, partial(build_recipe, config.precision))
+    storage, exchange, staging = (
+        model_storage(config.precision, num_micro_batches),
+        build_exchange(config),
+        StagingPools(),
+    )
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
-    model = [
-        FP8DataParallel(
-            chunk.module.config,
-            chunk.module,
-            named_params=params,
-            precision=config.precision,
-            parallel=config.parallel,
-            topology=topology,
-            staging=staging,
-            num_micro_batches=num_micro_batches,
+    replicated = [
+        DataParallelModule(
+            chunk.module, params, sharing_of=topology.sharing_of, storage=storage, exchange=exchange, staging=staging
         )
         for chunk, params in zip(chunks, named, strict=True)
     ]
-    chunks[0].module.config.finalize_model_grads_func = partial(_finalize, topology=topology)
-    optimizer = FP8DistributedOptimizer(model, config.optimizer, config.precision, topology, device)
+    model = [FP8DataParallel(module.module.config, module) for module in replicated]
+    chunks[0].module.config.finalize_model_grads_func = finalize_model_grads
+    optimizer = FP8DistributedOptimizer(
+        replicated,
+        build_adamw(config.optimizer),
+        storage,
+        world=topology.world,
+        device=device,
+        loss_scale=build_loss_scale(config, device),
+    )
     if optimizer.loss_scale is not None:
         for chunk in chunks:
             chunk.module.config.grad_scale_func = optimizer.loss_scale.scale_loss
     values = (
         initial_values(
             params,
-            config.model,
+            std=config.model.init_method_std,
+            num_layers=config.model.num_layers,
             seed=config.training.seed,
             tensor_parallel_rank=topology.tp.rank(),
             tensor_parallel_size=topology.tp.size(),
@@ -115,9 +131,64 @@ def build_training_state(config: Config, vocab_size: int, topology: Topology, de
     )
 
 
-def _finalize(model: list[FP8DataParallel], num_tokens: object, *, topology: Topology, **unused: object) -> None:
-    # megatron-core also passes a token count (per-token losses, not used here), its groups and force_all_reduce.
-    finalize_model_grads(model, topology)
+def build_recipe(precision: PrecisionConfig) -> Recipe:
+    """The scaling recipe of one model chunk; delayed scaling has a history of its own per chunk."""
+    history = None
+    if precision.fp8_recipe == "delayed":
+        history = AmaxHistory(
+            precision.fp8_amax_history_len,
+            precision.fp8_amax_compute_algo,
+            power_of_two=precision.fp8_power_of_two_scales,
+        )
+    return Recipe(
+        precision.fp8_recipe,
+        precision.fp8_power_of_two_scales,
+        history,
+        delays_weight_grads=precision.fp8_weight_grad_scaling == "delayed",
+    )
+
+
+def build_exchange(config: Config) -> Exchange:
+    """How replicas exchange gradients and weights."""
+    parallel = config.parallel
+    return Exchange(
+        bucket_numel=parallel.ddp_bucket_size,
+        whole_linears=config.precision.fp8_weight_grad_scaling == "delayed",
+        reduction=parallel.fp8_grad_reduce,
+        wire_in_node=StorageDtype(parallel.fp8_wire_intra),
+        overlaps_reduce=parallel.overlap_grad_reduce,
+        overlaps_gather=parallel.overlap_param_gather,
+    )
+
+
+def build_adamw(config: OptimizerConfig) -> AdamW:
+    """The optimizer's settings."""
+    return AdamW(
+        lr=config.lr,
+        min_lr=config.min_lr,
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        clip_grad=config.clip_grad,
+        is_decoupled=config.optimizer == "adamw",
+    )
+
+
+def build_loss_scale(config: Config, device: torch.device) -> LossScale | None:
+    """The run's loss scale: constant by --loss-scale, else dynamic; None where gradients are not FP16."""
+    settings = config.optimizer
+    if config.precision.precision != "fp16":
+        return None
+    if settings.loss_scale is not None:
+        return LossScale(settings.loss_scale, device, window=None)
+    return LossScale(
+        settings.initial_loss_scale,
+        device,
+        window=settings.loss_scale_window,
+        hysteresis=settings.hysteresis,
+        minimum=settings.min_loss_scale,
+    )
 
 
 def measured_storage(state: TrainingState) -> MemoryByKind:

@@ -1,0 +1,24 @@
+"""The storage that a configuration asks for."""
+
+from __future__ import annotations
+
+from ..config.schema import PrecisionConfig
+from ..formats import StorageDtype
+from ..sharding.storage import ModelStorage
+
+
+def model_storage(precision: PrecisionConfig, num_micro_batches: int) -> ModelStorage:
+    """What a model is stored in.
+
+    Args:
+        num_micro_batches: gradients that each parameter receives per step.
+    """
+    accumulator = precision.grad_accumulation_dtype
+    return ModelStorage(
+        precision.formats,
+        has_fp8_layers=precision.precision == "fp8",
+        num_micro_batches=num_micro_batches,
+        adds_locally=precision.grad_accumulation == "local",
+        accumulator=None if accumulator is None else StorageDtype(accumulator),
+        releases_gradients=precision.release_gradients,
+    )

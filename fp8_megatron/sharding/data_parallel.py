@@ -1,0 +1,206 @@
+"""Data parallelism over flat spaces for any module: gradients leave during backward, weights arrive during forward.
+
+It stands on torch alone. A one-rank run is the case of one replica of the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..collectives.gradient_reduction import build_reducer
+from ..formats import GradReduceMode, StorageDtype
+from .grad_buffer import GradBuffer, LocalGradBuffer, ShardedGradBuffer
+from .partition import ParamSpace, StorageClass, partition
+from .released_grads import ReleasedGradBuffer
+from .replicas import Sharing
+from .staging import StagingPools
+from .storage import GradFormats, ModelStorage
+from .weight_gather import WeightGather
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How replicas exchange gradients and weights.
+
+    Attributes:
+        bucket_numel: elements that one reduction or gather carries.
+        whole_linears: no linear weight lies in two buckets.
+        reduction: how FP8 gradients are summed.
+        wire_in_node: what they travel in inside a node under `GradReduceMode.HIERARCHICAL`, bf16 or fp8.
+        overlaps_reduce: buckets are reduced during backward; False waits for each at once, to measure what that hides.
+        overlaps_gather: modules wait for their own weights; False waits for all of them, to measure what that hides.
+    """
+
+    bucket_numel: int = 40_000_000
+    whole_linears: bool = False
+    reduction: GradReduceMode = GradReduceMode.ALL_TO_ALL
+    wire_in_node: StorageDtype = StorageDtype.BF16
+    overlaps_reduce: bool = True
+    overlaps_gather: bool = True
+
+
+class DataParallelModule:
+    """A module's parameters in flat spaces, with their gradient buffers and weight gathers.
+
+    FP8 layers write the gradients of their weights, biases and norms themselves (`main_grad.accumulate_`). What
+    autograd leaves in ``.grad`` (of embeddings, and of layers in 16 bits) is moved to `main_grad` as soon as it is
+    there. The optimizer gives the parameters their storage and their values.
+
+    Args:
+        module: parameters in other modules' hands are read through those modules' `reads_weights_of`.
+        named_params: its parameters by the names that checkpoints and errors use; None: torch's names.
+        sharing_of: how ranks share a parameter; None: this rank alone has all of them.
+        staging: send and receive buffers, which the modules of a rank share.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        named_params: Mapping[str, torch.nn.Parameter] | None = None,
+        *,
+        sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
+        storage: ModelStorage | None = None,
+        exchange: Exchange | None = None,
+        staging: StagingPools | None = None,
+    ) -> None:
+        named_params = dict(module.named_parameters()) if named_params is None else named_params
+        storage, exchange, staging = storage or ModelStorage(), exchange or Exchange(), staging or StagingPools()
+        self.module = module
+        spaces = partition(
+            named_params.items(),
+            sharing_of,
+            bucket_numel=exchange.bucket_numel,
+            whole_linears=exchange.whole_linears,
+        )
+        self.grad_buffers = [build_grad_buffer(space, storage, exchange, staging) for space in spaces]
+        for buffer in self.grad_buffers:
+            buffer.become_main_grad()
+            if buffer.space.storage is not StorageClass.LINEAR:
+                for slot in buffer.space.slots:
+                    slot.param.register_post_accumulate_grad_hook(_move_grad_to_main_grad)
+        self._kept_transposes = [
+            param.kept_transpose for param in named_params.values() if hasattr(param, "kept_transpose")
+        ]
+        self._overlaps_gather = exchange.overlaps_gather
+        self._gathers: list[WeightGather] = []
+
+    def reset(self, *, measures_underflow: bool = False) -> None:
+        """Start a step: the next gradients overwrite the last step's.
+
+        Args:
+            measures_underflow: see `GradBuffer.reset`.
+        """
+        for buffer in self.grad_buffers:
+            buffer.reset(measures_underflow=measures_underflow)
+        for kept in self._kept_transposes:
+            kept.forget()
+
+    def finish_reductions(self) -> None:
+        """After the last backward of a step: each buffer ends with this rank's shard of the mean over replicas."""
+        for buffer in self.grad_buffers:
+            buffer.finish()
+
+    def receive_weights_through(self, gather: WeightGather) -> None:
+        """Let every module wait for its own weights before its forward."""
+        self._gathers.append(gather)
+        if not self._overlaps_gather:
+            self.module.register_forward_pre_hook(lambda *_: gather.wait())
+            return
+        buckets_of = {
+            slot.param: [span.bucket.index for span in gather.space.spans(slot)] for slot in gather.space.slots
+        }
+        for module in self.module.modules():
+            needed = sorted({index for param in _weights_read_by(module) for index in buckets_of.get(param, [])})
+            if needed:
+                module.register_forward_pre_hook(_Await(gather, needed))
+
+    def before_recording(self) -> None:
+        """The next forward and backward are recorded into a CUDA graph."""
+        for gather in self._gathers:
+            gather.before_recording()
+
+    def wait_for_weights(self) -> None:
+        """Wait for all weights. Code that reads weights outside a forward pass calls this first."""
+        for gather in self._gathers:
+            gather.wait()
+
+
+def finish_gradients(modules: Sequence[DataParallelModule]) -> None:
+    """Finish the means over replicas, then the sums over other groups; called by every rank after a step's backward.
+
+    Parameters that are summed over a group form spaces of their own, laid out alike on all its ranks: each rank sums
+    its shard, whatever is in it.
+    """
+    for module in modules:
+        module.finish_reductions()
+    for module in modules:
+        for buffer in module.grad_buffers:
+            group = buffer.space.sharing.summed_over
+            if group is not None and group.size() > 1:
+                torch.distributed.all_reduce(buffer.payload, group=group)
+
+
+def build_grad_buffer(
+    space: ParamSpace, storage: ModelStorage, exchange: Exchange, staging: StagingPools
+) -> GradBuffer:
+    """The gradient buffer that a space's storage and replicas ask for."""
+    formats = storage.of_grads(space.storage, space.replicas.size)
+    if space.replicas.size > 1:
+        return _build_sharded(space, formats, exchange, staging, storage.num_micro_batches)
+    if not formats.is_released:
+        return LocalGradBuffer(space, formats.local)
+    assert storage.num_micro_batches == 1, (
+        f"{storage.num_micro_batches} micro-batches cannot be added to gradients that are released"
+    )
+    return ReleasedGradBuffer(space, formats.local)
+
+
+def _build_sharded(
+    space: ParamSpace, formats: GradFormats, exchange: Exchange, staging: StagingPools, num_micro_batches: int
+) -> ShardedGradBuffer:
+    assert not formats.is_released, "gradients of several replicas are not released"
+    replicas = space.replicas
+    assert replicas.group is not None, "several replicas need a process group"
+    reducer = build_reducer(
+        formats.wire, replicas.group, replicas.nodes, mode=exchange.reduction, intra=exchange.wire_in_node
+    )
+    wire = reducer.wire_dtype if formats.wire is StorageDtype.FP8 else formats.wire
+    return ShardedGradBuffer(
+        space,
+        reducer,
+        staging.pool(wire, replicas.grad_memory),
+        dtype=formats.shard,
+        local=LocalGradBuffer(space, formats.local) if formats.adds_locally else None,
+        num_micro_batches=num_micro_batches,
+        overlap=exchange.overlaps_reduce,
+    )
+
+
+def _weights_read_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """A module's own parameters, and those of modules that it reads without calling them (fused layers)."""
+    yield from module.parameters(recurse=False)
+    for other in getattr(module, "reads_weights_of", ()):
+        yield from other.parameters(recurse=False)
+
+
+class _Await:
+    """Forward pre-hook: waits for some buckets of weights."""
+
+    def __init__(self, gather: WeightGather, buckets: list[int]) -> None:
+        self._gather = gather
+        self._buckets = buckets
+
+    def __call__(self, *unused: Any) -> None:
+        for bucket in self._buckets:
+            self._gather.wait_for(bucket)
+
+
+def _move_grad_to_main_grad(param: torch.Tensor) -> None:
+    if param.grad is None:
+        return  # the layer gave it to main_grad itself, and autograd nothing
+    param.main_grad.accumulate_(param.grad)  # type: ignore[attr-defined]
+    param.grad = None

@@ -1,0 +1,105 @@
+"""What every space of a model is stored in: weights, gradients and optimizer state, by storage class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..formats import LEVELS, StorageDtype, StorageFormats
+from .partition import StorageClass
+
+
+@dataclass(frozen=True)
+class GradFormats:
+    """How the gradients of one space are kept on their way to the optimizer.
+
+    Attributes:
+        local: storage of all gradients on the rank that computes them.
+        shard: storage of one rank's shard of the mean over several replicas.
+        wire: what travels between replicas.
+        adds_locally: several replicas add micro-batches up in `local` and reduce once a step; else each micro-batch is
+            reduced, and `local` is not used.
+        is_released: gradients go into the optimizer as soon as they are written and are not stored.
+    """
+
+    local: StorageDtype
+    shard: StorageDtype
+    wire: StorageDtype
+    adds_locally: bool
+    is_released: bool
+
+
+@dataclass(frozen=True)
+class ModelStorage:
+    """The storage of a whole model, from which that of each space follows.
+
+    Attributes:
+        formats: storage of linear weights and of what the optimizer keeps for them.
+        has_fp8_layers: linear weights are `ScaledTensor`s of this package's FP8 layers; else all parameters are plain
+            16-bit tensors with FP32 gradients.
+        num_micro_batches: gradients that each parameter receives per step.
+        adds_locally: FP8 weight gradients of several micro-batches are added up on each rank, then reduced once a step.
+        accumulator: what FP8 weight gradients are added up in; None: FP32 in shards over several replicas, else BF16.
+        releases_gradients: linear weights are updated during backward.
+    """
+
+    formats: StorageFormats = LEVELS["O3"]
+    has_fp8_layers: bool = True
+    num_micro_batches: int = 1
+    adds_locally: bool = False
+    accumulator: StorageDtype | None = None
+    releases_gradients: bool = False
+
+    def of_grads(self, storage: StorageClass, num_replicas: int) -> GradFormats:
+        """Storage of the gradients of one space that `num_replicas` ranks replicate."""
+        is_linear = storage is StorageClass.LINEAR
+        return GradFormats(
+            local=self._local_grad(storage, num_replicas),
+            shard=self.accumulator if is_linear and self.accumulator is not None else StorageDtype.FP32,
+            wire=self._wire(storage),
+            adds_locally=self._adds_locally(storage),
+            is_released=self.releases_gradients and is_linear,
+        )
+
+    def of_state(self, storage: StorageClass) -> StorageFormats:
+        """Storage of weights, masters and moments of one space.
+
+        Linear weights are stored as `formats` says. The 16-bit rest is stored in 16 bits beside a master: matrices keep
+        the moments of `formats`; norms and biases, under 0.1% of a model, keep FP32 state.
+        """
+        fp32, bf16 = StorageDtype.FP32, StorageDtype.BF16
+        formats = self.formats
+        if storage is StorageClass.LINEAR:
+            return formats
+        if storage is StorageClass.VECTOR or not self.has_fp8_layers:
+            return StorageFormats(bf16 if self.has_fp8_layers else formats.weight, fp32, fp32, fp32, fp32)
+        master = formats.master_weight or StorageDtype.FP16
+        if master is StorageDtype.SPLIT:  # there is no FP8 weight to split it with
+            master = StorageDtype.FP16
+        return StorageFormats(bf16, bf16, master, formats.exp_avg, formats.exp_avg_sq)
+
+    def _adds_locally(self, storage: StorageClass) -> bool:
+        """Whether several replicas add a space's micro-batches up before one reduction a step.
+
+        The 16-bit rest always does: its gradients are small beside the linear weights'. An embedding's gradients come
+        when a backward ends, with nothing left to hide their reduction.
+        """
+        if not self.has_fp8_layers:
+            return True
+        is_rest = storage is not StorageClass.LINEAR
+        return self.num_micro_batches > 1 and (is_rest or self.adds_locally)
+
+    def _wire(self, storage: StorageClass) -> StorageDtype:
+        if not self.has_fp8_layers:
+            return StorageDtype.FP32
+        return self.formats.main_grad if storage is StorageClass.LINEAR else StorageDtype.BF16
+
+    def _local_grad(self, storage: StorageClass, num_replicas: int) -> StorageDtype:
+        if storage is StorageClass.VECTOR or not self.has_fp8_layers:
+            return StorageDtype.FP32
+        in_shards = num_replicas > 1 and not self.adds_locally
+        accumulator = self.accumulator or (StorageDtype.FP32 if in_shards else StorageDtype.BF16)
+        if storage is StorageClass.MATRIX:
+            return StorageDtype.BF16 if self.num_micro_batches == 1 else accumulator
+        if self.formats.main_grad is StorageDtype.FP8 and self.num_micro_batches > 1:
+            return accumulator
+        return self.formats.main_grad
