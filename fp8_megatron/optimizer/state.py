@@ -202,10 +202,9 @@ class SpaceState:
         if self.gather is None:
             return self.weight.payload
         self.gather.wait()
+        replicas = self.space.replicas
         mine = [
-            bucket.of_space(self.weight.payload)
-            .view(torch.uint8)
-            .view(self.space.num_shards, -1)[self.space.shard_index]
+            bucket.of_space(self.weight.payload).view(torch.uint8).view(replicas.size, -1)[replicas.rank]
             for bucket in self.space.buckets
         ]
         own = self.gather.room(self.space.shard_numel, self.weight.payload.dtype)

@@ -69,11 +69,8 @@ def build_trainable_model(
         num_micro_batches: gradients each parameter will receive per step.
     """
     chunks = build_model(config, vocab_size, topology, device, partial(build_recipe, config.precision))
-    storage, exchange, staging = (
-        model_storage(config.precision, num_micro_batches),
-        build_exchange(config),
-        StagingPools(),
-    )
+    storage, exchange = model_storage(config.precision, num_micro_batches), build_exchange(config)
+    staging = StagingPools()
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
     replicated = [
         DataParallelModule(
