@@ -103,11 +103,6 @@ class WireTensor:
         return WireTensor(payload, memory[end : end + 4 * (numel // GRAD_BLOCK)].view(torch.float32))
 
 
-def shard_size(numel: int, world_size: int) -> int:
-    """Elements of one rank's shard: `numel` / `world_size` rounded up to whole blocks."""
-    return -(-numel // (world_size * GRAD_BLOCK)) * GRAD_BLOCK
-
-
 class OwnRow(NamedTuple):
     """One of several rows that lies elsewhere: its number, and its values [n]."""
 

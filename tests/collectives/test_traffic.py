@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fp8_megatron.collectives.all_gather import all_gather_into
-from fp8_megatron.collectives.all_reduce import all_reduce_mean_fp8
 from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
@@ -84,17 +83,6 @@ def test_a_step_sends_two_bytes_a_parameter(ranks: RankPool, world: int) -> None
                 "all_gather": NUMEL // world * (world - 1),
                 "scale_sync": 8 * (world - 1) // world,
             }
-
-
-def _count_an_all_reduce(group: torch.distributed.ProcessGroup) -> int:
-    with counted_traffic() as traffic:
-        all_reduce_mean_fp8(torch.ones(NUMEL), group)
-    return traffic.total_bytes
-
-
-def test_an_all_reduce_is_a_scatter_and_a_gather(ranks: RankPool) -> None:
-    expected = 2 * (NUMEL + NUMEL // 32) * 3 // 4
-    assert ranks.run(on_default_group, _count_an_all_reduce, num_ranks=4) == [expected] * 4
 
 
 def test_threads_and_nested_counters() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.wire import OwnRow, WireTensor, accumulate_rows_, shard_size
+from fp8_megatron.collectives.wire import OwnRow, WireTensor, accumulate_rows_
 from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
 
 CPU = torch.device("cpu")
@@ -119,11 +119,6 @@ def test_rows_are_summed_in_order(dtype: StorageDtype, num_rows: int) -> None:
     # The rows are added one after another to what is there: another order than adding their sum.
     torch.testing.assert_close(result, before + expected, rtol=num_rows * 2**-23, atol=num_rows * 2**-23)
     assert not torch.equal(result, before)
-
-
-@pytest.mark.parametrize(("numel", "ranks", "expected"), [(1, 2, 128), (256, 2, 128), (257, 2, 256), (1000, 4, 256)])
-def test_shard_size(numel: int, ranks: int, expected: int) -> None:
-    assert shard_size(numel, ranks) == expected
 
 
 def test_what_cannot_be_sent_is_refused() -> None:

@@ -54,7 +54,7 @@ class RankPool:
         """Call ``function(*args)`` on each rank of a new world; its results in rank order.
 
         The ranks find RANK, LOCAL_RANK and WORLD_SIZE in their environment, as under torchrun; the function joins and
-        leaves the process group itself (`distributed.topology.initialized`, or `on_default_group`).
+        leaves the process group itself (`mcore.topology.initialized`, or `on_default_group`).
 
         Args:
             function: of a module's top level; `args` and the results must pickle (tensors on the CPU do).

@@ -246,17 +246,17 @@ def test_recording_keeps_what_the_environment_says(tmp_path: Path, monkeypatch: 
 
 
 def test_call_site_is_the_public_function_and_our_caller() -> None:
-    torch_folder = "/work/fp8_megatron/.venv/lib/python3.11/site-packages/torch/distributed"
+    torch_folder = "/home/me/fp8_megatron/.venv/lib/python3.11/site-packages/torch/distributed"
     frames = [
         ("all_gather_single", f"{torch_folder}/distributed_c10d.py", 4394),
         ("wrapper", f"{torch_folder}/c10d_logger.py", 83),
-        ("__torch_function__", "/work/fp8_megatron/fp8_megatron/device.py", 101),
+        ("__torch_function__", "/home/me/fp8_megatron/fp8_megatron/mcore/runtime.py", 101),
         ("all_gather_into_tensor", f"{torch_folder}/distributed_c10d.py", 4413),
-        ("all_reduce_mean_fp8", "/work/fp8_megatron/fp8_megatron/collectives/all_reduce.py", 30),
-        ("train_step", "/work/fp8_megatron/fp8_megatron/training/train_step.py", 31),
+        ("start", "/home/me/fp8_megatron/fp8_megatron/sharding/weight_gather.py", 52),
+        ("train_step", "/home/me/fp8_megatron/fp8_megatron/training/train_step.py", 31),
     ]
     site = CallSite.of_frames(frames)
-    assert site == CallSite("all_gather_into_tensor", "all_reduce_mean_fp8 (fp8_megatron/collectives/all_reduce.py:30)")
+    assert site == CallSite("all_gather_into_tensor", "start (fp8_megatron/sharding/weight_gather.py:52)")
     in_mcore = [("_communicate", "/lib/site-packages/megatron/core/pipeline_parallel/p2p_communication.py", 5)]
     assert CallSite.of_frames(in_mcore) == CallSite(
         "", "_communicate (megatron/core/pipeline_parallel/p2p_communication.py:5)"
