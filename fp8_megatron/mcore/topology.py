@@ -28,14 +28,14 @@ class Topology:
 
     Attributes:
         groups: megatron-core's collection (tp, pp, dp_cp, mp, embd, …).
-        replica: tensor × data parallel ranks of this pipeline stage: all ranks that run the same layers.
+        stage_group: all ranks of this pipeline stage: tensor × data parallel ranks, which run the same layers.
         replicas: the ranks that hold the same parameters, for everything that knows no other layout.
     """
 
     rank: int
     world_size: int
     groups: ProcessGroupCollection
-    replica: Group
+    stage_group: Group
     replicas: Replicas
     virtual_pipeline_size: int | None
 
@@ -137,7 +137,7 @@ def initialized(
             rank=torch.distributed.get_rank(),
             world_size=torch.distributed.get_world_size(),
             groups=groups,
-            replica=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+            stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
             replicas=Replicas(
                 groups.dp_cp.size(),
                 groups.dp_cp.rank(),

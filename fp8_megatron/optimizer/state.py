@@ -3,8 +3,8 @@
 One fused pass updates a space (FP8-LM, arXiv 2310.18313, section 2.2: gradients and first moment in FP8, second moment
 and master weight in FP16 with scales, arithmetic in FP32).
 
-The master weight is the truth. Initialisation, a checkpoint and a converted model all enter through `set_master`; the
-weights that the layers compute with are derived from it, and only ever from it.
+The master weight is the truth. Initialisation, a checkpoint and a converted model all enter through `set_master`. The
+weights of the layers are derived from it and from nothing else.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def whole(slot: Slot) -> Fragment:
 class SpaceState:
     """Master and moments of this rank's shard of one space, and all weights of the space.
 
-    Re-points every parameter of the space at flat weight storage. With one replica the shard is the space, and a weight
+    Points every parameter of the space at flat weight storage. With one replica the shard is the space, and a weight
     that is its own master shares the master's storage.
 
     Attributes:
@@ -114,7 +114,7 @@ class SpaceState:
     def __init__(self, space: ParamSpace, formats: StorageFormats) -> None:
         self.space = space
         self.formats = formats
-        n, device, group = space.shard_numel, space.device, space.replicas.group
+        n, device = space.shard_numel, space.device
         own, gathered = SendMemory(device), space.replicas.weight_memory
         self.derives_fp8 = formats.weight is StorageDtype.FP8
         self.weight_scales: Tensor | None = None
@@ -138,11 +138,10 @@ class SpaceState:
         self.exp_avg_sq = StateTensor.zeros(n, formats.exp_avg_sq, own)
         self.gather: WeightGather | None = None
         if space.num_shards > 1:
-            assert group is not None, "several replicas need a process group"
             storages = [(self.weight.payload, 1)]
             if self.weight.scales is not None:
                 storages.append((self.weight.scales, STATE_BLOCK))
-            self.gather = WeightGather(space, storages, group)
+            self.gather = WeightGather(space, storages)
 
     def _point_at_weight(self, slot: Slot, index: int) -> None:
         payload = slot.slice(self.weight.payload)
@@ -277,8 +276,8 @@ class SpaceState:
     ) -> None:
         """`update` of one parameter, during backward; after all of a step's, `finish_update`. For one replica.
 
-        Its bits are those of `update` but for state that is rounded stochastically, by an element's place in what the
-        operator is given.
+        Bitwise equal to `update`, except for stochastically rounded state: its random numbers depend on the element's
+        offset in what the operator is given.
         """
         written = self._weights_to_write()
         self._step(whole(grad.slot), grad, written, hyperparameters(group, config), grad_factor, step_count)

@@ -1,6 +1,6 @@
 """Gradient storage of one flat space: `main_grad` of every parameter in it, and its reduction over replicas.
 
-Who owns the storage decides its form; layers only write (`main_grad.accumulate_`).
+The owner of the storage decides its form. Layers only write (`main_grad.accumulate_`).
 
 - `LocalGradBuffer`, one replica: all of the space. FP8 takes one micro-batch, quantised once, straight from wgrad. Over
   several micro-batches gradients are added in BF16 or FP32, never in FP8 (256 of them added in E4M3 keep 10.6 dB).

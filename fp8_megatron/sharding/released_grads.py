@@ -1,7 +1,7 @@
-"""Gradients that the optimizer takes as soon as backward has written them: none is stored, whatever the model's size.
+"""Gradients that the optimizer takes as soon as backward has written them; none is stored.
 
-The gradient of one parameter exists between its GEMM and its update. So nothing that has to be known of all gradients
-before the first update can be had: no clipping by their norm, no step that is skipped as a whole.
+The gradient of one parameter exists between its GEMM and its update. Nothing is known of all gradients before the
+first update, so they are not clipped by their norm and a step is not skipped as a whole.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ReleasedGrad:
 class ReleasedGradBuffer(GradBuffer):
     """`LocalGradBuffer` without the storage: every gradient is handed on when it is written, once per step.
 
-    It calls `release_to`'s receiver inside `main_grad.accumulate_`, which may change the weight: whoever writes a
-    weight's gradient has read the weight for the last time in this step.
+    `main_grad.accumulate_` calls the receiver of `release_to`, which may change the weight. A layer therefore reads a
+    weight for the last time in a step before it writes the weight's gradient.
 
     Args:
         dtype: what gradients are rounded to on the way: FP8 as `LocalGradBuffer` stores them (the same bits), or wider,

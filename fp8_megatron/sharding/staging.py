@@ -1,4 +1,4 @@
-"""Send and receive buffers of gradients on their way: a few, reused, however many buckets there are."""
+"""Send and receive buffers of gradients. A rank has a few and reuses them, however many buckets there are."""
 
 from __future__ import annotations
 

@@ -8,22 +8,24 @@ from torch import Tensor
 from ..collectives.all_gather import AllGatherWork, all_gather_each
 from ..collectives.transport.recording import is_recording
 from ..collectives.transport.side_stream import side_stream
-from ..device.group import Group
 from .partition import ParamSpace
 
 
 class WeightGather:
     """All-gather of one space's weights, bucket by bucket, overlapped with the next forward.
 
-    `start` sends every bucket in the order in which forward needs them; a module waits for its own buckets alone
-    (`FP8DataParallel` sees to it).
+    `start` sends every bucket in the order in which forward needs them. A module waits for its own buckets alone
+    (`DataParallelModule` sees to it).
 
     Args:
+        space: of several replicas; they call `start` in the same order.
         storages: flat weight storage over the space, each with the number of elements that one value stands for: the
             payload (1), and scales where they are block-wise.
     """
 
-    def __init__(self, space: ParamSpace, storages: list[tuple[Tensor, int]], group: Group) -> None:
+    def __init__(self, space: ParamSpace, storages: list[tuple[Tensor, int]]) -> None:
+        group = space.replicas.group
+        assert group is not None, "one replica gathers nothing"
         self.space = space
         self._storages = storages
         self._group = group
@@ -56,9 +58,9 @@ class WeightGather:
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Where to write a shard for `start`, [numel].
 
-        New memory, for others once it was sent. Where steps are recorded always the same: a graph's memory is its own,
-        so nothing else would have it, and neither the allocator nor NCCL knows when a launch has waited for it. What
-        was sent from there has been waited for.
+        It is new memory, which the allocator reuses after the send. Where steps are recorded it is always the same:
+        a graph's memory is its own, and neither the allocator nor NCCL knows when a launch has waited for it. This
+        call waits for what was sent from there.
         """
         if not self._arrivals:
             return torch.empty(numel, dtype=dtype, device=self.space.device)

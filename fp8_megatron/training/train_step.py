@@ -46,7 +46,7 @@ def train_step(
     state.scheduler.step(1)
     for history in state.histories:
         if history is not None:
-            history.update(state.topology.replica)
+            history.update(state.topology.stage_group)
     peak = device_memory.peak_memory_gib(state.device)
     return StepFigures.pack(
         grad_norm=grad_norm,

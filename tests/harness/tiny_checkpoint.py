@@ -63,7 +63,7 @@ def train_steps(gpt: TinyGPT, config: Config, first: int, num_steps: int, num_mi
         gpt.optimizer.step()
         for chunk in gpt.chunks:
             if chunk.recipe.history is not None:
-                chunk.recipe.history.update(gpt.topology.replica)
+                chunk.recipe.history.update(gpt.topology.stage_group)
     return losses
 
 

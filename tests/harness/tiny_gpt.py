@@ -122,7 +122,7 @@ def train_tiny_gpt(
             grad_norms.append(gpt.optimizer.step().item())
             for chunk in gpt.chunks:
                 if chunk.recipe.history is not None:
-                    chunk.recipe.history.update(topology.replica)
+                    chunk.recipe.history.update(topology.stage_group)
         return TinyRun(losses, grad_norms, whole_weights(gpt))
 
 

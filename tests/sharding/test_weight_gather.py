@@ -59,8 +59,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def make() -> WeightGather:
     """Two buckets of one storage."""
     bucket = SimpleNamespace(of_space=lambda storage, block: storage, of_shard=lambda shard, block: shard)
-    space = SimpleNamespace(buckets=[bucket, bucket], device=torch.device("cpu"))
-    return WeightGather(space, [(torch.zeros(4), 1)], object())  # type: ignore[arg-type]
+    replicas = SimpleNamespace(group=object())
+    space = SimpleNamespace(buckets=[bucket, bucket], device=torch.device("cpu"), replicas=replicas)
+    return WeightGather(space, [(torch.zeros(4), 1)])  # type: ignore[arg-type]
 
 
 def happened(world: World) -> list[str]:
