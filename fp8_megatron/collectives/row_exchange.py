@@ -5,7 +5,7 @@ on every rank a summand of all of them (reduce-scatter). Its rows do not depend 
 of gathered rows the rank's own first, of a sum the other ranks' first, and what is on its way has a GEMM beside it.
 
 Where the ranks share memory (`share_memory`) their copy engines carry the parts, and no multiprocessor waits for
-another rank. Elsewhere one NCCL or gloo collective carries all rows, which are then one part.
+another rank. Elsewhere one NCCL or gloo collective carries all rows as one part.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def sum_rows(
 
 
 def share_memory(group: Group, device: torch.device) -> None:
-    """Let copy engines carry the rows of `group` from now on; called by all its ranks, which are on one node."""
+    """Let copy engines carry the rows of `group` from here on; called by all its ranks. They are on one node."""
     nbytes = (2 * _NUM_CHANNELS + 1) * 4 * group.size()
     counters = [own.view(torch.int32).view(-1, group.size()) for own in copy_engine.mapped(nbytes, group, device)]
     allocate = partial(copy_engine.mapped, group=group, device=device)
@@ -170,9 +170,9 @@ def register(group: Group, exchange: RowExchange) -> None:
 class RowExchange:
     """`gather_rows` and `sum_rows` of one group over its ranks' shared memory.
 
-    A part is sent into the reader's buffer and announced there; the reader's stream waits where it reads. Nobody asks
+    A part is sent into the reader's buffer and announced there; the reader's stream waits where it reads. No rank asks
     whether a buffer is free, because there are two of each kind: a rank starts exchange n + 2 of a kind when it has
-    everybody's part of n + 1, and whoever sent that had read all of n.
+    every rank's part of n + 1, and a rank that sent that had read all of n.
 
     Args:
         rank, num_ranks: of the group.

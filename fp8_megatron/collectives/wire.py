@@ -123,7 +123,7 @@ def accumulate_rows_(
         factor: 1/d for a mean; rounded to FP32 once, and exact where d is a power of two. In E4M3 it multiplies the
             scales, else the values.
         add: False overwrites what the accumulator holds.
-        own: stands for the row of its index, whatever that holds.
+        own: stands for the row of its index; the values in `rows` are not read.
     """
     n = accumulator.numel()
     assert rows.numel == num_rows * n, (accumulator.shape, rows.numel, num_rows)

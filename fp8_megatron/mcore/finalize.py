@@ -10,7 +10,6 @@ def finalize_model_grads(model: list[FP8DataParallel], num_tokens: object = None
     """Finish the gradients of this rank's model chunks, after the last backward of a step.
 
     Args:
-        num_tokens: of megatron-core, for losses per token, which are not used here; so are its groups and
-            ``force_all_reduce``.
+        num_tokens: megatron-core passes it for losses per token; unused, like its groups and ``force_all_reduce``.
     """
     finish_gradients([chunk.data_parallel for chunk in model])

@@ -28,8 +28,8 @@ class Topology:
 
     Attributes:
         groups: megatron-core's collection (tp, pp, dp_cp, mp, embd, …).
-        stage_group: all ranks of this pipeline stage: tensor × data parallel ranks, which run the same layers.
-        replicas: the ranks that hold the same parameters, for everything that knows no other layout.
+        stage_group: all ranks of this pipeline stage, tensor × data parallel; they run the same layers.
+        replicas: the ranks that hold the same parameters.
     """
 
     rank: int

@@ -36,7 +36,7 @@ class FP8DistributedOptimizer:
     Args:
         model: this rank's model chunks; their parameters have no values until `load_weights`.
         storage: what the chunks were built with.
-        world: the ranks that hold the whole model between them, which share the gradient norm; None for one rank.
+        world: the ranks that hold the whole model between them and share the gradient norm; None for one rank.
         device: where step count and norm are.
         loss_scale: what the loss was multiplied by; None: by nothing.
     """

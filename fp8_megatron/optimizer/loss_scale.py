@@ -1,7 +1,7 @@
-"""Loss scaling for FP16, whose gradients underflow below 6e-8; BF16 and FP8 (E5M2 with a scale a tensor) need none.
+"""Loss scaling for FP16. Its gradients underflow below 6e-8; BF16 and FP8 (E5M2 with a scale a tensor) need none.
 
-The scale lives on the device: a step that overflowed halves it and a run of good ones doubles it, and the host never
-waits to know which (Micikevicius et al., arXiv 1710.03740, section 3.2, with Megatron's hysteresis).
+The scale is on the device. A step that overflowed halves it and a run of good steps doubles it; the host does not wait
+(Micikevicius et al., arXiv 1710.03740, section 3.2, with Megatron's hysteresis).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """State of a space whose master is split: the FP8 weight and one byte of correction (`kernels.split_master`).
 
-The weight at rest is the upper half of its master, so that there is no other copy: 2 bytes where level O3 has 3. Each
-tensor's scale is foretold from its amax after the step before, which the ranks have shared by then.
+The weight at rest is the upper half of its master and there is no other copy: 2 bytes instead of level O3's 3. Each
+tensor's scale is predicted from its amax after the step before, over all ranks.
 """
 
 from __future__ import annotations

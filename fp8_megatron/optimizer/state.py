@@ -176,8 +176,10 @@ class SpaceState:
         return stored.part(fragment)
 
     def on_cpu(self) -> SpaceState:
-        """Masters and moments of this shard as they are now, on the CPU, to be read through `part` while training goes
-        on; on CUDA complete once the current stream is synchronised. It has no other use."""
+        """A copy of this shard's masters and moments on the CPU, to be read through `part` while training continues.
+
+        On CUDA it is complete once the current stream is synchronised.
+        """
         frozen = copy.copy(self)
         frozen.exp_avg, frozen.exp_avg_sq = self.exp_avg.on_cpu(), self.exp_avg_sq.on_cpu()
         frozen.master = self.master.on_cpu()
@@ -223,12 +225,12 @@ class SpaceState:
         self._publish_weights(written)
 
     def _pieces(self) -> Iterator[Fragment]:
-        """The shard in parts small enough to be had in FP32 beside it."""
+        """The shard in pieces small enough to be held in FP32 beside it."""
         for start in range(0, self.space.shard_numel, _PIECE):
             yield Fragment(start, start, min(_PIECE, self.space.shard_numel - start))
 
     def _publish_weights(self, written: Tensor | None) -> None:
-        """Weights for every replica, once the masters of this shard are new; sent, not waited for.
+        """Send the weights of this shard's new masters to every replica, without waiting.
 
         FP8 weights are quantised from their masters with each tensor's scale taken from `chunk_amax`, over all ranks.
 
@@ -252,7 +254,7 @@ class SpaceState:
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
-        """One AdamW (or Adam) step of this rank's shard, in one fused pass; the new weights are on their way.
+        """One AdamW (or Adam) step of this rank's shard in one fused pass; sends the new weights.
 
         Args:
             buffer: the space's gradients, finished.

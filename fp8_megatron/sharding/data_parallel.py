@@ -51,10 +51,10 @@ class DataParallelModule:
     there. The optimizer gives the parameters their storage and their values.
 
     Args:
-        module: parameters in other modules' hands are read through those modules' `reads_weights_of`.
+        module: a submodule that reads other submodules' parameters lists them as `reads_weights_of`.
         named_params: its parameters by the names that checkpoints and errors use; None: torch's names.
         sharing_of: how ranks share a parameter; None: this rank alone has all of them.
-        staging: send and receive buffers, which the modules of a rank share.
+        staging: send and receive buffers; the modules of a rank share them.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class DataParallelModule:
 def finish_gradients(modules: Sequence[DataParallelModule]) -> None:
     """Finish the means over replicas, then the sums over other groups; called by every rank after a step's backward.
 
-    Parameters that are summed over a group form spaces of their own, laid out alike on all its ranks: each rank sums
-    its shard, whatever is in it.
+    Parameters that are summed over a group form spaces of their own, laid out alike on all its ranks, so that each rank
+    sums its shard.
     """
     for module in modules:
         module.finish_reductions()

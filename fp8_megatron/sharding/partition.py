@@ -10,8 +10,8 @@ A space is cut into buckets of one size (or of whole parameters), and every buck
     owner     | rank 0    | rank 1    | rank 0        | rank 1        | rank 0        | rank 1        |
     shard of rank 1       [ bucket 0's | bucket 1's    | bucket 2's    ]   contiguous, space.numel / ranks
 
-A bucket is what one reduce-scatter or all-gather carries. All boundaries are multiples of the blocks, so every rank
-owns as many elements as any other, whatever the number of ranks and the shapes.
+One reduce-scatter or all-gather carries one bucket. All boundaries are multiples of the blocks, so that every rank
+owns equally many elements for any number of ranks and any shapes.
 """
 
 from __future__ import annotations

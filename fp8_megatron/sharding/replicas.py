@@ -1,8 +1,8 @@
 """Which ranks share a parameter: its replicas, its duplicates, and ranks that hold parts of its gradient.
 
-The layout of a run is in here and nowhere else in the core: a parameter says which ranks it is replicated over, and
-whatever reduces, clips, updates or gathers asks the parameter's space for its group. Parameters of one model may have
-different groups (expert parallelism: experts have fewer replicas than the layers around them).
+This is all that the core knows of a run's layout. Reduction, clipping, update and gather ask a parameter's space for
+its groups. Parameters of one model may have different groups: under expert parallelism experts have fewer replicas
+than the layers around them.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class SendMemory:
     group: Group | None = None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], kept for good where ranks share it; then called by every rank of the group in the same order."""
+        """Zeros [numel]. Shared memory is never freed, and every rank of the group allocates it in the same order."""
         if self.group is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         return copy_engine.allocate(numel * dtype.itemsize, self.group, self.device).view(dtype)

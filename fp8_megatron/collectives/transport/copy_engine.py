@@ -1,12 +1,12 @@
-"""Bytes between the GPUs of a node by their copy engines: no multiprocessor is taken from the GEMMs beside them.
+"""Bytes between the GPUs of a node by their copy engines. They take no multiprocessor from the GEMMs beside them.
 
 NCCL moves bytes with kernels, and while these wait for one another they hold multiprocessors. Here every rank maps the
-others' send buffers (CUDA's virtual memory, through torch's symmetric memory) and pulls what is meant for it with plain
-copies, which the driver hands to a copy engine; before and after they meet by memory operations of the stream
-(`stream_barrier`). What arrives is bit for bit what NCCL would bring.
+others' send buffers (CUDA's virtual memory, through torch's symmetric memory) and pulls its bytes with plain copies.
+The driver hands these to a copy engine. Before and after, the ranks meet by memory operations of the stream
+(`stream_barrier`). The bytes that arrive are NCCL's, bit for bit.
 
-A buffer made by `allocate` takes this way in every collective of its group (`start_all_to_all`, `start_all_gathers`);
-any other buffer goes through NCCL or gloo.
+A buffer made by `allocate` takes this way in every collective of its group (`start_all_to_all`, `start_all_gathers`).
+Any other buffer goes through NCCL or gloo.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PeerMemory:
 
 @dataclass(frozen=True, eq=False)
 class CopyWork:
-    """Handle of what was queued up to here, in the manner of ``torch.distributed.Work``, which knows nothing of it.
+    """Handle of what was queued up to here, in the manner of ``torch.distributed.Work``.
 
     Attributes:
         queued_at: of ``time.monotonic``.
@@ -116,7 +116,7 @@ _latest: dict[Hashable, CopyWork] = {}
 
 
 def allocate(nbytes: int, group: Group, device: torch.device) -> Tensor:
-    """Zeroed memory that the ranks of `group` map into each other's address space, uint8 [nbytes]; kept for good.
+    """Zeroed memory that the ranks of `group` map into each other's address space, uint8 [nbytes]; never freed.
 
     Called by every rank of the group, in the same order, with the same size.
 
@@ -159,7 +159,7 @@ def _barrier_of(group: Group, device: torch.device) -> RecordableBarrier:
 
 
 def forget_barrier(group: Group) -> None:
-    """Where a trial has failed on some rank of `group`: nobody is to wait for it in another collective."""
+    """Drop the barrier of `group` after a trial failed on one of its ranks, so that no launch waits for it."""
     _barriers.pop(group.group_name, None)
     recording.forget(_name_of_barrier(group))
 
@@ -219,9 +219,9 @@ def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> l
 
 
 def remember(work: CopyWork, place: Hashable) -> CopyWork:
-    """Let `unfinished` know of `work`, which it gives back, instead of the last one of this place.
+    """Make `work` the one that `unfinished` knows of this place; returns it.
 
-    Of recorded works it does not know: their launch is one (`training.step_graph`).
+    Recorded works are left out: their launch is one work (`training.step_graph`).
     """
     if not recording.is_recording():
         _latest[place] = work
@@ -229,14 +229,14 @@ def remember(work: CopyWork, place: Hashable) -> CopyWork:
 
 
 def unfinished() -> CopyWork | None:
-    """The oldest collective that the device has not ended, among the last few."""
+    """The oldest collective that the device has not finished, among the last few."""
     works = (*_started, *_latest.values())
     running = [work for work in works if work.event is not None and not work.event.query()]
     return min(running, key=lambda work: work.queued_at, default=None)
 
 
 def _used_on_copy_stream(tensor: Tensor) -> None:
-    """Keep the allocator from handing out `tensor`, which the caller may drop, before the copy stream has read it."""
+    """Keep the allocator from reusing `tensor` before the copy stream has read it; the caller may drop it."""
     if tensor.device.type == "cuda":
         tensor.record_stream(stream_of(tensor.device, _PRIORITY))
 

@@ -1,7 +1,7 @@
 """From a rank to the others of its node: a stream that copies into their memory and tells them so.
 
-No kernel takes part. A copy engine moves the bytes, after what the sender's current stream has queued; then the sending
-stream writes a number into the reader's memory, and the reader's current stream waits for it where it needs the bytes.
+No kernel takes part. A copy engine moves the bytes after what the sender's current stream has queued. Then the sending
+stream writes a number into the reader's memory. The reader's current stream waits for it where it needs the bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Link(Protocol):
         """Tell `peer`, once everything so far was copied, that this rank has come to `number`."""
 
     def sent(self, name: str, turn: int) -> CopyWork:
-        """Everything so far, to be waited for until the next of this name and turn."""
+        """A handle of everything sent so far; valid until the next of this name and turn."""
 
     def wait(self, peer: int, channel: int, number: int) -> None:
         """Let the current stream wait until `peer` has told `number`."""

@@ -1,8 +1,9 @@
-"""Exchanges by growing numbers inside a CUDA graph, which is recorded once and launched again and again.
+"""Exchanges by growing numbers inside a CUDA graph. A graph is recorded once and launched many times.
 
 Ranks of a node meet by writing the next number into each other's memory and awaiting it (`stream_barrier`,
-`peer_link`). A recorded operation always writes the same number. So what is recorded has places of its own and counts
-from 0 in each recording; a launch sets the places back, meets the other ranks, and meets them again when it is over.
+`peer_link`). A recorded operation always writes the same number. Recorded exchanges therefore have places of their own
+and count from 0 in each recording. A launch sets the places back, meets the other ranks, and meets them again when it
+is over.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def register(name: str, recordable: Recordable) -> None:
 
 
 def forget(name: str) -> None:
-    """Of these exchanges there are none any more; no matter if there never were."""
+    """Drop these exchanges; do nothing if there are none."""
     _recordables.pop(name, None)
 
 
@@ -52,7 +53,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Inside the block exchanges are recorded, all of them; what was started before it has been waited for."""
+    """Record all exchanges of the block. The caller has waited for what it started before."""
     global _is_recording
     for recordable in _recordables.values():
         recordable.begin()

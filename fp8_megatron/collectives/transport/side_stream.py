@@ -1,4 +1,4 @@
-"""Where the inner stages of a collective run: on CUDA a stream of their own, so that compute goes on beside them."""
+"""Where the inner stages of a collective run: on CUDA a stream of their own, beside which compute continues."""
 
 from __future__ import annotations
 
