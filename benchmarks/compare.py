@@ -143,6 +143,7 @@ def _parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     least = WARM_UP_STEPS + args.profiled_steps + 3
     if args.train_iters < least:
         parser.error(f"--train-iters {args.train_iters}: give at least {least}")
+    args.parallel = parse_config(["--config", str(_config_file(args)), *args.passed]).parallel
     wanted = args.default_runs if args.runs is None else args.runs
     left_out = {name: why for name in wanted if (why := _cannot_run(args, name)) is not None}
     if args.runs is None:
@@ -158,8 +159,7 @@ def _cannot_run(args: argparse.Namespace, name: str) -> str | None:
     """Why a peer cannot take part, and what to do about it."""
     if name not in PEERS:
         return None
-    parallel = parse_config(_work_flags(args)).parallel
-    is_split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    is_split = args.parallel.tensor_model_parallel_size * args.parallel.pipeline_model_parallel_size > 1
     if is_split and PEERS[name].program == "torchao_fsdp2":
         return "it is data-parallel alone; leave the parallel sizes out"
     return PEERS[name].missing()
@@ -183,14 +183,17 @@ def _remove(folder: Path, *patterns: str) -> None:
         path.unlink()
 
 
+def _config_file(args: argparse.Namespace) -> Path:
+    return Path(__file__).parents[1] / "configs" / f"{MODELS[args.model]}.yaml"
+
+
 def _work_flags(args: argparse.Namespace) -> list[str]:
     """What all runs train: flags of pretrain_gpt.py."""
-    config = Path(__file__).parents[1] / "configs" / f"{MODELS[args.model]}.yaml"
-    parallel = parse_config(["--config", str(config), *args.passed]).parallel
+    parallel = args.parallel
     replicas = args.nproc_per_node // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     batch = args.micro_batch_size * args.num_micro_batches * replicas
     return [
-        *("--config", f"configs/{config.name}", *args.passed),
+        *("--config", f"configs/{_config_file(args).name}", *args.passed),
         *("--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(batch)),
         *("--train-iters", str(args.train_iters), "--lr-warmup-iters", "2", "--eval-interval", "0"),
     ]
