@@ -57,7 +57,7 @@ def _slug(heading: str) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block and the comment right above it: ``run: …``, ``gpu`` or ``shown: why``."""
+    """A fenced block and the comment right above it: ``run: …``, ``gpu``, ``ci`` or ``shown: why``."""
 
     page: Path
     language: str
@@ -76,7 +76,7 @@ def blocks(page: Path, language: str) -> list[Block]:
     found = []
     for fence in _FENCE.finditer(text):
         if fence[1] == language:
-            tag = re.search(r"<!-- ((?:run|gpu|shown)\b[^\n]*) -->\n\Z", text[: fence.start()])
+            tag = re.search(r"<!-- ((?:run|gpu|ci|shown)\b[^\n]*) -->\n\Z", text[: fence.start()])
             found.append(Block(page, language, fence[2], tag and tag[1]))
     return found
 

@@ -1,0 +1,135 @@
+"""Commands of the documents: those that a CPU can run are run, those for GPUs have flags that are taken.
+
+The comment above a block says how: ``run`` (everything in it, in order, page by page, in one scratch folder), ``gpu``
+(its flags are parsed; ``world=8`` gives the number of ranks where no launcher does), ``ci`` (.ci/run runs it) or
+``shown: why``. ``shrink`` appends flags that make a model tiny. ``needs=NAME`` runs a command of `_NEEDED` before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.config.checks import check_config
+from fp8_megatron.config.io import parse_config
+from tests.docs.documents import PAGES, ROOT, Block, blocks, commands, name_of
+
+_LANGUAGES = ("bash", "python")
+_BLOCKS = [block for page in PAGES for language in _LANGUAGES for block in blocks(page, language)]
+_FOR_GPUS = [block for block in _BLOCKS if (block.tag or "").startswith("gpu")]
+_PAGES_TO_RUN = sorted({block.page for block in _BLOCKS if block.tag and block.tag.startswith("run")})
+
+#: Appended to commands of blocks that say ``shrink``, by what they start: a tiny model, a small tokenizer.
+_SHRINK = {
+    "pretrain_gpt.py": "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --vocab-size 512"
+    " --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr-warmup-iters 1 --eval-iters 1"
+    " --log-interval 1 --num-workers 0 --no-tensorboard",
+    "train_tokenizer.py": "--vocab-size 512",
+    "preprocess_data.py": "--workers 2",
+}
+_TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 128 --mock-data"
+_RUN = f"--train-iters 3 --eval-interval 0 --micro-batch-size 2 {_TINY}"
+_CORPUS = "python tools/build_quickstart_corpus.py --max-mb 1 --output"
+_QUICKSTART = "runs/quickstart/data"
+#: What blocks that say ``needs`` find.
+_NEEDED = {
+    "text": f"{_CORPUS} text.jsonl",
+    "quickstart-data": "mkdir -p runs/quickstart/data\n"
+    f"{_CORPUS} {_QUICKSTART}/corpus.jsonl\n"
+    f"python tools/train_tokenizer.py --input {_QUICKSTART}/corpus.jsonl --vocab-size 4096"
+    f" --output {_QUICKSTART}/tokenizer.model\n"
+    f"python tools/preprocess_data.py --input {_QUICKSTART}/corpus.jsonl --workers 2 --append-eod"
+    f" --tokenizer-model {_QUICKSTART}/tokenizer.model --output-prefix {_QUICKSTART}/corpus",
+    "two-runs": f"python pretrain_gpt.py --precision bf16 --output-dir runs/bf16 {_RUN}\n"
+    f"python pretrain_gpt.py --output-dir runs/fp8 {_RUN}",
+    "llama": 'python -c "from pathlib import Path; from tests.harness.hugging_face_models import *; '
+    "save_model(make_model('llama_gqa'), Path('runs/conversion/llama'))\"",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_says_how_it_is_tested(page: Path) -> None:
+    assert [block.id for block in _BLOCKS if block.page == page and block.tag is None] == []
+
+
+@pytest.mark.parametrize("block", _FOR_GPUS, ids=lambda b: b.id)
+def test_flags_for_gpus_are_taken(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for command in commands(block.text):
+        words = [word for word in shlex.split(command) if "=" not in word or word.startswith("-")]
+        script = next(word for word in words if word.endswith(".py") or word == "fp8-megatron")
+        assert script == "fp8-megatron" or (ROOT / script).exists(), f"no file {script}"
+        if script == "pretrain_gpt.py":
+            before, flags = words[: words.index(script)], words[words.index(script) + 1 :]
+            ranks = int(before[before.index("--nproc-per-node") + 1]) if "--nproc-per-node" in before else 1
+            check_config(parse_config(flags), ranks)
+
+
+def test_ci_runs_the_two_commands() -> None:
+    stages = (ROOT / ".ci" / "run").read_text()
+    for block in _BLOCKS:
+        if block.tag == "ci":
+            for command in commands(block.text):
+                assert f"stage {command.removeprefix('make ')}" in stages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", _PAGES_TO_RUN, ids=name_of)
+def test_commands_run(page: Path, tmp_path: Path) -> None:
+    """All ``run`` blocks of a page, one after the other, as a reader would."""
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git", ".venv", "data"):
+            (tmp_path / path.name).symlink_to(path)
+    done: set[str] = set()
+    for language, block in _in_order(page):
+        for need in re.findall(r"needs=([\w-]+)", block.tag or ""):
+            if need == "llama":
+                pytest.importorskip("transformers")
+            if need not in done:
+                _run_all(_NEEDED[need], tmp_path, shrink=False)
+                done.add(need)
+        if language == "python":
+            _run([sys.executable, "-c", block.text], tmp_path)
+        else:
+            _run_all(block.text, tmp_path, shrink="shrink" in (block.tag or ""))
+
+
+def _in_order(page: Path) -> list[tuple[str, Block]]:
+    text = page.read_text()
+    found = [(block.language, block) for block in _BLOCKS if block.page == page and (block.tag or "").startswith("run")]
+    return sorted(found, key=lambda item: text.index(item[1].text))
+
+
+def _run_all(script: str, folder: Path, *, shrink: bool) -> None:
+    for command in commands(script):
+        words = shlex.split(command)
+        if words[0] == "pip":
+            continue
+        if shrink:
+            for name, flags in _SHRINK.items():
+                if any(word.endswith(name) for word in words):
+                    words += flags.split()
+        if words[0] == "torchrun":
+            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
+        elif words[0] == "python":
+            words[0] = sys.executable
+        _run(words, folder)
+
+
+def _run(words: list[str], folder: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
