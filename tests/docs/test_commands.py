@@ -32,6 +32,7 @@ _SHRINK = {
     " --log-interval 1 --num-workers 0 --no-tensorboard",
     "train_tokenizer.py": "--vocab-size 512",
     "preprocess_data.py": "--workers 2",
+    "tools.gradient_snr": "--train-iters 6",
 }
 _TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 128 --mock-data"
 _RUN = f"--train-iters 3 --eval-interval 0 --micro-batch-size 2 {_TINY}"
@@ -63,7 +64,10 @@ def test_flags_for_gpus_are_taken(block: Block, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(ROOT)
     for command in commands(block.text):
         words = [word for word in shlex.split(command) if "=" not in word or word.startswith("-")]
-        script = next(word for word in words if word.endswith(".py") or word == "fp8-megatron")
+        if "-m" in words:
+            script = words[words.index("-m") + 1].replace(".", "/") + ".py"
+        else:
+            script = next(word for word in words if word.endswith(".py") or word == "fp8-megatron")
         assert script == "fp8-megatron" or (ROOT / script).exists(), f"no file {script}"
         if script == "pretrain_gpt.py":
             before, flags = words[: words.index(script)], words[words.index(script) + 1 :]
