@@ -213,7 +213,8 @@ def _initialize(gpt: torch.nn.Module, config: Config, tp_rank: int, tp_size: int
             param.partition_stride = 2 if is_gated else 1  # type: ignore[attr-defined]
     values = initial_values(
         params,
-        config.model,
+        std=config.model.init_method_std,
+        num_layers=config.model.num_layers,
         seed=config.training.seed,
         tensor_parallel_rank=tp_rank,
         tensor_parallel_size=tp_size,

@@ -276,7 +276,12 @@ def _initialize(model: GPT, config: Config) -> None:
     """Give the shards the initial weights that this project draws for the same names and seed."""
     params = dict(model.named_parameters())
     values = initial_values(
-        params, config.model, seed=config.training.seed, tensor_parallel_rank=0, tensor_parallel_size=1
+        params,
+        std=config.model.init_method_std,
+        num_layers=config.model.num_layers,
+        seed=config.training.seed,
+        tensor_parallel_rank=0,
+        tensor_parallel_size=1,
     )
     for name, value in values:
         param = params[name]
