@@ -54,7 +54,12 @@ def _train_stock_model(config: Config, batches: Tensor) -> TinyRun:
         masters = {
             name: torch.nn.Parameter(value)
             for name, value in initial_values(
-                params, config.model, seed=config.training.seed, tensor_parallel_rank=0, tensor_parallel_size=1
+                params,
+                std=config.model.init_method_std,
+                num_layers=config.model.num_layers,
+                seed=config.training.seed,
+                tensor_parallel_rank=0,
+                tensor_parallel_size=1,
             )
         }
         options = config.optimizer
