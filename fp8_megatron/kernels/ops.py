@@ -298,10 +298,10 @@ def quantize_blocks(
     column sums [K].
 
     Raises:
-        ValueError: M or K is not a multiple of 16.
+        ValueError: M or K is not a multiple of 16, or neither layout is asked for.
     """
     assert dtype in FP8_DTYPES, dtype
-    _check_multiples(x)
+    _check_operand(x, rowwise or transposed)
     return _OPS.quantize_blocks(x, dtype, rowwise, transposed, column_sums, power_of_two)
 
 
@@ -311,10 +311,10 @@ def quantize_tiles(
     """`blocks.quantize_tiles`: payload [N, K], scales [⌈N / 128⌉, ⌈K / 128⌉ padded], transpose [K, N], its scales.
 
     Raises:
-        ValueError: N or K is not a multiple of 16.
+        ValueError: N or K is not a multiple of 16, or neither layout is asked for.
     """
     assert dtype in FP8_DTYPES, dtype
-    _check_multiples(w)
+    _check_operand(w, rowwise or transposed)
     return _OPS.quantize_tiles(w, dtype, rowwise, transposed, power_of_two)
 
 
@@ -325,16 +325,18 @@ def transpose_tiles(payload: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: N or K is not a multiple of 16.
     """
     assert payload.dtype in FP8_DTYPES, payload.dtype
-    _check_multiples(payload)
+    _check_operand(payload, True)
     return _OPS.transpose_tiles(payload, scales)
 
 
-def _check_multiples(x: Tensor) -> None:
+def _check_operand(x: Tensor, any_layout: bool) -> None:
     rows, columns = x.shape
     if rows % FP8_GEMM_MULTIPLE or columns % FP8_GEMM_MULTIPLE:
         raise ValueError(
             f"block-scaled operands have sizes in multiples of {FP8_GEMM_MULTIPLE}, not {rows} × {columns}"
         )
+    if not any_layout:
+        raise ValueError("quantisation into no layout: set rowwise, transposed or both")
 
 
 def block_scaled_mm_into_(

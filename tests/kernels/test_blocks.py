@@ -164,11 +164,11 @@ def operands(
 def product_in_float64(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor) -> Tensor:
     """Σ_j (a_j b_jᵀ) · scales_a_j · scales_b_j over the blocks of K, as the GEMM is defined."""
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
-    for j in range(a.shape[1] // 128):
+    for j in range(math.ceil(a.shape[1] / 128)):
         part = a[:, 128 * j : 128 * j + 128].double() @ b[:, 128 * j : 128 * j + 128].double().t()
         factors = []
         for payload, scales in ((a, scales_a), (b, scales_b)):
-            of_blocks = scales.shape[1] == payload.shape[0]
+            of_blocks = scales.shape == (math.ceil(payload.shape[1] / 128), payload.shape[0])
             factors.append(scales[j] if of_blocks else scales[:, j].repeat_interleave(128)[: payload.shape[0]])
         out += part * factors[0].double()[:, None] * factors[1].double()[None, :]
     return out
@@ -179,7 +179,7 @@ FORMATS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
 @pytest.mark.parametrize("tiles", ["a", "b", "neither"])
-@pytest.mark.parametrize("shape", [(16, 16, 128), (272, 144, 640)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16, 128), (272, 144, 640), (48, 64, 400)], ids=str)
 def test_block_scaled_mm(shape: tuple[int, int, int], tiles: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
     m, n, k = shape
     (a, scales_a), (b, scales_b) = operands(m, n, k, formats, tiles)
@@ -242,8 +242,12 @@ def test_refusals_name_the_value() -> None:
         ops.quantize_blocks(odd, E4M3)
     with pytest.raises(ValueError, match="in multiples of 16, not 32 × 40"):
         ops.quantize_tiles(odd, E4M3)
-    with pytest.raises(ValueError, match=r"K=144 is not a multiple of 128 \(M=32 N=48 K=144\)"):
-        ops.block_scaled_mm(a[:, :144].contiguous(), b[:, :144].contiguous(), scales_a, scales_b)
+    with pytest.raises(ValueError, match="into no layout"):
+        ops.quantize_blocks(torch.ones(32, 48), E4M3, rowwise=False, column_sums=True)
+    with pytest.raises(ValueError, match="into no layout"):
+        ops.quantize_tiles(torch.ones(32, 48), E4M3, rowwise=False)
+    with pytest.raises(ValueError, match=r"K=136 is not a multiple of 16 \(M=32 N=48 K=136\)"):
+        ops.block_scaled_mm(a[:, :136].contiguous(), b[:, :136].contiguous(), scales_a, scales_b)
     with pytest.raises(ValueError, match="M=24 is not a multiple of 16"):
         ops.block_scaled_mm(a[:24], b, scales_a[:, :24].contiguous(), scales_b)
     with pytest.raises(ValueError, match=r"a is \[32, 256\], b is \[48, 128\]"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
+from ...formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
 from ..quantize.blocks import dequantize_blocks, has_tile_scales
 from ..registration import operator
 
@@ -30,15 +30,16 @@ def check_block_scaled_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tens
     (m, k), (n, k_of_b) = a.shape, b.shape
     if k != k_of_b:
         raise ValueError(f"{name} operands differ in K: a is [{m}, {k}], b is [{n}, {k_of_b}]")
-    for letter, size, multiple in (("M", m, FP8_GEMM_MULTIPLE), ("N", n, FP8_GEMM_MULTIPLE), ("K", k, GEMM_BLOCK)):
-        if size % multiple:
-            raise ValueError(f"{name} size {letter}={size} is not a multiple of {multiple} (M={m} N={n} K={k})")
+    for letter, size in (("M", m), ("N", n), ("K", k)):
+        if size % FP8_GEMM_MULTIPLE:
+            sizes = f"M={m} N={n} K={k}"
+            raise ValueError(f"{name} size {letter}={size} is not a multiple of {FP8_GEMM_MULTIPLE} ({sizes})")
     if has_tile_scales(a, scales_a) and has_tile_scales(b, scales_b):
         raise ValueError(f"{name} takes 128×128 tiles on one side only: cast a or b with quantize_blocks")
     _fine.add(key)
 
 
-@operator(gpu=None, mutates=["out"])
+@operator(gpu=".block_scaled_cublaslt", mutates=["out"])
 def block_scaled_mm_into_(
     out: Tensor, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, bias: Tensor | None, addend: Tensor | None
 ) -> None:
@@ -49,7 +50,7 @@ def block_scaled_mm_into_(
 
     Args:
         out: contiguous [M, N] in BF16, FP16 or FP32.
-        a, b: FP8 [M, K] and [N, K], contiguous; K a multiple of 128, M and N of 16.
+        a, b: FP8 [M, K] and [N, K], contiguous; all sizes are multiples of 16. The last block along K may be shorter.
         scales_a, scales_b: of `quantize.blocks`: blocks or tiles, their shape says which; not tiles for both.
         bias: [N] in `out`'s dtype, or None; none with an FP32 `out`.
         addend: contiguous [M, N] in `out`'s dtype, or None.

@@ -29,11 +29,17 @@ _CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, E4M3: 28,
 _OP_T = 1
 _EPILOGUE_BIAS = 4
 _DESC_TRANSA, _DESC_EPILOGUE, _DESC_FAST_ACCUM, _DESC_BIAS_DATA_TYPE = 3, 7, 25, 26
+_DESC_A_SCALE_MODE, _DESC_B_SCALE_MODE = 31, 32
 #: Attributes that are addresses: of A's scale, B's scale, the bias, D's scale and D's amax.
 _POINTERS = (17, 18, 8, 20, 21)
 _A_SCALE, _B_SCALE, _BIAS, _D_SCALE, _D_AMAX = range(len(_POINTERS))
 _PREF_MAX_WORKSPACE_BYTES, _PREF_MIN_ALIGNMENT_A_BYTES = 1, 5
 _NUM_OPERANDS = 4
+
+#: What one scale of an operand is for: the tensor, 128 elements along K, a tile of 128×128.
+TENSOR_SCALE, BLOCK_SCALES, TILE_SCALES = 0, 4, 5
+#: The first version with scales of blocks and of tiles.
+BLOCK_SCALES_VERSION = 120900
 
 #: What NVIDIA recommends for Hopper.
 _WORKSPACE_BYTES = 32 * 2**20
@@ -59,6 +65,13 @@ def is_available() -> bool:
     return _library() is not None
 
 
+@functools.cache
+def version() -> int:
+    """cuBLASLt's, as 10000 · major + 100 · minor + patch; 0 if it cannot be reached."""
+    library = _library()
+    return 0 if library is None else int(library.cublasLtGetVersion())
+
+
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -71,6 +84,8 @@ def matmul(
     addend: Tensor | None = None,
     inverse: Tensor | None = None,
     amax: Tensor | None = None,
+    scale_mode_a: int = TENSOR_SCALE,
+    scale_mode_b: int = TENSOR_SCALE,
 ) -> None:
     """``out = scale_a · scale_b · a bᵀ (+ bias) (+ addend)`` on the current stream; one launch, nothing waits.
 
@@ -81,6 +96,8 @@ def matmul(
         out: [M, N], contiguous, BF16, FP16 or FP32; or FP8, with
         inverse: FP32 [1], what the result is multiplied by before the cast, and
         amax: FP32 [1], which takes the result's amax; both 16-byte aligned.
+        scale_mode_a, scale_mode_b: what `scale_a` and `scale_b` hold. Anything but `TENSOR_SCALE` needs Hopper, version
+            `BLOCK_SCALES_VERSION`, scales as in `quantize.blocks`, an `out` that is not FP8, no fast accumulation.
 
     Raises:
         RuntimeError: cuBLASLt refuses, with its status and the shape.
@@ -101,6 +118,8 @@ def matmul(
         use_fast_accum,
         alignment,
         a.get_device(),
+        scale_mode_a,
+        scale_mode_b,
     )
     plan = _plans.get(problem)
     with _lock:
@@ -132,6 +151,8 @@ class _Problem:
     use_fast_accum: bool
     alignment: int
     device: int
+    scale_mode_a: int
+    scale_mode_b: int
 
     def __str__(self) -> str:
         return f"{self.a_dtype} {list(self.a_shape)} × {self.b_dtype} {list(self.b_shape)}ᵀ → {self.out_dtype}"
@@ -147,6 +168,12 @@ class _Plan:
         self._descriptor = _create(self._library.cublasLtMatmulDescCreate, _COMPUTE_32F, _CUDA_TYPES[torch.float32])
         self._set(_DESC_TRANSA, ctypes.c_int32(_OP_T))
         self._set(_DESC_FAST_ACCUM, ctypes.c_int8(problem.use_fast_accum))
+        for attribute, mode in (
+            (_DESC_A_SCALE_MODE, problem.scale_mode_b),
+            (_DESC_B_SCALE_MODE, problem.scale_mode_a),
+        ):
+            if mode != TENSOR_SCALE:  # an older library knows no such attribute
+                self._set(attribute, ctypes.c_int32(mode))
         if problem.bias_dtype is not None:
             self._set(_DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
             self._set(_DESC_BIAS_DATA_TYPE, ctypes.c_int32(_CUDA_TYPES[problem.bias_dtype]))
@@ -276,6 +303,7 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
     except OSError:
         return None
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
     library.cublasLtMatmulDescCreate.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     library.cublasLtMatrixLayoutCreate.argtypes = [
         ctypes.c_void_p,

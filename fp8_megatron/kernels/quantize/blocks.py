@@ -48,7 +48,7 @@ def _tiles(w: Tensor, dtype: torch.dtype, *, wanted: bool = True) -> tuple[Tenso
 
 
 @operator(
-    gpu=None,
+    gpu=".blocks_triton",
     fake=lambda a: (
         *_blocks(a.x, a.dtype, wanted=a.rowwise),
         *_blocks(a.x.t(), a.dtype, wanted=a.transposed),
@@ -85,7 +85,7 @@ def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Ten
 
 
 @operator(
-    gpu=None,
+    gpu=".blocks_triton",
     fake=lambda a: (*_tiles(a.w, a.dtype, wanted=a.rowwise), *_tiles(a.w.t(), a.dtype, wanted=a.transposed)),
 )
 def quantize_tiles(
@@ -111,7 +111,7 @@ def _cast_tiles(w: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tens
     return payload.contiguous(), _padded(scales)
 
 
-@operator(gpu=None, fake=lambda a: _tiles(a.payload.t(), a.payload.dtype))
+@operator(gpu=".blocks_triton", fake=lambda a: _tiles(a.payload.t(), a.payload.dtype))
 def transpose_tiles(payload: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """A weight [N, K] of `quantize_tiles` and its scales → its transpose [K, N] and the scales of that, bit for bit."""
     num_columns = cdiv(payload.shape[1], GEMM_BLOCK)
