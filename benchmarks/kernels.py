@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import block_cases
 import fused_cases
 import kernel_cases
 import linear_cases
@@ -31,8 +32,13 @@ TOKENS, HIDDEN, FFN, LLAMA_FFN, VOCAB_SIZE = 8192, 4096, 16384, 11008, 50304
 CAST_SHAPES = ((16384, 4096), (4096, 16384))
 #: M, N, K of GPT-7B's four forward GEMMs at 8192 tokens: QKV, projection, FC1, FC2.
 GEMMS = ((TOKENS, 3 * HIDDEN, HIDDEN), (TOKENS, HIDDEN, HIDDEN), (TOKENS, FFN, HIDDEN), (TOKENS, HIDDEN, FFN))
+#: Outputs and inputs of Llama-3-8B's linear layers: QKV, projection, FC1, FC2.
+LLAMA_LAYERS = ((6144, HIDDEN), (HIDDEN, HIDDEN), (28672, HIDDEN), (HIDDEN, 14336))
 LINEAR = "linear"
-SECTIONS = ("quantization", "norms", "gradients", "activations", "loss", "blockwise", "optimizer", "gemms", LINEAR)
+SECTIONS = (
+    *("quantization", "norms", "gradients", "activations", "loss", "blockwise", "optimizer", "gemms"),
+    *("block_casts", "block_gemms", LINEAR),
+)
 
 
 def cases(section: str, device: torch.device, log2_elements: int) -> Iterator[Case]:
@@ -58,6 +64,12 @@ def cases(section: str, device: torch.device, log2_elements: int) -> Iterator[Ca
         case "gemms":
             for m, n, k in GEMMS:
                 yield from kernel_cases.gemms(device, m, n, k)
+        case "block_casts":
+            for m, k in CAST_SHAPES:
+                yield from block_cases.casts(device, m, k)
+        case "block_gemms":
+            for outputs, inputs in (*((n, k) for _, n, k in GEMMS), *LLAMA_LAYERS):
+                yield from block_cases.gemms(device, TOKENS, outputs, inputs)
         case _:
             raise ValueError(f"no section {section}; there are {', '.join(SECTIONS)}")
 

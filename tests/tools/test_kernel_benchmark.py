@@ -30,7 +30,7 @@ WRITE_ONLY = {
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the benchmark, which import each other as scripts of one folder do."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("kernel_timing", "kernel_cases", "fused_cases", "linear_cases", "kernels")
+    names = ("kernel_timing", "kernel_cases", "block_cases", "fused_cases", "linear_cases", "kernels")
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name, None)
@@ -77,6 +77,7 @@ def all_cases(benchmark: Any) -> Iterator[Any]:
     yield from fused.cross_entropy(CPU, 64, 2048)
     yield from kernels.blockwise(CPU, 2**16)
     yield from kernels.optimizer(CPU, 2**16)
+    yield from benchmark["block_cases"].casts(CPU, 512, 512)
 
 
 def test_bytes_are_the_operands(benchmark: Any) -> None:
@@ -98,6 +99,12 @@ def test_gemm_cases_run(benchmark: Any) -> None:
     for case in benchmark["kernel_cases"].gemms(CPU, 32, 48, 64):
         case.call(0)
         assert case.num_flops == 2 * 32 * 48 * 64
+
+
+def test_block_scaled_gemm_cases_run(benchmark: Any) -> None:
+    for case in benchmark["block_cases"].gemms(CPU, 128, 256, 384):
+        case.call(0)
+        assert case.num_flops == 2 * 128 * 256 * 384
 
 
 def test_linear_layers_run_and_a_missing_peer_is_a_row(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:

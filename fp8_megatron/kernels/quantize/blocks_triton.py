@@ -33,8 +33,8 @@ from .triton import (
 )
 
 #: Rows, or columns, of a tile that a program casts: few enough that several programs fit on a multiprocessor.
-_PART = 64
-_BLOCKS_NUM_WARPS = 4
+_PART = 32
+_BLOCKS_NUM_WARPS = 2
 _TILES_NUM_WARPS = 8
 
 
@@ -226,10 +226,11 @@ def quantize_blocks(
         payload_t = torch.empty((K, M), dtype=dtype, device=device)
         scales_t = torch.empty(block_scales_shape(K, M), dtype=torch.float32, device=device)
     if column_sums:
-        num_partials = tiles_m if transposed else cdiv(M, _PART)
+        # Programs below the last row write their zeros too.
+        num_partials = tiles_m if transposed else tiles_m * (GEMM_BLOCK // _PART)
         partial_sums = torch.empty((1, num_partials, K), dtype=torch.float32, device=device)
-    parts = GEMM_BLOCK // _PART * (rowwise + transposed)
-    _cast_blocks[(tiles_m * tiles_k * parts,)](
+    programs_a_tile = GEMM_BLOCK // _PART * (rowwise + transposed)
+    _cast_blocks[(tiles_m * tiles_k * programs_a_tile,)](
         x, payload, scales, payload_t, scales_t, partial_sums, M, K,
         MAX_FINITE[dtype], power_of_two, rowwise, transposed, column_sums,
         M % GEMM_BLOCK == 0 and K % GEMM_BLOCK == 0, GEMM_BLOCK, _PART, num_warps=_BLOCKS_NUM_WARPS,

@@ -1,0 +1,69 @@
+"""The blockwise recipe's cases of `kernels.py`: casts with scales of blocks or tiles, and the GEMM that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from kernel_timing import Case, Rotating
+from torch import Tensor
+
+from fp8_megatron.formats import E4M3, GEMM_BLOCK
+from fp8_megatron.kernels import ops
+
+#: Bytes of scales for each element of one layout.
+_PER_BLOCK, _PER_TILE = 4 / GEMM_BLOCK, 4 / GEMM_BLOCK**2
+
+
+def casts(device: torch.device, m: int, k: int) -> Iterator[Case]:
+    """Blocks of an activation [m, k], tiles of a weight of this size."""
+    n, at = m * k, f"{m}×{k}"
+    x = Rotating(lambda: torch.randn(m, k, device=device, dtype=torch.bfloat16))
+    for layout, rowwise, transposed in (("", True, False), (" + transposed", True, True), (" transposed", False, True)):
+        layouts = dict(rowwise=rowwise, transposed=transposed)
+        written = rowwise + transposed
+        yield Case(
+            f"quantize_blocks{layout} {at}",
+            lambda i, layouts=layouts: ops.quantize_blocks(x(i), E4M3, **layouts),
+            (2 + written * (1 + _PER_BLOCK)) * n,
+        )
+        yield Case(
+            f"quantize_tiles{layout} {at}",
+            lambda i, layouts=layouts: ops.quantize_tiles(x(i), E4M3, **layouts),
+            (2 + written * (1 + _PER_TILE)) * n,
+        )
+    yield Case(
+        f"quantize_blocks + transposed + column sums {at}",
+        lambda i: ops.quantize_blocks(x(i), E4M3, transposed=True, column_sums=True),
+        (2 + 2 * (1 + _PER_BLOCK)) * n + 4 * k,
+    )
+    tiles = Rotating(lambda: ops.quantize_tiles(x(0), E4M3)[0])
+    scales = ops.quantize_tiles(x(0), E4M3)[1]
+    yield Case(f"transpose_tiles {at}", lambda i: ops.transpose_tiles(tiles(i), scales), (2 + 2 * _PER_TILE) * n)
+
+
+def gemms(device: torch.device, tokens: int, outputs: int, inputs: int) -> Iterator[Case]:
+    """The three GEMMs of a linear layer with scales of blocks and tiles, beside one scale with either accumulator."""
+    x, w, grad = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16)
+        for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
+    x_rows, x_scales, x_t, x_scales_t, _ = ops.quantize_blocks(x, E4M3, transposed=True)
+    g_rows, g_scales, g_t, g_scales_t, _ = ops.quantize_blocks(grad, E4M3, transposed=True)
+    w_rows, w_scales, w_t, w_scales_t = ops.quantize_tiles(w, E4M3, transposed=True)
+    yield from _gemm("fprop", x_rows, w_rows, x_scales, w_scales)
+    yield from _gemm("dgrad", g_rows, w_t, g_scales, w_scales_t)
+    yield from _gemm("wgrad", g_t, x_t, g_scales_t, x_scales_t)
+
+
+def _gemm(name: str, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor) -> Iterator[Case]:
+    (m, k), n = a.shape, b.shape[0]
+    at, num_flops = f"{name} M={m} N={n} K={k}", 2 * m * n * k
+    one = torch.ones(1, device=a.device)
+    yield Case(f"block_scaled_mm {at}", lambda _: ops.block_scaled_mm(a, b, scales_a, scales_b), num_flops=num_flops)
+    for fast in (False, True):
+        yield Case(
+            f"scaled_mm {'fast' if fast else 'split'} {at}",
+            lambda _, fast=fast: ops.scaled_mm(a, b, one, one, use_fast_accum=fast),
+            num_flops=num_flops,
+        )
