@@ -93,7 +93,7 @@ def report_of(options: Options) -> Report:
 
 
 def _description(kind: str, folder: Path) -> dict[str, Any]:
-    from fp8_megatron.checkpoint.loading import read_description
+    from fp8_megatron.checkpoint.saved_run import read_description
     from fp8_megatron.conversion.hugging_face_folder import CONFIG_FILE, read_json
 
     if kind == "ours":

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-import yaml
 from torch import Tensor
 
-from ..config.schema import ModelConfig
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..sharding.partition import Fragment, Slot
-from .concurrency import NUM_READERS, in_order
-from .files import CONFIG, META, CheckpointError, candidates, iteration_folder, rank_file, unfinished_folders
+from .files import CheckpointError, candidates, iteration_folder, unfinished_folders
 from .manifest import problem_with, read_manifest
 from .placement import Placement
 from .run_state import (
-    FORMAT_VERSION,
     PREFIXES,
     Progress,
     Resumable,
@@ -35,12 +28,9 @@ from .run_state import (
     set_rng_states,
     topology_of,
 )
-from .torch_dist import TorchDistReader, Wanted
+from .saved_run import Elements, SavedRun, differing_setting
 
 logger = logging.getLogger(__name__)
-
-#: What is read before its turn holds no more than this, but for the last of it.
-_READ_AHEAD_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -95,16 +85,6 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
 
 
 @dataclass(frozen=True)
-class Elements:
-    """Elements [start, start + length) of a rank's flat parameter; `kind` is master, exp_avg or exp_avg_sq."""
-
-    placement: Placement
-    kind: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
 class _StateToRead:
     """What is read at once of a rank's state; `fragment` is None for a parameter that is taken whole."""
 
@@ -156,173 +136,6 @@ def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tup
     wanted = [Elements(placement, "master", 0, math.prod(placement.local_shape)) for placement in placements.values()]
     for (name, placement), value in zip(placements.items(), saved.read(wanted), strict=True):
         yield name, value.view(placement.local_shape)
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """What ``checkpoint.json`` says.
-
-    Raises:
-        CheckpointError: missing, damaged, or of another format version.
-    """
-    path = folder / META
-    try:
-        description = json.loads(path.read_text())
-        version = description["format_version"]
-        names = ("iteration", "consumed_samples", "skipped_steps", "topology", "vocab_size", "padded_vocab_size")
-        missing = [name for name in names if name not in description]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read ({error!r}); use another iteration") from None
-    if version != FORMAT_VERSION or missing:
-        problem = f"has no {missing[0]}" if version == FORMAT_VERSION else f"has format version {version}"
-        raise CheckpointError(f"checkpoint file {path} {problem}; this version reads version {FORMAT_VERSION}")
-    return description
-
-
-def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = False) -> str | None:
-    """The first setting beside a checkpoint that changes what weights of the same shapes compute, and differs.
-
-    What cannot be read there, as in an earlier version's file, is taken as equal. Heads fix the other widths of
-    attention, given the shapes. Fine-tuning may take another rotary base, for a longer context.
-    """
-    names = ["num_attention_heads", "norm_epsilon"]
-    if model.position_embedding_type == "rope":
-        names += ["rotary_percent"] if finetune else ["rotary_percent", "rotary_base"]
-    saved = _saved_settings(folder)
-    for name in names:
-        theirs, ours = saved.get(name), getattr(model, name)
-        if isinstance(theirs, int | float) and theirs != ours:
-            return (
-                f"{folder} was saved with {name}({theirs}), this run has {name}({ours}), under which those weights "
-                f"compute something else; give --{name.replace('_', '-')} {theirs}, as in {CONFIG} there"
-            )
-    return None
-
-
-def _saved_settings(folder: Path) -> dict[str, Any]:
-    """The model section of ``config.yaml`` as it is; empty where it is not there or is none."""
-    try:
-        content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    section = content.get("model") if isinstance(content, dict) else None
-    return section if isinstance(section, dict) else {}
-
-
-class SavedRun:
-    """One checkpoint, read by one rank.
-
-    Raises:
-        CheckpointError: damaged.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.description = read_description(folder)
-        self.topology: dict[str, int | None] = self.description["topology"]
-        self._files = {record.name for record in read_manifest(folder)}
-        self.reader = TorchDistReader(folder, self._files)
-        self._rank_tensors: dict[str, dict[str, Tensor]] = {}
-
-    @property
-    def layout_text(self) -> str:
-        """The layout in words."""
-        return ", ".join(f"{name}={value}" for name, value in self.topology.items() if value is not None)
-
-    def has_model_layout_of(self, state: Resumable) -> bool:
-        """Whether tensor, pipeline and virtual sizes are those of this run."""
-        own = topology_of(state.topology)
-        return all(self.topology[name] == own[name] for name in own if name != "data_parallel_size")
-
-    def mismatch(self, placement: Placement, vocab_size: int | None) -> str | None:
-        """Why a parameter cannot be taken from here; a vocabulary may be padded otherwise."""
-        shape = self.reader.shapes.get(placement.key)
-        own = placement.global_shape
-        if shape is None:
-            return f"{self.folder} has no tensor {placement.key!r}, which this model has: it is another model's"
-        if shape == own:
-            return None
-        same_vocabulary = vocab_size is not None and vocab_size == self.description["vocab_size"]
-        if placement.has_vocabulary_rows and shape[1:] == own[1:] and same_vocabulary:
-            return None
-        return (
-            f"{self.folder}: {placement.key} has shape {shape}, this model's is {own}; "
-            "load it with the configuration saved beside it (config.yaml)"
-        )
-
-    def read(self, wanted: Iterable[Elements], *, pinned: bool = False) -> Iterator[Tensor]:
-        """FP32 [length] on the CPU of each, in order; the next ones are read while one is used.
-
-        Padding after a parameter's end is zero. Rows of a vocabulary that was padded less are those of the last padding
-        row, or zeros where there was none.
-
-        Args:
-            pinned: in pinned memory, for copies to a GPU.
-        """
-        with ThreadPoolExecutor(NUM_READERS) as threads:
-
-            def tasks() -> Iterator[tuple[int, Future[Tensor]]]:
-                for elements in wanted:
-                    value = torch.empty(elements.length, pin_memory=pinned)
-                    yield value.nbytes, threads.submit(self._filled, elements, value)
-
-            yield from in_order(tasks(), limit_bytes=_READ_AHEAD_BYTES)
-
-    def _filled(self, elements: Elements, flat: Tensor) -> Tensor:
-        """Fill `flat`, and return it."""
-        placement, start = elements.placement, elements.start
-        key = PREFIXES[elements.kind] + placement.key
-        if key not in self.reader.shapes:
-            raise CheckpointError(
-                f"{self.folder} has no {key}: it holds weights alone; give --finetune, or --no-load-optim"
-            )
-        flat.zero_()
-        wanted = []
-        num_rows = self.reader.shapes[key][0] if placement.has_vocabulary_rows else None
-        for part in placement.rectangles(start, elements.length):
-            target = flat[part.start - start : part.start - start + part.numel]
-            if num_rows is None or part.offset[0] + part.sizes[0] <= num_rows:
-                wanted.append(Wanted(part.offset, part.sizes, target))
-                continue
-            target = target.view(part.sizes)
-            known = max(0, num_rows - part.offset[0])
-            if known:
-                wanted.append(Wanted(part.offset, (known, part.sizes[1]), target[:known].view(-1)))
-            if self.description["vocab_size"] < num_rows:
-                row = torch.zeros(part.sizes[1])
-                self.reader.read(key, [Wanted((num_rows - 1, part.offset[1]), (1, part.sizes[1]), row)])
-                target[known:] = row
-        if wanted:
-            self.reader.read(key, wanted)
-        return flat
-
-    def rank_tensors(self, state: Resumable, prefix: str) -> dict[str, Tensor]:
-        """What the rank in this one's place saved under a prefix; replicas share all but what they saw saturate."""
-        ours, topology = state.topology, self.topology
-        same_replicas = topology["data_parallel_size"] == ours.dp.size()
-        place = (ours.tp.rank(), ours.pp.rank(), ours.dp.rank() if same_replicas else 0)
-        if not self.has_model_layout_of(state):
-            place = (0, 0, 0)
-        return below(prefix, self._tensors_of(*place))
-
-    def rank_tensor(self, state: Resumable, name: str) -> Tensor | None:
-        """One of them, if it is there."""
-        return self.rank_tensors(state, name).get("")
-
-    def stage_tensors(self, stage: int, prefix: str) -> dict[str, Tensor]:
-        """What the first rank of a pipeline stage saved under a prefix."""
-        return below(prefix, self._tensors_of(0, stage, 0))
-
-    def _tensors_of(self, tensor_rank: int, pipeline_rank: int, data_rank: int) -> dict[str, Tensor]:
-        name = rank_file(tensor_rank, pipeline_rank, data_rank)
-        if name not in self._files:
-            return {}  # a converted model's
-        if name not in self._rank_tensors:
-            path = self.folder / name
-            try:
-                self._rank_tensors[name] = safetensors.torch.load_file(path)
-            except Exception as error:  # safetensors' own error type derives from nothing narrower
-                raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from error
-        return self._rank_tensors[name]
 
 
 def _restore_scalars(saved: SavedRun, state: Resumable) -> None:

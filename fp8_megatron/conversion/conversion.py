@@ -19,9 +19,9 @@ from ..checkpoint.files import (
     start_writing,
     write_text,
 )
-from ..checkpoint.loading import read_description
 from ..checkpoint.manifest import problem_with, read_manifest, write_manifest
 from ..checkpoint.run_state import FORMAT_VERSION
+from ..checkpoint.saved_run import read_description
 from ..checkpoint.saving import write_config, write_last_files
 from ..checkpoint.torch_dist import METADATA
 from ..checkpoint.weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.files import CONFIG, CheckpointError, candidates, iteration_folder
-from ..checkpoint.loading import read_description, read_weights
+from ..checkpoint.loading import read_weights
 from ..checkpoint.placement import placement_of
+from ..checkpoint.saved_run import read_description
 from ..config.checks import ConfigError
 from ..config.io import load_config
 from ..config.schema import Config

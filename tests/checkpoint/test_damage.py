@@ -16,7 +16,7 @@ import torch
 
 from fp8_megatron.checkpoint import manifest
 from fp8_megatron.checkpoint.files import CheckpointError
-from fp8_megatron.checkpoint.loading import LoadOptions, differing_setting, load_checkpoint
+from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.manifest import (
     FileRecord,
     RecordedFile,
@@ -26,6 +26,7 @@ from fp8_megatron.checkpoint.manifest import (
     write_file,
     write_manifest,
 )
+from fp8_megatron.checkpoint.saved_run import differing_setting
 from fp8_megatron.config.io import save_config
 from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from tests.harness.ranks import RankError, RankPool

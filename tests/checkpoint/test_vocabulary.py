@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_megatron.checkpoint.loading import Elements, SavedRun
 from fp8_megatron.checkpoint.placement import Placement
+from fp8_megatron.checkpoint.saved_run import Elements, SavedRun
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.trainer import Trainer
