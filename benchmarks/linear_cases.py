@@ -21,7 +21,8 @@ import torch
 from kernel_timing import reason, seconds_per_call
 
 from fp8_megatron.formats import StorageDtype
-from fp8_megatron.nn.linear import TensorParallelism, fp8_linear
+from fp8_megatron.nn.gemms import LinearParams
+from fp8_megatron.nn.linear import fp8_linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -88,7 +89,7 @@ def fp8_step(shape: Shape, device: torch.device, *, delayed: bool, delays_weight
 
     def step(_: int) -> None:
         storage.reset()
-        y = fp8_linear(x, weight, bias, quantizers, TensorParallelism())
+        y = fp8_linear(x, LinearParams(weight, bias, quantizers))
         torch.autograd.grad(y, [x, bias], grad)
         if history is not None:
             history.update(None)

@@ -15,6 +15,8 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 FP8_DTYPES = (E4M3, E5M2)
+#: As they are written in text.
+DTYPE_NAMES = {E4M3: "E4M3", E5M2: "E5M2"}
 #: Integers that hold optimizer state companded (`kernels.companding`): torch.int8 signed, torch.uint8 not negative.
 COMPANDED_DTYPES = (torch.int8, torch.uint8)
 

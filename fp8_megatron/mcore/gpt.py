@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,11 @@ from torch import Tensor
 
 from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..nn.cross_entropy import vocab_parallel_cross_entropy
-from ..nn.linear import KeptTranspose
+from ..nn.links import KeptTranspose, LayerLinks, model_links
 from ..quantization.recipe import Recipe
-from ..quantization.scaled_tensor import ScaledTensor
 from .layer_spec import block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
-from .norm import DeferredNorm
 from .topology import Topology
-from .transformer_layer import FP8TransformerLayer
 
 
 class GPT(GPTModel):
@@ -55,6 +52,11 @@ class ModelChunk:
 
     module: GPTModel
     recipe: Recipe
+    links: Sequence[LayerLinks | None]
+
+    def kept_transposes(self) -> list[KeptTranspose]:
+        """Of its weights; whoever writes the weights lets them forget."""
+        return [kept for layer in self.links if layer is not None for kept in layer.kept_transposes()]
 
 
 def transformer_config(config: Config, device: torch.device, virtual_pipeline_size: int | None) -> TransformerConfig:
@@ -167,11 +169,17 @@ def _build_chunk(
     pp_rank = topology.pp.rank()
     count = get_num_layers_to_build(mcore_config, vp_stage, pp_rank)
     offset = get_transformer_layer_offset(mcore_config, vp_stage, pp_rank)
+    links: list[LayerLinks | None] = []
     if config.precision.precision == "te":
         submodules = te_block_submodules(count)
     else:
         recipes = [recipe if config.is_fp8_layer(offset + index) else None for index in range(count)]
-        submodules = block_submodules(recipes, model.attention_backend, defers_final_norm=config.precision.fp8_lm_head)
+        links = model_links(
+            [own is not None for own in recipes], num_kept_transposes=config.precision.keep_fp8_transpose_cache
+        )
+        submodules = block_submodules(
+            recipes, links, model.attention_backend, defers_final_norm=config.precision.fp8_lm_head
+        )
     model_class = GPTModel if config.precision.precision == "te" else GPT
     module = model_class(
         mcore_config,
@@ -189,31 +197,13 @@ def _build_chunk(
     )
     if config.precision.fp8_lm_head and module.post_process:
         module.use_fp8_head(recipe)
-    _cast_grads_early(module)
     _tag_vocab_parallel(module)
     if module.pre_process and module.embedding.add_position_embedding:
         # The one parameter that megatron-core leaves in FP32 on the CPU.
         module.embedding.position_embeddings.to(device=device, dtype=module.config.params_dtype)
-    for layer in module.decoder.layers[: config.precision.keep_fp8_transpose_cache]:
-        for param in layer.parameters():
-            if isinstance(param, ScaledTensor):
-                param.kept_transpose = KeptTranspose()  # type: ignore[attr-defined]
     if recipe.history is not None and config.precision.precision == "fp8":
         recipe.history.allocate(device)
-    return ModelChunk(module, recipe)
-
-
-def _cast_grads_early(module: GPT) -> None:
-    """Let each norm cast its gradient for the FP8 layer in front of it, where a fused function has that norm inside."""
-    before: FP8TransformerLayer | None = None
-    for layer in module.decoder.layers:
-        is_fp8 = isinstance(layer, FP8TransformerLayer)
-        if is_fp8 and before is not None:
-            layer.comes_after(before)
-        before = layer if is_fp8 else None
-    norm = getattr(module.decoder, "final_layernorm", None)
-    if before is not None and isinstance(norm, DeferredNorm):
-        norm.cast_grad_for(before.mlp.linear_fc2.grad_receiver)
+    return ModelChunk(module, recipe, links)
 
 
 def _tag_vocab_parallel(module: GPTModel) -> None:

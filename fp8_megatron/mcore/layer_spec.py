@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -12,6 +15,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from ..nn.links import LayerLinks, LinearLinks
+from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
 from .mlp import FP8MLP
@@ -27,38 +32,79 @@ CHECKPOINT_KEYS = {
 }
 
 
-def layer_spec(recipe: Recipe | None, attention_backend: AttentionBackend) -> ModuleSpec:
-    """One transformer layer; linear layers in FP8 under `recipe`, or megatron-core's own in BF16 when it is None."""
-    if recipe is None:
-        layer, attention, mlp = TransformerLayer, SelfAttention, MLP
-        column = ModuleSpec(module=ColumnParallelLinear)
-        row = ModuleSpec(module=RowParallelLinear)
-    else:
-        layer, attention, mlp = FP8TransformerLayer, FP8SelfAttention, FP8MLP
-        params = {"recipe": recipe}
-        column = ModuleSpec(module=FP8ColumnParallelLinear, params=params)
-        row = ModuleSpec(module=FP8RowParallelLinear, params=params)
-    return ModuleSpec(
-        module=layer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
-            self_attention=ModuleSpec(
-                module=attention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
-                    core_attention=ModuleSpec(module=CoreAttention, params={"backend": attention_backend}),
-                    linear_proj=row,
-                    q_layernorm=IdentityOp,
-                    k_layernorm=IdentityOp,
+def layer_spec(recipe: Recipe | None, links: LayerLinks | None, attention_backend: AttentionBackend) -> ModuleSpec:
+    """One transformer layer; linear layers in FP8 under `recipe`, or megatron-core's own in BF16 when it is None.
+
+    Args:
+        links: of this layer; None in BF16.
+    """
+    core_attention = ModuleSpec(module=CoreAttention, params={"backend": attention_backend})
+    if recipe is None or links is None:
+        assert recipe is None and links is None, (recipe, links)
+        column, row = ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=_submodules(
+                ModuleSpec(
+                    module=SelfAttention,
+                    params={"attn_mask_type": AttnMaskType.causal},
+                    submodules=_attention(column, core_attention, row),
                 ),
+                ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+                (Norm, Norm),
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(module=mlp, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=CHECKPOINT_KEYS,
+        )
+
+    def column_of(own: LinearLinks) -> ModuleSpec:
+        return ModuleSpec(module=FP8ColumnParallelLinear, params={"recipe": recipe, "links": own})
+
+    def row_of(own: LinearLinks, **params: Any) -> ModuleSpec:
+        return ModuleSpec(module=FP8RowParallelLinear, params={"recipe": recipe, "links": own, **params})
+
+    front = None if links.front is None else links.front.early_cast
+    return ModuleSpec(
+        module=FP8TransformerLayer,
+        params={"links": links},
+        submodules=_submodules(
+            ModuleSpec(
+                module=FP8SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal, "links": links},
+                # Core attention keeps its output.
+                submodules=_attention(column_of(links.qkv), core_attention, row_of(links.proj, keeps_input=True)),
+            ),
+            ModuleSpec(
+                module=FP8MLP, submodules=MLPSubmodules(linear_fc1=column_of(links.fc1), linear_fc2=row_of(links.fc2))
+            ),
+            (_norm_before(front), _norm_before(links.proj.early_cast)),
         ),
+    )
+
+
+def _norm_before(receiver: EarlyCast | None) -> ModuleSpec:
+    return ModuleSpec(module=Norm, params={"receiver": receiver})
+
+
+def _attention(column: ModuleSpec, core_attention: ModuleSpec, row: ModuleSpec) -> SelfAttentionSubmodules:
+    return SelfAttentionSubmodules(
+        linear_qkv=column,
+        core_attention=core_attention,
+        linear_proj=row,
+        q_layernorm=IdentityOp,
+        k_layernorm=IdentityOp,
+    )
+
+
+def _submodules(
+    attention: ModuleSpec, mlp: ModuleSpec, norms: tuple[ModuleSpec | type, ModuleSpec | type]
+) -> TransformerLayerSubmodules:
+    return TransformerLayerSubmodules(
+        input_layernorm=norms[0],
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=norms[1],
+        mlp=mlp,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=CHECKPOINT_KEYS,
     )
 
 
@@ -74,14 +120,25 @@ def te_block_submodules(num_layers: int) -> TransformerBlockSubmodules:
 
 
 def block_submodules(
-    layer_recipes: list[Recipe | None], attention_backend: AttentionBackend, *, defers_final_norm: bool = False
+    layer_recipes: Sequence[Recipe | None],
+    links: Sequence[LayerLinks | None],
+    attention_backend: AttentionBackend,
+    *,
+    defers_final_norm: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, each with its own recipe, and the final norm.
+    """The layers of one model chunk, each with its own recipe and links, and the final norm.
 
     Args:
-        defers_final_norm: the LM head computes it (see `layers.lm_head`).
+        defers_final_norm: the LM head computes it (see `nn.lm_head`).
     """
+    final_norm: ModuleSpec | type = Norm
+    if defers_final_norm:
+        last = links[-1] if links else None
+        receiver = None if last is None else last.fc2.early_cast
+        final_norm = ModuleSpec(module=DeferredNorm, params={"receiver": receiver})
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(recipe, attention_backend) for recipe in layer_recipes],
-        layer_norm=DeferredNorm if defers_final_norm else Norm,
+        layer_specs=[
+            layer_spec(recipe, own, attention_backend) for recipe, own in zip(layer_recipes, links, strict=True)
+        ],
+        layer_norm=final_norm,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats import FP8_GEMM_MULTIPLE
 from ..nn.lm_head import fp8_norm_head_logits, fp8_norm_head_loss
-from ..quantization.recipe import GRAD_OUTPUT_DTYPE, INPUT_DTYPE, Recipe
+from ..quantization.recipe import Recipe
 from .norm import DeferredNorm
 from .tensor_parallel import column_parallelism
 
@@ -21,7 +21,7 @@ class FP8OutputLayer(ColumnParallelLinear):
 
     Args:
         norm: computed here (not registered here: its parameters stay where they are).
-        recipe: scaling of the norm's output.
+        recipe: scaling of the norm's output and of the gradient.
 
     Raises:
         ValueError: a rank's part of the vocabulary is not a multiple of what an FP8 GEMM takes.
@@ -47,7 +47,7 @@ class FP8OutputLayer(ColumnParallelLinear):
         if plain.weight is not None:
             self.weight = plain.weight
         self.reads_weights_of = (norm,)
-        self.quantizer = recipe.quantizer(INPUT_DTYPE)
+        self.quantizers, self.parallelism = recipe.head_quantizers(), column_parallelism(self)
 
     def forward(
         self,
@@ -65,19 +65,15 @@ class FP8OutputLayer(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         assert weight is not None, "a tied head is given its weight"
         (norm,) = self.reads_weights_of
-        params, parallelism = norm.norm_params(), column_parallelism(self.config, self.tp_group)
+        params, quantizers, parallelism = norm.norm_params(), self.quantizers, self.parallelism
         if labels is not None:
-            po2 = self.quantizer.power_of_two
-            return fp8_norm_head_loss(
-                input_, params, weight, labels, self.quantizer, parallelism, power_of_two=po2
-            ), None
+            return fp8_norm_head_loss(input_, params, weight, labels, quantizers, parallelism), None
         if torch.is_grad_enabled() and input_.requires_grad:
             raise RuntimeError("--fp8-lm-head has no gradient of logits: pass labels, or call under torch.no_grad()")
-        logits = fp8_norm_head_logits(input_, params, weight, self.quantizer, parallelism)
+        logits = fp8_norm_head_logits(input_, params, weight, quantizers, parallelism)
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
         return logits, None
 
     def __repr__(self) -> str:
-        scaling = "current" if self.quantizer.history is None else "delayed"
-        return f"{super().__repr__()[:-1]}, input={INPUT_DTYPE}, grad_output={GRAD_OUTPUT_DTYPE}, scaling={scaling})"
+        return f"{super().__repr__()[:-1]}, {self.quantizers})"

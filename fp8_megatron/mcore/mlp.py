@@ -8,10 +8,9 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from ..nn.linear import LinearParams
 from ..nn.mlp import fp8_norm_mlp
 from .norm import Norm
-from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear, as_scaled, column_parallelism
+from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 
 
 class FP8MLP(MLP):
@@ -34,17 +33,14 @@ class FP8MLP(MLP):
         Where `linear_fc2.adds_residual` the output has them already (None, None).
         """
         norm, fc1, fc2 = self.reads_weights_of
-        parallelism = column_parallelism(self.config, self.tp_group)
-        added, left = fc2.bias_in_gemm()
         output, residual = fp8_norm_mlp(
             hidden_states,
             norm.norm_params(),
-            LinearParams(as_scaled(fc1.weight), fc1.bias, fc1.quantizers),
-            LinearParams(as_scaled(fc2.weight), added, fc2.quantizers),
+            fc1.linear_params(),
+            fc2.linear_params(),
             "swiglu" if self.config.gated_linear_unit else "gelu",
-            parallelism,
             adds_input=fc2.adds_residual,
         )
-        if parallelism.reduces_grad_input:
-            output = reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
-        return output, left, residual
+        if fc2.output_is_whole:
+            return output, None, residual
+        return reduce_from_tensor_model_parallel_region(output, group=self.tp_group), fc2.bias, residual

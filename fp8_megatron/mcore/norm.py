@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..nn.linear import GradReceiver, NormParams
+from ..nn.normed import NormParams
+from ..quantization.early_cast import EarlyCast
 
 
 class Norm(torch.nn.Module):
@@ -16,9 +15,15 @@ class Norm(torch.nn.Module):
 
     Under sequence parallelism each rank normalises its part of the sequence; the parameters are tagged
     ``sequence_parallel`` so that their gradients are summed over the tensor-parallel group.
+
+    Args:
+        receiver: of the linear layer whose output this norm reads, if nothing else does: the backward of what has this
+            norm inside then casts the gradient of its input for that layer.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, receiver: EarlyCast | None = None
+    ) -> None:
         super().__init__()
         device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
         self.eps = eps
@@ -31,19 +36,11 @@ class Norm(torch.nn.Module):
         else:
             self.register_parameter("bias", None)
         self.is_rms = config.normalization == "RMSNorm"
-        self._receiver: Callable[[], GradReceiver | None] = _no_receiver
-
-    def cast_grad_for(self, receiver: Callable[[], GradReceiver | None]) -> None:
-        """From now on the backward of what has this norm inside casts the gradient of its input for a linear layer.
-
-        Args:
-            receiver: asked at each forward; None where something comes between that layer and this norm.
-        """
         self._receiver = receiver
 
     def norm_params(self) -> NormParams:
         """For the linear layer that has this norm inside."""
-        return NormParams(self.weight, self.bias, self.eps, self.is_rms, self._receiver())
+        return NormParams(self.weight, self.bias, self.eps, self.is_rms, self._receiver)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] → [..., hidden] in the dtype of `x`."""
@@ -58,7 +55,3 @@ class DeferredNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """`x` itself."""
         return x
-
-
-def _no_receiver() -> None:
-    return None

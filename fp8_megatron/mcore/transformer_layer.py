@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from ..nn.links import LayerLinks
 from .mlp import FP8MLP
 from .norm import Norm
 from .self_attention import FP8SelfAttention
@@ -23,6 +24,10 @@ class FP8TransformerLayer(TransformerLayer):
     Parameters and their names are megatron-core's (`input_layernorm`, `pre_mlp_layernorm`). The residual branch passes
     through the fused functions: without dropout the GEMM in front of an addition does it, and what comes back along the
     branch is added inside the norm's backward.
+
+    Args:
+        links: to its linear layers and to the layer in front; the same that `submodules` were given. The rest is
+            megatron-core's.
     """
 
     def __init__(
@@ -31,6 +36,7 @@ class FP8TransformerLayer(TransformerLayer):
         submodules: TransformerLayerSubmodules,
         *args: Any,
         pg_collection: ProcessGroupCollection,
+        links: LayerLinks,
         **kwargs: Any,
     ) -> None:
         # megatron-core knows what to give to MLPs of its own alone.
@@ -41,11 +47,7 @@ class FP8TransformerLayer(TransformerLayer):
         assert isinstance(self.self_attention, FP8SelfAttention) and isinstance(self.mlp, FP8MLP)
         self.self_attention.fuse_norm(self.input_layernorm)
         self.mlp.fuse_norm(self.pre_mlp_layernorm)
-        self.pre_mlp_layernorm.cast_grad_for(self.self_attention.linear_proj.grad_receiver)
-
-    def comes_after(self, layer: FP8TransformerLayer) -> None:
-        """Nothing but `layer` writes what this layer reads, and nothing else reads it."""
-        self.input_layernorm.cast_grad_for(layer.mlp.linear_fc2.grad_receiver)
+        self._residual = links.residual
 
     def _forward_attention(
         self,
@@ -56,7 +58,7 @@ class FP8TransformerLayer(TransformerLayer):
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         output, bias = self.self_attention(hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
-        return self._add(output, bias, self.self_attention.take_residual(), self.self_attn_bda), context
+        return self._add(output, bias, self._residual.take(), self.self_attn_bda), context
 
     def _forward_mlp(self, hidden_states: Tensor, *unused: Any, **unused_kwargs: Any) -> Tensor:
         output, bias, residual = self.mlp(hidden_states)

@@ -19,20 +19,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels import ops
-from ..quantization.recipe import GRAD_OUTPUT_DTYPE, WEIGHT_DTYPE, Quantizer
+from ..quantization.operand import Format, Quantized, multiply, multiply_into_, quantize
+from ..quantization.recipe import HeadQuantizers
+from ..quantization.sources import NormStatistics, TensorSource
 from .cross_entropy import agree_on_statistics, local_labels
-from .linear import (
-    NormParams,
-    NormSettings,
-    NormStatistics,
-    TensorParallelism,
-    gathered_shape,
-    norm_backward,
-    quantized_norm,
-    start_grad_sum,
-    start_norm_again,
-    transposed_norm,
-)
+from .gemms import Computed
+from .normed import NormParams, norm_backward, quantized_norm, start_norm_columns
+from .parallelism import Local
 
 #: Columns of the vocabulary in one part, about: memory falls with smaller parts, and dgrad adds up more of them.
 _PART_COLUMNS = 16384
@@ -44,10 +37,8 @@ def fp8_norm_head_loss(
     norm: NormParams,
     weight: Tensor,
     labels: Tensor,
-    quantizer: Quantizer,
-    parallelism: TensorParallelism,
-    *,
-    power_of_two: bool = False,
+    quantizers: HeadQuantizers,
+    parallelism: Local,
 ) -> Tensor:
     """−log softmax(norm(x)·Wᵀ)[label] of every token, its GEMMs in FP8.
 
@@ -55,10 +46,10 @@ def fp8_norm_head_loss(
     `cross_entropy.cross_entropy_backward_quantize`), under delayed scaling too, where a history could only be wrong.
 
     Args:
-        x: BF16 [s, b, h], before the norm; with `gathers_input` [s/tp, b, h].
+        x: BF16 [s, b, h], before the norm; of `SequenceColumn` [s/tp, b, h].
         weight: 16-bit [V/tp, h], this rank's rows; its gradient goes through autograd, as an embedding's does.
         labels: int64 [s, b], over the whole vocabulary.
-        quantizer: of the norm's output. `power_of_two`: rounds the scale of the gradient up.
+        quantizers: what it casts; in formats with one scale for the tensor.
 
     Returns:
         FP32 [s, b], alike on all ranks of the group. Backward works once: it gives the logits up.
@@ -69,23 +60,22 @@ def fp8_norm_head_loss(
         norm.bias,
         weight,
         labels,
-        norm.settings,
-        power_of_two,
-        quantizer,
+        norm,
+        quantizers,
         parallelism,
         torch.is_grad_enabled(),
     )
 
 
 def fp8_norm_head_logits(
-    x: Tensor, norm: NormParams, weight: Tensor, quantizer: Quantizer, parallelism: TensorParallelism
+    x: Tensor, norm: NormParams, weight: Tensor, quantizers: HeadQuantizers, parallelism: Local
 ) -> Tensor:
     """norm(x)·Wᵀ, BF16 [s, b, V/tp], the same as in the loss; for evaluation, without gradient."""
     with torch.no_grad():
-        rows, kept = quantized_norm(x, norm, quantizer, parallelism)
-        payload = rows.wait()
-        parts = [_logits(payload, kept.scale, part, x.dtype)[0] for part in _parts(weight)]
-        return torch.cat(parts, dim=1).view(*gathered_shape(x, parallelism), weight.shape[0])
+        rows, _ = quantized_norm(x, norm, quantizers.input, parallelism)
+        operand = rows.whole()
+        parts = [_logits(operand, part, quantizers.weight, x.dtype)[0] for part in _parts(weight)]
+        return torch.cat(parts, dim=1).view(*parallelism.gathered_shape(x.shape[:-1]), weight.shape[0])
 
 
 class _FP8NormHeadLoss(torch.autograd.Function):
@@ -97,18 +87,17 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         norm_bias: Tensor | None,
         weight: Tensor,
         labels: Tensor,
-        norm_settings: NormSettings,
-        power_of_two: bool,
-        quantizer: Quantizer,
-        parallelism: TensorParallelism,
+        norm: NormParams,
+        quantizers: HeadQuantizers,
+        parallelism: Local,
         needs_backward: bool,
     ) -> Tensor:
-        rows, kept = quantized_norm(x, NormParams(norm_weight, norm_bias, *norm_settings), quantizer, parallelism)
-        payload = rows.wait()
+        rows, kept = quantized_norm(x, norm, quantizers.input, parallelism)
+        operand = rows.whole()
         local = local_labels(labels, weight.shape[0], parallelism.group)
         statistics, all_logits, weight_scales, first = [], [], [], 0
         for part in _parts(weight):
-            logits, weight_scale = _logits(payload, kept.scale, part, x.dtype)
+            logits, weight_scale = _logits(operand, part, quantizers.weight, x.dtype)
             statistics.append(ops.cross_entropy_statistics(logits, local - first))
             if needs_backward:
                 all_logits.append(logits)
@@ -117,47 +106,47 @@ class _FP8NormHeadLoss(torch.autograd.Function):
             first += part.shape[0]
         log_sum_exp, target = agree_on_statistics(*_merged(statistics), parallelism.group)
         if needs_backward:
-            ctx.save_for_backward(x, norm_weight, norm_bias, weight, local, log_sum_exp, *kept)
+            ctx.save_for_backward(x, weight, local, log_sum_exp, *kept)
             # Not saved as the others: each is let go of when its gradient is made.
             ctx.logits, ctx.weight_scales = all_logits, weight_scales
-            ctx.norm_settings, ctx.power_of_two, ctx.parallelism = norm_settings, power_of_two, parallelism
+            ctx.norm, ctx.quantizers, ctx.parallelism = norm, quantizers, parallelism
         return (log_sum_exp - target).view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, norm_bias, weight, local, log_sum_exp, *kept = ctx.saved_tensors
-        norm, statistics = NormParams(norm_weight, norm_bias, *ctx.norm_settings), NormStatistics(*kept)
+        x, weight, local, log_sum_exp, *kept = ctx.saved_tensors
+        norm, quantizers, statistics = ctx.norm, ctx.quantizers, NormStatistics(*kept)
+        grad_format: Format = quantizers.grad_output
         assert ctx.logits, "a second backward: the first gave the logits up"
-        gathering = start_norm_again(x, norm, statistics, ctx.parallelism)
+        columns = start_norm_columns(x, norm, statistics, quantizers.input.format, ctx.parallelism)
         upstream = grad.reshape(-1).contiguous()
-        scale, grad_input, payloads_t, first = None, None, [], 0
+        scale, grad_input, grads_t, first = None, None, [], 0
         for part, weight_scale in zip(_parts(weight), ctx.weight_scales, strict=True):
             payload, payload_t, taken = ops.cross_entropy_backward_quantize(
                 ctx.logits.pop(0),
                 local - first,
                 log_sum_exp,
                 upstream,
-                GRAD_OUTPUT_DTYPE,
+                grad_format.dtype,
                 scale=scale,
-                power_of_two=ctx.power_of_two,
+                power_of_two=grad_format.power_of_two,
             )
             scale = taken if scale is None else scale
-            payloads_t.append(payload_t)
-            _, part_t = ops.quantize_with_scale(part, weight_scale, WEIGHT_DTYPE, rowwise=False, transposed=True)
-            partial = ops.scaled_mm(payload, part_t, scale, weight_scale, out_dtype=x.dtype)
-            del payload, part_t
+            grads_t.append(Quantized(payload_t, None, scale, grad_format))
+            part_t = TensorSource(part, rowwise=False, transposed=True).quantize(quantizers.weight, weight_scale).t
+            partial = multiply(Quantized(payload, None, scale, grad_format), part_t, x.dtype)
+            del payload, payload_t, part_t
             grad_input = partial if grad_input is None else grad_input.add_(partial)
             del partial
             first += part.shape[0]
-        assert scale is not None and grad_input is not None
-        reducing = start_grad_sum(grad_input, ctx.parallelism)
+        assert grad_input is not None
+        reducing = ctx.parallelism.start_grad_sum(Computed(grad_input))
         del grad_input
-        x_t = transposed_norm(gathering, x, norm, statistics)
-        grad_weight = _weight_gradient(payloads_t, scale, x_t, statistics.scale, weight)
-        del x_t, gathering
+        grad_weight = _weight_gradient(grads_t, columns(), weight)
+        del columns
         grad_x, grad_norm_weight, grad_norm_bias = norm_backward(reducing.summands(), None, x, norm, statistics)
-        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, *[None] * 6
+        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, *[None] * 5
 
 
 def _parts(weight: Tensor) -> tuple[Tensor, ...]:
@@ -167,11 +156,10 @@ def _parts(weight: Tensor) -> tuple[Tensor, ...]:
     return weight.detach().split(rows)
 
 
-def _logits(payload: Tensor, scale: Tensor, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Logits [T, part] of `payload` [T, h], and the scale of the weight's part [part, h]."""
-    part_payload, _, part_scale = ops.quantize_current(part, WEIGHT_DTYPE)
-    logits = ops.scaled_mm(payload, part_payload, scale, part_scale, out_dtype=dtype, use_fast_accum=True)
-    return logits, part_scale
+def _logits(operand: Quantized, part: Tensor, format: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits [T, part] of `operand` [T, h], and the scale of the weight's part [part, h]."""
+    weight = quantize(part, format)
+    return multiply(operand, weight, dtype, use_fast_accum=True), weight.scale
 
 
 def _merged(statistics: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,9 +171,9 @@ def _merged(statistics: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Te
     return highest, (total * torch.exp(largest - highest)).sum(dim=0), target.sum(dim=0)
 
 
-def _weight_gradient(payloads_t: list[Tensor], scale: Tensor, x_t: Tensor, x_scale: Tensor, weight: Tensor) -> Tensor:
+def _weight_gradient(grads_t: list[Quantized], x_t: Quantized, weight: Tensor) -> Tensor:
     """grad_weight [V, h] from the gradients [part, T] of the logits, which it lets go of, and `x_t` [h, T]."""
     grad_weight = torch.empty_like(weight)
-    for rows in grad_weight.split([payload_t.shape[0] for payload_t in payloads_t]):
-        ops.scaled_mm_into_(rows, payloads_t.pop(0), x_t, scale, x_scale)
+    for rows in grad_weight.split([grad_t.payload.shape[0] for grad_t in grads_t]):
+        multiply_into_(rows, grads_t.pop(0), x_t)
     return grad_weight

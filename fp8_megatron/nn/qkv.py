@@ -12,31 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..collectives.row_exchange import Rows
-from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.sources import QKVGradSource
-from .linear import (
-    LinearParams,
-    NormParams,
-    NormSettings,
-    NormStatistics,
-    Operand,
-    TensorParallelism,
-    delivered,
-    gathered_shape,
-    norm_fprop,
-    norm_linear_backward,
-)
+from ..quantization.sources import NormStatistics, QKVGradSource
+from .gemms import LinearParams
+from .normed import NormParams, norm_fprop, norm_linear_backward
+from .operands import delivered
+from .rows import LocalRows
 
 
 def fp8_norm_qkv(
-    x: Tensor, norm: NormParams, qkv: LinearParams, widths: tuple[int, int, int], parallelism: TensorParallelism
+    x: Tensor, norm: NormParams, qkv: LinearParams, widths: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key and value of norm(x) in FP8; the weight gradient goes to ``qkv.weight.main_grad``.
 
     Args:
-        x: BF16 [s, b, h]; with `gathers_input` [s/tp, b, h].
+        x: BF16 [s, b, h]; of `SequenceColumn` [s/tp, b, h].
         qkv: weight [groups · sum of widths, h], interleaved by group.
         widths: columns of query, key and value in one group.
 
@@ -45,16 +35,7 @@ def fp8_norm_qkv(
         the norm's backward.
     """
     return _FP8NormQKV.apply(
-        x,
-        norm.weight,
-        norm.bias,
-        qkv.weight,
-        qkv.bias,
-        norm.settings,
-        qkv.quantizers,
-        widths,
-        parallelism,
-        torch.is_grad_enabled(),
+        x, norm.weight, norm.bias, qkv.weight, qkv.bias, norm, qkv, widths, torch.is_grad_enabled()
     )
 
 
@@ -67,36 +48,27 @@ class _FP8NormQKV(torch.autograd.Function):
         norm_bias: Tensor | None,
         weight: ScaledTensor,
         bias: Tensor | None,
-        norm_settings: NormSettings,
-        quantizers: LinearQuantizers,
+        norm: NormParams,
+        qkv: LinearParams,
         widths: tuple[int, int, int],
-        parallelism: TensorParallelism,
         needs_backward: bool,
     ) -> tuple[Tensor, ...]:
-        norm = NormParams(norm_weight, norm_bias, *norm_settings)
-        y, kept = norm_fprop(x, norm, weight, bias, quantizers, parallelism)
+        y, statistics = norm_fprop(x, norm, qkv)
         if needs_backward:
-            ctx.save_for_backward(x, norm_weight, norm_bias, *kept)
-            ctx.norm_settings, ctx.weight, ctx.bias = norm_settings, weight, bias
-            ctx.quantizers, ctx.parallelism = quantizers, parallelism
-        grouped = y.view(*gathered_shape(x, parallelism), -1, sum(widths))
+            ctx.save_for_backward(x, *statistics)
+            ctx.norm, ctx.qkv = norm, qkv
+        grouped = y.view(*qkv.parallelism.gathered_shape(x.shape[:-1]), -1, sum(widths))
         return *grouped.split(widths, dim=-1), x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, norm_bias, *kept = ctx.saved_tensors
+        x, *statistics = ctx.saved_tensors
         *qkv_grads, residual_grad = grads
-        source = QKVGradSource(qkv_grads, column_sums=ctx.bias is not None)
-        (payload, payload_t, grad_bias), scale = ctx.quantizers.grad_output.quantize(source)
+        norm, qkv = ctx.norm, ctx.qkv
+        source = QKVGradSource(qkv_grads, column_sums=qkv.bias is not None)
+        operand, grad_bias = qkv.quantizers.grad_output.quantize(source)
         grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
-            Operand(Rows.local(payload), scale, payload_t),
-            residual_grad,
-            x,
-            NormParams(norm_weight, norm_bias, *ctx.norm_settings),
-            NormStatistics(*kept),
-            ctx.weight,
-            ctx.quantizers,
-            ctx.parallelism,
+            LocalRows(operand), residual_grad, x, norm, NormStatistics(*statistics), qkv
         )
-        return grad_x, grad_norm_weight, grad_norm_bias, None, delivered(grad_bias, ctx.bias), *[None] * 5
+        return grad_x, grad_norm_weight, grad_norm_bias, None, delivered(grad_bias, qkv.bias), *[None] * 4

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
-from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
+from ..formats import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops, reference
 from ..kernels.reference import scale_from_amax
-from ..quantization.recipe import WEIGHT_DTYPE
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
@@ -318,12 +317,12 @@ class SpaceState:
         amax = self._tensor_amax()
         previous = self.weight_scales[:, 0]
         usable = torch.isfinite(amax) & (amax > 0)
-        scale = torch.where(usable, scale_from_amax(amax, WEIGHT_DTYPE, power_of_two=False), previous)
+        scale = torch.where(usable, scale_from_amax(amax, E4M3, power_of_two=False), previous)
         previous.copy_(scale)
         if self.gather is None:
             shard = self.weight.payload
         else:
-            shard = self.gather.room(self.space.shard_numel, WEIGHT_DTYPE)
+            shard = self.gather.room(self.space.shard_numel, E4M3)
         ops.derive_fp8_weights_(self.master.payload, self.master.scales, shard, scale, self.chunk_slots)
         return shard
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..formats import FP8_DTYPES
+from ..formats import E4M3, FP8_DTYPES
 from ..kernels import ops, reference
-from .recipe import WEIGHT_DTYPE
+from .operand import Format, Quantized, quantize, with_one_scale
 
 _aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ class ScaledTensor(torch.Tensor):
     @classmethod
     def quantize(cls, value: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> ScaledTensor:
         """E4M3 with one scale from the amax of `value` (any float dtype, 2-D)."""
-        payload, _, scale = ops.quantize_current(value.detach(), WEIGHT_DTYPE)
+        payload, _, scale = ops.quantize_current(value.detach(), E4M3)
         return cls(payload, scale, dtype=dtype)
 
     @property
@@ -74,15 +74,15 @@ class ScaledTensor(torch.Tensor):
             return reference.decode(self._payload, self._scale).to(dtype)
         return ops.dequantize_blockwise(self._payload.view(-1), self._scale).view(self.shape).to(dtype)
 
-    def gemm_operand(self) -> tuple[Tensor, Tensor]:
-        """(payload E4M3 [N, K], scale FP32 [1]) for an FP8 GEMM.
+    def gemm_operand(self, format: Format) -> Quantized:
+        """The weight [N, K] in `format`, for an FP8 GEMM.
 
-        FP8 weights are it; others (FP16 at levels O1, O2) are quantised to it here, at each use, and not kept.
+        FP8 weights are it: their one scale is every tile's too. Others (FP16 at levels O1, O2) are cast to it here, at
+        each use, and not kept.
         """
         if self._payload.dtype in FP8_DTYPES:
-            return self._payload, self._scale
-        payload, _, scale = ops.quantize_current(self.dequantize(), WEIGHT_DTYPE)
-        return payload, scale
+            return with_one_scale(self._payload, self._scale, format)
+        return quantize(self.dequantize(), format)
 
     def _assign(self, value: Tensor) -> None:
         """Take on new values, quantised in the tensor's own storage format, in place."""

@@ -1,6 +1,8 @@
-"""What can be quantised: a tensor, or a computation whose result is cast to FP8 without being written in 16 bits first.
+"""What can be cast: a tensor, or a computation whose result becomes FP8 without being written in 16 bits first.
 
-Each gives its amax and its cast to a `Quantizer`, which decides where the scale comes from.
+A `recipe.Quantizer` decides where the scale comes from and asks its source for the cast. The kernels that compute and
+cast in one pass write one scale for the whole tensor. For other formats the computation runs in 16 bits (`unfused`)
+and is then cast.
 """
 
 from __future__ import annotations
@@ -12,57 +14,61 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
+from . import unfused
+from .operand import Format, Granularity, Quantized, quantize
 
-Payloads = TypeVar("Payloads", covariant=True)
+Cast = TypeVar("Cast", covariant=True)
 
 
-class Source(Protocol[Payloads]):
-    """Gives its amax, and its payloads with the scale that was used (FP32 [1])."""
+class Source(Protocol[Cast]):
+    """Gives its amax, and itself in FP8."""
 
     def amax(self) -> Tensor:
         """FP32 [1], without writing the values."""
 
-    def quantize(
-        self, dtype: torch.dtype, scale: Tensor | None, *, power_of_two: bool, amax_out: Tensor | None
-    ) -> tuple[Payloads, Tensor]:
-        """Cast with `scale`, or with one taken from the values when it is None; record the amax in `amax_out`."""
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Cast:
+        """Cast with `scale` FP32 [1], or with scales from the values when it is None.
+
+        Args:
+            amax_out: FP32 [1], raised to the amax of the values; with a scale alone.
+        """
 
 
-class Layouts(NamedTuple):
-    """payload [M, K] and its transpose [K, M]; what was not asked for is empty."""
+class CastGrad(NamedTuple):
+    """An output gradient [T, N] in FP8 and, for a bias, its column sums FP32 [N]."""
 
-    payload: Tensor
-    payload_t: Tensor
-
-
-class Grads(NamedTuple):
-    """payload [M, K], its transpose [K, M] (empty if not asked for) and, for a bias, column sums FP32 [K]."""
-
-    payload: Tensor
-    payload_t: Tensor
+    operand: Quantized
     column_sums: Tensor | None
 
 
-class Normed(NamedTuple):
-    """payload [T, K] and the statistics of the rows, FP32 [T] (mean is empty under RMSNorm)."""
+class NormStatistics(NamedTuple):
+    """What casts a norm's output again from its input: mean (empty under RMSNorm), rstd FP32 [T], and the scale that
+    the cast had, FP32 [1], or None where the values give it."""
 
-    payload: Tensor
     mean: Tensor
     rstd: Tensor
+    scale: Tensor | None
 
 
-class ActivationGrads(NamedTuple):
-    """Gradient of an activation's input [T, Z] and [Z, T], the activation again [F, T], column sums FP32 [Z]."""
+class CastNorm(NamedTuple):
+    """A norm's output [T, K] in FP8, and what casts it again."""
 
-    payload: Tensor
-    payload_t: Tensor
-    activation_t: Tensor
+    operand: Quantized
+    statistics: NormStatistics
+
+
+class CastActivationGrad(NamedTuple):
+    """The gradient of an activation's input [T, Z] in both layouts, the activation again (its transpose [F, T] alone)
+    and, for a bias, column sums FP32 [Z]."""
+
+    operand: Quantized
+    activation: Quantized
     column_sums: Tensor | None
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """`x` [M, K] as it is."""
+    """`x` [M, K] as it is, in the layouts asked for."""
 
     x: Tensor
     rowwise: bool = True
@@ -71,14 +77,13 @@ class TensorSource:
     def amax(self) -> Tensor:
         return ops.amax(self.x)
 
-    def quantize(
-        self, dtype: torch.dtype, scale: Tensor | None, *, power_of_two: bool, amax_out: Tensor | None
-    ) -> tuple[Layouts, Tensor]:
-        layouts = {"rowwise": self.rowwise, "transposed": self.transposed}
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
         if scale is None:
-            *payloads, taken = ops.quantize_current(self.x, dtype, power_of_two=power_of_two, **layouts)
-            return Layouts(*payloads), taken
-        return Layouts(*ops.quantize_with_scale(self.x, scale, dtype, amax_out=amax_out, **layouts)), scale
+            return quantize(self.x, format, rowwise=self.rowwise, transposed=self.transposed)
+        payload, payload_t = ops.quantize_with_scale(
+            self.x, scale, format.dtype, rowwise=self.rowwise, transposed=self.transposed, amax_out=amax_out
+        )
+        return Quantized(payload if self.rowwise else None, payload_t if self.transposed else None, scale, format)
 
 
 @dataclass(frozen=True)
@@ -92,18 +97,30 @@ class GradSource:
     def amax(self) -> Tensor:
         return ops.amax(self.g)
 
-    def quantize(
-        self, dtype: torch.dtype, scale: Tensor | None, *, power_of_two: bool, amax_out: Tensor | None
-    ) -> tuple[Grads, Tensor]:
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastGrad:
         if not self.column_sums:
-            layouts, used = TensorSource(self.g, transposed=self.transposed).quantize(
-                dtype, scale, power_of_two=power_of_two, amax_out=amax_out
+            source = TensorSource(self.g, transposed=self.transposed)
+            return CastGrad(source.quantize(format, scale, amax_out=amax_out), None)
+        if format.granularity is Granularity.BLOCK:
+            payload, scales, payload_t, scales_t, sums = ops.quantize_blocks(
+                self.g.contiguous(),
+                format.dtype,
+                transposed=self.transposed,
+                column_sums=True,
+                power_of_two=format.power_of_two,
             )
-            return Grads(*layouts, None), used
+            columns = payload_t if self.transposed else None
+            return CastGrad(Quantized(payload, columns, scales, format, scales_t), sums)
         payload, payload_t, sums, taken = ops.quantize_grad_output(
-            self.g, dtype, scale=scale, power_of_two=power_of_two, amax_out=amax_out, transposed=self.transposed
+            self.g,
+            format.dtype,
+            scale=scale,
+            power_of_two=format.power_of_two,
+            amax_out=amax_out,
+            transposed=self.transposed,
         )
-        return Grads(payload, payload_t, sums), taken if scale is None else scale
+        columns = payload_t if self.transposed else None
+        return CastGrad(Quantized(payload, columns, taken if scale is None else scale, format), sums)
 
 
 @dataclass(frozen=True)
@@ -116,18 +133,21 @@ class QKVGradSource:
     def amax(self) -> Tensor:
         return torch.stack([ops.amax(grad) for grad in self.grads]).amax(dim=0)
 
-    def quantize(
-        self, dtype: torch.dtype, scale: Tensor | None, *, power_of_two: bool, amax_out: Tensor | None
-    ) -> tuple[Grads, Tensor]:
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastGrad:
+        if not format.has_one_scale:
+            joined = torch.cat(self.grads, dim=-1)
+            whole = joined.view(joined.shape[0] * joined.shape[1], -1)
+            return GradSource(whole, column_sums=self.column_sums).quantize(format, None)
         payload, payload_t, sums, taken = ops.quantize_qkv_grad(
             self.grads,
-            dtype,
+            format.dtype,
             scale=scale,
-            power_of_two=power_of_two,
+            power_of_two=format.power_of_two,
             amax_out=amax_out,
             column_sums=self.column_sums,
         )
-        return Grads(payload, payload_t, sums if self.column_sums else None), taken if scale is None else scale
+        operand = Quantized(payload, payload_t, taken if scale is None else scale, format)
+        return CastGrad(operand, sums if self.column_sums else None)
 
 
 @dataclass(frozen=True)
@@ -143,21 +163,34 @@ class NormSource:
     def amax(self) -> Tensor:
         return ops.norm_amax(self.x, self.weight, self.bias, eps=self.eps, rms=self.rms)
 
-    def quantize(
-        self, dtype: torch.dtype, scale: Tensor | None, *, power_of_two: bool, amax_out: Tensor | None
-    ) -> tuple[Normed, Tensor]:
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastNorm:
+        if not format.has_one_scale:
+            value, mean, rstd = unfused.norm(self.x, self.weight, self.bias, eps=self.eps, rms=self.rms)
+            return CastNorm(quantize(value, format), NormStatistics(mean, rstd, None))
         payload, taken, mean, rstd = ops.norm_quantize(
             self.x,
             self.weight,
             self.bias,
-            dtype,
+            format.dtype,
             eps=self.eps,
             rms=self.rms,
             scale=scale,
-            power_of_two=power_of_two,
+            power_of_two=format.power_of_two,
             amax_out=amax_out,
         )
-        return Normed(payload, mean, rstd), taken if scale is None else scale
+        used = taken if scale is None else scale
+        return CastNorm(Quantized(payload, None, used, format), NormStatistics(mean, rstd, used))
+
+    def again(self, statistics: NormStatistics, format: Format, *, transposed: bool) -> Quantized:
+        """The same cast once more, bit for bit: its rows [T, K] or, `transposed`, its columns [K, T] alone."""
+        mean, rstd, scale = statistics
+        if scale is None:
+            value = unfused.norm_of_statistics(self.x, self.weight, self.bias, mean, rstd)
+            return quantize(value, format, rowwise=not transposed, transposed=transposed)
+        payload = ops.norm_requantize(
+            self.x, self.weight, self.bias, mean, rstd, scale, format.dtype, transposed=transposed
+        )
+        return Quantized(None, payload, scale, format) if transposed else Quantized(payload, None, scale, format)
 
 
 @dataclass(frozen=True)
@@ -170,46 +203,55 @@ class ActivationSource:
     def amax(self) -> Tensor:
         return ops.activation_amax(self.z, self.kind)
 
-    def quantize(
-        self, dtype: torch.dtype, scale: Tensor | None, *, power_of_two: bool, amax_out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
+        if not format.has_one_scale:
+            return quantize(unfused.activation(self.z, self.kind), format)
         payload, taken = ops.activation_quantize(
-            self.z, self.kind, dtype, scale=scale, power_of_two=power_of_two, amax_out=amax_out
+            self.z, self.kind, format.dtype, scale=scale, power_of_two=format.power_of_two, amax_out=amax_out
         )
-        return payload, taken if scale is None else scale
+        return Quantized(payload, None, taken if scale is None else scale, format)
 
 
 @dataclass(frozen=True)
 class ActivationGradSource:
     """The gradient of `z`, from the gradient [T, F] of its activation.
 
-    `activation_dtype` and `activation_scale` quantise the activation again, for the weight gradient.
+    The activation is cast again, for the weight gradient: in `activation_format`, with the scale that it had FP32 [1],
+    or None where the values give it.
     """
 
     grad: Tensor
     z: Tensor
     kind: str
-    activation_dtype: torch.dtype
-    activation_scale: Tensor
+    activation_format: Format
+    activation_scale: Tensor | None
     column_sums: bool
 
     def amax(self) -> Tensor:
         return ops.activation_backward_amax(self.grad, self.z, self.kind)
 
-    def quantize(
-        self, dtype: torch.dtype, scale: Tensor | None, *, power_of_two: bool, amax_out: Tensor | None
-    ) -> tuple[ActivationGrads, Tensor]:
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastActivationGrad:
+        if self.activation_scale is None:
+            value = unfused.activation(self.z, self.kind)
+            activation = quantize(value, self.activation_format, rowwise=False, transposed=True)
+            del value
+            grad = unfused.activation_backward(self.grad, self.z, self.kind)
+            cast = GradSource(grad, column_sums=self.column_sums).quantize(format, None)
+            return CastActivationGrad(cast.operand, activation, cast.column_sums)
         payload, payload_t, activation_t, sums, taken = ops.activation_backward_quantize(
             self.grad,
             self.z,
             self.kind,
-            dtype,
+            format.dtype,
             scale=scale,
-            power_of_two=power_of_two,
+            power_of_two=format.power_of_two,
             amax_out=amax_out,
-            activation_dtype=self.activation_dtype,
+            activation_dtype=self.activation_format.dtype,
             activation_scale=self.activation_scale,
             column_sums=self.column_sums,
         )
-        grads = ActivationGrads(payload, payload_t, activation_t, sums if self.column_sums else None)
-        return grads, taken if scale is None else scale
+        return CastActivationGrad(
+            Quantized(payload, payload_t, taken if scale is None else scale, format),
+            Quantized(None, activation_t, self.activation_scale, self.activation_format),
+            sums if self.column_sums else None,
+        )

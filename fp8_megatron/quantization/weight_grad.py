@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from .amax_history import AmaxHistory
+from .operand import Quantized, multiply
 
 
 class DelayedGradScale(NamedTuple):
@@ -28,26 +29,24 @@ class WeightGrad:
     """grad_weight [N, K] = gᵀ·x of one micro-batch, not computed yet; compute it once.
 
     Attributes:
-        g_t: FP8 [N, T]. x_t: FP8 [K, T]. g_scale, x_scale: FP32 [1].
+        g_t: the output gradient's transpose [N, T]. x_t: the input's [K, T].
         dtype: what `wide` gives.
         scale: None: FP8 takes the gradient from `wide`, with a scale for each block.
     """
 
-    g_t: Tensor
-    x_t: Tensor
-    g_scale: Tensor
-    x_scale: Tensor
+    g_t: Quantized
+    x_t: Quantized
     dtype: torch.dtype
     scale: DelayedGradScale | None = None
 
     @property
     def shape(self) -> torch.Size:
         """[N, K]."""
-        return torch.Size((self.g_t.shape[0], self.x_t.shape[0]))
+        return torch.Size((self.g_t.payload.shape[0], self.x_t.payload.shape[0]))
 
     def wide(self) -> Tensor:
         """The gradient in `dtype`, [N, K]."""
-        grad = ops.scaled_mm(self.g_t, self.x_t, self.g_scale, self.x_scale, out_dtype=self.dtype)
+        grad = multiply(self.g_t, self.x_t, self.dtype)
         if self.scale is not None and not self.writes_fp8:
             self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
         return grad
@@ -59,16 +58,16 @@ class WeightGrad:
 
     def write_fp8_(self, payload: Tensor, scales: Tensor) -> None:
         """Write the gradient to flat E4M3 `payload` [≥ N·K], the rest zero, and its scale to all of `scales`."""
-        assert self.scale is not None
+        assert self.scale is not None and self.g_t.format.has_one_scale, (self.scale, self.g_t.format)
         history, slot = self.scale
         numel = self.shape.numel()
         ops.scaled_mm_to_fp8_(
             payload[:numel].view(self.shape),
             history.written_amax_of(slot),
-            self.g_t,
-            self.x_t,
-            self.g_scale,
-            self.x_scale,
+            self.g_t.payload,
+            self.x_t.payload,
+            self.g_t.scale,
+            self.x_t.scale,
             history.inverse_of(slot),
         )
         if numel < payload.numel():

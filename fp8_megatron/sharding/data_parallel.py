@@ -55,6 +55,7 @@ class DataParallelModule:
         named_params: its parameters by the names that checkpoints and errors use; None: torch's names.
         sharing_of: how ranks share a parameter; None: this rank alone has all of them.
         staging: send and receive buffers; the modules of a rank share them.
+        on_reset: called when a step starts, for what layers keep of weights within a step.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class DataParallelModule:
         storage: ModelStorage | None = None,
         exchange: Exchange | None = None,
         staging: StagingPools | None = None,
+        on_reset: Sequence[Callable[[], None]] = (),
     ) -> None:
         named_params = dict(module.named_parameters()) if named_params is None else named_params
         storage, exchange, staging = storage or ModelStorage(), exchange or Exchange(), staging or StagingPools()
@@ -82,9 +84,7 @@ class DataParallelModule:
             if buffer.space.storage is not StorageClass.LINEAR:
                 for slot in buffer.space.slots:
                     slot.param.register_post_accumulate_grad_hook(_move_grad_to_main_grad)
-        self._kept_transposes = [
-            param.kept_transpose for param in named_params.values() if hasattr(param, "kept_transpose")
-        ]
+        self._on_reset = on_reset
         self._overlaps_gather = exchange.overlaps_gather
         self._gathers: list[WeightGather] = []
 
@@ -96,8 +96,8 @@ class DataParallelModule:
         """
         for buffer in self.grad_buffers:
             buffer.reset(measures_underflow=measures_underflow)
-        for kept in self._kept_transposes:
-            kept.forget()
+        for forget in self._on_reset:
+            forget()
 
     def finish_reductions(self) -> None:
         """After the last backward of a step: each buffer ends with this rank's shard of the mean over replicas."""

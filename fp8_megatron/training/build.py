@@ -74,7 +74,13 @@ def build_trainable_model(
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
     replicated = [
         DataParallelModule(
-            chunk.module, params, sharing_of=topology.sharing_of, storage=storage, exchange=exchange, staging=staging
+            chunk.module,
+            params,
+            sharing_of=topology.sharing_of,
+            storage=storage,
+            exchange=exchange,
+            staging=staging,
+            on_reset=[kept.forget for kept in chunk.kept_transposes()],
         )
         for chunk, params in zip(chunks, named, strict=True)
     ]

@@ -25,10 +25,11 @@ from fp8_megatron.mcore.norm import DeferredNorm
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.nn import lm_head
-from fp8_megatron.nn.linear import NormParams, TensorParallelism
 from fp8_megatron.nn.lm_head import fp8_norm_head_logits, fp8_norm_head_loss
+from fp8_megatron.nn.normed import NormParams
+from fp8_megatron.nn.parallelism import LOCAL
 from fp8_megatron.quantization.amax_history import AmaxHistory
-from fp8_megatron.quantization.recipe import INPUT_DTYPE, Quantizer, Recipe
+from fp8_megatron.quantization.recipe import HeadQuantizers, Recipe
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
 
@@ -60,15 +61,14 @@ class Problem:
         self.cotangent.view(-1)[5] = 0.0
         self.cotangent[-3:] = 0.0
 
-    def loss(self, quantizer: Quantizer | None = None, *, power_of_two: bool = False) -> Tensor:
+    def loss(self, quantizers: HeadQuantizers | None = None) -> Tensor:
         return fp8_norm_head_loss(
             self.x,
             self.norm,
             self.weight,
             self.labels,
-            quantizer or current(),
-            TensorParallelism(),
-            power_of_two=power_of_two,
+            quantizers or current(),
+            LOCAL,
         )
 
     def leaves(self) -> dict[str, Tensor]:
@@ -105,8 +105,8 @@ def exact_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return flat.view(labels.shape)
 
 
-def current(power_of_two: bool = False) -> Quantizer:
-    return Recipe("tensorwise", power_of_two).quantizer(INPUT_DTYPE)
+def current(power_of_two: bool = False) -> HeadQuantizers:
+    return Recipe("tensorwise", power_of_two).head_quantizers()
 
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")]
@@ -128,7 +128,7 @@ def num_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_against_float64(rms: bool, num_parts: int, device: str) -> None:
     p = Problem(rms=rms, device=device)
     logits, _, grads = p.exact()
-    measured = fp8_norm_head_logits(p.x, p.norm, p.weight, current(), TensorParallelism())
+    measured = fp8_norm_head_logits(p.x, p.norm, p.weight, current(), LOCAL)
     assert measured.dtype == torch.bfloat16 and measured.shape == (SEQ, BATCH, VOCAB)
     assert snr_db(measured, logits) > E4M3_E4M3_DB
     loss = p.loss()
@@ -190,7 +190,7 @@ def test_the_gradient_follows_a_loss_scale_exactly(power_of_two: bool, num_parts
     """Its scale is made of the upstream gradient: 2²⁰ times that is the same payload."""
     p, grads = Problem(device=device), []
     for factor in (1.0, 2.0**20):
-        p.loss(power_of_two=power_of_two).backward(p.cotangent * factor)
+        p.loss(current(power_of_two)).backward(p.cotangent * factor)
         grads.append(p.take_grads())
     for name, grad in grads[0].items():
         assert torch.equal(grads[1][name], grad * 2.0**20), name
@@ -198,13 +198,13 @@ def test_the_gradient_follows_a_loss_scale_exactly(power_of_two: bool, num_parts
 
 def test_delayed_scaling_has_a_history_of_the_input_alone(num_parts: int, device: str) -> None:
     history = AmaxHistory(4, "max", power_of_two=False)
-    quantizer = Recipe("delayed", False, history).quantizer(INPUT_DTYPE)
+    quantizers = Recipe("delayed", False, history).head_quantizers()
     history.allocate(torch.device(device))
     p = Problem(device=device)
     expected = p.exact()[2]
     for step in range(3):
         # A gradient that grows tenfold would saturate under a scale of the past.
-        p.loss(quantizer).backward(p.cotangent * 10.0**step)
+        p.loss(quantizers).backward(p.cotangent * 10.0**step)
         for name, grad in p.take_grads().items():
             assert snr_db(grad, expected[name] * 10.0**step) > least_db(name), (step, name)
         history.update(None)
@@ -280,7 +280,7 @@ def test_keeps_its_input_and_the_logits_only(num_parts: int) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         p.loss()
     tokens = SEQ * BATCH
-    parameters = p.weight.nbytes + 2 * p.norm.weight.nbytes
+    parameters = p.weight.nbytes
     statistics = 4 * (3 * tokens + 1) + 8 * tokens  # mean, rstd, log Σ exp and a scale; labels
     assert sum(tensor.nbytes for tensor in kept) == p.x.nbytes + parameters + statistics
     kept.clear()
@@ -302,7 +302,7 @@ def test_peak_memory() -> None:
         x.grad = weight.grad = norm.weight.grad = None
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = fp8_norm_head_loss(x, norm, weight, labels, current(), TensorParallelism())
+        loss = fp8_norm_head_loss(x, norm, weight, labels, current(), LOCAL)
         loss.backward(torch.rand_like(loss))
         peak = torch.cuda.max_memory_allocated() - before
         del loss
@@ -452,7 +452,7 @@ def test_a_vocabulary_that_the_tensor_cores_refuse_raises() -> None:
             FP8OutputLayer(plain, norm, Recipe("tensorwise", False))
         with pytest.raises(ValueError, match="M=4 is not a multiple of 16"):
             p = Problem()
-            fp8_norm_head_logits(p.x[:1], p.norm, p.weight, current(), TensorParallelism())
+            fp8_norm_head_logits(p.x[:1], p.norm, p.weight, current(), LOCAL)
 
 
 class _GroupOfOne:

@@ -203,7 +203,8 @@ def test_weight_keeps_megatron_attributes() -> None:
     assert layer.weight.tensor_model_parallel and layer.weight.partition_dim == 0
     assert layer.weight.partition_stride == 2 and layer.weight.allreduce
     assert 0.5 < layer.weight.dequantize().std() < 1.5  # initialised values are kept, quantised
-    assert "input=torch.float8_e4m3fn, grad_output=torch.float8_e5m2, scaling=current" in repr(layer)
+    casts = "input=(E4M3 per tensor, current), weight=(E4M3 per tensor), grad_output=(E5M2 per tensor, current)"
+    assert casts in repr(layer)
 
 
 class _GroupOfOne:

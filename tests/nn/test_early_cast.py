@@ -10,9 +10,9 @@ import torch
 
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import E5M2
-from fp8_megatron.mcore.tensor_parallel import FP8RowParallelLinear
 from fp8_megatron.quantization.early_cast import EarlyCast
-from fp8_megatron.quantization.sources import Grads
+from fp8_megatron.quantization.operand import Format, Quantized
+from fp8_megatron.quantization.sources import CastGrad
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, random_batches, tiny_config, train_tiny_gpt
 
@@ -20,24 +20,24 @@ STEPS, MICRO_BATCHES = 3, 2
 DELAYED = PrecisionConfig(fp8_recipe="delayed", fp8_amax_history_len=2)
 
 
-def cast_of(grad: torch.Tensor) -> tuple[Grads, torch.Tensor]:
+def cast_of(grad: torch.Tensor) -> CastGrad:
     payload = grad.to(E5M2)
-    return Grads(payload, payload.t().contiguous(), None), torch.ones(1)
+    return CastGrad(Quantized(payload, payload.t().contiguous(), torch.ones(1), Format(E5M2)), None)
 
 
 def test_it_is_for_the_gradient_it_was_made_of() -> None:
     grad, early = torch.randn(4, 8), EarlyCast()
     assert early.take(grad) is None
-    early.put(grad, *cast_of(grad))
+    early.put(grad, cast_of(grad))
     taken = early.take(grad.view(2, 2, 8))
-    assert taken is not None and torch.equal(taken[0].payload.float(), grad.to(E5M2).float())
+    assert taken is not None and torch.equal(taken.operand.payload.float(), grad.to(E5M2).float())
     assert early.take(grad) is None, "once"
 
 
 @pytest.mark.parametrize("other", ["copy", "written", "part", "turned"])
 def test_another_gradient_has_none(other: str) -> None:
     grad, early = torch.randn(4, 8), EarlyCast()
-    early.put(grad, *cast_of(grad))
+    early.put(grad, cast_of(grad))
     if other == "written":
         grad += 1.0
     arrived = {"copy": grad.clone(), "written": grad, "part": grad[:2], "turned": grad.t()}[other]
@@ -47,7 +47,7 @@ def test_another_gradient_has_none(other: str) -> None:
 def test_memory_that_is_used_again_is_another_gradient() -> None:
     early, memory = EarlyCast(), bytearray(4 * 1024)
     grad = torch.frombuffer(memory, dtype=torch.float32).view(32, 32)
-    early.put(grad, *cast_of(grad))
+    early.put(grad, cast_of(grad))
     address = grad.data_ptr()
     del grad
     other = torch.frombuffer(memory, dtype=torch.float32).view(32, 32)
@@ -69,7 +69,7 @@ def _train(config: Config, has_receivers: bool) -> tuple[TinyRun, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyCast, "take", counting)
         if not has_receivers:
-            patch.setattr(FP8RowParallelLinear, "grad_receiver", lambda self: None)
+            patch.setattr(EarlyCast, "known_scale", lambda self: None)
         return train_tiny_gpt(config, random_batches(STEPS, MICRO_BATCHES)), num_taken
 
 

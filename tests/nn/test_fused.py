@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.nn.linear import LinearParams, NormParams, TensorParallelism
+from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.mlp import fp8_norm_mlp
+from fp8_megatron.nn.normed import NormParams
 from fp8_megatron.nn.qkv import fp8_norm_qkv
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -71,7 +72,7 @@ def test_norm_qkv(has_bias: bool) -> None:
     bias, bias64 = leaf(normal(WIDE, seed=4, size=0.2)) if has_bias else (None, None)
     weight, weight64 = fp8_weight(WIDE, HIDDEN, seed=5)
     norm, linear = NormParams(norm_weight, norm_bias, 1e-5, not has_bias), LinearParams(weight, bias, quantizers())
-    *parts, residual = fp8_norm_qkv(x, norm, linear, WIDTHS, TensorParallelism())
+    *parts, residual = fp8_norm_qkv(x, norm, linear, WIDTHS)
     assert [part.shape for part in parts] == [(SEQ, BATCH, GROUPS, width) for width in WIDTHS]
     y = torch.cat(parts, dim=3).view(SEQ, BATCH, WIDE)
     product = exact_norm(x64, norm_weight64, norm_bias64) @ weight64.t()
@@ -107,7 +108,6 @@ def test_norm_mlp(kind: str) -> None:
         LinearParams(weight1, bias1, quantizers()),
         LinearParams(weight2, bias2, quantizers()),
         kind,
-        TensorParallelism(),
     )
     z = exact_norm(x64, norm_weight64, norm_bias64) @ weight1_64.t()
     z = z if bias1_64 is None else z + bias1_64
@@ -147,7 +147,6 @@ def test_the_residual_branch_is_added_inside() -> None:
             LinearParams(weight1, bias1, quantizers()),
             LinearParams(weight2, bias2, quantizers()),
             "gelu",
-            TensorParallelism(),
             adds_input=adds_input,
         )
         assert (residual is None) == adds_input
@@ -185,16 +184,13 @@ def test_vectors_give_their_gradients_to_main_grad_in_fp32() -> None:
             fp8_weight(*shape, seed=5) for shape in ((WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE))
         )
         norm1, norm2 = (NormParams(params[f"norm{i}"], params[f"shift{i}"], 1e-5, False) for i in (1, 2))
-        *parts, residual = fp8_norm_qkv(
-            x, norm1, LinearParams(qkv, params["qkv"], quantizers()), WIDTHS, TensorParallelism()
-        )
+        *parts, residual = fp8_norm_qkv(x, norm1, LinearParams(qkv, params["qkv"], quantizers()), WIDTHS)
         y, again = fp8_norm_mlp(
             residual + parts[0].reshape(SEQ, BATCH, -1)[..., :HIDDEN],
             norm2,
             LinearParams(fc1, params["fc1"], quantizers()),
             LinearParams(fc2, params["fc2"], quantizers()),
             "gelu",
-            TensorParallelism(),
         )
         outputs = [y, again, *parts[1:]]
         torch.autograd.backward(outputs, [normal(*o.shape, seed=6, size=1e-3).bfloat16() for o in outputs])
@@ -210,7 +206,7 @@ def test_vectors_give_their_gradients_to_main_grad_in_fp32() -> None:
 
 
 def test_backward_keeps_the_input_and_z_only() -> None:
-    """In 16 bits: x, z and the norm's parameters; the rest is statistics and scales."""
+    """In 16 bits: x and z; the rest is statistics and scales."""
     x, _ = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0))
     norm_weight, _ = leaf(torch.ones(HIDDEN))
     (weight1, _), (weight2, _) = fp8_weight(WIDE, HIDDEN, seed=5), fp8_weight(HIDDEN, WIDE, seed=8)
@@ -227,7 +223,6 @@ def test_backward_keeps_the_input_and_z_only() -> None:
             LinearParams(weight1, None, quantizers()),
             LinearParams(weight2, None, quantizers()),
             "gelu",
-            TensorParallelism(),
         )
     tokens = SEQ * BATCH
-    assert sum(tensor.nbytes for tensor in kept) == 2 * tokens * (HIDDEN + WIDE) + 2 * HIDDEN + 4 * tokens + 8
+    assert sum(tensor.nbytes for tensor in kept) == 2 * tokens * (HIDDEN + WIDE) + 4 * tokens + 8

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_megatron.formats import E4M3, E5M2, STATE_BLOCK
 from fp8_megatron.kernels import ops, reference
-from fp8_megatron.nn.linear import TensorParallelism, fp8_linear
+from fp8_megatron.nn.gemms import LinearParams
+from fp8_megatron.nn.linear import fp8_linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -52,7 +53,7 @@ class Problem:
     main_grad: RecordingMainGrad
 
     def linear(self, quantizers: LinearQuantizers, x: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        return fp8_linear(self.x if x is None else x, self.weight, bias, quantizers, TensorParallelism())
+        return fp8_linear(self.x if x is None else x, LinearParams(self.weight, bias, quantizers))
 
 
 def make_problem(seed: int = 0, fp16_weight: bool = False) -> Problem:

@@ -22,6 +22,7 @@ from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.optimizer.state import SpaceState
+from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.sharding.partition import StorageClass
 from fp8_megatron.sharding.released_grads import ReleasedGradBuffer
@@ -186,9 +187,9 @@ def _reads_and_writes(config: Config) -> list[tuple[str, int]]:
     def work(gpt: TinyGPT, config: Config) -> None:
         read, write = ScaledTensor.gemm_operand, ReleasedGradBuffer._write
 
-        def recorded_read(self: ScaledTensor) -> tuple[Tensor, Tensor]:
+        def recorded_read(self: ScaledTensor, format: Format) -> Quantized:
             events.append(("read", self.payload.data_ptr()))
-            return read(self)
+            return read(self, format)
 
         def recorded_write(self: ReleasedGradBuffer, slot: Any, grad: Tensor) -> None:
             events.append(("write", slot.param.payload.data_ptr()))

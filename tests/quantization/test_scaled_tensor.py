@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, STATE_BLOCK
 from fp8_megatron.kernels import reference
+from fp8_megatron.quantization.operand import Format
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 
@@ -110,12 +111,12 @@ def test_dequantize_of_one_scale_and_of_blocks() -> None:
 def test_gemm_operand_is_the_weight_itself_or_quantised_now() -> None:
     value = random_matrix(64, 32)
     fp8 = ScaledTensor.quantize(value)
-    payload, scale = fp8.gemm_operand()
-    assert payload is fp8.payload and scale is fp8.scale
+    operand = fp8.gemm_operand(Format(E4M3))
+    assert operand.payload is fp8.payload and operand.scale is fp8.scale
     fp16 = fp16_blockwise(value)
-    payload, scale = fp16.gemm_operand()
+    operand = fp16.gemm_operand(Format(E4M3))
     expected = ScaledTensor.quantize(fp16.dequantize())
-    assert payload.dtype == E4M3 and bits(ScaledTensor(payload, scale)) == bits(expected)
+    assert operand.payload.dtype == E4M3 and bits(ScaledTensor(operand.payload, operand.scale)) == bits(expected)
 
 
 @STORAGES

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, MAX_FINITE
 from fp8_megatron.quantization.amax_history import AmaxHistory
+from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.recipe import WEIGHT_GRAD_HEADROOM, Recipe
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
@@ -26,9 +27,10 @@ def make_grad(recipe_scale: object, size: float = 1.0, seed: int = 0) -> tuple[W
     generator = torch.Generator().manual_seed(seed)
     g = torch.randn(SHAPE[0], TOKENS, generator=generator).to(E5M2)
     x = torch.randn(SHAPE[1], TOKENS, generator=generator).to(E4M3)
-    g_scale, x_scale = torch.tensor([0.25 * size]), torch.tensor([0.5])
+    g_t = Quantized(g, None, torch.tensor([0.25 * size]), Format(E5M2))
+    x_t = Quantized(x, None, torch.tensor([0.5]), Format(E4M3))
     exact = g.double() @ x.double().t() * (0.125 * size)
-    return WeightGrad(g, x, g_scale, x_scale, torch.bfloat16, recipe_scale), exact  # type: ignore[arg-type]
+    return WeightGrad(g_t, x_t, torch.bfloat16, recipe_scale), exact  # type: ignore[arg-type]
 
 
 def test_the_first_step_takes_blocks_and_gives_the_next_its_scale() -> None:

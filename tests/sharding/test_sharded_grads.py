@@ -20,6 +20,7 @@ from fp8_megatron.device.group import Group
 from fp8_megatron.formats import E4M3, E5M2, GradReduceMode, StorageDtype
 from fp8_megatron.kernels import ops
 from fp8_megatron.quantization.amax_history import AmaxHistory
+from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -238,10 +239,12 @@ def _reduce_what_gemms_write(group: Group) -> list[float]:
             for rank in range(group.size()):
                 generator = torch.Generator().manual_seed(100 * step + 10 * index + rank)
                 g_t, x_t = (torch.randn(size, 32, generator=generator) for size in (n, k))
-                grad = WeightGrad(
-                    g_t.to(E5M2), x_t.to(E4M3), torch.ones(1), torch.ones(1), torch.bfloat16, scales[name]
+                operands = (
+                    Quantized(value.to(dtype), None, torch.ones(1), Format(dtype))
+                    for value, dtype in ((g_t, E5M2), (x_t, E4M3))
                 )
-                exact[name] += grad.g_t.double() @ grad.x_t.double().t() / group.size()
+                grad = WeightGrad(*operands, torch.bfloat16, scales[name])
+                exact[name] += grad.g_t.payload.double() @ grad.x_t.payload.double().t() / group.size()
                 if rank == group.rank():
                     assert grad.writes_fp8 == (step == 1)
                     with mock.patch.object(ops, "quantize_blockwise_", _never if step else ops.quantize_blockwise_):

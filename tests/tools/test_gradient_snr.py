@@ -11,6 +11,7 @@ import torch
 import pretrain_gpt
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK
+from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.weight_grad import WeightGrad
 from tools import gradient_snr
 from tools.gradient_snr import _EVERY, Sample
@@ -20,7 +21,10 @@ from tools.gradient_snr import _EVERY, Sample
 def test_a_sample(share_of_amax: float, saturates: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     g, x = (torch.randn(64, 128, generator=generator) for _ in range(2))
-    grad = WeightGrad(g.to(E5M2), x.to(E4M3), torch.ones(1), torch.ones(1), torch.bfloat16)
+    g_t, x_t = (
+        Quantized(value.to(dtype), None, torch.ones(1), Format(dtype)) for value, dtype in ((g, E5M2), (x, E4M3))
+    )
+    grad = WeightGrad(g_t, x_t, torch.bfloat16)
     wide = grad.wide().float().view(-1)
     scale = share_of_amax * wide.abs().max() / 448
     payload = (wide / scale).clamp(-448, 448).to(E4M3)

@@ -1,0 +1,123 @@
+"""The three GEMMs of a linear layer.
+
+fprop   y = x·Wᵀ            fast accumulation
+dgrad   grad_input = g·W    Wᵀ made of the FP8 weight on demand, split accumulation
+wgrad   grad_weight = gᵀ·x  both K-major over tokens, split accumulation, straight into `weight.main_grad`
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..collectives.row_exchange import RowSum
+from ..quantization.operand import Quantized, multiply_into_
+from ..quantization.recipe import LinearQuantizers
+from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.weight_grad import WeightGrad
+from .links import LinearLinks
+from .operands import MainGrad
+from .parallelism import LOCAL, Local, PendingSum
+from .rows import OperandRows
+
+
+class LinearParams(NamedTuple):
+    """One linear layer: weight [N, K], bias [N] or None, what it casts, how ranks share it, and its links to other
+    layers."""
+
+    weight: ScaledTensor
+    bias: Tensor | None
+    quantizers: LinearQuantizers
+    parallelism: Local = LOCAL
+    links: LinearLinks | None = None
+
+    def cast_grad(self, grad_output: Tensor) -> tuple[OperandRows, Tensor | None]:
+        """See `Local.cast_grad`."""
+        early_cast = None if self.links is None else self.links.early_cast
+        quantizer = self.quantizers.grad_output
+        return self.parallelism.cast_grad(grad_output, quantizer, early_cast, has_bias=self.bias is not None)
+
+
+class Product:
+    """a [T, K] · w [N, K]ᵀ + bias [N] in `dtype`, computed as it is asked for: a `parallelism.Summand`."""
+
+    __slots__ = ("_a", "_bias", "_use_fast_accum", "_w", "device", "dtype", "shape")
+
+    def __init__(
+        self,
+        a: OperandRows,
+        w: Quantized,
+        dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        use_fast_accum: bool = False,
+    ) -> None:
+        self._a, self._w, self._bias, self._use_fast_accum = a, w, bias, use_fast_accum
+        self.dtype, self.device = dtype, w.payload.device
+        self.shape = (a.num_rows, w.payload.shape[0])
+
+    def compute(self, addend: Tensor | None = None) -> Tensor:
+        """See `Summand.compute`; part by part, as they arrive."""
+        y = self._w.payload.new_empty(self.shape, dtype=self.dtype)
+        if addend is not None:
+            addend = addend.contiguous().view(self.shape)
+        for part, rows in self._a.parts():
+            multiply_into_(
+                y[part],
+                rows,
+                self._w,
+                bias=self._bias,
+                use_fast_accum=self._use_fast_accum,
+                addend=None if addend is None else addend[part],
+            )
+        return y
+
+    def write(self, rows: slice, out: Tensor, adds_bias: bool) -> None:
+        """See `Summand.write`."""
+        bias = self._bias if adds_bias else None
+        multiply_into_(out, self._a.whole().rows(rows), self._w, bias=bias, use_fast_accum=self._use_fast_accum)
+
+
+class Computed:
+    """A matrix [T, K] that is there already: a `parallelism.Summand`."""
+
+    __slots__ = ("_value", "device", "dtype", "shape")
+
+    def __init__(self, value: Tensor) -> None:
+        self._value, self.dtype, self.device = value, value.dtype, value.device
+        self.shape = (value.shape[0], value.shape[1])
+
+    def compute(self, addend: Tensor | None = None) -> Tensor:
+        """See `Summand.compute`."""
+        return self._value if addend is None else self._value + addend.view(self.shape)
+
+    def write(self, rows: slice, out: Tensor, adds_bias: bool) -> None:
+        """See `Summand.write`."""
+        out.copy_(self._value[rows])
+
+
+def fprop(x: OperandRows, linear: LinearParams, dtype: torch.dtype, addend: Tensor | None = None) -> Tensor:
+    """y [T, N], or this rank's part of the ranks' sum [T/tp, N]; plus `addend` [..., N]."""
+    weight = linear.weight.gemm_operand(linear.quantizers.weight)
+    return linear.parallelism.sum(Product(x, weight, dtype, bias=linear.bias, use_fast_accum=True), addend)
+
+
+def start_dgrad(g: OperandRows, linear: LinearParams, dtype: torch.dtype) -> RowSum | PendingSum:
+    """Start grad_input: [T, K], or this rank's part of the ranks' sum [T/tp, K]."""
+    return linear.parallelism.start_grad_sum(Product(g, _transposed_weight(linear), dtype))
+
+
+def wgrad(g: OperandRows, x_t: Quantized, linear: LinearParams, dtype: torch.dtype) -> None:
+    """Write grad_weight [N, K] where it belongs. `x_t`: the input's columns [K, T]."""
+    main_grad: MainGrad = linear.weight.main_grad  # type: ignore[attr-defined]
+    grad = WeightGrad(g.columns(), x_t, dtype, linear.quantizers.weight_grad)
+    main_grad.accumulate_(grad.wide() if grad.scale is None else grad)
+
+
+def _transposed_weight(linear: LinearParams) -> Quantized:
+    """The weight [K, N] as dgrad takes it."""
+    weight, links = linear.weight.gemm_operand(linear.quantizers.weight), linear.links
+    kept = None if links is None else links.kept_transpose
+    return weight.transposed() if kept is None else kept.of(weight)

@@ -1,0 +1,104 @@
+"""A norm in front of a linear layer, computed where its FP8 output is needed.
+
+Backward keeps the norm's input, which the residual stream holds anyway, and casts its output again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..kernels import ops
+from ..quantization.early_cast import EarlyCast
+from ..quantization.operand import Format, Quantized
+from ..quantization.recipe import Quantizer
+from ..quantization.sources import CastGrad, NormSource, NormStatistics
+from .gemms import LinearParams, fprop, start_dgrad, wgrad
+from .operands import delivered
+from .parallelism import Local
+from .rows import OperandRows
+
+
+class NormParams(NamedTuple):
+    """The norm in front of a linear layer: weight [K], bias [K] or None, epsilon, whether it is RMSNorm, and who
+    receives the cast of its input's gradient: the linear layer whose output the norm reads, if nothing else does."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    rms: bool
+    receiver: EarlyCast | None = None
+
+    def source(self, x: Tensor) -> NormSource:
+        """The norm of `x` [..., K]."""
+        return NormSource(x.reshape(-1, x.shape[-1]), self.weight, self.bias, self.eps, self.rms)
+
+
+def norm_fprop(x: Tensor, norm: NormParams, linear: LinearParams) -> tuple[Tensor, NormStatistics]:
+    """y [T, N] = norm(x)·Wᵀ + b, T over the gathered sequence, and what backward needs beside x."""
+    rows, statistics = quantized_norm(x, norm, linear.quantizers.input, linear.parallelism)
+    return fprop(rows, linear, x.dtype), statistics
+
+
+def quantized_norm(
+    x: Tensor, norm: NormParams, quantizer: Quantizer, parallelism: Local
+) -> tuple[OperandRows, NormStatistics]:
+    """norm(x) in FP8 over the gathered sequence [T, K], and what backward needs beside x."""
+    operand, statistics = quantizer.quantize(norm.source(x), sync=parallelism.sync)
+    return parallelism.gather(operand), statistics
+
+
+def norm_linear_backward(
+    g: OperandRows,
+    residual_grad: Tensor | None,
+    x: Tensor,
+    norm: NormParams,
+    statistics: NormStatistics,
+    linear: LinearParams,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`); that of the
+    layer's weight is written."""
+    columns = start_norm_columns(x, norm, statistics, linear.quantizers.input.format, linear.parallelism)
+    grad_input = start_dgrad(g, linear, x.dtype)
+    wgrad(g, columns(), linear, x.dtype)
+    return norm_backward(grad_input.summands(), residual_grad, x, norm, statistics)
+
+
+def start_norm_columns(
+    x: Tensor, norm: NormParams, statistics: NormStatistics, format: Format, parallelism: Local
+) -> Callable[[], Quantized]:
+    """Start to gather norm(x), cast again, for wgrad; call the result for its columns [K, T]."""
+    transposed = parallelism.casts_columns(format)
+    return parallelism.gather_columns(lambda: norm.source(x).again(statistics, format, transposed=transposed))
+
+
+def norm_backward(
+    summands: Tensor, residual_grad: Tensor | None, x: Tensor, norm: NormParams, statistics: NormStatistics
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`).
+
+    Args:
+        summands: [d, T, K], whose sum is the gradient of the norm's output.
+    """
+    x2d = x.reshape(-1, x.shape[-1])
+    residual = None if residual_grad is None else residual_grad.reshape(x2d.shape)
+    arguments = (summands, residual, x2d, norm.weight, statistics.mean, statistics.rstd)
+    has_bias, receiver = norm.bias is not None, norm.receiver
+    known = None if receiver is None else receiver.known_scale()
+    if receiver is None or receiver.quantizer is None or known is None:
+        grad_x, grad_weight, grad_bias = ops.norm_backward(*arguments, has_bias=has_bias)
+    else:
+        (scale, amax_out), format = known, receiver.quantizer.format
+        grad_x, grad_weight, grad_bias, payload, payload_t, sums = ops.norm_backward_quantize(
+            *arguments,
+            format.dtype,
+            has_bias=has_bias,
+            scale=scale,
+            amax_out=amax_out,
+            transposed=receiver.transposed,
+        )
+        operand = Quantized(payload, payload_t if receiver.transposed else None, scale, format)
+        receiver.put(grad_x, CastGrad(operand, sums))
+    return grad_x.view(x.shape), delivered(grad_weight, norm.weight), delivered(grad_bias, norm.bias)

@@ -1,0 +1,50 @@
+"""Where a layer's gradients go, and how its output's gradient is cast."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..quantization.early_cast import EarlyCast
+from ..quantization.recipe import AmaxSync, Quantizer
+from ..quantization.sources import CastGrad, GradSource
+from ..quantization.weight_grad import WeightGrad
+
+
+class MainGrad(Protocol):
+    """Where a weight's gradient goes. Who owns the storage decides its form (FP8, BF16 or FP32 accumulator)."""
+
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
+        """Add one micro-batch's gradient (any float dtype, the weight's shape) and mark it written.
+
+        Under a delayed scale of weight gradients it is a `WeightGrad`, which can write itself in FP8.
+        """
+
+
+def cast_grad(
+    grad_output: Tensor,
+    quantizer: Quantizer,
+    early_cast: EarlyCast | None,
+    *,
+    has_bias: bool,
+    transposed: bool = True,
+    sync: AmaxSync | None = None,
+) -> CastGrad:
+    """The output gradient [..., N] in FP8, with column sums for a bias: the cast that it came with (with column sums in
+    any case), or else one made here."""
+    made = None if early_cast is None else early_cast.take(grad_output)
+    if made is not None:
+        return made
+    flat = grad_output.reshape(-1, grad_output.shape[-1])
+    return quantizer.quantize(GradSource(flat, column_sums=has_bias, transposed=transposed), sync=sync)
+
+
+def delivered(grad: Tensor | None, param: Tensor | None) -> Tensor | None:
+    """Give a vector's gradient, FP32, to `param.main_grad` where there is one: None is then left for autograd, which
+    would round it to the parameter's dtype and take three launches to bring it there."""
+    main_grad: MainGrad | None = getattr(param, "main_grad", None)
+    if param is None or grad is None or main_grad is None:
+        return grad if param is not None else None
+    main_grad.accumulate_(grad)
+    return None

@@ -1,0 +1,50 @@
+"""Norms and activations in 16 bits, for formats that no kernel computes and casts in one pass.
+
+All arithmetic is FP32 and rounded once, to the input's dtype. Backward's cast again takes the same operations on the
+same numbers, so that it gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm or RMSNorm of `x` [T, K] in its dtype, mean FP32 [T] (empty under RMSNorm) and rstd FP32 [T]."""
+    wide = x.float()
+    mean = wide.new_empty(0) if rms else wide.mean(dim=1)
+    centred = wide if rms else wide - mean[:, None]
+    rstd = torch.rsqrt(centred.square().mean(dim=1) + eps)
+    return _normed(centred, weight, bias, rstd).to(x.dtype), mean, rstd
+
+
+def norm_of_statistics(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> Tensor:
+    """`norm` of `x` once more, from its statistics."""
+    wide = x.float()
+    centred = wide if mean.numel() == 0 else wide - mean[:, None]
+    return _normed(centred, weight, bias, rstd).to(x.dtype)
+
+
+def _normed(centred: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor) -> Tensor:
+    value = centred * rstd[:, None] * weight.float()
+    return value if bias is None else value + bias.float()
+
+
+def activation(z: Tensor, kind: str) -> Tensor:
+    """``gelu`` (tanh) of `z` [T, F], or ``swiglu`` of [T, 2F] (gate, then up), in its dtype [T, F]."""
+    wide = z.float()
+    if kind == "gelu":
+        return torch.nn.functional.gelu(wide, approximate="tanh").to(z.dtype)
+    gate, up = wide.chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up).to(z.dtype)
+
+
+def activation_backward(grad: Tensor, z: Tensor, kind: str) -> Tensor:
+    """The gradient of `z` in its dtype, from the gradient [T, F] of `activation`."""
+    wide, upstream = z.float(), grad.float()
+    if kind == "gelu":
+        return torch.ops.aten.gelu_backward(upstream, wide, approximate="tanh").to(z.dtype)
+    gate, up = wide.chunk(2, dim=1)
+    grad_gate = torch.ops.aten.silu_backward(upstream * up, gate)
+    return torch.cat([grad_gate, upstream * torch.nn.functional.silu(gate)], dim=1).to(z.dtype)
