@@ -2,7 +2,7 @@
 
 fprop   y = x·Wᵀ            fast accumulation
 dgrad   grad_input = g·W    Wᵀ made of the FP8 weight on demand, split accumulation
-wgrad   grad_weight = gᵀ·x  both K-major over tokens, split accumulation, straight into `weight.main_grad`
+wgrad   grad_weight = gᵀ·x  both K-major over tokens, split accumulation, straight into `weight.main_grad` if it has one
 """
 
 from __future__ import annotations
@@ -109,11 +109,18 @@ def start_dgrad(g: OperandRows, linear: LinearParams, dtype: torch.dtype) -> Row
     return linear.parallelism.start_grad_sum(Product(g, _transposed_weight(linear), dtype))
 
 
-def wgrad(g: OperandRows, x_t: Quantized, linear: LinearParams, dtype: torch.dtype) -> None:
-    """Write grad_weight [N, K] where it belongs. `x_t`: the input's columns [K, T]."""
-    main_grad: MainGrad = linear.weight.main_grad  # type: ignore[attr-defined]
+def wgrad(g: OperandRows, x_t: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor | None:
+    """Write grad_weight [N, K] to `main_grad`; where the weight has none, give it in `dtype`, for autograd.
+
+    Args:
+        x_t: the input's columns [K, T].
+    """
+    main_grad: MainGrad | None = getattr(linear.weight, "main_grad", None)
     grad = WeightGrad(g.columns(), x_t, dtype, linear.quantizers.weight_grad)
+    if main_grad is None:
+        return grad.wide()
     main_grad.accumulate_(grad.wide() if grad.scale is None else grad)
+    return None
 
 
 def _transposed_weight(linear: LinearParams) -> Quantized:

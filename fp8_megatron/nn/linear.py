@@ -21,7 +21,7 @@ from .operands import delivered
 
 
 def fp8_linear(x: Tensor, linear: LinearParams, *, keeps_input: bool = False, addend: Tensor | None = None) -> Tensor:
-    """y = x·Wᵀ + b (+ addend) in FP8, with the weight gradient written to ``weight.main_grad``.
+    """y = x·Wᵀ + b (+ addend) in FP8; the weight gradient goes to ``weight.main_grad`` (see `wgrad`).
 
     Args:
         x: BF16 [..., K]; of `SequenceColumn` [s/tp, b, K].
@@ -82,7 +82,7 @@ class _FP8Linear(torch.autograd.Function):
         columns = linear.parallelism.gather_columns(part_of_input)
         g, grad_bias = linear.cast_grad(grad_output)
         grad_input = start_dgrad(g, linear, grad_output.dtype)
-        wgrad(g, columns(), linear, grad_output.dtype)
+        grad_weight = wgrad(g, columns(), linear, grad_output.dtype)
         grad_bias = delivered(grad_bias, linear.bias)
         grad_addend = grad_output if ctx.needs_input_grad[3] else None
-        return grad_input.wait().view(ctx.input_shape), None, grad_bias, grad_addend, None, None, None
+        return grad_input.wait().view(ctx.input_shape), grad_weight, grad_bias, grad_addend, None, None, None

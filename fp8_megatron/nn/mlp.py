@@ -30,7 +30,7 @@ def fp8_norm_mlp(
     *,
     adds_input: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """fc2(activation(fc1(norm(x)))) in FP8; the weight gradients go to their ``main_grad``.
+    """fc2(activation(fc1(norm(x)))) in FP8; the weight gradients go to their ``main_grad`` (see `wgrad`).
 
     Args:
         x: BF16 [s, b, h]; where fc1 is `SequenceColumn` (and fc2 `SequenceRow`) [s/tp, b, h].
@@ -101,10 +101,10 @@ class _FP8NormMLP(torch.autograd.Function):
         )
         cast = fc1.quantizers.grad_output.quantize(source)
         del source
-        wgrad(g2, cast.activation.t, fc2, grad_output.dtype)
+        grad_weight2 = wgrad(g2, cast.activation.t, fc2, grad_output.dtype)
         g1, grad_bias1 = LocalRows(cast.operand), cast.column_sums
         del g2, cast
-        grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
+        grad_x, grad_norm_weight, grad_norm_bias, grad_weight1 = norm_linear_backward(
             g1,
             grad_output if ctx.adds_input else residual_grad,
             x,
@@ -113,4 +113,5 @@ class _FP8NormMLP(torch.autograd.Function):
             fc1,
         )
         grad_bias1, grad_bias2 = delivered(grad_bias1, fc1.bias), delivered(grad_bias2, fc2.bias)
-        return grad_x, grad_norm_weight, grad_norm_bias, None, grad_bias1, None, grad_bias2, *[None] * 6
+        grads = (grad_norm_weight, grad_norm_bias, grad_weight1, grad_bias1, grad_weight2, grad_bias2)
+        return grad_x, *grads, *[None] * 6

@@ -57,13 +57,13 @@ def norm_linear_backward(
     norm: NormParams,
     statistics: NormStatistics,
     linear: LinearParams,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`); that of the
-    layer's weight is written."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`), and of the
+    layer's weight (see `wgrad`)."""
     columns = start_norm_columns(x, norm, statistics, linear.quantizers.input.format, linear.parallelism)
     grad_input = start_dgrad(g, linear, x.dtype)
-    wgrad(g, columns(), linear, x.dtype)
-    return norm_backward(grad_input.summands(), residual_grad, x, norm, statistics)
+    grad_weight = wgrad(g, columns(), linear, x.dtype)
+    return *norm_backward(grad_input.summands(), residual_grad, x, norm, statistics), grad_weight
 
 
 def start_norm_columns(

@@ -23,7 +23,7 @@ from .rows import LocalRows
 def fp8_norm_qkv(
     x: Tensor, norm: NormParams, qkv: LinearParams, widths: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key and value of norm(x) in FP8; the weight gradient goes to ``qkv.weight.main_grad``.
+    """Query, key and value of norm(x) in FP8; the weight gradient goes to ``qkv.weight.main_grad`` (see `wgrad`).
 
     Args:
         x: BF16 [s, b, h]; of `SequenceColumn` [s/tp, b, h].
@@ -68,7 +68,7 @@ class _FP8NormQKV(torch.autograd.Function):
         norm, qkv = ctx.norm, ctx.qkv
         source = QKVGradSource(qkv_grads, column_sums=qkv.bias is not None)
         operand, grad_bias = qkv.quantizers.grad_output.quantize(source)
-        grad_x, grad_norm_weight, grad_norm_bias = norm_linear_backward(
+        grad_x, grad_norm_weight, grad_norm_bias, grad_weight = norm_linear_backward(
             LocalRows(operand), residual_grad, x, norm, NormStatistics(*statistics), qkv
         )
-        return grad_x, grad_norm_weight, grad_norm_bias, None, delivered(grad_bias, qkv.bias), *[None] * 4
+        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, delivered(grad_bias, qkv.bias), *[None] * 4

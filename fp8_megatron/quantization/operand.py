@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..formats import DTYPE_NAMES, GEMM_BLOCK
+from ..formats import DTYPE_NAMES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
 from ..kernels import ops
 
 
@@ -45,6 +45,11 @@ class Format:
     def transpose_keeps_scale(self) -> bool:
         """Whether the transpose has the same payload elements, so that it is made of what was cast."""
         return self.granularity is not Granularity.BLOCK
+
+    @property
+    def size_multiple(self) -> int:
+        """What sizes along a GEMM's sum are multiples of."""
+        return FP8_GEMM_MULTIPLE if self.granularity is Granularity.TENSOR else GEMM_BLOCK
 
     def __str__(self) -> str:
         rounding = ", powers of two" if self.power_of_two else ""

@@ -1,7 +1,7 @@
 """What a linear layer's three GEMMs take in FP8: the format of each role, and where its scale comes from.
 
-fprop: y = x·Wᵀ; dgrad: grad_input = g·W; wgrad: grad_weight = gᵀ·x, with x and W in E4M3 and g in E5M2
-(arXiv 2209.05433; FP8-LM, arXiv 2310.18313, section 2).
+fprop: y = x·Wᵀ; dgrad: grad_input = g·W; wgrad: grad_weight = gᵀ·x, with x and W in E4M3 and, under one scale a
+tensor, g in E5M2 (arXiv 2209.05433; FP8-LM, arXiv 2310.18313, section 2).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..formats import E4M3, E5M2
 from ..kernels.reference import scale_from_amax
 from .amax_history import AmaxHistory
-from .operand import Format
+from .operand import Format, Granularity
 from .sources import Cast, Source
 from .weight_grad import DelayedGradScale
 
@@ -26,7 +26,7 @@ WEIGHT_GRAD_HEADROOM = 4.0
 #: Raises an amax FP32 [1] to its maximum over the ranks that will share the scale, in place.
 AmaxSync = Callable[[Tensor], None]
 
-RecipeName = Literal["tensorwise", "delayed"]
+RecipeName = Literal["tensorwise", "delayed", "blockwise"]
 
 
 class Roles(NamedTuple):
@@ -40,7 +40,16 @@ class Roles(NamedTuple):
 
 @functools.cache
 def roles_of(name: RecipeName, power_of_two: bool) -> Roles:
-    """The formats of a recipe. `power_of_two` is of activations and their gradients."""
+    """The formats of a recipe.
+
+    ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437, section 3.3): 128 elements along the sum share a scale, of a weight
+    128×128, and all roles are E4M3. `power_of_two` rounds the scales of all that is cast in blocks; else those of
+    activations and their gradients.
+    """
+    if name == "blockwise":
+        blocks = Format(E4M3, Granularity.BLOCK, power_of_two)
+        tiles = Format(E4M3, Granularity.TILE, power_of_two)
+        return Roles(input=blocks, weight=tiles, grad_output=blocks, weight_grad=Format(E4M3))
     return Roles(
         input=Format(E4M3, power_of_two=power_of_two),
         weight=Format(E4M3),
@@ -130,6 +139,11 @@ class Recipe:
     def roles(self) -> Roles:
         """The format of each role."""
         return roles_of(self.name, self.power_of_two)
+
+    @property
+    def size_multiple(self) -> int:
+        """What both sizes of a weight, and a micro-batch's tokens, are multiples of."""
+        return self.roles.input.size_multiple
 
     def linear_quantizers(self) -> LinearQuantizers:
         """Quantisers of a new layer; under delayed scaling they take two or three slots of the history."""
