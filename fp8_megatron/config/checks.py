@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from ..formats import FP8_GEMM_MULTIPLE, GradReduceMode, StorageDtype
+from ..formats import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
 from .run_checks import run_problems
 from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig, PrecisionConfig
 
@@ -308,21 +308,25 @@ def _check_gemm_sizes(config: Config) -> Iterator[str]:
         ),
         (f"ffn_hidden_size({ffn})", ffn, tp),
     ]
+    in_blocks = config.precision.fp8_recipe == "blockwise"
+    of_one = GEMM_BLOCK if in_blocks else FP8_GEMM_MULTIPLE
+    fix = "--fp8-recipe tensorwise" if in_blocks else "--precision bf16"
     for equation, size, ranks in sizes:
-        multiple = FP8_GEMM_MULTIPLE * ranks
+        multiple = of_one * ranks
         if size % multiple:
-            over = (
-                f"{FP8_GEMM_MULTIPLE} × tensor_model_parallel_size({tp}) = {multiple}" if ranks > 1 else f"{multiple}"
-            )
+            over = f"{of_one} × tensor_model_parallel_size({tp}) = {multiple}" if ranks > 1 else f"{multiple}"
             yield (
                 f"FP8 GEMM: {equation} is not a multiple of {over}; "
-                f"choose one ({_multiple_near(size, multiple)}), or --precision bf16"
+                f"choose one ({_multiple_near(size, multiple)}), or {fix}"
             )
     tokens = model.seq_length * config.training.micro_batch_size
-    if tokens % FP8_GEMM_MULTIPLE:
+    # Blocks of tokens do not cross the ranks that share a sequence.
+    shares = tp if in_blocks and config.parallel.sequence_parallel else 1
+    if tokens % (of_one * shares):
+        over = f"{of_one} × tensor_model_parallel_size({tp}) = {of_one * shares}" if shares > 1 else f"{of_one}"
         yield (
             f"FP8 GEMM: seq_length({model.seq_length}) × micro_batch_size({config.training.micro_batch_size}) = "
-            f"{tokens} tokens is not a multiple of {FP8_GEMM_MULTIPLE}; choose another seq_length or micro_batch_size"
+            f"{tokens} tokens is not a multiple of {over}; choose another seq_length or micro_batch_size"
         )
     if config.precision.fp8_lm_head:
         yield from _check_vocabulary(config)

@@ -14,7 +14,7 @@ from ..formats import LEVELS, GradReduceMode, StorageDtype, StorageFormats
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
-FP8Recipe = Literal["tensorwise", "delayed"]
+FP8Recipe = Literal["tensorwise", "delayed", "blockwise"]
 
 
 #: A run's first step has no delayed scales: of two, one takes the kernels that all later steps take.
@@ -172,7 +172,8 @@ class PrecisionConfig:
     """What FP8 weight gradients are added up in over micro-batches (never in FP8). Default: fp32 in shards over several
     replicas, else bf16. bf16 shards halve their 4 / replicas bytes a parameter."""
     fp8_recipe: FP8Recipe = "tensorwise"
-    """Scales of activations and output gradients: tensorwise (from the current tensor) or delayed (from past steps)."""
+    """Scales of what FP8 GEMMs take: tensorwise (one a tensor, from its values), delayed (one a tensor, from past
+    steps) or blockwise (one for 1×128 elements of activations and gradients, and for 128×128 of weights)."""
     fp8_amax_history_len: int = 16
     """Steps remembered by delayed scaling."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"

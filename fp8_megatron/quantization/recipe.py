@@ -42,9 +42,9 @@ class Roles(NamedTuple):
 def roles_of(name: RecipeName, power_of_two: bool) -> Roles:
     """The formats of a recipe.
 
-    ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437, section 3.3): 128 elements along the sum share a scale, of a weight
-    128×128, and all roles are E4M3. `power_of_two` rounds the scales of all that is cast in blocks; else those of
-    activations and their gradients.
+    ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437, section 3.3): 128 elements along the sum share a scale, of a
+    weight 128×128, and all roles are E4M3. `power_of_two` rounds the scales of all that is cast in blocks; else those
+    of activations and their gradients.
     """
     if name == "blockwise":
         blocks = Format(E4M3, Granularity.BLOCK, power_of_two)

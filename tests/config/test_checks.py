@@ -194,6 +194,18 @@ FULL = "--recompute-granularity full "
         # sizes of FP8 GEMMs
         (
             1,
+            "--fp8-recipe blockwise --ffn-hidden-size 4000",
+            "FP8 GEMM: ffn_hidden_size(4000) is not a multiple of 128; choose one (3968 or 4096), or --fp8-recipe "
+            "tensorwise",
+        ),
+        (
+            4,
+            "--fp8-recipe blockwise --tensor-model-parallel-size 4 --sequence-parallel --seq-length 256 "
+            "--micro-batch-size 3",
+            "256) × micro_batch_size(3) = 768 tokens is not a multiple of 128 × tensor_model_parallel_size(4) = 512",
+        ),
+        (
+            1,
             "--hidden-size 1000 --kv-channels 64",
             "hidden_size(1000) is not a multiple of 16; choose one (992 or 1008)",
         ),

@@ -21,12 +21,14 @@ from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.quantization.recipe import Recipe
+from fp8_megatron.quantization.recipe import Recipe, RecipeName
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
 
 SEQ, BATCH, IN, OUT = 16, 4, 128, 64
+#: Half of the tokens and of each dimension is a whole number of blocks.
+SIZES = {"tensorwise": (SEQ, BATCH, IN, OUT), "blockwise": (64, BATCH, 256, 512)}
 Layer = Literal["column", "row"]
 CPU = torch.device("cpu")
 #: 28.5 and 24.5 dB (test_linear.py) less 1 dB: halves of fixed size ratios fill the binades less evenly.
@@ -43,28 +45,32 @@ class _KeepsGrad:
         self.grad = grad
 
 
-def _problem() -> dict[str, Tensor]:
+def _problem(recipe: RecipeName = "tensorwise") -> dict[str, Tensor]:
+    seq, batch, columns, rows = SIZES[recipe]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SEQ, BATCH, IN, generator=generator)
-    cotangent = torch.randn(SEQ, BATCH, OUT, generator=generator) * 1e-3
+    x = torch.randn(seq, batch, columns, generator=generator)
+    cotangent = torch.randn(seq, batch, rows, generator=generator) * 1e-3
     # Halves of different size, so that a scale taken from one shard alone would be another.
-    x[: SEQ // 2] *= 5.0
-    x[..., IN // 2 :] *= 3.0
-    cotangent[..., OUT // 2 :] *= 7.0
+    x[: seq // 2] *= 5.0
+    x[..., columns // 2 :] *= 3.0
+    cotangent[..., rows // 2 :] *= 7.0
     return {
         "x": x.bfloat16(),
-        "weight": torch.randn(OUT, IN, generator=generator) * 0.02,
-        "bias": (torch.randn(OUT, generator=generator) * 0.1).bfloat16(),
+        "weight": torch.randn(rows, columns, generator=generator) * 0.02,
+        "bias": (torch.randn(rows, generator=generator) * 0.1).bfloat16(),
         "cotangent": cotangent.bfloat16(),
     }
 
 
-def _run_layer(kind: Layer, tp: int, sequence_parallel: bool, power_of_two: bool) -> dict[str, Tensor]:
+def _run_layer(
+    kind: Layer, tp: int, sequence_parallel: bool, power_of_two: bool, recipe: RecipeName = "tensorwise"
+) -> dict[str, Tensor]:
     """This rank's y, grad_input, grad_weight and grad_bias of the one problem."""
-    p = _problem()
+    p = _problem(recipe)
+    _, _, columns, rows = SIZES[recipe]
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=IN,
+        hidden_size=columns,
         num_attention_heads=4,
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence_parallel,
@@ -82,13 +88,13 @@ def _run_layer(kind: Layer, tp: int, sequence_parallel: bool, power_of_two: bool
             "bias": True,
             "skip_bias_add": False,
             "tp_group": topology.tp,
-            "recipe": Recipe("tensorwise", power_of_two),
+            "recipe": Recipe(recipe, power_of_two),
         }
         layer: torch.nn.Module
         if kind == "column":
-            layer = FP8ColumnParallelLinear(IN, OUT, gather_output=False, **common)
+            layer = FP8ColumnParallelLinear(columns, rows, gather_output=False, **common)
         else:
-            layer = FP8RowParallelLinear(IN, OUT, input_is_parallel=True, **common)
+            layer = FP8RowParallelLinear(columns, rows, input_is_parallel=True, **common)
 
         def mine(whole: Tensor, dim: int | None) -> Tensor:
             return whole if dim is None else whole.chunk(tp, dim=dim)[rank].contiguous()
@@ -160,6 +166,25 @@ def test_two_ranks_compute_the_unsharded_layer(
         assert snr_db(single[name].view(exact.shape), exact) > least_db, name
         if power_of_two:
             assert snr_db(double[name], single[name]) > BF16_PARTIALS_DB, name
+
+
+@pytest.mark.parametrize(("kind", "sequence_parallel"), CASES)
+def test_blocks_do_not_see_how_they_are_shared(ranks: RankPool, kind: Layer, sequence_parallel: bool) -> None:
+    """Blocks end where shards do, so that with any scales two ranks cast what one does."""
+    (single,) = ranks.run(_run_layer, kind, 1, False, False, "blockwise", num_ranks=1)
+    parts = ranks.run(_run_layer, kind, 2, sequence_parallel, False, "blockwise", num_ranks=2)
+    double = _whole(kind, sequence_parallel, parts)
+    p = {name: value.double() for name, value in _problem("blockwise").items()}
+    x, g = (p[name].view(-1, p[name].shape[-1]) for name in ("x", "cotangent"))
+    truth = {
+        "y": (x @ p["weight"].t() + p["bias"], E4M3_E4M3_DB),
+        "grad_input": (g @ p["weight"], E4M3_E4M3_DB),
+        "grad_weight": (g.t() @ x, E4M3_E4M3_DB),
+        "grad_bias": (g.sum(dim=0), BF16_PARTIALS_DB),
+    }
+    for name, (exact, least_db) in truth.items():
+        assert snr_db(double[name].view(exact.shape), exact) > least_db, name
+        assert snr_db(double[name], single[name]) > BF16_PARTIALS_DB, name
 
 
 def assert_same_gemm(value: Tensor, expected: Tensor, *, atol: float) -> None:

@@ -16,11 +16,12 @@ from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.mlp import fp8_norm_mlp
 from fp8_megatron.nn.normed import NormParams
 from fp8_megatron.nn.qkv import fp8_norm_qkv
-from fp8_megatron.quantization.recipe import Recipe
+from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe, RecipeName
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 
-SEQ, BATCH, HIDDEN, WIDE = 16, 4, 128, 256
+SEQ, BATCH, HIDDEN, WIDE = 32, 4, 128, 256
+RECIPES = pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 
 
 @dataclass
@@ -57,21 +58,25 @@ def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.layer_norm(x, (HIDDEN,), weight, bias, 1e-5)
 
 
-def quantizers():  # type: ignore[no-untyped-def]
-    return Recipe("tensorwise", power_of_two=False).linear_quantizers()
+def quantizers(recipe: RecipeName = "tensorwise") -> LinearQuantizers:
+    return Recipe(recipe, power_of_two=False).linear_quantizers()
 
 
 GROUPS, WIDTHS = 2, (96, 16, 16)
 
 
+@RECIPES
 @pytest.mark.parametrize("has_bias", [True, False], ids=["layernorm_bias", "rmsnorm"])
-def test_norm_qkv(has_bias: bool) -> None:
+def test_norm_qkv(has_bias: bool, recipe: RecipeName) -> None:
     x, x64 = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0) + 0.3)
     norm_weight, norm_weight64 = leaf(1 + normal(HIDDEN, seed=2, size=0.2))
     norm_bias, norm_bias64 = leaf(normal(HIDDEN, seed=3, size=0.2)) if has_bias else (None, None)
     bias, bias64 = leaf(normal(WIDE, seed=4, size=0.2)) if has_bias else (None, None)
     weight, weight64 = fp8_weight(WIDE, HIDDEN, seed=5)
-    norm, linear = NormParams(norm_weight, norm_bias, 1e-5, not has_bias), LinearParams(weight, bias, quantizers())
+    norm, linear = (
+        NormParams(norm_weight, norm_bias, 1e-5, not has_bias),
+        LinearParams(weight, bias, quantizers(recipe)),
+    )
     *parts, residual = fp8_norm_qkv(x, norm, linear, WIDTHS)
     assert [part.shape for part in parts] == [(SEQ, BATCH, GROUPS, width) for width in WIDTHS]
     y = torch.cat(parts, dim=3).view(SEQ, BATCH, WIDE)
@@ -91,8 +96,9 @@ def test_norm_qkv(has_bias: bool) -> None:
         assert snr_db(bias.grad, bias64.grad) > 53.0
 
 
+@RECIPES
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
-def test_norm_mlp(kind: str) -> None:
+def test_norm_mlp(kind: str, recipe: RecipeName) -> None:
     has_bias = kind == "gelu"
     columns = WIDE * (2 if kind == "swiglu" else 1)
     x, x64 = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0) + 0.3)
@@ -105,8 +111,8 @@ def test_norm_mlp(kind: str) -> None:
     y, residual = fp8_norm_mlp(
         x,
         NormParams(norm_weight, norm_bias, 1e-5, not has_bias),
-        LinearParams(weight1, bias1, quantizers()),
-        LinearParams(weight2, bias2, quantizers()),
+        LinearParams(weight1, bias1, quantizers(recipe)),
+        LinearParams(weight2, bias2, quantizers(recipe)),
         kind,
     )
     z = exact_norm(x64, norm_weight64, norm_bias64) @ weight1_64.t()
