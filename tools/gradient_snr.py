@@ -24,6 +24,7 @@ from torch import Tensor
 import pretrain_gpt
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, MAX_FINITE
 from fp8_megatron.kernels import ops
+from fp8_megatron.quantization.operand import multiply
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
 
@@ -44,7 +45,7 @@ class Sample:
         self.num_seen += 1
         if self.num_seen % _EVERY:
             return
-        exact = ops.scaled_mm(grad.g_t, grad.x_t, grad.g_scale, grad.x_scale, out_dtype=torch.float32).view(-1)
+        exact = multiply(grad.g_t, grad.x_t, torch.float32).view(-1)
         numel = exact.numel()
         written = ops.dequantize_blockwise(payload, scales)[:numel]
         blocks = torch.empty(payload.numel(), dtype=E4M3, device=payload.device)

@@ -108,9 +108,10 @@ def test_each_gemm_is_its_rounded_operands_product() -> None:
     assert snr_db(p.main_grad.grads[0], _decoded(g.t) @ _decoded(x.t).t()) > BF16_DB
 
 
-def test_a_weight_with_one_scale_is_tiles_exactly() -> None:
+@pytest.mark.parametrize("shape", [(OUT, IN), (512, 256)], ids=["padded_scales", "whole_scales"])
+def test_a_weight_with_one_scale_is_tiles_exactly(shape: tuple[int, int]) -> None:
     """FP8 at rest is not rounded again: every tile has the tensor's scale, in both layouts."""
-    weight = ScaledTensor.quantize(torch.randn(OUT, IN))
+    weight = ScaledTensor.quantize(torch.randn(shape))
     operand = weight.gemm_operand(TILES)
     assert operand.payload is weight.payload
     assert torch.equal(ops.dequantize_blocks(operand.payload, operand.scale), weight.dequantize())

@@ -163,4 +163,4 @@ def _filled_up(x: Tensor, *, rows_too: bool) -> Tensor:
 def _padded(scales: Tensor) -> Tensor:
     """Scales of tiles with the padding that cuBLASLt reads over."""
     columns = scales.shape[1]
-    return F.pad(scales, (0, round_up(columns, TILE_SCALES_MULTIPLE) - columns), value=1.0)
+    return F.pad(scales, (0, round_up(columns, TILE_SCALES_MULTIPLE) - columns), value=1.0).contiguous()
