@@ -51,24 +51,9 @@ def import_core() -> int:
 
 def build_module() -> torch.nn.Module:
     """Two FP8 linear layers with biases, and an activation between them."""
-    from fp8_megatron.nn.linear import TensorParallelism, fp8_linear
-    from fp8_megatron.quantization.recipe import Recipe
-    from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+    from fp8_megatron.nn.module import FP8Linear
 
-    recipe = Recipe("tensorwise", power_of_two=False)
-
-    class Linear(torch.nn.Module):
-        def __init__(self, num_inputs: int, num_outputs: int) -> None:
-            super().__init__()
-            weight = ScaledTensor.quantize(torch.zeros(num_outputs, num_inputs))
-            self.weight = torch.nn.Parameter(weight)
-            self.bias = torch.nn.Parameter(torch.zeros(num_outputs, dtype=torch.bfloat16))
-            self.quantizers = recipe.linear_quantizers()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return fp8_linear(x, self.weight, self.bias, self.quantizers, TensorParallelism())
-
-    return torch.nn.Sequential(Linear(64, 128), torch.nn.GELU(), Linear(128, 32))
+    return torch.nn.Sequential(FP8Linear(64, 128), torch.nn.GELU(), FP8Linear(128, 32))
 
 
 def train(rank: int, num_ranks: int, rendezvous_file: str) -> dict[str, Any]:
