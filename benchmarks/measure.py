@@ -108,7 +108,7 @@ PARTS = {
     ),
     "7b": Part(
         4,
-        "GPT-7B, 4 × 4 micro-batches: the figures at the top of README.md",
+        "GPT-7B, 4 × 4 micro-batches: the first figures of docs/performance.md",
         lambda to: [
             _compare(to, "7b", "7b", ["O3-fast", "O3-graph"], *_KEEP_7B, gpus=4, micro=4, num_micro=4, steps=13)
         ],

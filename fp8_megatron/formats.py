@@ -115,7 +115,7 @@ class StorageFormats:
 
 
 _F = StorageDtype
-#: The levels (README, the first table): bf16 holds 18 bytes a parameter, O1 11, O2 6, O3 7.
+#: The levels (README, "Precision levels"): bf16 holds 18 bytes a parameter, O1 11, O2 6, O3 7.
 LEVELS: dict[str, StorageFormats] = {
     "bf16": StorageFormats(_F.BF16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
     "fp16": StorageFormats(_F.FP16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),

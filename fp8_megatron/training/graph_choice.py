@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 RECORDS_BELOW_FLOPS = 6e12
 #: The same over tensor-parallel ranks, whose layers have twice as many launches, and where each rank waits for the
 #: slowest host: GPT-7B at TP 4 2.7: 739 → 502, at TP 2 5.4: 460 → 389; GPT-13B at TP 2 8.2: 1,403 → 1,412 with 3.5 GB
-#: more, but 1,400 to 2,040 from step to step on a machine of slow hosts (docs/performance.md, "Tensor parallelism").
+#: more, but 1,400 to 2,040 from step to step on a machine of slow hosts (docs/notebook.md, "The host").
 RECORDS_BELOW_FLOPS_OVER_RANKS = 12e12
 #: Layers times micro-batches that `auto` records in one graph at the most: the largest that was tried has 160.
 MOST_RECORDED_LAYERS = 1024
