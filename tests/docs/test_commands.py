@@ -30,6 +30,7 @@ _SHRINK = {
     "pretrain_gpt.py": "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --vocab-size 512"
     " --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr-warmup-iters 1 --eval-iters 1"
     " --log-interval 1 --num-workers 0 --no-tensorboard",
+    "build_quickstart_corpus.py": "--max-mb 1",
     "train_tokenizer.py": "--vocab-size 512",
     "preprocess_data.py": "--workers 2",
     "tools.gradient_snr": "--train-iters 6",
