@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from torch import Tensor
 from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report, require
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config
-from fp8_megatron.mcore.initialization import initial_values, named_parameters_of_model
+from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.training.batches import masked_mean_loss
@@ -60,11 +61,13 @@ def check(config: Config, recipe: str) -> None:
 def train(work: Work, output: Path | None) -> None:
     """Train, and report on rank 0."""
     config, device = work.config, work.device
-    with runtime(device), initialized(config.parallel, config.model.num_layers, device) as topology:
+    # Groups alone: this project's transports are no part of the peer.
+    parallel = replace(config.parallel, dp_transport="nccl", tp_transport="nccl")
+    with runtime(device), initialized(parallel, config.model.num_layers, device) as topology:
         tp_rank = topology.tp.rank()
         seed_everything(config.training.seed, device, tensor_parallel_rank=tp_rank, pipeline_rank=topology.pp.rank())
         gpt = _build_model(work, is_first=topology.is_first_stage, is_last=topology.is_last_stage)
-        _initialize(gpt, config, tp_rank, topology.tp.size())
+        _initialize(work, gpt, tp_rank, topology.tp.size())
         trained = _on_gpu(work, gpt) if device.type == "cuda" else _on_cpu(work, gpt)
         batches = work.micro_batches(topology.dp.rank())
         mask = None if _has_te() and device.type == "cuda" else _causal_mask(config.model.seq_length, device)
@@ -176,10 +179,9 @@ def _transformer_config(work: Work) -> Any:
         gradient_accumulation_fusion=on_gpu,
         bias_activation_fusion=fuses_activation,
         bias_dropout_fusion=on_gpu,
-        masked_softmax_fusion=on_gpu,
+        masked_softmax_fusion=on_gpu and _has_te(),  # else a kernel of Apex
         cross_entropy_loss_fusion=on_gpu,
         apply_rope_fusion=on_gpu and _has_te() and model.position_embedding_type == "rope",
-        persist_layer_norm=on_gpu,
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
@@ -201,7 +203,7 @@ def _fp8_settings(work: Work) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _initialize(gpt: torch.nn.Module, config: Config, tp_rank: int, tp_size: int) -> None:
+def _initialize(work: Work, gpt: torch.nn.Module, tp_rank: int, tp_size: int) -> None:
     """Give a model the initial weights that this project draws for the same names and seed."""
     params = named_parameters_of_model(gpt)
     for name, param in params.items():
@@ -209,21 +211,14 @@ def _initialize(gpt: torch.nn.Module, config: Config, tp_rank: int, tp_size: int
             is_row_parallel = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             param.tensor_model_parallel = True  # type: ignore[attr-defined]
             param.partition_dim = int(is_row_parallel)  # type: ignore[attr-defined]
-            is_gated = config.model.swiglu and name.endswith("linear_fc1.weight")
+            is_gated = work.config.model.swiglu and name.endswith("linear_fc1.weight")
             param.partition_stride = 2 if is_gated else 1  # type: ignore[attr-defined]
-    values = initial_values(
-        params,
-        std=config.model.init_method_std,
-        num_layers=config.model.num_layers,
-        seed=config.training.seed,
-        tensor_parallel_rank=tp_rank,
-        tensor_parallel_size=tp_size,
-    )
+    values = work.initial_values(params, tensor_parallel_rank=tp_rank, tensor_parallel_size=tp_size)
     for name, value in values:
         param = params[name]
         param.copy_(value)
         if hasattr(param, "_high_precision_init_val"):  # what the master of a weight stored in FP8 is made from
-            param._high_precision_init_val = value.bfloat16().cpu()  # type: ignore[attr-defined]
+            param._high_precision_init_val = value.bfloat16().cpu()
 
 
 def _on_gpu(work: Work, gpt: torch.nn.Module) -> Any:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report, require
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config, ModelConfig
-from fp8_megatron.mcore.initialization import initial_values
 from fp8_megatron.training.schedule import build_scheduler
 
 #: torchao's recipe by the name of the run; None is BF16.
@@ -196,12 +196,11 @@ def train(work: Work, output: Path | None) -> None:
     try:
         model = _sharded_model(work)
         options = config.optimizer
-        params = list(model.parameters())
+        matrices = {"params": [param for param in model.parameters() if param.ndim > 1]}
+        vectors = {"params": [param for param in model.parameters() if param.ndim == 1], "wd_mult": 0.0}
+        groups: list[dict[str, Any]] = [matrices, vectors]
         optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in params if p.ndim > 1]},
-                {"params": [p for p in params if p.ndim == 1], "wd_mult": 0.0},
-            ],
+            groups,
             lr=options.lr,
             betas=(options.adam_beta1, options.adam_beta2),
             eps=options.adam_eps,
@@ -267,23 +266,15 @@ def _sharded_model(work: Work) -> GPT:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     model.to_empty(device=work.device)
-    _initialize(model, work.config)
+    _initialize(model, work)
     return model
 
 
 @torch.no_grad()
-def _initialize(model: GPT, config: Config) -> None:
+def _initialize(model: GPT, work: Work) -> None:
     """Give the shards the initial weights that this project draws for the same names and seed."""
     params = dict(model.named_parameters())
-    values = initial_values(
-        params,
-        std=config.model.init_method_std,
-        num_layers=config.model.num_layers,
-        seed=config.training.seed,
-        tensor_parallel_rank=0,
-        tensor_parallel_size=1,
-    )
-    for name, value in values:
+    for name, value in work.initial_values(params):
         param = params[name]
         assert isinstance(param, DTensor)
         param.copy_(distribute_tensor(value, param.device_mesh, param.placements))

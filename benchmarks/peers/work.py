@@ -30,6 +30,7 @@ from fp8_megatron.config.schema import Config
 from fp8_megatron.data.datasets import build_datasets
 from fp8_megatron.data.loader import build_loader
 from fp8_megatron.data.tokenizer import build_tokenizer, padded_vocab_size
+from fp8_megatron.mcore.initialization import initial_values
 from fp8_megatron.reporting.flops import model_flops_per_token
 
 Batch = dict[str, Tensor]
@@ -57,6 +58,19 @@ class Work:
     def num_micro_batches(self) -> int:
         """Micro-batches of one data-parallel rank and step."""
         return self.config.num_micro_batches(self.world_size)
+
+    def initial_values(
+        self, params: dict[str, torch.nn.Parameter], *, tensor_parallel_rank: int = 0, tensor_parallel_size: int = 1
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, this rank's shard in FP32): the weights with which `pretrain_gpt.py` starts, by Megatron's names."""
+        return initial_values(
+            params,
+            std=self.config.model.init_method_std,
+            num_layers=self.config.model.num_layers,
+            seed=self.config.training.seed,
+            tensor_parallel_rank=tensor_parallel_rank,
+            tensor_parallel_size=tensor_parallel_size,
+        )
 
     def micro_batches(self, data_parallel_rank: int) -> Iterator[Batch]:
         """This rank's micro-batches on its device: those that `pretrain_gpt.py` takes, in its order."""
