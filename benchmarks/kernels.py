@@ -32,8 +32,8 @@ TOKENS, HIDDEN, FFN, LLAMA_FFN, VOCAB_SIZE = 8192, 4096, 16384, 11008, 50304
 CAST_SHAPES = ((16384, 4096), (4096, 16384))
 #: M, N, K of GPT-7B's four forward GEMMs at 8192 tokens: QKV, projection, FC1, FC2.
 GEMMS = ((TOKENS, 3 * HIDDEN, HIDDEN), (TOKENS, HIDDEN, HIDDEN), (TOKENS, FFN, HIDDEN), (TOKENS, HIDDEN, FFN))
-#: Outputs and inputs of Llama-3-8B's linear layers: QKV, projection, FC1, FC2.
-LLAMA_LAYERS = ((6144, HIDDEN), (HIDDEN, HIDDEN), (28672, HIDDEN), (HIDDEN, 14336))
+#: Outputs and inputs of Llama-3-8B's QKV, FC1 and FC2; its projection is GPT-7B's.
+LLAMA_LAYERS = ((6144, HIDDEN), (28672, HIDDEN), (HIDDEN, 14336))
 LINEAR = "linear"
 SECTIONS = (
     *("quantization", "norms", "gradients", "activations", "loss", "blockwise", "optimizer", "gemms"),
