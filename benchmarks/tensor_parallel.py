@@ -29,7 +29,7 @@ from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum
 from fp8_megatron.collectives.transport import copy_engine
 from fp8_megatron.device.device import distributed_backend, select_device
 from fp8_megatron.formats import E4M3
-from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.runtime import runtime
 
 Group = torch.distributed.ProcessGroup
@@ -143,7 +143,7 @@ class _Case:
         matrices = [torch.empty_like(own) for _ in range(self._group.size())]
         torch.distributed.all_gather(matrices, own, group=self._group)
         parts = [matrix.chunk(self._group.size())[self._group.rank()] for matrix in matrices]
-        return reference.sum_of_rows(torch.stack(parts))
+        return ops.sum_of_rows(torch.stack(parts))
 
     def exchange(self) -> Tensor:
         """y [tokens, n] of gathered rows, or this rank's part of the sum."""

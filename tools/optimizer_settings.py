@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, STATE_BLOCK, StorageDtype
-from fp8_megatron.kernels import ops, reference
-from fp8_megatron.kernels.adamw.split_master import join_master, next_weight_scales, split_master
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.quantize.blockwise import store_state_
 
 CHUNK = 4096
 BETA1, EPS, WEIGHT_DECAY = 0.9, 1e-8, 0.1
@@ -91,21 +91,21 @@ def _blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 def _through(dtype: torch.dtype, block: int = STATE_BLOCK) -> Callable[[Tensor], Tensor]:
     def round_trip(x: Tensor) -> Tensor:
         payload, scales = torch.empty(x.numel(), dtype=dtype), torch.empty(x.numel() // block)
-        reference.quantize_blockwise_(x, payload, scales)
-        return reference.dequantize_blockwise(payload, scales)
+        ops.quantize_blockwise_(x, payload, scales)
+        return ops.dequantize_blockwise(payload, scales)
 
     return round_trip
 
 
 def _fp8_tensorwise(x: Tensor, *, power_of_two: bool = False) -> Tensor:
-    scale = reference.scale_from_amax(reference.amax(x), E4M3, power_of_two=power_of_two)
-    return reference.decode(reference.encode(x, scale, E4M3), scale)
+    scale = ops.scale_from_amax(ops.amax(x), E4M3, power_of_two=power_of_two)
+    return ops.decode(ops.encode(x, scale, E4M3), scale)
 
 
 def _fp8_amax(x: Tensor) -> Tensor:
     blocks, amax = _blocks(x)
-    scale = reference.scale_from_amax(amax, E4M3, power_of_two=False)
-    return reference.decode(reference.encode(blocks, scale, E4M3), scale).view(-1)
+    scale = ops.scale_from_amax(amax, E4M3, power_of_two=False)
+    return ops.decode(ops.encode(blocks, scale, E4M3), scale).view(-1)
 
 
 def _fp8_square_root(x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class State:
         dtype = StorageDtype.FP32 if self.round_trip else StorageDtype(storage)
         self.payload = torch.zeros(value.numel(), dtype=dtype.torch_dtype)
         self.scales = torch.ones(value.numel() // STATE_BLOCK) if dtype.is_scaled else None
-        reference.store_state_(value, self.payload, self.scales)
+        store_state_(value, self.payload, self.scales)
         self.emulate()
 
     def emulate(self) -> None:
@@ -171,7 +171,7 @@ class State:
 
     def load(self) -> Tensor:
         """FP32 [n]."""
-        return reference.load_state(self.payload, self.scales)
+        return ops.load_state(self.payload, self.scales)
 
 
 class Space:
@@ -199,8 +199,8 @@ class Space:
         self.exp_avg_sq = State(torch.zeros(end), setting.exp_avg_sq, self.tensors)
         if self.is_split:
             torch.amax(master.abs().view(-1, CHUNK), dim=1, out=self.chunk_amax)
-            self.weight_scales = reference.scale_from_amax(self._tensor_amax(), E4M3, power_of_two=True)
-            weight, correction = split_master(master.view(-1, CHUNK), self._chunk_scales(self.weight_scales))
+            self.weight_scales = ops.scale_from_amax(self._tensor_amax(), E4M3, power_of_two=True)
+            weight, correction = ops.split_master(master.view(-1, CHUNK), self._chunk_scales(self.weight_scales))
             self.weight, self.correction = weight.view(-1), correction.view(-1)
         else:
             # As in the package, a split master is for FP8 weights: the 16-bit rest has an FP16 master beside it.
@@ -220,7 +220,7 @@ class Space:
             return self.master.load()
         shape = (len(self.chunk_tensor), CHUNK)
         scales = self._chunk_scales(self.weight_scales)
-        return join_master(self.weight.view(shape), self.correction.view(shape), scales).view(-1)
+        return ops.join_master(self.weight.view(shape), self.correction.view(shape), scales).view(-1)
 
     def compute_value(self) -> Tensor:
         """What the model computes with, FP32 [n]: FP8 or BF16 weights from the master, or the master itself."""
@@ -231,10 +231,10 @@ class Space:
             return value.bfloat16().float()
         chunks = value.view(-1, CHUNK)
         if self.is_split:
-            return reference.decode(self.weight.view(chunks.shape), self._chunk_scales(self.weight_scales)).view(-1)
+            return ops.decode(self.weight.view(chunks.shape), self._chunk_scales(self.weight_scales)).view(-1)
         torch.amax(chunks.abs(), dim=1, out=self.chunk_amax)
-        scales = self._chunk_scales(reference.scale_from_amax(self._tensor_amax(), E4M3, power_of_two=False))
-        return reference.decode(reference.encode(chunks, scales, E4M3), scales).view(-1)
+        scales = self._chunk_scales(ops.scale_from_amax(self._tensor_amax(), E4M3, power_of_two=False))
+        return ops.decode(ops.encode(chunks, scales, E4M3), scales).view(-1)
 
     def stored_grad(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """`grad` as the optimizer reads it."""
@@ -253,7 +253,7 @@ class Space:
         hyper = ops.AdamHyper(lr, BETA1, self.setting.beta2, EPS, WEIGHT_DECAY, decoupled=True)
         count = torch.tensor([float(step)])
         if self.is_split:
-            scales = next_weight_scales(self._tensor_amax(), lr=lr, beta1=hyper.beta1, beta2=hyper.beta2)
+            scales = ops.next_weight_scales(self._tensor_amax(), lr=lr, beta1=hyper.beta1, beta2=hyper.beta2)
             split = (self.weight, self.correction, self.weight_scales, scales, self.chunk_tensor)
             state = ops.SplitAdamState(*operands, *split)
             ops.adamw_split_step_(state, hyper, grad_factor=factor, step=count, chunk_amax=self.chunk_amax)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3, GRAD_BLOCK, MAX_FINITE
-from ..kernels import ops, reference
+from ..kernels import ops
 
 #: μ halves when more than this fraction of a tensor's elements is at the format's largest value.
 SATURATION_THRESHOLD = 1e-5
@@ -81,7 +81,7 @@ class AutoScale:
             payload: E4M3 [n]. scales: FP32 [n / 128], dequantising.
         """
         largest = _magnitudes(payload).view(-1, GRAD_BLOCK).amax(dim=1).view(E4M3)
-        block_amax = reference.decode(largest, scales)
+        block_amax = ops.decode(largest, scales)
         block_amax = torch.where(torch.isfinite(block_amax), block_amax, torch.zeros_like(block_amax))
         amax = torch.zeros_like(self.mu).scatter_reduce_(0, self._block_tensor, block_amax, "amax")
         return torch.stack([amax, self._seen])
@@ -96,8 +96,8 @@ class AutoScale:
         self.saturated_fraction.copy_(saturated)
         moved = torch.where(saturated > SATURATION_THRESHOLD, self.mu * 0.5, self.mu * self._growth)
         self.mu.copy_(torch.where(saturated >= 0.0, moved, self.mu))
-        scale = reference.scale_from_amax(amax, E4M3, power_of_two=False)
-        scale = reference.round_up_to_power_of_two(scale / self.mu)
+        scale = ops.scale_from_amax(amax, E4M3, power_of_two=False)
+        scale = ops.round_up_to_power_of_two(scale / self.mu)
         torch.index_select(scale, 0, self._block_tensor, out=self.block_scales)
 
     def requantize_(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..formats import E4M3, GRAD_BLOCK, MAX_FINITE, StorageDtype
-from ..kernels import ops, reference
+from ..kernels import ops
 from .autoscale import AutoScale
 from .reduce_scatter import ReduceScatterWork, check_buffers
 from .scale_sync import max_over_group_
@@ -116,7 +116,7 @@ def ring_sum(rows: Tensor, first: int) -> Tensor:
     total = rows[first]
     limit = MAX_FINITE[E4M3]
     for hop in range(1, num_ranks):
-        partial = reference.decode(total) + reference.decode(rows[(first + hop) % num_ranks])
+        partial = ops.decode(total) + ops.decode(rows[(first + hop) % num_ranks])
         total = partial.clamp_(-limit, limit).to(E4M3)
     return total
 

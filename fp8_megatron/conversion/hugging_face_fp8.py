@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..checkpoint.files import CheckpointError
 from ..formats import E4M3
-from ..kernels import reference
+from ..kernels import ops
 from .safetensors_files import TensorSpec
 
 BLOCK = 128
@@ -94,7 +94,7 @@ def specs(layout: FP8Layout, name: str, shape: tuple[int, ...]) -> list[TensorSp
 
 def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
     """One scale for the weight: (payload E4M3, scale FP32 [1]), as training derives it from the master."""
-    payload, _, scale = reference.quantize_current(weight, E4M3, power_of_two=False, rowwise=True, transposed=False)
+    payload, _, scale = ops.quantize_current(weight, E4M3)
     return payload, scale
 
 
@@ -105,8 +105,8 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     out, width = (min(size, BLOCK) for size in weight.shape)
     blocks = weight.unflatten(1, (-1, width)).unflatten(0, (-1, out))
-    scales = reference.scale_from_amax(blocks.abs().amax((1, 3)), E4M3, power_of_two=False)
-    return reference.encode(blocks, scales[:, None, :, None], E4M3).reshape(weight.shape), scales
+    scales = ops.scale_from_amax(blocks.abs().amax((1, 3)), E4M3, power_of_two=False)
+    return ops.encode(blocks, scales[:, None, :, None], E4M3).reshape(weight.shape), scales
 
 
 def dequantize(payload: Tensor, scale: Tensor) -> Tensor:

@@ -9,19 +9,26 @@ import torch
 from torch import Tensor
 
 from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES, FP8_GEMM_MULTIPLE
-from . import reference as _reference  # noqa: F401 (declares)
 from . import registration
 from .activation import reference as activation
-from .adamw import split_master as _split_master  # noqa: F401
+from .adamw import reference as _adamw  # noqa: F401 (declares its operators, as the others do)
 from .adamw.operands import AdamHyper, AdamState, FlatState, SplitAdamState
+from .adamw.split_master import join_master as join_master
+from .adamw.split_master import next_weight_scales as next_weight_scales
+from .adamw.split_master import split_master as split_master
 from .cross_entropy import reference as _cross_entropy  # noqa: F401
 from .gemm.block_scaled import check_block_scaled_mm
-from .gemm.scaled_mm import check_scaled_mm
+from .gemm.reference import check_scaled_mm
 from .norm import reference as _norm  # noqa: F401
-from .quantize import qkv as _qkv  # noqa: F401
+from .quantize import reference as _quantize  # noqa: F401
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
-from .scales import amax_history as _amax_history  # noqa: F401
-from .scales import underflow as _underflow  # noqa: F401
+from .quantize.blockwise import load_state as load_state
+from .reference import decode as decode
+from .reference import encode as encode
+from .reference import round_up_to_power_of_two as round_up_to_power_of_two
+from .reference import scale_from_amax as scale_from_amax
+from .scales import reference as _scales  # noqa: F401
+from .wire.reference import sum_of_rows as sum_of_rows
 
 _OPS = registration.callables()
 
@@ -34,7 +41,7 @@ def amax(x: Tensor) -> Tensor:
 def quantize_current(
     x: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, rowwise: bool = True, transposed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.quantize_current`: payload [M, K], transposed payload [K, M], scale [1]."""
+    """`quantize.reference.quantize_current`: payload [M, K], transposed payload [K, M], scale [1]."""
     assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
     return _OPS.quantize_current(x, dtype, power_of_two, rowwise, transposed)
 
@@ -48,7 +55,7 @@ def quantize_with_scale(
     transposed: bool = False,
     amax_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.quantize_with_scale`: payload [M, K], transposed payload [K, M]."""
+    """`quantize.reference.quantize_with_scale`: payload [M, K], transposed payload [K, M]."""
     assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
     return _OPS.quantize_with_scale(x, scale, dtype, rowwise, transposed, amax_out)
 
@@ -62,13 +69,13 @@ def quantize_grad_output(
     amax_out: Tensor | None = None,
     transposed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`reference.quantize_grad_output`: payload [M, K], transpose [K, M], column sums [K], the scale taken."""
+    """`quantize.reference.quantize_grad_output`: payload [M, K], transpose [K, M], column sums [K], the scale taken."""
     assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
     return _OPS.quantize_grad_output(x, dtype, scale, power_of_two, amax_out, transposed)
 
 
 def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:
-    """`norm.norm_amax`: FP32 [1]."""
+    """`norm.reference.norm_amax`: FP32 [1]."""
     return _OPS.norm_amax(x, weight, bias, eps, rms)
 
 
@@ -84,7 +91,7 @@ def norm_quantize(
     power_of_two: bool = False,
     amax_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm.norm_quantize`: payload [T, K], the scale taken, mean [T], rstd [T]."""
+    """`norm.reference.norm_quantize`: payload [T, K], the scale taken, mean [T], rstd [T]."""
     assert x.ndim == 2 and weight.shape == x.shape[1:] and dtype in FP8_DTYPES, (x.shape, weight.shape, dtype)
     return _OPS.norm_quantize(x, weight, bias, eps, rms, dtype, scale, power_of_two, amax_out)
 
@@ -100,7 +107,7 @@ def norm_requantize(
     *,
     transposed: bool,
 ) -> Tensor:
-    """`norm.norm_requantize`: payload [T, K], or [K, T]."""
+    """`norm.reference.norm_requantize`: payload [T, K], or [K, T]."""
     return _OPS.norm_requantize(x, weight, bias, mean, rstd, scale, dtype, transposed)
 
 
@@ -114,7 +121,7 @@ def norm_backward(
     *,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`norm.norm_backward`: gradients of x [T, K], of the weight [K] and of the bias [K]."""
+    """`norm.reference.norm_backward`: gradients of x [T, K], of the weight [K] and of the bias [K]."""
     assert grad.shape[1:] == x.shape and grad.ndim == 3, (grad.shape, x.shape)
     return _OPS.norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
 
@@ -133,8 +140,8 @@ def norm_backward_quantize(
     amax_out: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`norm.norm_backward_quantize`: the three gradients of `norm_backward`, payload [T, K], transpose [K, T], column
-    sums [K] of the first."""
+    """`norm.reference.norm_backward_quantize`: the three gradients of `norm_backward`; of the first the payload [T, K],
+    its transpose [K, T] and its column sums [K]."""
     assert grad.shape[1:] == x.shape and grad.ndim == 3, (grad.shape, x.shape)
     return _OPS.norm_backward_quantize(
         grad, residual_grad, x, weight, mean, rstd, has_bias, dtype, scale, amax_out, transposed
@@ -142,12 +149,12 @@ def norm_backward_quantize(
 
 
 def activation_amax(z: Tensor, kind: str) -> Tensor:
-    """`activation.activation_amax`: FP32 [1]."""
+    """`activation.reference.activation_amax`: FP32 [1]."""
     return _OPS.activation_amax(z, kind)
 
 
 def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
-    """`activation.activation_backward_amax`: FP32 [1]."""
+    """`activation.reference.activation_backward_amax`: FP32 [1]."""
     return _OPS.activation_backward_amax(grad, z, kind)
 
 
@@ -160,7 +167,7 @@ def activation_quantize(
     power_of_two: bool = False,
     amax_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`activation.activation_quantize`: payload [T, F], the scale taken."""
+    """`activation.reference.activation_quantize`: payload [T, F], the scale taken."""
     assert z.ndim == 2 and kind in activation.INPUTS and dtype in FP8_DTYPES, (z.shape, kind, dtype)
     return _OPS.activation_quantize(z, kind, dtype, scale, power_of_two, amax_out)
 
@@ -178,8 +185,8 @@ def activation_backward_quantize(
     power_of_two: bool = False,
     amax_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`activation.activation_backward_quantize`: gradient of z [T, Z] and [Z, T], activation [F, T], column sums [Z],
-    the scale taken."""
+    """`activation.reference.activation_backward_quantize`: gradient of z [T, Z] and [Z, T], activation [F, T], column
+    sums [Z], the scale taken."""
     assert z.shape[1] == activation.INPUTS[kind] * grad.shape[1], (z.shape, grad.shape, kind)
     return _OPS.activation_backward_quantize(
         grad, z, kind, dtype, scale, power_of_two, amax_out, activation_dtype, activation_scale, column_sums
@@ -187,7 +194,7 @@ def activation_backward_quantize(
 
 
 def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`cross_entropy.cross_entropy_statistics`: maximum, Σ exp and the label's logit of every row, FP32 [T]."""
+    """`cross_entropy.reference.cross_entropy_statistics`: a row's maximum, Σ exp and label's logit, FP32 [T]."""
     assert logits.ndim == 2 and logits.is_contiguous() and labels.shape == logits.shape[:1], (
         logits.shape,
         labels.shape,
@@ -196,7 +203,7 @@ def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
-    """`cross_entropy.cross_entropy_backward_`: logits → their gradient, in place."""
+    """`cross_entropy.reference.cross_entropy_backward_`: logits → their gradient, in place."""
     _OPS.cross_entropy_backward_(logits, labels, log_sum_exp, grad)
 
 
@@ -210,7 +217,7 @@ def cross_entropy_backward_quantize(
     scale: Tensor | None,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`cross_entropy.cross_entropy_backward_quantize`: payload [T, V], transpose [V, T], the scale taken."""
+    """`cross_entropy.reference.cross_entropy_backward_quantize`: payload [T, V], transpose [V, T], the scale taken."""
     assert logits.is_contiguous() and labels.shape == log_sum_exp.shape == grad.shape == logits.shape[:1], (
         logits.shape,
         labels.shape,
@@ -229,13 +236,13 @@ def quantize_qkv_grad(
     power_of_two: bool = False,
     amax_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`qkv.quantize_qkv_grad`: payload [T, N], transpose [N, T], column sums [N], the scale taken."""
+    """`quantize.reference.quantize_qkv_grad`: payload [T, N], transpose [N, T], column sums [N], the scale taken."""
     assert len(grads) == 3 and grads[1].shape == grads[2].shape, [grad.shape for grad in grads]
     return _OPS.quantize_qkv_grad(grads, dtype, scale, power_of_two, amax_out, column_sums)
 
 
 def transpose(payload: Tensor) -> Tensor:
-    """`reference.transpose`: FP8 [M, K] → contiguous [K, M]."""
+    """`quantize.reference.transpose`: FP8 [M, K] → contiguous [K, M]."""
     assert payload.ndim == 2 and payload.dtype in FP8_DTYPES, (payload.shape, payload.dtype)
     return _OPS.transpose(payload)
 
@@ -250,7 +257,7 @@ def scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """`reference.scaled_mm`: a [M, K] · b [N, K]ᵀ → [M, N]; the limits of Hopper's GEMM hold on every device."""
+    """`gemm.reference.scaled_mm`: a [M, K] · b [N, K]ᵀ → [M, N]; the limits of Hopper's GEMM hold on every device."""
     check_scaled_mm(a, b)
     return _OPS.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
 
@@ -266,7 +273,7 @@ def scaled_mm_into_(
     use_fast_accum: bool = False,
     addend: Tensor | None = None,
 ) -> None:
-    """`reference.scaled_mm_into_`: `scaled_mm`, plus `addend`, written to contiguous `out` [M, N] in its dtype."""
+    """`gemm.reference.scaled_mm_into_`: `scaled_mm`, plus `addend`, written to contiguous `out` [M, N] in its dtype."""
     check_scaled_mm(a, b)
     assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
     if addend is not None:
@@ -278,7 +285,7 @@ def scaled_mm_into_(
 def scaled_mm_to_fp8_(
     out: Tensor, amax: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, inverse: Tensor
 ) -> None:
-    """`reference.scaled_mm_to_fp8_`: a [M, K] · b [N, K]ᵀ cast to contiguous FP8 `out` [M, N], and its amax."""
+    """`gemm.reference.scaled_mm_to_fp8_`: a [M, K] · b [N, K]ᵀ cast to contiguous FP8 `out` [M, N], and its amax."""
     check_scaled_mm(a, b)
     assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
     assert out.dtype in FP8_DTYPES and amax.shape == (1,) and inverse.shape == (1,), (out.dtype, amax, inverse)
@@ -379,13 +386,13 @@ def block_scaled_mm(
 
 
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
-    """`reference.quantize_blockwise_`: flat x [≤ n] → payload [n], scales [n / block], in place."""
+    """`quantize.blockwise.quantize_blockwise_`: flat x [≤ n] → payload [n], scales [n / block], in place."""
     assert x.numel() <= payload.numel() and payload.numel() % scales.numel() == 0, (x.shape, payload.shape)
     _OPS.quantize_blockwise_(x, payload, scales)
 
 
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
-    """`reference.dequantize_blockwise`: FP32 [n]."""
+    """`quantize.blockwise.dequantize_blockwise`: FP32 [n]."""
     return _OPS.dequantize_blockwise(payload, scales)
 
 
@@ -399,7 +406,7 @@ def accumulate_rows_(
     own: tuple[int, Tensor, Tensor | None] | None = None,
     addend: Tensor | None = None,
 ) -> None:
-    """`reference.accumulate_rows_`: FP8 rows [d · n] with block scales, or BF16 or FP32 rows without, into an
+    """`wire.reference.accumulate_rows_`: FP8 rows [d · n] with block scales, or BF16 or FP32 rows without, into an
     accumulator [n], in place."""
     n = accumulator.numel()
     assert accumulator.dtype in (torch.float32, torch.bfloat16), accumulator.dtype
@@ -425,7 +432,7 @@ def update_amax_history_(
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`amax_history.update_amax_history_`: the next scales and their reciprocals, FP32 [n, stride] in column 0."""
+    """`scales.reference.update_amax_history_`: the next scales and their reciprocals, FP32 [n, stride] in column 0."""
     n = history.shape[1]
     assert amax.shape == fp_max.shape == (n,) and written.shape[0] == previous.shape[0] == n, (amax.shape, n)
     assert written.shape[2] == previous.shape[1], (written.shape, previous.shape)
@@ -433,14 +440,14 @@ def update_amax_history_(
 
 
 def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
-    """`underflow.count_underflow_`: adds to int64 [2], in place."""
+    """`scales.reference.count_underflow_`: adds to int64 [2], in place."""
     assert value.ndim == 1 and payload.shape == value.shape and payload.dtype in FP8_DTYPES, (value, payload)
     assert counts.dtype == torch.int64 and counts.shape == (2,), (counts.dtype, counts.shape)
     _OPS.count_underflow_(value, payload, counts)
 
 
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
-    """`reference.squared_norm`: Σ x², FP32 [1]."""
+    """`quantize.blockwise.squared_norm`: Σ x², FP32 [1]."""
     return _OPS.squared_norm(payload, scales)
 
 
@@ -453,7 +460,7 @@ def adamw_step_(
     weight: Tensor | None = None,
     chunk_amax: Tensor | None = None,
 ) -> None:
-    """`reference.adamw_step_`: one fused Adam(W) pass over flat storage, in place."""
+    """`adamw.reference.adamw_step_`: one fused Adam(W) pass over flat storage, in place."""
     _check_moments(state.exp_avg, state.exp_avg_sq)
     assert state.master.payload.dtype not in COMPANDED_DTYPES, state.master.payload.dtype
     _OPS.adamw_step_(state, hyper, grad_factor, step, weight, chunk_amax)
@@ -478,5 +485,5 @@ def _check_moments(exp_avg: FlatState, exp_avg_sq: FlatState) -> None:
 def derive_fp8_weights_(
     master: Tensor, master_scales: Tensor | None, payload: Tensor, weight_scales: Tensor, chunk_tensor: Tensor
 ) -> None:
-    """`reference.derive_fp8_weights_`: FP8 weights from their master, in place."""
+    """`adamw.reference.derive_fp8_weights_`: FP8 weights from their master, in place."""
     _OPS.derive_fp8_weights_(master, master_scales, payload, weight_scales, chunk_tensor)

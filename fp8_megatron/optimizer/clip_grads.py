@@ -34,7 +34,7 @@ def global_grad_norm(buffers: Iterable[GradBuffer], world: Group | None, device:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What gradients are multiplied by, FP32 [1]: min(1, max_norm / norm), 1 if max_norm is 0, NaN for a bad norm.
 
-    The NaN makes the optimizer step write nothing (`reference.adamw_step_`).
+    The NaN makes the optimizer step write nothing (`ops.adamw_step_`).
     """
     factor = torch.ones_like(norm) if max_norm <= 0 else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return torch.where(torch.isfinite(norm), factor, torch.full_like(norm, torch.nan))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..formats import StorageDtype, StorageFormats
 from ..kernels import ops
-from ..kernels.adamw.split_master import join_master, next_weight_scales, split_master
 from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
 from ..sharding.released_grads import ReleasedGrad
@@ -48,7 +47,7 @@ class SplitSpaceState(SpaceState):
         start = fragment.slot_start
         payload = slot.padded_slice(self.weight.payload)[start : start + fragment.length]
         correction = self.master.part(fragment).payload
-        return StateTensor(join_master(payload, correction, self.scale_of(slot)), None)
+        return StateTensor(ops.join_master(payload, correction, self.scale_of(slot)), None)
 
     def on_cpu(self) -> SplitSpaceState:
         assert self.weight_scales is not None
@@ -69,9 +68,9 @@ class SplitSpaceState(SpaceState):
         flat = torch.zeros(slot.padded, device=self.space.device)
         flat[: slot.numel] = value.reshape(-1)
         if scale is None:
-            scale = next_weight_scales(flat.abs().amax().reshape(1), lr=0.0, beta1=0.0, beta2=0.0)
+            scale = ops.next_weight_scales(flat.abs().amax().reshape(1), lr=0.0, beta1=0.0, beta2=0.0)
         self.scale_of(slot).copy_(scale)
-        payload, correction = split_master(flat, self.scale_of(slot))
+        payload, correction = ops.split_master(flat, self.scale_of(slot))
         slot.padded_slice(self.weight.payload).copy_(payload)
         for fragment in self.space.fragments(slot):
             start = fragment.slot_start
@@ -85,7 +84,7 @@ class SplitSpaceState(SpaceState):
             start, stop = piece.shard_start, piece.shard_start + piece.length
             weight, correction = (flat[start:stop].view(-1, CHUNK) for flat in (shard, self.master.payload))
             chunks = slice(start // CHUNK, stop // CHUNK)
-            self.chunk_amax[chunks] = join_master(weight, correction, scales[chunks, None]).abs().amax(dim=1)
+            self.chunk_amax[chunks] = ops.join_master(weight, correction, scales[chunks, None]).abs().amax(dim=1)
         self.tensor_amax.copy_(self._tensor_amax())
 
     def update(
@@ -180,7 +179,7 @@ class SplitSpaceState(SpaceState):
 
     def _foretold_scales(self, hyper: ops.AdamHyper) -> Tensor:
         """FP32 [num_slots], what this step's weights are written with."""
-        return next_weight_scales(
+        return ops.next_weight_scales(
             self.tensor_amax, lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, previous=self.scales
         )
 

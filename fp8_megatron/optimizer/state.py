@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
 from ..formats import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
-from ..kernels import ops, reference
-from ..kernels.reference import scale_from_amax
+from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
@@ -51,7 +50,7 @@ class StateTensor(ops.FlatState):
 
     def load(self) -> Tensor:
         """FP32 [n]."""
-        return reference.load_state(self.payload, self.scales)
+        return ops.load_state(self.payload, self.scales)
 
     def store_(self, value: Tensor) -> None:
         """Take on `value` [n], rounded to storage."""
@@ -258,7 +257,7 @@ class SpaceState:
         Args:
             buffer: the space's gradients, finished.
             group: the space's parameter group; `lr` and `weight_decay` are read.
-            grad_factor: FP32 [1]; where it is not finite nothing changes (`reference.adamw_step_`).
+            grad_factor: FP32 [1]; where it is not finite nothing changes (`ops.adamw_step_`).
             step_count: FP32 [1], this step's number.
         """
         written = self._weights_to_write()
@@ -317,7 +316,7 @@ class SpaceState:
         amax = self._tensor_amax()
         previous = self.weight_scales[:, 0]
         usable = torch.isfinite(amax) & (amax > 0)
-        scale = torch.where(usable, scale_from_amax(amax, E4M3, power_of_two=False), previous)
+        scale = torch.where(usable, ops.scale_from_amax(amax, E4M3, power_of_two=False), previous)
         previous.copy_(scale)
         if self.gather is None:
             shard = self.weight.payload

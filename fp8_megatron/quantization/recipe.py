@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from ..formats import E4M3, E5M2
-from ..kernels.reference import scale_from_amax
+from ..kernels import ops
 from .amax_history import AmaxHistory
 from .operand import Format, Granularity
 from .sources import Cast, Source
@@ -85,7 +85,7 @@ class Quantizer:
             sync(amax)
         if history is not None and history.amax is not None:
             history.raise_amax(self.slot, amax)
-        return source.quantize(format, scale_from_amax(amax, format.dtype, power_of_two=format.power_of_two))
+        return source.quantize(format, ops.scale_from_amax(amax, format.dtype, power_of_two=format.power_of_two))
 
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
         """The delayed scale and where the amax is to be recorded, FP32 [1] each; None where the values come first."""

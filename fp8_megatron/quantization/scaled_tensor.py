@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..formats import E4M3, FP8_DTYPES
-from ..kernels import ops, reference
+from ..kernels import ops
 from .operand import Format, Quantized, quantize, with_one_scale
 
 _aten = torch.ops.aten
@@ -71,7 +71,7 @@ class ScaledTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """payload · scale as a plain tensor: a new copy in high precision."""
         if self._scale.numel() == 1:
-            return reference.decode(self._payload, self._scale).to(dtype)
+            return ops.decode(self._payload, self._scale).to(dtype)
         return ops.dequantize_blockwise(self._payload.view(-1), self._scale).view(self.shape).to(dtype)
 
     def gemm_operand(self, format: Format) -> Quantized:

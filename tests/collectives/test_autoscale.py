@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives.autoscale import SATURATION_THRESHOLD, AutoScale
 from fp8_megatron.formats import E4M3, GRAD_BLOCK
-from fp8_megatron.kernels import reference
+from fp8_megatron.kernels.quantize import blockwise
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def quantized(value: Tensor) -> tuple[Tensor, Tensor]:
     payload = torch.empty(value.numel(), dtype=E4M3)
     scales = torch.empty(value.numel() // GRAD_BLOCK)
-    reference.quantize_blockwise_(value, payload, scales)
+    blockwise.quantize_blockwise_(value, payload, scales)
     return payload, scales
 
 
@@ -39,13 +39,13 @@ def reduce_alone(autoscale: AutoScale, value: Tensor) -> Tensor:
     codes = torch.empty_like(payload)
     autoscale.requantize_(payload, scales, codes)
     autoscale.note_sum(codes, 0)
-    return reference.dequantize_blockwise(codes, autoscale.block_scales)
+    return blockwise.dequantize_blockwise(codes, autoscale.block_scales)
 
 
 def test_measures_the_amax_of_each_tensor() -> None:
     payload, scales = quantized(gaussian())
     amax, seen = two_tensors().measure(payload, scales)
-    value = reference.dequantize_blockwise(payload, scales).abs()
+    value = blockwise.dequantize_blockwise(payload, scales).abs()
     assert amax.tolist() == [value[: 3 * GRAD_BLOCK].max().item(), value[3 * GRAD_BLOCK :].max().item()]
     assert seen.eq(-1.0).all()
 
@@ -57,7 +57,7 @@ def test_a_bad_block_is_left_out_of_the_amax_and_stays_bad(bad: float) -> None:
     autoscale = two_tensors()
     payload, scales = quantized(value)
     amax = autoscale.measure(payload, scales)[0]
-    blocks = reference.dequantize_blockwise(payload, scales).view(4, GRAD_BLOCK).abs()
+    blocks = blockwise.dequantize_blockwise(payload, scales).view(4, GRAD_BLOCK).abs()
     assert amax.tolist() == [blocks[[0, 2]].max().item(), blocks[3].max().item()]
     decoded = reduce_alone(autoscale, value).view(4, GRAD_BLOCK)
     assert decoded[1].isnan().all() and decoded[[0, 2, 3]].isfinite().all()
@@ -72,7 +72,7 @@ def test_the_same_scale_encodes_and_decodes(mu: float, magnitude: float) -> None
     there only the largest are asked for."""
     value = gaussian() * magnitude
     autoscale = two_tensors(initial_mu=mu)
-    decoded, sent = reduce_alone(autoscale, value), reference.dequantize_blockwise(*quantized(value))
+    decoded, sent = reduce_alone(autoscale, value), blockwise.dequantize_blockwise(*quantized(value))
     normal = sent.abs() >= 2**-6 * autoscale.block_scales.repeat_interleave(GRAD_BLOCK)
     assert torch.equal(decoded[normal], sent[normal]) and normal.sum() >= 4
     step = 2**-9 * autoscale.block_scales.repeat_interleave(GRAD_BLOCK)

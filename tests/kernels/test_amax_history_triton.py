@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.kernels import ops
-from fp8_megatron.kernels.scales import amax_history
+from fp8_megatron.kernels.scales import reference as amax_history
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

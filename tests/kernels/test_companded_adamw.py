@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3
-from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.adamw import reference as adamw
 from fp8_megatron.quantization.stats import snr_db
 from tests.kernels.cases import adam, claiming_a_gpu
 from tests.kernels.test_companding import BLOCK, INT8, LARGEST, UINT8, stored, table, through
@@ -174,9 +175,9 @@ def test_adamw_skips_where_the_factor_is_not_finite(factor: float, on_gpu: bool)
     state += [torch.randn(n).bfloat16(), torch.ones(2)]  # the weight and the chunks' amax
     before = [tensor.clone() for tensor in state]
     grad_factor = claiming_a_gpu(torch.tensor([factor])) if on_gpu else torch.tensor([factor])
-    reference.adamw_step_(**adam(grad, None, *state, grad_factor, torch.tensor([3.0]), **HYPER))  # type: ignore[arg-type]
+    adamw.adamw_step_(**adam(grad, None, *state, grad_factor, torch.tensor([3.0]), **HYPER))  # type: ignore[arg-type]
     assert all(torch.equal(old, new) for old, new in zip(before, state, strict=True))
-    reference.adamw_step_(**adam(grad, None, *state, torch.ones(1), torch.tensor([3.0]), **HYPER))  # type: ignore[arg-type]
+    adamw.adamw_step_(**adam(grad, None, *state, torch.ones(1), torch.tensor([3.0]), **HYPER))  # type: ignore[arg-type]
     assert not any(
         torch.equal(old, new) for index, (old, new) in enumerate(zip(before, state, strict=True)) if index != 5
     )
@@ -193,7 +194,7 @@ def test_an_update_is_taken_back_without_asking_the_device(factor: float) -> Non
             tensor.copy_(torch.full((4,), 5.0))
 
     gpu_factor = claiming_a_gpu(torch.tensor([factor]))
-    reference.update_where_finite(gpu_factor, [*tensors, None, strided[:, 0]], update)
+    adamw.update_where_finite(gpu_factor, [*tensors, None, strided[:, 0]], update)
     expected = 5.0 if factor == 1.0 else 1.0
     assert all((tensor.float() == expected).all() for tensor in [*tensors, strided[:, 0]])
     assert (strided[:, 1] == 1.0).all()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.kernels import reference
-from fp8_megatron.kernels.adamw import companding
+from fp8_megatron.kernels import companding, reference
+from fp8_megatron.kernels.quantize import blockwise
 from tests.kernels.cases import Case
 
 BLOCK = 256
@@ -29,12 +29,12 @@ def table(dtype: torch.dtype) -> Tensor:
 
 def stored(x: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     payload, scales = torch.empty(x.numel(), dtype=dtype), torch.empty(x.numel() // BLOCK)
-    reference.store_state_(x, payload, scales, noise)
+    blockwise.store_state_(x, payload, scales, noise)
     return payload, scales
 
 
 def through(x: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> Tensor:
-    return reference.load_state(*stored(x, dtype, noise))
+    return blockwise.load_state(*stored(x, dtype, noise))
 
 
 def values(dtype: torch.dtype, fill: str = "gaussian", num_blocks: int = 64) -> Tensor:
@@ -100,7 +100,7 @@ def test_storing_an_unchanged_value_again_changes_nothing(dtype: torch.dtype, fi
     x = values(dtype, fill) if fill != "wide" else Case((64 * BLOCK,), torch.float32, fill).make("cpu").clamp(-1e9, 1e9)
     x = x if dtype is INT8 else x.abs()
     payload, scales = stored(x, dtype, companding.rounding_noise(x.numel(), torch.ones(1), 0))
-    decoded = reference.load_state(payload, scales)
+    decoded = blockwise.load_state(payload, scales)
     noises = [companding.rounding_noise(x.numel(), torch.tensor([float(step)]), 0) for step in (1, 2, 1000)]
     for noise in [None, torch.zeros_like(x), torch.full_like(x, 1 - 2**-24), *noises]:
         again, again_scales = stored(decoded, dtype, noise)
@@ -112,7 +112,7 @@ def test_a_block_that_decays_as_a_whole_keeps_its_codes(dtype: torch.dtype) -> N
     """Its scale carries the decay: ten times 0.9, as after a gradient that stopped, to FP32 rounding and nearest."""
     x = values(dtype)
     payload, scales = stored(x, dtype)
-    value = reference.load_state(payload, scales)
+    value = blockwise.load_state(payload, scales)
     for _ in range(10):
         value = through(0.9 * value, dtype)
     again, again_scales = stored(value, dtype)

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, STATE_BLOCK
-from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.adamw import reference as adamw
 from fp8_megatron.kernels.adamw import split_master
+from fp8_megatron.kernels.quantize import blockwise
+from fp8_megatron.kernels.wire import reference as wire
 from tests.kernels.cases import BLOCKS, FLATS, Case, adam, split_adam
 from tests.kernels.test_triton import Guards, assert_same
 
@@ -88,7 +91,7 @@ def rows_are_summed(num_rows: int, n: int, add: bool, dtype: torch.dtype = torch
         guards = Guards()
         on_gpu = copies([payload, scales, accumulator], guards)
         expected = accumulator.clone()
-        reference.accumulate_rows_(payload, scales, expected, factor, add, -1, None, None, None)
+        wire.accumulate_rows_(payload, scales, expected, factor, add, -1, None, None, None)
         ops.accumulate_rows_(*on_gpu, factor=factor, add=add)
         assert_all_same(on_gpu, [payload, scales, expected])
         guards.check()
@@ -107,7 +110,7 @@ def test_accumulate_rows_without_scales(
     accumulator = torch.randn(n).to(accumulated)
     for factor, add in ((1.0, True), (1.0 / num_rows, False)):
         expected = accumulator.clone()
-        reference.accumulate_rows_(payload, None, expected, factor, add, -1, None, None, None)
+        wire.accumulate_rows_(payload, None, expected, factor, add, -1, None, None, None)
         given = payload.clone()
         if own_row is not None:
             given.view(num_rows, n)[own_row] = math.nan
@@ -124,7 +127,7 @@ def test_accumulate_rows_without_scales(
 def test_accumulate_rows_and_what_is_added_to_their_rounded_sum(num_rows: int, n: int) -> None:
     payload, addend = torch.randn(num_rows * n).bfloat16(), 30 * torch.randn(n).bfloat16()
     expected = torch.empty(n, dtype=torch.bfloat16)
-    reference.accumulate_rows_(payload, None, expected, 1.0, False, -1, None, None, addend)
+    wire.accumulate_rows_(payload, None, expected, 1.0, False, -1, None, None, addend)
     guards = Guards()
     on_gpu = copies([payload, torch.full_like(addend, math.nan), addend], guards)
     ops.accumulate_rows_(on_gpu[0], None, on_gpu[1], factor=1.0, add=False, addend=on_gpu[2])
@@ -140,7 +143,7 @@ def test_accumulate_rows_with_one_elsewhere(num_rows: int, n: int, own_row: int)
     own_scales = scales.view(num_rows, -1)[own_row].clone()
     accumulator = torch.randn(n)
     expected = accumulator.clone()
-    reference.accumulate_rows_(payload, scales, expected, 0.5, True, -1, None, None, None)
+    wire.accumulate_rows_(payload, scales, expected, 0.5, True, -1, None, None, None)
     scales.view(num_rows, -1)[own_row] = math.nan
     guards = Guards()
     on_gpu = copies([payload, scales, accumulator, own_payload, own_scales], guards)
@@ -164,7 +167,7 @@ def test_accumulate_rows_beyond_two_billion_elements() -> None:
         rows = payload.view(torch.uint8).view(num_rows, n)[:, part].cpu().contiguous().view(E4M3).view(-1)
         row_scales = scales.view(num_rows, -1)[:, of_scales].cpu().contiguous().view(-1)
         expected = torch.ones(2**16)
-        reference.accumulate_rows_(rows, row_scales, expected, 1.0 / num_rows, True, -1, None, None, None)
+        wire.accumulate_rows_(rows, row_scales, expected, 1.0 / num_rows, True, -1, None, None, None)
         assert_same(accumulator[part], expected)
 
 
@@ -181,10 +184,10 @@ def test_companded_blockwise(case: Case, dtype: torch.dtype, block: int) -> None
     expected: list[Tensor | None] = [torch.empty(n, dtype=dtype), torch.empty(n // block)]
     guards = Guards()
     on_gpu = copies(expected, guards)
-    reference.quantize_blockwise_(x, *expected)  # type: ignore[arg-type]
+    blockwise.quantize_blockwise_(x, *expected)  # type: ignore[arg-type]
     ops.quantize_blockwise_(x.to(DEVICE), *on_gpu)  # type: ignore[arg-type]
     assert_all_same(on_gpu, expected)
-    assert_same(ops.dequantize_blockwise(*on_gpu), reference.dequantize_blockwise(*expected))  # type: ignore[arg-type]
+    assert_same(ops.dequantize_blockwise(*on_gpu), blockwise.dequantize_blockwise(*expected))  # type: ignore[arg-type]
     guards.check()
 
 
@@ -196,7 +199,7 @@ def test_a_shorter_input_is_filled_up_with_zeros(numel: int, dtype: torch.dtype)
     expected: list[Tensor | None] = [torch.empty(n, dtype=dtype), torch.empty(n // GRAD_BLOCK)]
     guards = Guards()
     on_gpu = copies(expected, guards)
-    reference.quantize_blockwise_(x, *expected)  # type: ignore[arg-type]
+    blockwise.quantize_blockwise_(x, *expected)  # type: ignore[arg-type]
     ops.quantize_blockwise_(x.to(DEVICE), *on_gpu)  # type: ignore[arg-type]
     assert_all_same(on_gpu, expected)
     guards.check()
@@ -243,7 +246,7 @@ def stored(value: Tensor, form: tuple[torch.dtype, int | None]) -> list[Tensor |
     if block is None:
         return [value.to(dtype), None]
     payload, scales = torch.empty(value.numel(), dtype=dtype), torch.empty(value.numel() // block)
-    reference.quantize_blockwise_(value, payload, scales)
+    blockwise.quantize_blockwise_(value, payload, scales)
     return [payload, scales]
 
 
@@ -304,7 +307,7 @@ def companded_step_is_exact(case: CompandedCase, fill: str, step: float, factor:
     on_gpu = copies(operands, guards)
     scalars = [torch.tensor([factor]), torch.tensor([step])]
     hyper = hyper_of(case.decoupled, case.betas)
-    reference.adamw_step_(**adam(*operands, *scalars, **hyper))  # type: ignore[arg-type]
+    adamw.adamw_step_(**adam(*operands, *scalars, **hyper))  # type: ignore[arg-type]
     ops.adamw_step_(**adam(*on_gpu, *[scalar.to(DEVICE) for scalar in scalars], **hyper))  # type: ignore[arg-type]
     assert_all_same(on_gpu, operands)
     guards.check()

@@ -15,7 +15,9 @@ from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.activation import reference as activation
 from fp8_megatron.kernels.cross_entropy import reference as cross_entropy
 from fp8_megatron.kernels.norm import reference as norm
-from fp8_megatron.kernels.quantize import qkv
+from fp8_megatron.kernels.quantize import reference as qkv
+from fp8_megatron.kernels.quantize import reference as quantize
+from fp8_megatron.kernels.wire import reference as wire
 from fp8_megatron.quantization.stats import snr_db
 
 pytestmark = [
@@ -100,7 +102,7 @@ def test_norm_backward_of_summands(shape: tuple[int, int], num_parts: int) -> No
     parts = normal(num_parts, *shape, seed=4)
     operands = cuda(residual, x, weight, *norm.statistics(x, 1e-5, False))
     measured = ops.norm_backward(parts.cuda(), *operands, has_bias=True)
-    expected = ops.norm_backward(reference.sum_of_rows(parts)[None].cuda(), *operands, has_bias=True)
+    expected = ops.norm_backward(wire.sum_of_rows(parts)[None].cuda(), *operands, has_bias=True)
     assert torch.equal(measured[0], expected[0])
     for mine, theirs in zip(measured[1:], expected[1:], strict=True):
         assert snr_db(mine, theirs) > FP32_DB
@@ -146,7 +148,7 @@ def test_activation(shape: tuple[int, int], kind: str, power_of_two: bool) -> No
 def test_quantize_grad_output(shape: tuple[int, int], current: bool) -> None:
     x = normal(*shape, seed=1, size=1e-3)
     scale = None if current else torch.full((1,), 1e-7)
-    expected = reference.quantize_grad_output(x, E5M2, scale, False, None, True)
+    expected = quantize.quantize_grad_output(x, E5M2, scale, False, None, True)
     given = None if scale is None else scale.cuda()
     measured = ops.quantize_grad_output(x.cuda(), E5M2, scale=given)
     for index in (0, 1):

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import ops, reference
-from fp8_megatron.kernels.gemm.scaled_mm import check_scaled_mm
+from fp8_megatron.kernels.gemm.reference import check_scaled_mm
+from fp8_megatron.kernels.quantize import blockwise
+from fp8_megatron.kernels.quantize import reference as quantize
 from tests.kernels.cases import BLOCK_PAYLOADS, BLOCKS, FP8, MATRICES, Case, adam
 
 INF, NAN = math.inf, math.nan
@@ -127,7 +129,7 @@ def test_amax(case: Case) -> None:
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_quantize_snr_of_a_gaussian(dtype: torch.dtype) -> None:
     x = Case((512, 1024), torch.float32).make("cpu")
-    payload, _, scale = reference.quantize_current(x, dtype, power_of_two=False, rowwise=True, transposed=False)
+    payload, _, scale = quantize.quantize_current(x, dtype, power_of_two=False, rowwise=True, transposed=False)
     measured = snr_db(reference.decode(payload, scale), x)
     # The error is uniform over the interval a number is rounded in, of width 2^(e - mantissa bits) in the binade
     # [2ᵉ, 2ᵉ⁺¹): a noise of width² / 12, averaged over where the numbers lie. 31.5 dB for E4M3, 6 less for E5M2.
@@ -298,7 +300,7 @@ class O3State:
         self.states: list[Tensor] = []
         for dtype, value in ((E4M3, torch.zeros(n)), (torch.float16, torch.zeros(n)), (torch.float16, master)):
             payload, scales = torch.empty(n, dtype=dtype), torch.empty(n // 256)
-            reference.quantize_blockwise_(value, payload, scales)
+            blockwise.quantize_blockwise_(value, payload, scales)
             self.states += [payload, scales]
         self.grad = torch.empty(n, dtype=E4M3)
         self.grad_scales = torch.empty(n // 128)

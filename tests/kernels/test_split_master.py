@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, STATE_BLOCK
-from fp8_megatron.kernels import ops, reference
-from fp8_megatron.kernels.adamw import companding
+from fp8_megatron.kernels import companding, ops, reference
 from fp8_megatron.kernels.adamw.split_master import adamw_split_step_, join_master, next_weight_scales, split_master
+from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.stats import snr_db
 from tests.kernels.cases import adam, claiming_a_gpu, split_adam
 
@@ -200,7 +200,7 @@ def test_adamw_over_a_split_master_follows_fp32() -> None:
     values = [0.5 * torch.randn(CHUNK, generator=generator), 5e-4 * torch.randn(CHUNK, generator=generator)]
     split, master = SplitState(*values), torch.cat(values)
     fp16, fp16_scales = torch.empty(n, dtype=torch.float16), torch.empty(n // STATE_BLOCK)
-    reference.quantize_blockwise_(master, fp16, fp16_scales)
+    blockwise.quantize_blockwise_(master, fp16, fp16_scales)
     moments = [[torch.zeros(n), None, torch.zeros(n), None] for _ in range(2)]
     noise = torch.zeros(n, dtype=torch.float64)
     one = torch.ones(1)
@@ -222,7 +222,7 @@ def test_adamw_over_a_split_master_follows_fp32() -> None:
         assert abs(snr_db(split.master()[tensor], master[tensor]) - predicted) < 0.5
         assert predicted > 50.0
     # Not worse than the FP16 master of level O3.
-    assert snr_db(split.master(), master) > snr_db(reference.load_state(fp16, fp16_scales), master)
+    assert snr_db(split.master(), master) > snr_db(blockwise.load_state(fp16, fp16_scales), master)
     # The test can fail: without the correction the weight alone is a master that most updates never reach.
     assert snr_db(reference.decode(split.weight) * scale, master) < 33.0
 
@@ -237,8 +237,8 @@ def test_without_the_correction_nothing_is_learned() -> None:
     value = 0.5 * torch.randn(n, generator=torch.Generator().manual_seed(1))
     split, master = SplitState(value), value.clone()
     fp8, scales = torch.empty(n, dtype=E4M3), torch.empty(n // STATE_BLOCK)
-    reference.quantize_blockwise_(value, fp8, scales)
-    start, fp8_start = split.master().clone(), reference.load_state(fp8, scales)
+    blockwise.quantize_blockwise_(value, fp8, scales)
+    start, fp8_start = split.master().clone(), blockwise.load_state(fp8, scales)
     hyper = {**HYPER, "lr": 1e-4, "weight_decay": 0.0}
     moments = [[torch.zeros(n), None, torch.zeros(n), None] for _ in range(2)]
     for step in range(1, 101):
@@ -248,7 +248,7 @@ def test_without_the_correction_nothing_is_learned() -> None:
         ops.adamw_step_(**adam(grad, None, *moments[1], fp8, scales, None, None, one, count, **hyper))  # type: ignore[arg-type]
     moved = master - value
     assert snr_db(split.master() - start, moved) > 16.0
-    assert snr_db(reference.load_state(fp8, scales) - fp8_start, moved) < 3.0
+    assert snr_db(blockwise.load_state(fp8, scales) - fp8_start, moved) < 3.0
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -301,7 +301,7 @@ def test_moments_may_be_companded_and_gradients_fp8() -> None:
         (torch.uint8, STATE_BLOCK, 1 + torch.rand(n)),
     ):
         payload, scales = torch.empty(n, dtype=dtype), torch.empty(n // block)
-        reference.quantize_blockwise_(value, payload, scales)
+        blockwise.quantize_blockwise_(value, payload, scales)
         operands += [payload, scales]
     scales = next_weight_scales(state.tensor_amax(), lr=1e-3, beta1=0.9, beta2=0.95)
     rest = (state.weight_scales, scales, state.chunk_tensor, state.chunk_amax, torch.ones(1), torch.ones(1))

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels.adamw import reference as adamw
+from fp8_megatron.kernels.quantize import blockwise
+from fp8_megatron.kernels.quantize import reference as quantize
 from tests.kernels.cases import (
     ADAM_CASES,
     BLOCK_PAYLOADS,
@@ -112,7 +115,7 @@ def test_amax(case: Case, guards: Guards) -> None:
 def test_quantize_current(case: Case, dtype: torch.dtype, power_of_two: bool, guards: Guards) -> None:
     x = case.make("cuda")
     kept = x.clone()
-    expected = reference.quantize_current(x.cpu(), dtype, power_of_two=power_of_two, rowwise=True, transposed=True)
+    expected = quantize.quantize_current(x.cpu(), dtype, power_of_two=power_of_two, rowwise=True, transposed=True)
     for rowwise, transposed in ((True, True), (True, False), (False, True)):
         payload, payload_t, scale = ops.quantize_current(
             x, dtype, power_of_two=power_of_two, rowwise=rowwise, transposed=transposed
@@ -128,7 +131,7 @@ def test_quantize_current(case: Case, dtype: torch.dtype, power_of_two: bool, gu
 def test_quantize_with_scale(case: Case, dtype: torch.dtype, guards: Guards) -> None:
     x = case.make("cuda")
     scale = torch.tensor([0.5 / MAX_FINITE[dtype]], device="cuda")  # saturates what is beyond half a standard deviation
-    expected = reference.quantize_with_scale(x.cpu(), scale.cpu(), dtype, rowwise=True, transposed=True, amax_out=None)
+    expected = quantize.quantize_with_scale(x.cpu(), scale.cpu(), dtype, rowwise=True, transposed=True, amax_out=None)
     for rowwise, transposed in ((True, True), (True, False), (False, True)):
         for start in (None, 0.0, 1e5):
             recorded = None if start is None else guards.copy(torch.tensor([start]))
@@ -145,7 +148,7 @@ def test_quantize_with_scale(case: Case, dtype: torch.dtype, guards: Guards) -> 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), 2.0**-126, 1e38])
 def test_quantize_with_extreme_scales(scale: float, guards: Guards) -> None:
     x, one = Case((64, 96)).make("cuda"), torch.tensor([scale])
-    expected = reference.quantize_with_scale(x.cpu(), one, E4M3, rowwise=True, transposed=True, amax_out=None)
+    expected = quantize.quantize_with_scale(x.cpu(), one, E4M3, rowwise=True, transposed=True, amax_out=None)
     for actual, wanted in zip(ops.quantize_with_scale(x, one.cuda(), E4M3, transposed=True), expected, strict=True):
         assert_same(actual, wanted)
 
@@ -153,7 +156,7 @@ def test_quantize_with_extreme_scales(scale: float, guards: Guards) -> None:
 def test_quantize_takes_a_strided_input(guards: Guards) -> None:
     x = Case((160, 512)).make("cuda")
     for view in (x[:, 64:320], x.t(), x[::2]):
-        expected = reference.quantize_current(view.cpu(), E4M3, power_of_two=False, rowwise=True, transposed=True)
+        expected = quantize.quantize_current(view.cpu(), E4M3, power_of_two=False, rowwise=True, transposed=True)
         for actual, wanted in zip(ops.quantize_current(view, E4M3, transposed=True), expected, strict=True):
             assert_same(actual, wanted)
 
@@ -186,13 +189,13 @@ def test_blockwise(case: Case, payload_dtype: torch.dtype, block: int, guards: G
     x = case.make("cuda")
     n = x.numel()
     expected, expected_scales = torch.empty(n, dtype=payload_dtype), torch.empty(n // block)
-    reference.quantize_blockwise_(x.cpu(), expected, expected_scales)
+    blockwise.quantize_blockwise_(x.cpu(), expected, expected_scales)
     payload = torch.empty(n, dtype=payload_dtype, device="cuda")
     scales = torch.empty(n // block, dtype=torch.float32, device="cuda")
     ops.quantize_blockwise_(x, payload, scales)
     assert_same(scales, expected_scales)
     assert_same(payload, expected)
-    assert_same(ops.dequantize_blockwise(payload, scales), reference.dequantize_blockwise(expected, expected_scales))
+    assert_same(ops.dequantize_blockwise(payload, scales), blockwise.dequantize_blockwise(expected, expected_scales))
 
 
 @pytest.mark.parametrize("block", [None, *BLOCKS])
@@ -207,7 +210,7 @@ def test_squared_norm(case: Case, block: int | None, guards: Guards) -> None:
         ops.quantize_blockwise_(x, payload, scales)
         x = payload
     first, second = ops.squared_norm(x, scales), ops.squared_norm(x, scales)
-    value = reference.load_state(x.cpu(), None if scales is None else scales.cpu()).double()
+    value = blockwise.load_state(x.cpu(), None if scales is None else scales.cpu()).double()
     # A thread adds at most n / 2¹⁸ + 16 squares in FP32 before a tree of additions: below 100 roundings of 2⁻²⁴.
     torch.testing.assert_close(first.cpu().double(), value.square().sum().view(1), rtol=1e-5, atol=0, equal_nan=True)
     assert_same(first, second.cpu())  # the order of the additions is fixed
@@ -236,7 +239,7 @@ def _storage(value: Tensor, form: tuple[torch.dtype, int | None]) -> tuple[Tenso
     if block is None:
         return value.to(dtype), None
     payload, scales = torch.empty(value.numel(), dtype=dtype), torch.empty(value.numel() // block)
-    reference.quantize_blockwise_(value, payload, scales)
+    blockwise.quantize_blockwise_(value, payload, scales)
     return payload, scales
 
 
@@ -266,12 +269,12 @@ def test_adamw_step(case: AdamCase, guards: Guards) -> None:
     on_gpu = [None if tensor is None else guards.copy(tensor) for tensor in operands]
     gradient = on_gpu[0].clone()
     ops.adamw_step_(**adam(*on_gpu, *[scalar.cuda() for scalar in scalars], **hyper))
-    reference.adamw_step_(**adam(*operands, *scalars, **hyper))
+    adamw.adamw_step_(**adam(*operands, *scalars, **hyper))
     assert_same(on_gpu[0], gradient.cpu())
     for index, form in ((2, case.exp_avg), (4, case.exp_avg_sq), (6, case.master)):
         payload, scales = on_gpu[index].cpu(), None if on_gpu[index + 1] is None else on_gpu[index + 1].cpu()
-        actual = reference.load_state(payload, scales)
-        expected = reference.load_state(operands[index], operands[index + 1])
+        actual = blockwise.load_state(payload, scales)
+        expected = blockwise.load_state(operands[index], operands[index + 1])
         # Both compute in FP32 to a few ulp (no sum in the step cancels to below a thousandth), so what is stored
         # differs where a rounding boundary lies between: by one step, in a thousandth of FP16's numbers at most.
         scale = 1.0 if scales is None else torch.maximum(scales, operands[index + 1]).repeat_interleave(form[1])
@@ -281,7 +284,7 @@ def test_adamw_step(case: AdamCase, guards: Guards) -> None:
         else:
             assert ((actual - expected).abs() <= _step_of(form[0], expected, scale)).all()
             assert (actual != expected).double().mean() < 0.02
-    stored = reference.load_state(on_gpu[6].cpu(), None if on_gpu[7] is None else on_gpu[7].cpu())
+    stored = blockwise.load_state(on_gpu[6].cpu(), None if on_gpu[7] is None else on_gpu[7].cpu())
     if case.weight is not None:
         assert_same(on_gpu[8], stored.to(case.weight))
     if case.chunk is not None:
@@ -326,7 +329,7 @@ def test_adamw_step_passes_a_nan_on(guards: Guards) -> None:
             decoupled=True,
         )
     )
-    master = reference.load_state(on_gpu[6].cpu(), on_gpu[7].cpu())
+    master = blockwise.load_state(on_gpu[6].cpu(), on_gpu[7].cpu())
     # The gradient's block of 128 is NaN, so the master's block of 256 is; no other is.
     assert master[4864:5120].isnan().all() and master.isnan().sum() == 256
     assert on_gpu[8].cpu().isnan().tolist() == [False, True]
@@ -340,7 +343,7 @@ def test_derive_fp8_weights(form: tuple[torch.dtype, int | None], chunk: int, gu
     chunk_tensor = torch.tensor([0, 0, 1, 3, 3, 3, 2], dtype=torch.int32)
     weight_scales = torch.tensor([0.01, 0.004, 0.5, float("nan")])
     expected = torch.empty(master.numel(), dtype=E4M3)
-    reference.derive_fp8_weights_(master, scales, expected, weight_scales, chunk_tensor)
+    adamw.derive_fp8_weights_(master, scales, expected, weight_scales, chunk_tensor)
     payload = torch.empty(master.numel(), dtype=E4M3, device="cuda")
     ops.derive_fp8_weights_(
         master.cuda(), None if scales is None else scales.cuda(), payload, weight_scales.cuda(), chunk_tensor.cuda()

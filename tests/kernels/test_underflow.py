@@ -7,8 +7,8 @@ import torch
 
 from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops
-from fp8_megatron.kernels.scales import underflow
-from fp8_megatron.kernels.scales.underflow import SAMPLED_FROM
+from fp8_megatron.kernels.scales import reference as underflow
+from fp8_megatron.kernels.scales.reference import SAMPLED_FROM
 
 
 def underflow_counts(value: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:

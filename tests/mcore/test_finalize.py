@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.kernels import reference
+from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.mcore.finalize import finalize_model_grads
 from fp8_megatron.mcore.initialization import shard
 from fp8_megatron.mcore.runtime import runtime
@@ -92,7 +92,7 @@ def _finalize_on_a_rank(config: Config) -> tuple[dict[str, tuple[Tensor, Tensor]
         norm = global_grad_norm(gpt.optimizer.buffers, topology.world, CPU).item()
         mine, shardings = {}, {}
         for buffer in gpt.optimizer.buffers:
-            flat = reference.load_state(buffer.payload, buffer.scales)
+            flat = blockwise.load_state(buffer.payload, buffer.scales)
             for slot in buffer.space.slots:
                 mine[slot.name] = buffer.space.assemble(slot, partial(fragment_of, flat))
                 shardings[slot.name] = sharding_of(slot.param)

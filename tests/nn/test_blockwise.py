@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8_megatron.formats import E4M3, GEMM_BLOCK, STATE_BLOCK
-from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.linear import fp8_linear
 from fp8_megatron.quantization.operand import Format, Granularity, Quantized, quantize
@@ -56,7 +57,7 @@ class Problem:
         self.weight = ScaledTensor.quantize(self.value)
         if fp16_weight:
             payload, scales = torch.empty(OUT * IN, dtype=torch.float16), torch.empty(OUT * IN // STATE_BLOCK)
-            reference.quantize_blockwise_(self.value.view(-1), payload, scales)
+            blockwise.quantize_blockwise_(self.value.view(-1), payload, scales)
             self.weight = ScaledTensor(payload.view(OUT, IN), scales)
         self.weight.requires_grad_()
         self.main_grad = RecordingMainGrad()

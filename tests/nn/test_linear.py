@@ -66,7 +66,7 @@ def make_problem(seed: int = 0, fp16_weight: bool = False) -> Problem:
     weight = ScaledTensor.quantize(value)
     if fp16_weight:
         payload, scales = torch.empty(value.numel(), dtype=torch.float16), torch.empty(value.numel() // STATE_BLOCK)
-        reference.quantize_blockwise_(value.view(-1), payload, scales)
+        ops.quantize_blockwise_(value.view(-1), payload, scales)
         weight = ScaledTensor(payload.view(OUT, IN), scales)
     weight.requires_grad_()
     main_grad = RecordingMainGrad()

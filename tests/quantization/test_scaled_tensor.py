@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, STATE_BLOCK
-from fp8_megatron.kernels import reference
+from fp8_megatron.kernels import ops
 from fp8_megatron.quantization.operand import Format
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -25,7 +25,7 @@ def fp16_blockwise(value: Tensor) -> ScaledTensor:
     """As levels O1 and O2 store a weight: FP16 with a power-of-two scale for each 256 elements."""
     payload = torch.empty(value.numel(), dtype=torch.float16)
     scales = torch.empty(value.numel() // STATE_BLOCK)
-    reference.quantize_blockwise_(value.reshape(-1), payload, scales)
+    ops.quantize_blockwise_(value.reshape(-1), payload, scales)
     return ScaledTensor(payload.view(value.shape), scales)
 
 

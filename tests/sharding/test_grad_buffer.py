@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
-from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.grad_buffer import LocalGradBuffer
@@ -39,7 +40,7 @@ def write(params: dict[str, torch.nn.Parameter], grads: dict[str, Tensor]) -> No
 
 def values(buffer: LocalGradBuffer) -> dict[str, Tensor]:
     """Stored gradients in FP32; asserts that the padding is zero."""
-    flat = reference.load_state(buffer.payload, buffer.scales)
+    flat = blockwise.load_state(buffer.payload, buffer.scales)
     for slot in buffer.space.slots:
         assert not slot.padded_slice(flat)[slot.numel :].any(), f"padding of {slot.name}"
     return {slot.name: slot.slice(flat) for slot in buffer.space.slots}
@@ -55,8 +56,8 @@ def test_fp8_is_one_quantisation_per_block() -> None:
     for name, grad in grads.items():
         padded = torch.nn.functional.pad(grad.view(-1), (0, -grad.numel() % CHUNK))
         payload, scales = torch.empty_like(padded, dtype=E4M3), torch.empty(padded.numel() // GRAD_BLOCK)
-        reference.quantize_blockwise_(padded, payload, scales)
-        expected = reference.dequantize_blockwise(payload, scales)[: grad.numel()].view(grad.shape)
+        blockwise.quantize_blockwise_(padded, payload, scales)
+        expected = blockwise.dequantize_blockwise(payload, scales)[: grad.numel()].view(grad.shape)
         assert torch.equal(stored[name], expected)
         assert snr_db(stored[name], grad) > 31.0  # one rounding to E4M3, 31.5 dB, less 0.5 for the sample
 

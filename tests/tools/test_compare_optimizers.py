@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from fp8_megatron.formats import E4M3
-from fp8_megatron.kernels import reference
+from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.stats import snr_db
 from tools import compare_optimizers, optimizer_settings
 from tools.compare_optimizers import LINEAR, MATRIX, Run, initial_values, print_table, summary
@@ -66,8 +66,8 @@ def test_emulated_storages() -> None:
     assert snr_db(EMULATED["uint8 linear"](x)[:CHUNK], x[:CHUNK]) == pytest.approx(20 * math.log10(2 * 255), abs=0.5)
     # The package's own encoding, but for the noise.
     payload, scales = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(x.numel() // 256)
-    reference.quantize_blockwise_(x, payload, scales)
-    assert torch.equal(EMULATED["uint8 nearest"](x), reference.dequantize_blockwise(payload, scales))
+    blockwise.quantize_blockwise_(x, payload, scales)
+    assert torch.equal(EMULATED["uint8 nearest"](x), blockwise.dequantize_blockwise(payload, scales))
     for name in EMULATED:
         if "linear" not in name and "tensor" not in name:
             assert snr_db(EMULATED[name](x), x) > 24.0, name

@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..norm.reference import quantize_with_or_without_scale
+from ..quantize.reference import quantize_with_or_without_scale
+from ..reference import amax, encode
 from ..registration import operator
 from ..shapes import fp32, layouts, taken_scale
 
@@ -50,13 +50,13 @@ def _value_and_derivatives(z: Tensor, kind: str) -> tuple[Tensor, tuple[Tensor, 
 @operator(gpu=".triton", fake=lambda a: fp32(a.z, 1))
 def activation_amax(z: Tensor, kind: str) -> Tensor:
     """Amax of the activation of `z`, FP32 [1], without writing it."""
-    return reference.amax(activation(z, kind))
+    return amax(activation(z, kind))
 
 
 @operator(gpu=".triton", fake=lambda a: fp32(a.z, 1))
 def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
     """Amax of the gradient of `z`, FP32 [1], without writing it; `grad` [T, F] is the activation's."""
-    return reference.amax(_grad_of_input(grad, z, kind))
+    return amax(_grad_of_input(grad, z, kind))
 
 
 def _grad_of_input(grad: Tensor, z: Tensor, kind: str) -> Tensor:
@@ -123,6 +123,6 @@ def activation_backward_quantize(
     """
     grad_z = _grad_of_input(grad, z, kind)
     payload, taken = quantize_with_or_without_scale(grad_z, dtype, scale, power_of_two, amax_out)
-    activation_t = reference.encode(activation(z, kind), activation_scale, activation_dtype).t().contiguous()
+    activation_t = encode(activation(z, kind), activation_scale, activation_dtype).t().contiguous()
     sums = grad_z.sum(dim=0) if column_sums else grad_z.new_empty(0)
     return payload, payload.t().contiguous(), activation_t, sums, taken

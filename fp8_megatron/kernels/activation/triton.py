@@ -285,19 +285,19 @@ def _partial_amaxes(z: Tensor, grad: Tensor | None, kind: str) -> tuple[Tensor, 
 
 
 def activation_amax(z: Tensor, kind: str) -> Tensor:
-    """`activation.activation_amax`: FP32 [1]."""
+    """`reference.activation_amax`: FP32 [1]."""
     return partials_to_amax(*_partial_amaxes(z.contiguous(), None, kind))
 
 
 def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
-    """`activation.activation_backward_amax`: FP32 [1]."""
+    """`reference.activation_backward_amax`: FP32 [1]."""
     return partials_to_amax(*_partial_amaxes(z.contiguous(), grad.contiguous(), kind))
 
 
 def activation_quantize(
     z: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`activation.activation_quantize`: one launch with a given scale, two under current scaling."""
+    """`reference.activation_quantize`: one launch with a given scale, two under current scaling."""
     z = z.contiguous()
     T, F = z.shape[0], z.shape[1] // INPUTS[kind]
     payload = torch.empty((T, F), dtype=dtype, device=z.device)
@@ -334,7 +334,7 @@ def activation_backward_quantize(
     activation_scale: Tensor,
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`activation.activation_backward_quantize`: one launch (two under current scaling), and one that adds the tiles'
+    """`reference.activation_backward_quantize`: one launch (two under current scaling), and one that adds the tiles'
     column sums up.
 
     Raises:

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..companding import EXP_AVG_SQ_STREAM, EXP_AVG_STREAM
 from ..sizes import cdiv
-from .companding import EXP_AVG_SQ_STREAM, EXP_AVG_STREAM
 from .operands import AdamHyper, AdamState
 from .state_triton import (
     Tiling,

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from ...formats import E4M3, MAX_FINITE
-from .. import reference
+from .. import companding
+from ..quantize.blockwise import load_state
+from ..reference import scale_from_amax
 from ..registration import operator
-from . import companding
 from .operands import AdamHyper, SplitAdamState
+from .reference import adam_update_, update_where_finite
 
 _MANTISSA_BITS, _BIAS = 11, 7
 #: How far past the bound of Adam's update with exact moments the foretold scale reaches: moments in 8 bits are rounded.
@@ -89,7 +91,7 @@ def next_weight_scales(
         )
     ratio = beta1 * beta1 / beta2 if beta1 > 0.0 else 0.0
     bound = max(1.0, (1.0 - beta1) / math.sqrt((1.0 - beta2) * (1.0 - ratio)))
-    scale = reference.scale_from_amax(amax + _UPDATE_MARGIN * lr * bound, E4M3, power_of_two=True)
+    scale = scale_from_amax(amax + _UPDATE_MARGIN * lr * bound, E4M3, power_of_two=True)
     return scale if previous is None else torch.where(torch.isfinite(scale), scale, previous)
 
 
@@ -117,8 +119,8 @@ def adamw_split_step_(
         shape = (index.numel(), -1)
         old_scale, new_scale = state.weight_scales[index][:, None], state.new_weight_scales[index][:, None]
         p = join_master(weight.view(shape), correction.view(shape), old_scale).view(-1)
-        g = reference.load_state(*state.grad) * grad_factor
-        p = reference.adam_update_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper)
+        g = load_state(*state.grad) * grad_factor
+        p = adam_update_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper)
         noise = companding.rounding_noise(p.numel(), step, companding.MASTER_STREAM)
         payload, rest = split_master(p.view(shape), new_scale, noise.view(shape))
         weight.copy_(payload.view(-1))
@@ -127,4 +129,4 @@ def adamw_split_step_(
         state.weight_scales.copy_(state.new_weight_scales)
 
     written = [*state.exp_avg, *state.exp_avg_sq, weight, correction, state.weight_scales, chunk_amax]
-    reference.update_where_finite(grad_factor, written, update)
+    update_where_finite(grad_factor, written, update)

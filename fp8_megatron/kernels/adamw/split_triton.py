@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..companding import MASTER_STREAM
+from ..companding_triton import floor, integer, rounding_noise
 from ..quantize.triton import reciprocal
 from ..sizes import cdiv
 from .companded_triton import adam_update, bias_correction
-from .companding import MASTER_STREAM
-from .companding_triton import floor, integer, rounding_noise
 from .operands import AdamHyper, SplitAdamState
 from .state_triton import Tiling, adam_arguments, chunk_size, fp_max_bits, load_tile, pointers, tile_offsets
 

@@ -1,7 +1,7 @@
 """Flat state of the fused optimizer in Triton: a tile of an operand read and written in any storage dtype.
 
-What `reference.load_state` and `store_state_` are to the reference. One program owns whole scale blocks of every
-operand, so that a step is one read and one write of each.
+These functions are what `quantize.blockwise.load_state` and `store_state_` are to the specification. One program owns
+whole scale blocks of every operand, so a step is one read and one write of each.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..companding_triton import companded_scale, decode_companded, encode_companded, rounding_noise
 from ..quantize.blockwise_triton import FP_MAX_BITS, block_amax_bits, block_scale, block_size
 from ..quantize.triton import magnitude_bits
-from .companding_triton import companded_scale, decode_companded, encode_companded, rounding_noise
 from .operands import AdamHyper, FlatState
 
 # Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8. Few warps, so barriers are cheap.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import reference
+from ..reference import amax, encode, scale_from_amax
 from ..registration import operator
 from ..shapes import fp32, layouts, taken_scale
 
@@ -61,10 +61,10 @@ def cross_entropy_backward_quantize(
     Returns:
         payload [T, V], its transpose [V, T], the scale taken FP32 [1] (empty if it was given).
     """
-    taken = reference.scale_from_amax(reference.amax(grad), dtype, power_of_two=power_of_two) if scale is None else None
+    taken = scale_from_amax(amax(grad), dtype, power_of_two=power_of_two) if scale is None else None
     used = scale if scale is not None else taken
     assert used is not None
-    payload = reference.encode(_gradient(logits, labels, log_sum_exp, grad), used, dtype)
+    payload = encode(_gradient(logits, labels, log_sum_exp, grad), used, dtype)
     return payload, payload.t().contiguous(), used.new_empty(0) if taken is None else taken
 
 

@@ -118,7 +118,7 @@ def _cross_entropy_backward_tiles(
 
 
 def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`cross_entropy.cross_entropy_statistics`: one launch, a row a program."""
+    """`reference.cross_entropy_statistics`: one launch, a row a program."""
     T, V = logits.shape
     largest, total, target = (torch.empty(T, dtype=torch.float32, device=logits.device) for _ in range(3))
     _cross_entropy_statistics[(T,)](logits, labels, largest, total, target, V, _BLOCK, num_warps=_NUM_WARPS)
@@ -126,7 +126,7 @@ def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
-    """`cross_entropy.cross_entropy_backward_`: one launch."""
+    """`reference.cross_entropy_backward_`: one launch."""
     T, V = logits.shape
     _cross_entropy_backward[(T, cdiv(V, _BLOCK))](logits, labels, log_sum_exp, grad, V, _BLOCK, num_warps=_NUM_WARPS)
 
@@ -140,7 +140,7 @@ def cross_entropy_backward_quantize(
     scale: Tensor | None,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`cross_entropy.cross_entropy_backward_quantize`: one launch, and one over the tokens' gradients for their bound.
+    """`reference.cross_entropy_backward_quantize`: one launch, and one over the tokens' gradients for their bound.
 
     Raises:
         ValueError: a number of tokens that is not a multiple of 4, or of columns that is not one of 16.

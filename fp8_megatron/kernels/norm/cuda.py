@@ -1,4 +1,4 @@
-"""`norm.norm_backward_quantize` on a GPU: one launch of csrc/norm_backward_quantize.cu, or what Triton has for it.
+"""`reference.norm_backward_quantize` on a GPU: one launch of csrc/norm_backward_quantize.cu, or what Triton has for it.
 
 The CUDA kernel wants Hopper's bulk copies and its shared memory; elsewhere, and for rows that it is not made for, the
 norm's backward and the cast of its result are two launches.
@@ -42,7 +42,7 @@ def norm_backward_quantize(
     amax_out: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`norm.norm_backward_quantize`: one launch, and one that adds the blocks' column sums up.
+    """`reference.norm_backward_quantize`: one launch, and one that adds the blocks' column sums up.
 
     Raises:
         ValueError: a number of rows that is not a multiple of 4, or of columns that is not one of 16.

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from .. import reference
+from ..quantize.reference import quantize_grad_output, quantize_with_or_without_scale
+from ..reference import amax, encode
 from ..registration import operator
 from ..shapes import fp32, layouts, payload_like, taken_scale
+from ..wire.reference import sum_of_rows
 
 
 def _normalized(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ def statistics(x: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
 def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
     """Amax of the normalised `x` [T, K], FP32 [1], without writing it."""
     mean, rstd = statistics(x, eps, rms)
-    return reference.amax(_affine(_normalized(x, mean, rstd), weight, bias))
+    return amax(_affine(_normalized(x, mean, rstd), weight, bias))
 
 
 @operator(
@@ -93,7 +95,7 @@ def norm_requantize(
     transposed: bool,
 ) -> Tensor:
     """The payload that `norm_quantize` gave, from its statistics and scale: [T, K], or `transposed` [K, T]."""
-    quantized = reference.encode(_affine(_normalized(x, mean, rstd), weight, bias), scale, dtype)
+    quantized = encode(_affine(_normalized(x, mean, rstd), weight, bias), scale, dtype)
     return quantized.t().contiguous() if transposed else quantized
 
 
@@ -116,13 +118,13 @@ def norm_backward(
     """Gradients of the norm, with the gradient of the residual branch beside it added in the same pass.
 
     Args:
-        grad: of y, [d, T, K], to be summed over d as `reference.sum_of_rows` does.
+        grad: of y, [d, T, K], to be summed over d as `wire.reference.sum_of_rows` does.
         residual_grad: [T, K], what reaches x past the norm; None if nothing does.
 
     Returns:
         grad of x [T, K] in its dtype; of the weight FP32 [K]; of the bias FP32 [K] (empty unless `has_bias`).
     """
-    g = reference.sum_of_rows(grad).float()
+    g = sum_of_rows(grad).float()
     normalized = _normalized(x, mean, rstd)
     weighted = g * weight.float()
     projection = (normalized * weighted).mean(dim=1, keepdim=True)
@@ -154,7 +156,7 @@ def norm_backward_quantize(
     amax_out: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`norm_backward`, and its gradient of x as `reference.quantize_grad_output` casts it with a known scale.
+    """`norm_backward`, and its gradient of x as `quantize.reference.quantize_grad_output` casts it with a known scale.
 
     Args:
         scale: FP32 [1]. amax_out: FP32 [1], raised to the gradient's amax when given.
@@ -164,19 +166,5 @@ def norm_backward_quantize(
         FP32 [K].
     """
     grads = norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
-    quantized, quantized_t, column_sums, _ = reference.quantize_grad_output(
-        grads[0], dtype, scale, False, amax_out, transposed
-    )
+    quantized, quantized_t, column_sums, _ = quantize_grad_output(grads[0], dtype, scale, False, amax_out, transposed)
     return *grads, quantized, quantized_t, column_sums
-
-
-def quantize_with_or_without_scale(
-    values: Tensor, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Payload of FP32 `values`, and the scale that was taken from their amax (empty if one was given)."""
-    if scale is None:
-        taken = reference.scale_from_amax(reference.amax(values), dtype, power_of_two=power_of_two)
-        return reference.encode(values, taken, dtype), taken
-    if amax_out is not None:
-        torch.maximum(amax_out, reference.amax(values), out=amax_out)
-    return reference.encode(values, scale, dtype), scale.new_empty(0)

@@ -270,7 +270,7 @@ def _partial_amaxes(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
 
 
 def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
-    """`norm.norm_amax`: FP32 [1]."""
+    """`reference.norm_amax`: FP32 [1]."""
     return partials_to_amax(*_partial_amaxes(x.contiguous(), weight, bias, eps, rms))
 
 
@@ -285,7 +285,7 @@ def norm_quantize(
     power_of_two: bool,
     amax_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm.norm_quantize`: one launch with a given scale, two under current scaling."""
+    """`reference.norm_quantize`: one launch with a given scale, two under current scaling."""
     x = x.contiguous()
     T, K = x.shape
     rows, block = _block(K, _FORWARD_ELEMENTS)
@@ -335,7 +335,7 @@ def norm_requantize(
     dtype: torch.dtype,
     transposed: bool,
 ) -> Tensor:
-    """`norm.norm_requantize`: one launch.
+    """`reference.norm_requantize`: one launch.
 
     Raises:
         ValueError: `transposed` with a number of rows that is not a multiple of 4, or of columns that is not one of 16.
@@ -367,7 +367,7 @@ def norm_backward(
     rstd: Tensor,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`norm.norm_backward`: one launch, and one that adds the programs' sums for weight and bias up."""
+    """`reference.norm_backward`: one launch, and one that adds the programs' sums for weight and bias up."""
     x, grad = x.contiguous(), grad.contiguous()
     T, K = x.shape
     is_flat = next_power_of_2(K) >= _FLAT_FROM

@@ -1,4 +1,4 @@
-"""Block-scaled storage in Triton: `reference.quantize_blockwise_`, `dequantize_blockwise` and `squared_norm`."""
+"""Block-scaled storage in Triton: `blockwise.quantize_blockwise_`, `dequantize_blockwise` and `squared_norm`."""
 
 # The parameters of a Triton kernel have no Python types.
 # mypy: disable-error-code="no-untyped-def"
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import E4M3, E5M2, MAX_FINITE
-from ..adamw.companding_triton import companded_scale, decode_companded, encode_companded
+from ..companding_triton import companded_scale, decode_companded, encode_companded
 from ..sizes import cdiv
 from .triton import magnitude_bits
 
@@ -149,7 +149,7 @@ def block_size(payload: Tensor, scales: Tensor) -> int:
 
 
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
-    """`reference.quantize_blockwise_`, one launch.
+    """`blockwise.quantize_blockwise_`, one launch.
 
     Raises:
         ValueError: see `block_size`.
@@ -173,7 +173,7 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
 
 
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
-    """`reference.dequantize_blockwise`, one launch.
+    """`blockwise.dequantize_blockwise`, one launch.
 
     Raises:
         ValueError: see `block_size`.
@@ -196,7 +196,7 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
 
 
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
-    """`reference.squared_norm` in two launches; the same bits in every run.
+    """`blockwise.squared_norm` in two launches; the same bits in every run.
 
     Raises:
         ValueError: see `block_size`.

@@ -116,7 +116,7 @@ def quantize_qkv_grad(
     amax_out: Tensor | None,
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`qkv.quantize_qkv_grad`: a launch for each of query, key and value (and as many for amaxes, under current
+    """`reference.quantize_qkv_grad`: a launch for each of query, key and value (and as many for amaxes, under current
     scaling).
 
     Raises:

@@ -1,4 +1,4 @@
-"""The end of a step under delayed scaling in one launch: `amax_history.update_amax_history_` in Triton, bit for bit."""
+"""The end of a step under delayed scaling in one launch: `reference.update_amax_history_` in Triton, bit for bit."""
 
 # The parameters of a Triton kernel have no Python types.
 # mypy: disable-error-code="no-untyped-def"
@@ -71,7 +71,7 @@ def update_amax_history_(
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`amax_history.update_amax_history_`, one launch."""
+    """`reference.update_amax_history_`, one launch."""
     length, n = history.shape
     _, places, stride = written.shape
     assert all(tensor.is_contiguous() for tensor in (amax, written, history, fp_max, previous))

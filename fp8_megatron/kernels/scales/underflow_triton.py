@@ -1,4 +1,4 @@
-"""Counting what a cast made zero, in Triton: `underflow.count_underflow_` in one launch.
+"""Counting what a cast made zero, in Triton: `reference.count_underflow_` in one launch.
 
 Integers are added, so the counts are exact in any order.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sizes import cdiv
-from .underflow import SAMPLE_BLOCK, sampling
+from .reference import SAMPLE_BLOCK, sampling
 
 _BLOCKS = 64
 _NUM_WARPS = 8
@@ -34,7 +34,7 @@ def _count_underflow(
 
 
 def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
-    """`underflow.count_underflow_`."""
+    """`reference.count_underflow_`."""
     assert value.is_contiguous() and payload.is_contiguous()
     num_blocks, distance = sampling(value.numel())
     _count_underflow[(cdiv(num_blocks, _BLOCKS),)](

@@ -1,12 +1,16 @@
-"""The specification of the end of a step under delayed scaling, in plain PyTorch (see `quantization.amax_history`)."""
+"""The specification of amax histories and of counts of what a cast makes zero, in plain PyTorch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .. import reference
+from ..reference import round_up_to_power_of_two
 from ..registration import operator
+
+#: From this many elements on, one block of 128 in 16 is looked at: all of GPT-7B's gradients would be read once more.
+SAMPLED_FROM = 2**20
+SAMPLE_BLOCK, SAMPLE_EVERY = 128, 16
 
 
 @operator(
@@ -23,7 +27,7 @@ def update_amax_history_(
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Push a step's amaxes into the history, forget them, and give the next step's scales.
+    """Push a step's amaxes into the history, forget them, and give the next step's scales (delayed scaling).
 
     A scale stands where its amax is 0 or not finite: `previous` then stays.
 
@@ -44,10 +48,39 @@ def update_amax_history_(
     counted = torch.where(torch.isfinite(history), history, 0.0).amax(dim=0) if keeps_largest else newest
     scale = counted / fp_max
     if power_of_two:
-        scale = reference.round_up_to_power_of_two(scale)
+        scale = round_up_to_power_of_two(scale)
     scale = torch.where(torch.isfinite(counted) & (counted > 0), scale, previous[:, 0])
     amax.zero_()
     written.zero_()
     scales, inverses = torch.zeros_like(previous), torch.zeros_like(previous)
     scales[:, 0], inverses[:, 0] = scale, scale.reciprocal()
     return scales, inverses
+
+
+def sampling(numel: int) -> tuple[int, int]:
+    """Blocks of `SAMPLE_BLOCK` elements looked at of a flat tensor, and the distance from one to the next in blocks.
+
+    The last block of a tensor that is looked at whole may be a part of one; a part is never in a sample.
+    """
+    if numel < SAMPLED_FROM:
+        return -(-numel // SAMPLE_BLOCK), 1
+    return -(-(numel // SAMPLE_BLOCK) // SAMPLE_EVERY), SAMPLE_EVERY
+
+
+@operator(gpu=".underflow_triton", mutates=["counts"])
+def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
+    """Add to `counts` the non-zero elements of `value`, and how many of them are zero in `payload`; nothing waits.
+
+    From `SAMPLED_FROM` elements on both are of an even sample: blocks 0, 16, 32, … (see `sampling`).
+
+    Args:
+        value: flat [n], any float dtype; payload: FP8 [n].
+        counts: int64 [2].
+    """
+    codes = payload.view(torch.uint8)
+    if value.numel() >= SAMPLED_FROM:
+        whole = value.numel() // SAMPLE_BLOCK * SAMPLE_BLOCK
+        value, codes = (x[:whole].view(-1, SAMPLE_BLOCK)[::SAMPLE_EVERY] for x in (value, codes))
+    nonzero = value != 0
+    is_zero = codes.bitwise_and(0x7F) == 0
+    counts += torch.stack([nonzero.sum(), (nonzero & is_zero).sum()])

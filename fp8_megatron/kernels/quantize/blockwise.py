@@ -1,0 +1,60 @@
+"""The specification of block-scaled storage, in plain PyTorch: gradients, and optimizer state in any dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...formats import COMPANDED_DTYPES
+from ..reference import decode, encode, scale_from_amax
+from ..registration import operator
+from ..shapes import fp32
+
+
+@operator(gpu=".blockwise_triton", mutates=["payload", "scales"])
+def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
+    """Quantise flat `x` [n] into `payload` [n] (FP8, FP16 or a companded integer) and its FP32 `scales`, in place.
+
+    Args:
+        x: may be shorter than `payload`, whose rest becomes zero.
+        scales: [n / block], powers of two, or of integers the amax; the block is ``payload.numel() / scales.numel()``.
+    """
+    if x.numel() != payload.numel():
+        x = torch.nn.functional.pad(x.reshape(-1), (0, payload.numel() - x.numel()))
+    store_state_(x, payload, scales)
+
+
+@operator(gpu=".blockwise_triton", fake=lambda a: fp32(a.payload, a.payload.numel()))
+def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
+    """Flat payload [n] with FP32 `scales` [n / block] → FP32 [n]."""
+    return decode(payload.view(scales.numel(), -1), scales[:, None]).view(-1)
+
+
+def load_state(payload: Tensor, scales: Tensor | None) -> Tensor:
+    """Optimizer state [n] in any storage dtype → FP32 [n]; `scales` is None for unscaled dtypes."""
+    return payload.float() if scales is None else dequantize_blockwise(payload, scales)
+
+
+def store_state_(value: Tensor, payload: Tensor, scales: Tensor | None, noise: Tensor | None = None) -> None:
+    """[n] → optimizer state [n] in its storage dtype, in place; `scales` is None for unscaled dtypes.
+
+    Args:
+        noise: FP32 [n], for stochastic rounding to an integer; None rounds to nearest.
+    """
+    if scales is None:
+        payload.copy_(value)
+        return
+    blocks = value.reshape(scales.numel(), -1).float()
+    # The scale of companded integers is the amax itself (their largest code decodes to 1 · scale).
+    power_of_two = payload.dtype not in COMPANDED_DTYPES
+    scale = scale_from_amax(blocks.abs().amax(dim=1), payload.dtype, power_of_two=power_of_two)
+    scales.copy_(scale)
+    noise = None if noise is None else noise.view_as(blocks)
+    payload.copy_(encode(blocks, scale[:, None], payload.dtype, noise).view(-1))
+
+
+@operator(gpu=".blockwise_triton", fake=lambda a: fp32(a.payload, 1))
+def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
+    """Σ x² of flat `payload` [n] (with its block scales, if any), FP32 [1]; NaN or inf where any element is."""
+    # Not torch.dot: some processors' BLAS adds one after the other, with an error that grows with n.
+    return load_state(payload, scales).square().sum().reshape(1)

@@ -1,0 +1,145 @@
+"""The specification of casts to FP8 with one scale for the tensor, in plain PyTorch.
+
+The QKV projection's output holds, group by group, the query heads of the group, its key and its value
+(megatron-core's layout). Attention gives back the gradients of the three apart; `quantize_qkv_grad` casts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from ..reference import amax, encode, scale_from_amax
+from ..registration import operator
+from ..shapes import fp32, layouts, taken_scale
+
+
+@operator(
+    gpu=".triton",
+    fake=lambda a: (*layouts(a.x, a.dtype, rowwise=a.rowwise, transposed=a.transposed), fp32(a.x, 1)),
+)
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, rowwise: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise `x` [M, K] with a scale taken from its own amax, in either layout or both.
+
+    Returns:
+        payload [M, K] (empty unless `rowwise`), its transpose [K, M] (empty unless `transposed`), scale FP32 [1].
+    """
+    scale = scale_from_amax(amax(x), dtype, power_of_two=power_of_two)
+    payload, payload_t = quantize_with_scale(x, scale, dtype, rowwise, transposed, None)
+    return payload, payload_t, scale
+
+
+@operator(
+    gpu=".triton",
+    fake=lambda a: layouts(a.x, a.dtype, rowwise=a.rowwise, transposed=a.transposed),
+    mutates=["amax_out"],
+)
+def quantize_with_scale(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, amax_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Quantise `x` [M, K] with a given FP32 scale [1], in either layout or both; values beyond it saturate.
+
+    Args:
+        amax_out: FP32 [1]; raised to the amax of `x` when given (delayed scaling records it in the same pass).
+
+    Returns:
+        payload [M, K] (empty unless `rowwise`), its transpose [K, M] (empty unless `transposed`).
+    """
+    if amax_out is not None:
+        torch.maximum(amax_out, amax(x), out=amax_out)
+    payload = encode(x, scale, dtype)
+    empty = payload.new_empty(0)
+    return payload if rowwise else empty, payload.t().contiguous() if transposed else empty
+
+
+@operator(
+    gpu=".grad_output_triton",
+    fake=lambda a: (
+        *layouts(a.x, a.dtype, transposed=a.transposed),
+        fp32(a.x, a.x.shape[1]),
+        taken_scale(a.x, a.scale),
+    ),
+    mutates=["amax_out"],
+)
+def quantize_grad_output(
+    x: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise an output gradient `x` [M, K] and sum its columns (a bias's gradient) in one read.
+
+    Args:
+        scale: FP32 [1]; None takes one from the amax of `x`.
+
+    Returns:
+        payload [M, K], its transpose [K, M] (empty unless `transposed`), column sums FP32 [K], the scale taken FP32 [1]
+        (empty if it was given).
+    """
+    taken = scale_from_amax(amax(x), dtype, power_of_two=power_of_two) if scale is None else None
+    used = scale if scale is not None else taken
+    assert used is not None
+    payload, payload_t = quantize_with_scale(x, used, dtype, rowwise=True, transposed=transposed, amax_out=amax_out)
+    return payload, payload_t, x.float().sum(dim=0), used.new_empty(0) if taken is None else taken
+
+
+@operator(gpu=".triton", fake=lambda a: layouts(a.payload, a.payload.dtype)[1])
+def transpose(payload: Tensor) -> Tensor:
+    """[M, K] FP8 bytes → contiguous [K, M]."""
+    return payload.t().contiguous()
+
+
+def quantize_with_or_without_scale(
+    values: Tensor, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Payload of FP32 `values`, and the scale that was taken from their amax (empty if one was given)."""
+    if scale is None:
+        taken = scale_from_amax(amax(values), dtype, power_of_two=power_of_two)
+        return encode(values, taken, dtype), taken
+    if amax_out is not None:
+        torch.maximum(amax_out, amax(values), out=amax_out)
+    return encode(values, scale, dtype), scale.new_empty(0)
+
+
+def interleaved(grads: Sequence[Tensor]) -> Tensor:
+    """Gradients [s, b, groups, width] of query, key and value → [s · b, groups · (sum of widths)]."""
+    seq, batch = grads[0].shape[:2]
+    return torch.cat(list(grads), dim=3).reshape(seq * batch, -1)
+
+
+def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query = a.grads[0]
+    seq, batch, groups, _ = query.shape
+    tokens, columns = seq * batch, groups * sum(grad.shape[3] for grad in a.grads)
+    sums = fp32(query, columns if a.column_sums else 0)
+    return *layouts(query.new_empty((tokens, columns)), a.dtype), sums, taken_scale(query, a.scale)
+
+
+@operator(gpu=".grad_output_triton", fake=_outputs, mutates=["amax_out"])
+def quantize_qkv_grad(
+    grads: list[Tensor],
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+    column_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_grad_output` of the interleaved gradients [T, N], in one read of each.
+
+    Args:
+        grads: of query [s, b, groups, heads a group · d], key and value [s, b, groups, d], of any strides.
+
+    Returns:
+        payload [T, N], its transpose, column sums FP32 [N] (empty unless asked for), the scale taken (empty if given).
+    """
+    payload, payload_t, sums, taken = quantize_grad_output(
+        interleaved(grads), dtype, scale, power_of_two, amax_out, transposed=True
+    )
+    return payload, payload_t, sums if column_sums else sums.new_empty(0), taken

@@ -1,0 +1,55 @@
+"""The specification of the sums of rows that ranks send each other, in plain PyTorch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..quantize.blockwise import dequantize_blockwise
+from ..registration import operator
+
+
+def sum_of_rows(rows: Tensor) -> Tensor:
+    """The sum [...] of `rows` [d, ...] in FP32 and in their order, rounded to their dtype once."""
+    total = rows[0].float()
+    for row in rows[1:]:
+        total = total + row.float()
+    return total.to(rows.dtype)
+
+
+@operator(gpu=".triton", mutates=["accumulator"])
+def accumulate_rows_(
+    payload: Tensor,
+    scales: Tensor | None,
+    accumulator: Tensor,
+    factor: float,
+    add: bool,
+    own_row: int,
+    own_payload: Tensor | None,
+    own_scales: Tensor | None,
+    addend: Tensor | None,
+) -> None:
+    """``accumulator (+)= Σ_r payload_r · (scales_r · factor)`` in FP32, one row after another, in place.
+
+    A BF16 accumulator is rounded to once, at the end; with an addend, before it is added and after.
+
+    Args:
+        payload: flat FP8 [d · n], one version of the sum's n elements after another; or BF16 or FP32, without
+        scales: FP32 [d · n / block], the block scales of each row.
+        accumulator: FP32 or BF16 [n], n a multiple of the block. Unless `add`, row 0 takes the place of what it holds.
+        factor: rounded to FP32; multiplies the scales, or where there are none the values.
+        own_row: index of a row that lies elsewhere, in `own_payload` [n] and `own_scales` [n / block]; -1 if none does.
+        addend: [n] in the accumulator's dtype, added to the rounded sum as an addition after a reduction is.
+    """
+    num_rows = payload.numel() // accumulator.numel()
+    every_scale = [None] * num_rows if scales is None else list(scales.view(num_rows, -1))
+    rows = list(zip(payload.view(num_rows, -1), every_scale, strict=True))
+    if own_payload is not None:
+        rows[own_row] = (own_payload, own_scales)
+    total = accumulator.float() if add else None
+    for values, row_scales in rows:
+        value = values.float() * factor if row_scales is None else dequantize_blockwise(values, row_scales * factor)
+        total = value if total is None else total + value
+    assert total is not None
+    accumulator.copy_(total)
+    if addend is not None:
+        accumulator += addend
