@@ -13,6 +13,7 @@ of. Their CPU seconds stay as they are when other work shares the cores; they ar
 helpers left out. A stage that calls another one does not count it. On a GPU `distribute` is the time to launch.
 """
 
+# ruff: noqa: E402  # cuDNN comes before the other imports
 from __future__ import annotations
 
 import argparse
@@ -32,6 +33,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+from fp8_megatron.device.cudnn import load_bundled
+
+load_bundled()  # before megatron-core, which imports Transformer Engine
 
 from fp8_megatron.checkpoint import loading
 from fp8_megatron.checkpoint.concurrency import NUM_READERS

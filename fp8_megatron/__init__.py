@@ -1,7 +1,6 @@
-"""fp8_megatron: LLM pre-training with FP8 end to end on megatron-core."""
+"""fp8_megatron: LLM pre-training with FP8 end to end on megatron-core.
 
-from .device.cudnn import load_bundled
+Importing it changes nothing and loads nothing.
+"""
 
 __version__ = "0.1.0"
-
-load_bundled()

@@ -6,10 +6,35 @@ The sign convention everywhere is that a **scale dequantises**: ``x ≈ payload 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-
 import torch
+
+from .storage import (
+    FP8_GEMM_MULTIPLE,
+    GEMM_BLOCK,
+    GRAD_BLOCK,
+    LEVELS,
+    STATE_BLOCK,
+    GradReduceMode,
+    StorageDtype,
+    StorageFormats,
+)
+
+__all__ = [
+    "COMPANDED_DTYPES",
+    "DTYPE_NAMES",
+    "E4M3",
+    "E5M2",
+    "FP8_DTYPES",
+    "FP8_GEMM_MULTIPLE",
+    "GEMM_BLOCK",
+    "GRAD_BLOCK",
+    "LEVELS",
+    "MAX_FINITE",
+    "STATE_BLOCK",
+    "GradReduceMode",
+    "StorageDtype",
+    "StorageFormats",
+]
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -29,98 +54,4 @@ MAX_FINITE: dict[torch.dtype, float] = {
     torch.float32: torch.finfo(torch.float32).max,
     torch.int8: 1.0,
     torch.uint8: 1.0,
-}
-
-#: Elements that share one FP32 scale in a block-scaled gradient (and on the wire).
-GRAD_BLOCK = 128
-#: Elements that share one FP32 scale in block-scaled optimizer state.
-STATE_BLOCK = 256
-#: Elements along K that share one FP32 scale in an operand of the block-scaled GEMM; a weight's tile has as many rows.
-GEMM_BLOCK = 128
-
-#: Hopper's FP8 tensor cores take operand sizes in multiples of this.
-FP8_GEMM_MULTIPLE = 16
-
-
-class StorageDtype(str, Enum):
-    """A storage dtype as a user names it on the command line (Megatron's names, plus fp8 and what follows it)."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8 = "fp8"
-    INT8 = "int8"
-    """Companded, for exp_avg alone."""
-    UINT8 = "uint8"
-    """Companded, for exp_avg_sq alone."""
-    SPLIT = "split"
-    """For main_params alone: one byte of correction beside an FP8 weight."""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The torch dtype of the payload; ``fp8`` is E4M3."""
-        return _TORCH_DTYPES[self]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element, scales not counted."""
-        return self.torch_dtype.itemsize
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the payload is stored beside FP32 scales (fp32 and bf16 have the range; split has its weight's)."""
-        return self not in (StorageDtype.FP32, StorageDtype.BF16, StorageDtype.SPLIT)
-
-
-_TORCH_DTYPES = {
-    StorageDtype.FP32: torch.float32,
-    StorageDtype.BF16: torch.bfloat16,
-    StorageDtype.FP16: torch.float16,
-    StorageDtype.FP8: E4M3,
-    StorageDtype.INT8: torch.int8,
-    StorageDtype.UINT8: torch.uint8,
-    StorageDtype.SPLIT: torch.int8,
-}
-
-
-class GradReduceMode(str, Enum):
-    """How the mean of a gradient over the data-parallel ranks is taken (docs/collectives.md)."""
-
-    #: E4M3 blocks cross the wire once, straight to the rank that keeps them; the sum is FP32.
-    ALL_TO_ALL = "all_to_all"
-    #: The same in two stages, inside a node and then across nodes, with the node's sum rounded to E4M3 between them.
-    HIERARCHICAL = "hierarchical"
-    #: NCCL's own FP8 sum with auto-scaling (FP8-LM, arXiv 2310.18313, section 2.1): partial sums are rounded to E4M3.
-    NCCL = "nccl"
-
-
-@dataclass(frozen=True)
-class StorageFormats:
-    """What one linear weight and everything the optimizer keeps for it is stored in.
-
-    ``master_weight is None`` means that the weight itself is the master (levels O1 and O2).
-    """
-
-    weight: StorageDtype
-    main_grad: StorageDtype
-    master_weight: StorageDtype | None
-    exp_avg: StorageDtype
-    exp_avg_sq: StorageDtype
-
-    @property
-    def bytes_per_param(self) -> int:
-        """Bytes per parameter on one unsharded rank with one micro-batch, scales not counted."""
-        kinds = (self.weight, self.main_grad, self.master_weight, self.exp_avg, self.exp_avg_sq)
-        return sum(kind.itemsize for kind in kinds if kind is not None)
-
-
-_F = StorageDtype
-#: The levels (README, "Precision levels"): bf16 holds 18 bytes a parameter, O1 11, O2 6, O3 7.
-LEVELS: dict[str, StorageFormats] = {
-    "bf16": StorageFormats(_F.BF16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
-    "fp16": StorageFormats(_F.FP16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
-    "te": StorageFormats(_F.BF16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
-    "O1": StorageFormats(_F.FP16, _F.FP8, None, _F.FP32, _F.FP32),
-    "O2": StorageFormats(_F.FP16, _F.FP8, None, _F.FP8, _F.FP16),
-    "O3": StorageFormats(_F.FP8, _F.FP8, _F.FP16, _F.FP8, _F.FP16),
 }

@@ -10,6 +10,7 @@ decades within each; what is printed is the worst tensor's ratio.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import shlex
@@ -22,6 +23,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.native_sum import mean_of_sum, ring_sum

@@ -11,6 +11,7 @@ Measuring is Python's work, so steps are not recorded (--cuda-graph-impl none).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import statistics
@@ -21,7 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import pretrain_gpt
+if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fp8_megatron.commands import pretrain_gpt
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, MAX_FINITE
 from fp8_megatron.kernels import ops
 from fp8_megatron.quantization.operand import multiply

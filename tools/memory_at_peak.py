@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-import pretrain_gpt
+from fp8_megatron.commands import pretrain_gpt
 
 _MAX_ENTRIES = 3_000_000
 _FRAMES_SHOWN = 3

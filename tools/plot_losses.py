@@ -1,71 +1,13 @@
-"""Draw the losses of one run, or compare several: python tools/plot_losses.py runs/a runs/b --output losses.png
+"""Draw the losses of runs: `python tools/plot_losses.py --help`, or `fp8-megatron plot`."""
 
-Each run is an output folder or its metrics.jsonl. With several, the first is the reference that gaps are measured to.
-"""
-
-from __future__ import annotations
-
-import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
-from fp8_megatron.reporting.metrics_file import METRICS_FILE
-from fp8_megatron.reporting.plot import compare_losses, plot_losses
+if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-def metrics_path(run: Path) -> Path:
-    """The metrics file of a run given as its folder or as the file itself."""
-    path = run / METRICS_FILE if run.is_dir() else run
-    if not path.is_file():
-        raise ValueError(f"no {METRICS_FILE} at {path}: give the --output-dir of a run that has logged a step")
-    return path
-
-
-def run_names(runs: list[Path]) -> list[str]:
-    """Folder names as labels, or whole paths where two folders have the same name."""
-    folders = [run if run.is_dir() else run.parent for run in runs]
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]
-
-
-def _with_suffix(output: Path) -> Path:
-    return output if output.suffix else output.with_name(f"{output.name}.png")
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="output folders or metrics.jsonl files")
-    parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
-    parser.add_argument("--labels", nargs="+", help="legend names, one a run (default: the folders' names)")
-    parser.add_argument("--title", help="heading of the figure")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Draw; returns the exit status."""
-    options = parse_arguments(arguments)
-    try:
-        output = _with_suffix(options.output)
-        labels = options.labels if options.labels is not None else run_names(options.runs)
-        if len(labels) != len(options.runs) or len(set(labels)) != len(labels):
-            raise ValueError(f"{len(options.runs)} runs need as many different --labels, got {labels}")
-        paths = [metrics_path(run) for run in options.runs]
-        if len(paths) == 1:
-            plot_losses(paths[0], output, title=options.title or labels[0])
-        else:
-            runs = dict(zip(labels, paths, strict=True))
-            compare_losses(runs, output, title=options.title or "Training loss")
-    except ValueError as error:
-        print(f"plot_losses: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        hint = "give runs that can be read and an --output that can be written"
-        print(f"plot_losses: {error}; {hint}", file=sys.stderr)
-        return 1
-    print(output)
-    return 0
-
+from fp8_megatron.commands.plot_losses import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,6 +19,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..errors import UserError
+
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 META = "checkpoint.json"
@@ -33,7 +35,7 @@ _OLD_META = "meta.json"
 _LEFT_BEHIND = (".tmp", ".replaced", ".removed")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used or was not saved, and why."""
 
 

@@ -11,7 +11,8 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from ..formats import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
+from ..errors import UserError
+from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
 from .run_checks import run_problems
 from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig, PrecisionConfig
 
@@ -31,7 +32,7 @@ _NOT_NEGATIVE = frozenset(
 _BELOW_ONE = frozenset("attention_dropout hidden_dropout adam_beta1 adam_beta2".split())
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration that cannot be read or cannot work; one problem per line."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ..formats import LEVELS, GradReduceMode, StorageDtype, StorageFormats
+from ..storage import LEVELS, GradReduceMode, StorageDtype, StorageFormats
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]

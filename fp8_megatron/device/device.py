@@ -6,11 +6,13 @@ import os
 
 import torch
 
+from ..errors import UserError
+
 #: Compute capability of the first GPUs with FP8 tensor cores (Ada); Hopper is (9, 0).
 _FIRST_FP8_CAPABILITY = (8, 9)
 
 
-class UnsupportedDeviceError(ValueError):
+class UnsupportedDeviceError(UserError):
     """This device cannot run the requested precision."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from rich.console import Console
 from rich.table import Table
 
-from ..formats import LEVELS, StorageDtype, StorageFormats
+from ..storage import LEVELS, StorageDtype, StorageFormats
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from ..collectives import row_exchange
 from ..collectives.transport import copy_engine
 from ..device.device import node_size
 from ..device.group import Group
+from ..errors import UserError
 
 _PROBE_BYTES = 1024
 
 
-class TransportError(ValueError):
+class TransportError(UserError):
     """The transport that was asked for does not work between these ranks."""
 
 

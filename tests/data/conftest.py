@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from tools.train_tokenizer import train
+from fp8_megatron.commands.train_tokenizer import train
 
 
 @pytest.fixture(scope="session")

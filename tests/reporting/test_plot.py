@@ -153,8 +153,8 @@ def test_tool_draws_one_run_and_several(tmp_path: Path, tool: ModuleType, saved:
 
 
 def test_tool_says_what_is_missing(tmp_path: Path, tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([str(tmp_path), "--output", str(tmp_path / "x.png")]) == 1
+    assert tool.main([str(tmp_path), "--output", str(tmp_path / "x.png")]) == 2
     assert f"no metrics.jsonl at {tmp_path}" in capsys.readouterr().err
     run = str(write_run(tmp_path / "run", [3.0, 2.0]).parent)
-    assert tool.main([run, "--labels", "a", "b", "--output", str(tmp_path / "x.png")]) == 1
+    assert tool.main([run, "--labels", "a", "b", "--output", str(tmp_path / "x.png")]) == 2
     assert "1 runs need as many different --labels, got ['a', 'b']" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.train_tokenizer import train
+from fp8_megatron.commands.train_tokenizer import train
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""tools/compare_levels.py: what is written where a level fails or has no finite loss."""
+"""compare_levels: what is written where a level fails or has no finite loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from fp8_megatron.commands import compare_levels
 from fp8_megatron.reporting.metrics_file import json_line
-from tools import compare_levels
 
 
 def write_run(folder: Path, train_loss: float, valid_loss: float) -> None:
@@ -32,7 +32,7 @@ def compare(
     run = subprocess.run
 
     def train(command: list[str], **options: Any) -> Any:
-        if "pretrain_gpt.py" not in command:
+        if compare_levels.RANK_PROGRAM not in command:
             return run(command, **options)
         output = Path(command[command.index("--output-dir") + 1])
         found = losses[output.name]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import pretrain_gpt
+from fp8_megatron.commands import pretrain_gpt
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK
 from fp8_megatron.quantization.operand import Format, Quantized

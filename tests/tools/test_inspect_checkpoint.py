@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from fp8_megatron.checkpoint.torch_dist import TorchDistReader
+from fp8_megatron.commands import inspect_checkpoint
 from fp8_megatron.conversion.safetensors_files import SafetensorsWriter, TensorSpec
 from fp8_megatron.formats import E4M3
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
 from tests.harness.tiny_gpt import LLAMA_STYLE, tiny_config
-from tools import inspect_checkpoint
 
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
@@ -57,7 +57,7 @@ def test_damage_is_reported(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
     file.write_bytes(file.read_bytes().replace(b"O3", b"O2", 1))
     assert inspect_checkpoint.main([str(root), "--verify"]) == 1
     assert "config.yaml is damaged" in capsys.readouterr().out
-    assert inspect_checkpoint.main([str(tmp_path)]) == 1
+    assert inspect_checkpoint.main([str(tmp_path)]) == 2
     assert "error: " in capsys.readouterr().err
 
 

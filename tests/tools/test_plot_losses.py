@@ -1,4 +1,4 @@
-"""tools/plot_losses.py: the file that it names is the one it writes, and one that it cannot write is named."""
+"""plot_losses: the file that it names is the one it writes, and one that it cannot write is named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import plot_losses
+from fp8_megatron.commands import plot_losses
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_an_output_that_cannot_be_written_is_named(
     run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    assert plot_losses.main([run, "--output", str(tmp_path / "file" / "x.png")]) == 1
+    assert plot_losses.main([run, "--output", str(tmp_path / "file" / "x.png")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("plot_losses: ") and error.count("\n") == 1
+    assert error.startswith("error: ") and error.count("\n") == 1
     assert str(tmp_path / "file") in error and "an --output that can be written" in error

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from fp8_megatron.commands import preprocess_data
 from fp8_megatron.data.indexed import check_indexed_dataset
 from fp8_megatron.data.tokenizer import build_tokenizer
-from tools import preprocess_data
 
 
 def run(*inputs: Path, output: Path, model: str, flags: tuple[str, ...] = ("--append-eod",), workers: int = 1) -> int:
@@ -86,7 +86,7 @@ def test_a_malformed_line_stops_the_run_with_nothing_written(
 ):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"txt": "not"}\n')
-    assert run(corpus, bad, output=output, model=tokenizer_model, workers=workers) == 1
+    assert run(corpus, bad, output=output, model=tokenizer_model, workers=workers) == 2
     assert "bad.jsonl:2: no key \"text\" (it has 'txt'" in capsys.readouterr().err
     assert files(output.parent) == []
 
@@ -103,12 +103,12 @@ def test_malformed_lines_can_be_left_out(corpus, documents, tokenizer_model, out
 def test_input_without_text_is_an_error(tokenizer_model, output, tmp_path, capsys):
     blank = tmp_path / "blank.jsonl"
     blank.write_text('\n\n{"text": ""}\n')
-    assert run(blank, output=output, model=tokenizer_model) == 1
+    assert run(blank, output=output, model=tokenizer_model) == 2
     assert 'no text under "text" in the input (0 malformed and 1 empty documents)' in capsys.readouterr().err
     (tmp_path / "none.jsonl").touch()
-    assert run(tmp_path / "none.jsonl", output=output, model=tokenizer_model) == 1
+    assert run(tmp_path / "none.jsonl", output=output, model=tokenizer_model) == 2
     assert "none.jsonl is empty" in capsys.readouterr().err
-    assert run(blank, output=output, model=str(tmp_path / "absent.model")) == 1
+    assert run(blank, output=output, model=str(tmp_path / "absent.model")) == 2
     assert "absent.model does not exist" in capsys.readouterr().err
     assert files(output.parent) == []
 
@@ -118,7 +118,7 @@ def test_an_existing_output_is_replaced_only_on_request(corpus, tokenizer_model,
     before = Path(f"{output}_text_document.bin").read_bytes()
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "other"}\n')
-    assert run(other, output=output, model=tokenizer_model) == 1
+    assert run(other, output=output, model=tokenizer_model) == 2
     assert "corpus_text_document.bin exists: give another --output-prefix, or --overwrite" in capsys.readouterr().err
     assert Path(f"{output}_text_document.bin").read_bytes() == before
     assert run(other, output=output, model=tokenizer_model, flags=("--overwrite",)) == 0
@@ -130,13 +130,13 @@ def test_a_failed_overwrite_keeps_the_old_output(corpus, tokenizer_model, output
     before = {name: (output.parent / name).read_bytes() for name in files(output.parent)}
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{]\n')
-    assert run(bad, output=output, model=tokenizer_model, flags=("--overwrite",)) == 1
+    assert run(bad, output=output, model=tokenizer_model, flags=("--overwrite",)) == 2
     assert {name: (output.parent / name).read_bytes() for name in files(output.parent)} == before
 
 
 def test_a_killed_worker_is_an_error_not_a_hang(corpus, tokenizer_model, output, capsys, monkeypatch):
     monkeypatch.setattr(preprocess_data, "encode", exit_at_once)
-    assert run(corpus, output=output, model=tokenizer_model, workers=2) == 1
+    assert run(corpus, output=output, model=tokenizer_model, workers=2) == 2
     assert "a worker process died, probably out of memory: give fewer --workers than 2" in capsys.readouterr().err
     assert files(output.parent) == []
 
@@ -156,7 +156,7 @@ def test_sigterm_in_the_middle_leaves_nothing(tokenizer_model, output, tmp_path,
     assert files(output.parent)[0].endswith(".partial")
     process.terminate()
     process.join(timeout=60)
-    assert process.exitcode == 1
+    assert process.exitcode == 2
     assert "stopped by SIGTERM: nothing is written" in capfd.readouterr().err
     assert files(output.parent) == []
 

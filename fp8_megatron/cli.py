@@ -1,0 +1,53 @@
+"""The console script `fp8-megatron`: one command for everything that a user does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from . import __version__
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: the module of `commands` with its `main`, and a line of help."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "train": Command("train", "train a GPT on this node's GPUs, or on its CPU"),
+    "tokenize": Command("train_tokenizer", "train a SentencePiece tokenizer on text"),
+    "preprocess": Command("preprocess_data", "turn text into token files"),
+    "convert": Command("convert_checkpoint", "convert a checkpoint: this project's, megatron-core's, Hugging Face's"),
+    "inspect": Command("inspect_checkpoint", "show what a checkpoint holds, and verify its files"),
+    "generate": Command("generate_text", "continue prompts with a trained checkpoint"),
+    "plot": Command("plot_losses", "draw the losses of one run, or compare the curves of several"),
+    "compare": Command("compare_levels", "train one configuration at several precision levels, side by side"),
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="fp8-megatron",
+        usage="fp8-megatron COMMAND [flags]",
+        description="LLM pre-training with FP8 end to end.\n\ncommands:\n"
+        + "\n".join(f"  {name:<11} {command.help}" for name, command in COMMANDS.items())
+        + "\n\nfp8-megatron COMMAND --help has the flags of each; docs/ and configs/ of the repository have the rest.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    module = import_module(f"{__package__}.commands.{COMMANDS[arguments.command].module}")
+    return module.main(arguments.flags, prog=f"fp8-megatron {arguments.command}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Continue prompts with a trained checkpoint.
+
+    fp8-megatron generate --load runs/quickstart/checkpoints --prompt "def " "class "
+
+A checkpoint of several tensor-parallel ranks runs on as many GPUs of this node, or on the CPU where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from .launch import Placement, check_gpus, run_ranks
+from .program import exit_status, prepare_megatron
+
+
+def main(words: Sequence[str] | None = None, prog: str = "generate_text.py") -> int:
+    """Exit status: 0, or 2 after an error."""
+    words = list(sys.argv[1:] if words is None else words)
+    return exit_status(partial(_run, parse_arguments(words, prog), words))
+
+
+def parse_arguments(words: Sequence[str], prog: str) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--load", type=Path, required=True, help="folder that training saved into")
+    parser.add_argument("--prompt", nargs="+", required=True, help="texts to continue")
+    parser.add_argument("--num-tokens", type=int, default=48, help="tokens to add (default 48)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the most likely token (default 0.7)")
+    parser.add_argument("--top-k", type=int, default=40, help="draw among this many tokens (default 40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    return parser.parse_args(words)
+
+
+def _run(arguments: argparse.Namespace, words: list[str]) -> int:
+    num_ranks = 1 if "WORLD_SIZE" in os.environ else _tensor_parallel_size(arguments.load)
+    if num_ranks > 1:
+        return _run_ranks(num_ranks, words)
+    warnings.filterwarnings("ignore")
+    prepare_megatron()
+    from ..training.generate import generate_text
+
+    texts = generate_text(
+        arguments.load,
+        arguments.prompt,
+        num_tokens=arguments.num_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    )
+    if int(os.environ.get("RANK", "0")) == 0:
+        for prompt, text in zip(arguments.prompt, texts, strict=True):
+            print(f"--- prompt {prompt!r}\n{text}")
+    return 0
+
+
+def _tensor_parallel_size(checkpoint_root: Path) -> int:
+    """Ranks that the latest checkpoint wants; 1 where there is none, which `generate_text` says."""
+    from ..checkpoint.files import CONFIG, candidates, iteration_folder
+    from ..config.io import load_config
+
+    iterations = candidates(checkpoint_root)
+    if not iterations:
+        return 1
+    config = load_config(iteration_folder(checkpoint_root, iterations[0]) / CONFIG)
+    return config.parallel.tensor_model_parallel_size
+
+
+def _run_ranks(num_ranks: int, words: list[str]) -> int:
+    import torch
+
+    placement = Placement(num_ranks, on_cpu=not torch.cuda.is_available())
+    check_gpus(placement)
+    return run_ranks("fp8_megatron.commands.generate_text", words, placement)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

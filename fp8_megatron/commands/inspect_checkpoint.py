@@ -1,0 +1,244 @@
+"""Show what a checkpoint holds: step, layout, level, tensors with dtypes and sizes, scales, files.
+
+fp8-megatron inspect runs/a/checkpoints --values --verify
+
+Reads this project's checkpoints, torch_dist folders of megatron-core and Hugging Face folders. Nothing in them is
+executed, and tensors are read only for --values, one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from .program import exit_status, prepare_megatron
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show what a checkpoint holds: step, layout, level, tensors with dtypes and sizes, scales, files."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """What --save named, one iteration's folder, a torch_dist folder, or a Hugging Face folder."""
+    iteration: int | None = None
+    """Of several checkpoints. Default: the latest."""
+    filter: str = ""
+    """Only tensors whose name contains this."""
+    values: bool = False
+    """Read tensors: amax, root mean square, the E4M3 scale that the amax gives, and what is not finite."""
+    verify: bool = False
+    """Compare every file with the manifest's checksum."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True)
+class TensorLine:
+    """One tensor of a checkpoint; the last four only under --values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    amax: float | None = None
+    rms: float | None = None
+    e4m3_scale: float | None = None
+    num_not_finite: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a checkpoint holds."""
+
+    format: str
+    folder: str
+    description: dict[str, Any]
+    tensors: list[TensorLine]
+    files: dict[str, int]
+    problems: list[str]
+
+
+def report_of(options: Options) -> Report:
+    """Look into a checkpoint.
+
+    Raises:
+        CheckpointError: nothing readable.
+    """
+    from ..conversion.conversion import Format, find_format
+
+    kind, folder = find_format(options.path, options.iteration)
+    problems = _problems(folder) if options.verify and kind is Format.OURS else []
+    lines = _safetensors_lines if kind is Format.HUGGING_FACE else _torch_dist_lines
+    tensors = list(lines(folder, options, problems))
+    return Report(
+        format=kind.value,
+        folder=str(folder),
+        description=_description(kind.value, folder),
+        tensors=tensors,
+        files={path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()},
+        problems=problems,
+    )
+
+
+def _description(kind: str, folder: Path) -> dict[str, Any]:
+    from ..checkpoint.saved_run import read_description
+    from ..conversion.hugging_face_folder import CONFIG_FILE, read_json
+
+    if kind == "ours":
+        return read_description(folder)
+    if kind == "hf":
+        names = ("model_type", "torch_dtype", "dtype", "vocab_size", "tie_word_embeddings", "quantization_config")
+        settings = read_json(folder / CONFIG_FILE)
+        return {name: settings[name] for name in names if name in settings}
+    number = folder.name.removeprefix("iter_")
+    return {"iteration": int(number)} if number.isdigit() else {}
+
+
+def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
+    """Tensors of all ranks, then what each rank keeps for itself."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from ..checkpoint.torch_dist import TorchDistReader, read_metadata
+
+    reader = TorchDistReader(folder) if options.values else None
+    for name, entry in sorted(read_metadata(folder).state_dict_metadata.items()):
+        if isinstance(entry, TensorStorageMetadata) and options.filter in name:
+            dtype, shape = entry.properties.dtype, tuple(entry.size)
+            statistics = _statistics(reader.read_whole(name)) if reader is not None else {}
+            yield TensorLine(name, shape, _name(dtype), prod(shape) * dtype.itemsize, **statistics)
+    for path in sorted(folder.glob("rank_*.safetensors")):
+        yield from _file_lines(path, options, problems, prefix=f"{path.stem}/")
+
+
+def _safetensors_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
+    from ..conversion.safetensors_files import SafetensorsFolder
+
+    for file in sorted(set(SafetensorsFolder(folder).file_of.values())):
+        yield from _file_lines(folder / file, options, problems)
+
+
+def _file_lines(path: Path, options: Options, problems: list[str], *, prefix: str = "") -> Iterator[TensorLine]:
+    """Tensors of a file; one that cannot be opened is added to `problems`."""
+    from ..checkpoint.files import CheckpointError
+    from ..conversion.safetensors_files import open_safetensors
+
+    try:
+        opened = open_safetensors(path)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return
+    with opened as file:
+        for name in file.keys():  # noqa: SIM118  # it is no mapping
+            if options.filter not in prefix + name:
+                continue
+            tensor = file.get_tensor(name)  # mapped, not read
+            statistics = _statistics(tensor) if options.values and tensor.is_floating_point() else {}
+            yield TensorLine(prefix + name, tuple(tensor.shape), _name(tensor.dtype), tensor.nbytes, **statistics)
+
+
+def _statistics(tensor: Tensor) -> dict[str, Any]:
+    """What --values shows, over the finite elements; of FP8 payloads without their scale."""
+    import torch
+
+    from ..formats import E4M3, MAX_FINITE
+
+    values = tensor.float().flatten()
+    finite = values[torch.isfinite(values)]
+    if finite.numel() == 0:
+        return {"num_not_finite": values.numel()}
+    amax = finite.abs().max().item()
+    rms = finite.double().square().mean().sqrt().item()
+    return {
+        "amax": amax,
+        "rms": rms,
+        "e4m3_scale": amax / MAX_FINITE[E4M3],
+        "num_not_finite": values.numel() - finite.numel(),
+    }
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _problems(folder: Path) -> list[str]:
+    from ..checkpoint.manifest import problem_with, read_manifest
+
+    return [problem for record in read_manifest(folder) if (problem := problem_with(folder, record)) is not None]
+
+
+def print_report(report: Report, console: Console, *, verified: bool) -> None:
+    """Tables for a person."""
+    console.print(f"{report.format}: {report.folder}", highlight=False, soft_wrap=True)
+    for name, value in report.description.items():
+        console.print(f"  {name} = {value}", highlight=False, soft_wrap=True)
+    has_values = any(line.num_not_finite is not None for line in report.tensors)
+    table = Table(box=None)
+    columns = ["tensor", "shape", "dtype", "MB"] + (["amax", "rms", "amax / 448", "not finite"] if has_values else [])
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("tensor", "shape", "dtype") else "right", no_wrap=True)
+    for line in report.tensors:
+        cells = [line.name, " × ".join(map(str, line.shape)), line.dtype, f"{line.nbytes / 1e6:.3f}"]
+        if has_values:
+            numbers = (line.amax, line.rms, line.e4m3_scale)
+            cells += ["" if number is None else f"{number:.3e}" for number in numbers]
+            cells.append("" if line.num_not_finite is None else str(line.num_not_finite))
+        table.add_row(*cells)
+    console.print(table)
+    for group, (count, num_params, nbytes) in sums(report).items():
+        text = f"{group}: {count} tensors, {num_params:,} elements, {nbytes / 1e6:,.3f} MB"
+        console.print(text, highlight=False, soft_wrap=True)
+    total = sum(report.files.values())
+    console.print(f"{len(report.files)} files, {total / 1e6:,.3f} MB on disk", highlight=False)
+    if verified and not report.problems:
+        console.print("every file is as the manifest says" if report.format == "ours" else "no manifest to verify by")
+    for problem in report.problems:
+        console.print(problem, highlight=False, soft_wrap=True)
+
+
+def sums(report: Report) -> dict[str, tuple[int, int, int]]:
+    """Kind of tensor → (tensors, elements, bytes): weights, moments, what ranks keep."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for line in report.tensors:
+        parts = line.name.split(".")
+        group = ".".join(parts[:2]) if parts[0] == "optimizer" else "weights"
+        group = "of single ranks" if line.name.startswith("rank_") else group
+        count, num_params, nbytes = found.get(group, (0, 0, 0))
+        found[group] = (count + 1, num_params + prod(line.shape), nbytes + line.nbytes)
+    return found
+
+
+def main(words: Sequence[str] | None = None, prog: str = "inspect_checkpoint.py") -> int:
+    """Exit status: 0, 1 with a damaged file, or 2 after an error."""
+    options = tyro.cli(Options, args=words, prog=prog)
+    warnings.filterwarnings("ignore")
+    prepare_megatron()
+    return exit_status(partial(run, options), OSError)
+
+
+def run(options: Options) -> int:
+    """Look and print; returns the exit status."""
+    report = report_of(options)
+    if options.json:
+        print(json.dumps(asdict(report), indent=1))
+    else:
+        console = Console()
+        print_report(report, console if console.is_terminal else Console(width=200), verified=options.verify)
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""Text to tokens: JSON lines or plain text in, Megatron's PREFIX_KEY_document.bin/.idx out.
+
+    fp8-megatron preprocess --input corpus.jsonl.xz --tokenizer-model tokenizer.model \\
+        --output-prefix data/corpus --append-eod --workers 8
+
+One JSON object a line is one document (--json-keys says where its text is). A plain-text file (.txt, .md) is one
+document, or with --split-on-blank-lines one a paragraph. The files get their names when they are complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..data.documents import RawBatch, check_inputs, parse_batch, read_batches
+from ..data.tokenizer import Tokenizer, build_tokenizer
+from .program import exit_status
+
+#: Batches in flight for each worker: enough to keep it busy, few enough to bound memory.
+_BATCHES_PER_WORKER = 4
+_SHOWN_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How text becomes tokens; the same in every worker."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None
+    vocab_size: int | None
+    json_keys: tuple[str, ...]
+    append_eod: bool
+    skip_errors: bool
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """What a worker hands back: for each JSON key all token ids in a row, and the length of each document."""
+
+    tokens: dict[str, tuple[np.ndarray, np.ndarray]]
+    num_documents: int
+    num_empty: int
+    text_bytes: int
+    bytes_consumed: int
+    errors: tuple[str, ...]
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(encoding: Encoding) -> Tokenizer:
+    """This process's tokenizer, built once."""
+    return build_tokenizer(encoding.tokenizer_type, encoding.tokenizer_model, encoding.vocab_size)
+
+
+def token_dtype(encoding: Encoding) -> type[np.number]:
+    """uint16 where the vocabulary fits, else int32 (as Megatron)."""
+    from megatron.core.datasets.indexed_dataset import DType
+
+    return DType.optimal_dtype(load_tokenizer(encoding).vocab_size)
+
+
+def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
+    """Parse and tokenise one batch. Documents without tokens are left out.
+
+    Raises:
+        ValueError: a malformed document (unless skipped), named by ``file:line``.
+    """
+    tokenizer, dtype = load_tokenizer(encoding), token_dtype(encoding)
+    parsed = parse_batch(batch, encoding.json_keys, skip_errors=encoding.skip_errors)
+    tokens, num_empty = {}, 0
+    for key, texts in parsed.texts.items():
+        try:
+            documents = tokenizer.encode_batch(texts)
+        except ValueError as error:
+            raise ValueError(f"{parsed.places[0]} to {parsed.places[-1]}: {error}") from error
+        filled = [ids for ids in documents if ids]
+        num_empty += len(documents) - len(filled)
+        if encoding.append_eod:
+            filled = [[*ids, tokenizer.eod] for ids in filled]
+        lengths = np.fromiter(map(len, filled), dtype=np.int32, count=len(filled))
+        ids = np.fromiter(chain.from_iterable(filled), dtype=dtype, count=int(lengths.sum()))
+        tokens[key] = (ids, lengths)
+    text_bytes = len(batch.content)
+    return EncodedBatch(tokens, len(parsed.places), num_empty, text_bytes, batch.bytes_consumed, tuple(parsed.errors))
+
+
+def encode_all(encoding: Encoding, batches: Iterator[RawBatch], num_workers: int) -> Iterator[EncodedBatch]:
+    """Encode every batch, in order, so that the output does not depend on `num_workers`."""
+    if num_workers == 1:
+        for batch in batches:
+            yield encode(encoding, batch)
+        return
+    # Forked workers start with the tokenizer that this process has already loaded.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    executor = ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context(method), initializer=_leave_signals_to_parent
+    )
+    pending: deque[Future[EncodedBatch]] = deque()
+    try:
+        for batch in batches:
+            pending.append(executor.submit(encode, encoding, batch))
+            if len(pending) >= _BATCHES_PER_WORKER * num_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise ValueError(
+            f"a worker process died, probably out of memory: give fewer --workers than {num_workers}"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _leave_signals_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class DatasetWriter:
+    """One .bin/.idx pair, written under temporary names until `commit`; leaving the context otherwise removes them."""
+
+    def __init__(self, prefix: str, dtype: type[np.number]):
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        self.prefix = prefix
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._temporary = {kind: Path(f"{prefix}.{kind}.{os.getpid()}.partial") for kind in ("bin", "idx")}
+        self._builder = IndexedDatasetBuilder(str(self._temporary["bin"]), dtype=dtype)
+
+    def __enter__(self) -> DatasetWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._builder.data_file.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents: their token ids in a row, and the length of each."""
+        self._builder.data_file.write(ids.data)
+        self._builder.sequence_lengths.extend(lengths.tolist())
+        self._builder.document_indices.extend(range(self.num_documents + 1, self.num_documents + len(lengths) + 1))
+        self.num_documents += len(lengths)
+        self.num_tokens += len(ids)
+
+    def commit(self) -> None:
+        """Write the index and give both files their names; at no time does an index describe another run's tokens."""
+        self._builder.finalize(str(self._temporary["idx"]))
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        for kind, path in self._temporary.items():
+            path.replace(f"{self.prefix}.{kind}")
+
+
+class ProgressReport:
+    """A progress bar on a terminal; elsewhere a line every `log_interval` documents."""
+
+    def __init__(self, total_bytes: int, log_interval: int):
+        console = Console(stderr=True)
+        self.num_documents = 0
+        self.num_tokens = 0
+        self.text_bytes = 0
+        self.start = time.monotonic()
+        self._log_interval = log_interval
+        self._total_bytes = total_bytes
+        self._shows_bar = console.is_terminal
+        columns = (BarColumn(), DownloadColumn(), TextColumn("{task.fields[rates]}"), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=console, disable=not self._shows_bar)
+        self._task = self.bar.add_task("", total=total_bytes, rates="")
+
+    def add(self, batch: EncodedBatch) -> None:
+        """Count a batch and show the rates so far."""
+        before = self.num_documents // self._log_interval
+        self.num_documents += batch.num_documents
+        self.num_tokens += sum(len(ids) for ids, _ in batch.tokens.values())
+        self.text_bytes += batch.text_bytes
+        self.bar.update(self._task, completed=batch.bytes_consumed, rates=self.rates())
+        if not self._shows_bar and self.num_documents // self._log_interval > before:
+            elapsed = time.monotonic() - self.start
+            left = elapsed * (self._total_bytes / max(batch.bytes_consumed, 1) - 1)
+            print(f"{self.num_documents:,} documents, {self.rates()}, {max(left, 0):.0f} s left", file=sys.stderr)
+
+    def rates(self) -> str:
+        """Documents, megabytes of input (decompressed) and tokens a second."""
+        seconds = max(time.monotonic() - self.start, 1e-9)
+        return (
+            f"{self.num_documents / seconds:,.0f} documents/s, {self.text_bytes / seconds / 1e6:.2f} MB/s, "
+            f"{self.num_tokens / seconds:,.0f} tokens/s"
+        )
+
+
+def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
+    """Read, tokenise, write; ValueError or OSError (one when `stop` is set) leaves nothing behind."""
+    encoding = Encoding(
+        tokenizer_type=arguments.tokenizer_type,
+        tokenizer_model=arguments.tokenizer_model,
+        vocab_size=arguments.vocab_size,
+        json_keys=tuple(arguments.json_keys),
+        append_eod=arguments.append_eod,
+        skip_errors=arguments.skip_errors,
+    )
+    report = ProgressReport(check_inputs(arguments.input), arguments.log_interval)
+    prefixes = _output_prefixes(arguments.output_prefix, encoding.json_keys, arguments.overwrite)
+    dtype = token_dtype(encoding)
+    batches = read_batches(arguments.input, split_on_blank_lines=arguments.split_on_blank_lines)
+    errors: list[str] = []
+    num_empty = num_errors = 0
+    with ExitStack() as stack:
+        writers = {key: stack.enter_context(DatasetWriter(prefix, dtype)) for key, prefix in prefixes.items()}
+        stack.enter_context(report.bar)
+        for batch in encode_all(encoding, batches, arguments.workers):
+            for key, (ids, lengths) in batch.tokens.items():
+                writers[key].add(ids, lengths)
+            num_empty += batch.num_empty
+            num_errors += len(batch.errors)
+            errors += batch.errors[: _SHOWN_ERRORS - len(errors)]
+            report.add(batch)
+            if stop.is_set():
+                raise InterruptedError("stopped by SIGTERM: nothing is written")
+        _check_not_empty(writers, num_errors, num_empty)
+        for writer in writers.values():
+            writer.commit()
+    seconds = time.monotonic() - report.start
+    for writer in writers.values():
+        print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens of {dtype.__name__}")
+    print(f"{seconds:.1f} s: {report.rates()}")
+    if num_empty:
+        print(f"left out {num_empty:,} empty documents")
+    if num_errors:
+        print(f"left out {num_errors:,} malformed documents, the first: " + "; ".join(errors))
+    return 0
+
+
+def _output_prefixes(output_prefix: str, json_keys: Sequence[str], overwrite: bool) -> dict[str, str]:
+    """The prefix of each JSON key's dataset, its folder made; ValueError if it is already there."""
+    prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
+    for prefix in prefixes.values():
+        for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
+            if path.exists() and not overwrite:
+                raise ValueError(f"{path} exists: give another --output-prefix, or --overwrite")
+    Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    return prefixes
+
+
+def _check_not_empty(writers: dict[str, DatasetWriter], num_errors: int, num_empty: int) -> None:
+    for key, writer in writers.items():
+        if writer.num_tokens == 0:
+            raise ValueError(
+                f'no text under "{key}" in the input ({num_errors} malformed and {num_empty} empty documents): '
+                f"nothing is written; check --input and --json-keys"
+            )
+
+
+def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .txt[.gz|.xz|.bz2|.zst]")
+    parser.add_argument("--output-prefix", required=True, help="path of the output, without _KEY_document.bin/.idx")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys with text (text)")
+    parser.add_argument("--split-on-blank-lines", action="store_true", help="plain text: one document a paragraph")
+    parser.add_argument("--tokenizer-type", default="SentencePieceTokenizer", help="as in training")
+    parser.add_argument("--tokenizer-model", help="SentencePiece .model file, or Hugging Face tokenizer folder")
+    parser.add_argument("--vocab-size", type=int, help="of a NullTokenizer")
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    parser.add_argument("--workers", type=_positive, default=os.cpu_count(), help="processes (one a core)")
+    parser.add_argument("--log-interval", type=_positive, default=1000, help="documents between progress lines (1000)")
+    parser.add_argument("--skip-errors", action="store_true", help="count and leave out malformed documents")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    return parser.parse_args(words)
+
+
+def _positive(word: str) -> int:
+    value = int(word)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def main(words: Sequence[str] | None = None, prog: str = "preprocess_data.py") -> int:
+    """Exit status: 0, 2 after an error message, or 130 after Ctrl-C."""
+    arguments = parse_arguments(words, prog)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one process a core already
+    # Megatron-core, imported only when it is needed, says at length what training would like to have.
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    # The handler only takes note: Python swallows what one raises while a process is being forked.
+    stop = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        return exit_status(partial(preprocess, arguments, stop), ValueError, OSError)
+    except KeyboardInterrupt:
+        print("interrupted: nothing is written", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

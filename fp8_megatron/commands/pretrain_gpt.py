@@ -1,0 +1,47 @@
+"""Train on this rank: the program that torchrun starts once a rank (`fp8-megatron train` starts torchrun)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from ..config.checks import check_config
+from ..config.io import parse_config
+from .program import exit_status, prepare_megatron, show
+
+_DIVERGED_STATUS = 1
+
+
+def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> int:
+    """Exit status: 0; 2 after a user's error; 1 after a divergence; `watch.failures.EXIT_STATUS` where another rank
+    ended the run."""
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    return exit_status(partial(_train, words, prog))
+
+
+def _train(words: Sequence[str] | None, prog: str) -> int:
+    config = parse_config(words, prog=prog)
+    check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
+    prepare_megatron()
+    from ..training.stopping import TrainingDiverged
+    from ..training.trainer import Trainer
+    from ..watch.failures import EXIT_STATUS, RankFailure
+
+    try:
+        Trainer(config).fit()
+    except TrainingDiverged as error:
+        show(error)
+        return _DIVERGED_STATUS
+    except RankFailure as error:
+        print(f"error on rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+        return EXIT_STATUS
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Train a GPT on this node's GPUs: check the configuration here, in a second, then start one rank a GPU.
+
+A mistake in a flag or a file ends it with one line and exit status 2, before anything is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from ..config.checks import check_config
+from ..config.io import parse_config
+from ..errors import UserError
+from .launch import Placement, check_gpus, hide_gpus, run_ranks
+from .program import exit_status
+
+_RANK_PROGRAM = "fp8_megatron.commands.pretrain_gpt"
+_EXAMPLES = """\
+examples:
+  {prog} --config configs/gpt_345m.yaml --mock-data --train-iters 20
+  {prog} --gpus 4 --config configs/gpt_7b.yaml configs/fast.yaml --data-path PREFIX --tokenizer-model FILE
+  {prog} --cpu-ranks 2 --config configs/gpt_quickstart.yaml
+  on each of two nodes, N = 0 and 1:
+  {prog} --gpus 8 --nnodes 2 --node-rank N --master-addr HOST --config configs/gpt_13b.yaml ...
+"""
+
+
+def main(words: Sequence[str] | None = None, prog: str = "fp8-megatron train") -> int:
+    """Exit status: 2 after a user's error, else the job's."""
+    return exit_status(partial(_main, list(sys.argv[1:] if words is None else words), prog))
+
+
+def _main(words: list[str], prog: str) -> int:
+    parser = _parser(prog)
+    own, flags = parser.parse_known_args(words)
+    if "-h" in flags or "--help" in flags:
+        parser.print_help()
+        print("\nEvery other flag is the model's, the data's or the run's:\n", flush=True)
+        parse_config(["--help"], prog=prog)
+    placement = _placement(own)
+    check_config(parse_config(flags, prog=prog), placement.world_size)
+    if placement.world_size == 1:
+        return _train_here(flags, prog, placement, exact=own.gpus is not None)
+    check_gpus(placement)
+    return run_ranks(_RANK_PROGRAM, flags, placement)
+
+
+def _train_here(flags: list[str], prog: str, placement: Placement, *, exact: bool) -> int:
+    """One rank needs no launcher."""
+    from . import pretrain_gpt
+
+    if placement.on_cpu:
+        hide_gpus()
+    elif exact:
+        check_gpus(placement)
+    return pretrain_gpt.main(flags, prog=prog)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [--gpus N | --cpu-ranks N] [--nnodes N --node-rank N --master-addr HOST] [flags]",
+        description=__doc__,
+        epilog=_EXAMPLES.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="GPUs of this node, a rank each; 0: one rank on the CPU (default: 1 if there is one)",
+    )
+    ranks.add_argument("--cpu-ranks", type=int, metavar="N", help="ranks on this node's CPU instead, over gloo")
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes (default 1), all with as many GPUs")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="this node's number, from 0 (default 0)")
+    parser.add_argument("--master-addr", metavar="HOST", help="node 0, for several nodes")
+    parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port there (default 29500)")
+    return parser
+
+
+def _placement(own: argparse.Namespace) -> Placement:
+    """Where ranks run.
+
+    Raises:
+        UserError: numbers that do not fit together.
+    """
+    if own.gpus is not None and own.gpus < 0:
+        raise UserError(f"--gpus {own.gpus} is negative; give 0 or more")
+    if own.cpu_ranks is not None and own.cpu_ranks < 1:
+        raise UserError(f"--cpu-ranks {own.cpu_ranks}: there is no such run; give 1 or more")
+    if own.nnodes < 1 or not 0 <= own.node_rank < own.nnodes:
+        raise UserError(
+            f"--node-rank {own.node_rank} is none of --nnodes {own.nnodes}; number the nodes from 0 to --nnodes - 1"
+        )
+    if own.nnodes > 1 and own.master_addr is None:
+        raise UserError(f"--nnodes {own.nnodes} needs --master-addr; give the name or address of node 0")
+    if own.nnodes == 1 and (own.master_addr is not None or own.master_port is not None):
+        raise UserError("--master-addr and --master-port have no effect with one node; drop them or give --nnodes")
+    on_cpu = own.cpu_ranks is not None or own.gpus == 0
+    return Placement(
+        ranks_per_node=own.cpu_ranks or own.gpus or 1,
+        on_cpu=on_cpu,
+        num_nodes=own.nnodes,
+        node_rank=own.node_rank,
+        master_addr=own.master_addr,
+        master_port=29500 if own.master_port is None else own.master_port,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The console script: its help, what it imports, and that tools run from a clone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "numpy", "megatron", "matplotlib")
+
+
+def python(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    assert list(COMMANDS) == "train tokenize preprocess convert inspect generate plot compare".split()
+    assert all(f"  {name} " in text and command.help in text for name, command in COMMANDS.items())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([name, "--help"])
+    assert exit_info.value.code == 0
+    assert f"usage: fp8-megatron {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["trian"]])
+def test_no_command_or_an_unknown_one_is_a_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(words)
+    assert exit_info.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fp8_megatron.cli",
+        "from fp8_megatron.config.checks import check_config; from fp8_megatron.config.io import parse_config; "
+        "check_config(parse_config(['--mock-data', '--vocab-size', '64']), 1)",
+        *(f"import fp8_megatron.commands.{command.module}" for name, command in COMMANDS.items() if name == "train"),
+    ],
+    ids=["cli", "configuration", "train"],
+)
+def test_what_must_come_at_once_imports_nothing_heavy(code: str) -> None:
+    """torch alone takes seconds: help and a configuration's mistakes do without it."""
+    result = python("-c", f"import sys; {code}; print(*[name for name in {HEAVY} if name in sys.modules])")
+    assert (result.stdout.strip(), result.returncode) == ("", 0), result.stderr
+
+
+def test_importing_changes_nothing() -> None:
+    code = "import os, sys; before = dict(os.environ); import fp8_megatron, fp8_megatron.device.cudnn as cudnn; "
+    result = python("-c", code + "print(os.environ == before, cudnn._home)")
+    assert result.stdout.split() == ["True", "None"], result.stderr
+
+
+def test_cudnn_is_loaded_before_megatron_core_is_imported() -> None:
+    """`load_bundled` is stopped where it is called, by the program that trains and by those that read checkpoints."""
+    code = (
+        "import sys; from fp8_megatron.device import cudnn; from fp8_megatron.commands import {0} as command\n"
+        "class Called(BaseException): pass\n"
+        "def stop(): raise Called\n"
+        "cudnn.load_bundled = stop\n"
+        "try: command.main({1})\n"
+        "except Called: print('megatron.core' in sys.modules)"
+    )
+    for name, words in (
+        ("pretrain_gpt", ["--mock-data", "--vocab-size", "64"]),
+        ("inspect_checkpoint", ["nowhere"]),
+        ("convert_checkpoint", ["--input", "a", "--output", "b", "--to", "hf"]),
+        ("generate_text", ["--load", "nowhere", "--prompt", "x"]),
+    ):
+        result = python("-c", code.format(name, words))
+        assert result.stdout.strip() == "False", (name, result.stderr)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        "pretrain_gpt.py",
+        *(f"tools/{command.module}.py" for name, command in COMMANDS.items() if name != "train"),
+        "tools/gradient_snr.py",
+    ],
+)
+def test_tools_run_from_a_clone_that_is_not_installed(tool: str, tmp_path: Path) -> None:
+    """-S leaves out what is installed as an editable project; other packages come through PYTHONPATH."""
+    packages = sysconfig.get_paths()["purelib"]
+    result = python("-S", str(ROOT / tool), "--help", cwd=tmp_path, PYTHONPATH=packages)
+    asks_for_a_file = tool == "tools/gradient_snr.py"
+    assert result.returncode == (2 if asks_for_a_file else 0), result.stderr
+    assert "the first argument is the file" in result.stdout if asks_for_a_file else "usage: " in result.stdout
+    assert python("-S", "-c", "import fp8_megatron", cwd=tmp_path, PYTHONPATH=packages).returncode != 0

@@ -1,0 +1,144 @@
+"""fp8-megatron train: the configuration is checked first; ranks start as asked; the exit status is the job's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8_megatron.commands import launch, pretrain_gpt, train
+from fp8_megatron.commands.launch import Placement
+from tests.harness.runs import tiny_flags
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would have been started: (placement, flags), or ("here", flags)."""
+    starts: list[Any] = []
+
+    def run_ranks(module: str, words: list[str], placement: Placement) -> int:
+        assert module == "fp8_megatron.commands.pretrain_gpt"
+        starts.append((placement, words))
+        return 0
+
+    monkeypatch.setattr(train, "run_ranks", run_ranks)
+    monkeypatch.setattr(train, "check_gpus", lambda placement: None)
+    monkeypatch.setattr(train, "hide_gpus", lambda: starts.append("hidden"))
+    monkeypatch.setattr(pretrain_gpt, "main", lambda words, prog: starts.append(("here", words)) or 0)
+    return starts
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", [("here", [])]),
+        ("--gpus 1", [("here", [])]),
+        ("--gpus 0", ["hidden", ("here", [])]),
+        ("--cpu-ranks 1", ["hidden", ("here", [])]),
+        ("--gpus 4", [(Placement(4), [])]),
+        ("--cpu-ranks=2", [(Placement(2, on_cpu=True), [])]),
+        (
+            "--gpus 8 --nnodes 2 --node-rank 1 --master-addr node0 --master-port 1234",
+            [(Placement(8, num_nodes=2, node_rank=1, master_addr="node0", master_port=1234), [])],
+        ),
+        (
+            "--gpus 1 --nnodes 2 --master-addr node0",
+            [(Placement(1, num_nodes=2, node_rank=0, master_addr="node0"), [])],
+        ),
+    ],
+)
+def test_own_flags_place_the_ranks_and_all_others_are_passed_on(
+    words: str, expected: list[Any], started: list[Any], tmp_path: Path
+) -> None:
+    flags = [*tiny_flags(tmp_path), "--profile-ranks", "0", "1", "--min-lr", "-0.0"]
+    own = words.split()
+    assert train.main([*own[:1], *own[1:2], *flags, *own[2:]] if own else flags) == 0
+    assert started == [place if isinstance(place, str) else (place[0], flags) for place in expected]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--gpus 3 --tensor-model-parallel-size 2",
+            "= 2 does not divide WORLD_SIZE(3)",
+        ),
+        ("--gpus 4 --nnodes 2 --master-addr a --global-batch-size 4", "× data-parallel size(8)"),
+        ("--config nowhere.yaml", "nowhere.yaml: cannot read the configuration file"),
+        ("--gpus -1", "--gpus -1 is negative; give 0 or more"),
+        ("--cpu-ranks 0", "--cpu-ranks 0: there is no such run"),
+        ("--nnodes 2", "--nnodes 2 needs --master-addr"),
+        ("--nnodes 2 --master-addr a --node-rank 2", "--node-rank 2 is none of --nnodes 2"),
+        ("--node-rank 1", "--node-rank 1 is none of --nnodes 1"),
+        ("--master-port 1234", "--master-port have no effect with one node"),
+    ],
+)
+def test_a_mistake_is_one_line_and_starts_nothing(
+    words: str, message: str, started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([*tiny_flags(tmp_path), *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err
+    assert printed.out == "" and started == []
+
+
+@pytest.mark.parametrize("words", ["--gpus 2 --cpu-ranks 2", "--gpus two", "--num-layrs 3"])
+def test_a_bad_flag_exits_with_status_2(words: str, started: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        train.main([*tiny_flags(tmp_path), *words.split()])
+    assert exit_info.value.code == 2 and started == []
+
+
+def test_help_shows_its_own_flags_before_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    assert 0 < text.index("--gpus N") < text.index("--cpu-ranks 2 --config") < text.index("--num-layers")
+
+
+def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    launch.check_gpus(Placement(2))
+    launch.check_gpus(Placement(4, on_cpu=True))
+    with pytest.raises(ValueError, match="--gpus 4, but this node has 2; give --gpus 2"):
+        launch.check_gpus(Placement(4))
+
+
+def test_torchrun_is_told_of_every_node() -> None:
+    assert Placement(3).torchrun_arguments() == ["--standalone", "--nproc-per-node", "3"]
+    several = Placement(8, num_nodes=2, node_rank=1, master_addr="node0", master_port=7)
+    expected = "--nnodes 2 --node-rank 1 --master-addr node0 --master-port 7 --nproc-per-node 8"
+    assert several.torchrun_arguments() == expected.split() and several.world_size == 16
+
+
+def fp8_megatron(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "fp8_megatron.cli", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200)
+
+
+def test_two_cpu_ranks_train(tmp_path: Path) -> None:
+    flags = tiny_flags(tmp_path, train_iters=2, tensor_model_parallel_size=2)
+    result = fp8_megatron("train", "--cpu-ranks", "2", *flags)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2]
+
+
+def test_the_exit_status_is_the_ranks_and_no_launcher_speaks(tmp_path: Path) -> None:
+    """What only the ranks can see, missing token files, is one line too, and the status of a user's error."""
+    flags = tiny_flags(tmp_path, mock_data=False, data_path=[tmp_path / "no"], tokenizer_type="NullTokenizer")
+    result = fp8_megatron("train", "--cpu-ranks", "2", *flags, "--split", "1,0,0")
+    assert result.returncode == 2, result.stderr
+    assert f"error: no dataset at {tmp_path / 'no'}: " in result.stderr and "Traceback" not in result.stderr
+    assert "exit status 2" in result.stderr.splitlines()[-1]
