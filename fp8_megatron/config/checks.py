@@ -6,30 +6,14 @@ the values in it and a fix.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
-import math
 from collections.abc import Iterator
 
 from ..errors import UserError
 from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
+from .limits import limit_problems
+from .precision_checks import precision_problems
 from .run_checks import run_problems
-from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig, PrecisionConfig
-
-_POSITIVE = frozenset(
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
-    "max_position_embeddings rotary_base norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by "
-    "tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
-    "distributed_timeout_minutes ddp_bucket_size fp8_amax_history_len lr lr_decay_iters lr_wsd_decay_iters adam_eps "
-    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
-    "micro_batch_size global_batch_size train_iters exit_interval exit_duration_in_mins max_skipped_steps "
-    "recompute_num_layers save_interval keep_last save_retain_interval ckpt_step log_interval".split()
-)
-_NOT_NEGATIVE = frozenset(
-    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 min_lr lr_warmup_iters lr_warmup_init weight_decay "
-    "clip_grad num_workers eval_interval eval_iters seed keep_fp8_transpose_cache".split()
-)
-_BELOW_ONE = frozenset("attention_dropout hidden_dropout adam_beta1 adam_beta2".split())
+from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig
 
 
 class ConfigError(UserError):
@@ -42,38 +26,17 @@ def check_config(config: Config, world_size: int) -> None:
     Whether the device at hand can compute in the chosen precision is not checked here. Problems of the layout and the
     sizes are only looked for when every number is in its own range.
     """
-    problems = list(_check_ranges(config))
+    problems = list(limit_problems(config))
     if not problems:
         problems += _check_layout(config, world_size)
         problems += _check_heads(config)
         problems += _check_gemm_sizes(config)
         problems += _check_recompute(config)
         problems += _check_cuda_graph(config)
-    problems += _check_precision(config)
+    problems += precision_problems(config)
     problems += run_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _check_ranges(config: Config) -> Iterator[str]:
-    """Every number on its own: finite and inside its range."""
-    for section in dataclasses.fields(config):
-        values = getattr(config, section.name)
-        for field in dataclasses.fields(values):
-            name, value = field.name, getattr(values, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            if not math.isfinite(value):
-                yield f"{name}({value}) is not a finite number; choose one"
-            elif name in _POSITIVE and value <= 0:
-                least = "1 or more" if isinstance(value, int) else "a number above 0"
-                yield f"{name}({value}) must be positive; choose {least}"
-            elif name in _NOT_NEGATIVE and value < 0:
-                yield f"{name}({value}) must not be negative; choose 0 or more"
-            elif name in _BELOW_ONE and not 0 <= value < 1:
-                yield f"{name}({value}) must be in [0, 1); choose a fraction below 1"
-    if not 0 < config.model.rotary_percent <= 1:
-        yield f"rotary_percent({config.model.rotary_percent}) must be in (0, 1]; choose 1 to rotate whole heads"
 
 
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:
@@ -370,110 +333,6 @@ def _check_recompute(config: Config) -> Iterator[str]:
         yield (
             f"recompute_method({method}) and recompute_num_layers({count}) belong to recompute_granularity(full), "
             f"not ({training.recompute_granularity}); drop them or choose full"
-        )
-
-
-def _check_precision(config: Config) -> Iterator[str]:
-    precision, num_layers = config.precision, config.model.num_layers
-    if config.optimizer.loss_scale is not None and precision.precision != "fp16":
-        yield (
-            f"loss_scale({config.optimizer.loss_scale}) has no effect under precision({precision.precision}), whose "
-            f"gradients have the range; drop it or choose --precision fp16"
-        )
-    if precision.precision == "te" and importlib.util.find_spec("transformer_engine") is None:
-        yield (
-            "precision(te) needs Transformer Engine, which is not installed; "
-            "pip install --no-build-isolation transformer_engine[pytorch], or choose --precision fp8"
-        )
-    if precision.precision == "te" and precision.first_last_layers_bf16:
-        if precision.fp8_recipe == "delayed":
-            yield (
-                "precision(te) with fp8_recipe(delayed) has no first_last_layers_bf16; drop it, or choose --fp8-recipe "
-                "tensorwise or --precision fp8"
-            )
-        stage = num_layers // config.parallel.pipeline_model_parallel_size
-        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-            if getattr(precision, name) > stage:
-                yield (
-                    f"{name}({getattr(precision, name)}) > {stage} layers of a pipeline stage, all that precision(te) "
-                    f"keeps out of FP8; choose at most {stage}, or --precision fp8"
-                )
-    if precision.precision == "fp8":
-        companded = list(_check_companded(config))
-        yield from companded or _check_master(precision)
-        if precision.main_grads_dtype is StorageDtype.FP16:
-            yield "main_grads_dtype(fp16) would overflow without a loss scale; choose fp8, bf16 or fp32"
-    else:
-        for name in ("params_dtype", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            dtype = getattr(precision, name)
-            if dtype is not None:
-                yield f"{name}({dtype.value}) has no effect under precision({precision.precision}); drop it or use fp8"
-        if precision.fp8_lm_head:
-            yield (
-                f"fp8_lm_head runs this project's FP8 GEMMs, which precision({precision.precision}) does not use; "
-                f"drop it or choose --precision fp8"
-            )
-    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
-    if precision.first_last_layers_bf16:
-        if start + end > num_layers:
-            yield (
-                f"num_layers_at_start_in_bf16({start}) + num_layers_at_end_in_bf16({end}) = {start + end} > "
-                f"num_layers({num_layers}); choose fewer"
-            )
-    elif (start, end) != (1, 1):
-        yield (
-            f"num_layers_at_start_in_bf16({start}) and num_layers_at_end_in_bf16({end}) have no effect alone; "
-            f"add --first-last-layers-bf16"
-        )
-
-
-def _check_companded(config: Config) -> Iterator[str]:
-    """Companded integers are each made for one moment, the split master for FP8 weights."""
-    precision = config.precision
-    int8, uint8 = StorageDtype.INT8, StorageDtype.UINT8
-    if precision.exp_avg_dtype is uint8:
-        yield "exp_avg_dtype(uint8) has no sign, which the first moment needs; choose int8"
-    if precision.exp_avg_sq_dtype is int8:
-        yield "exp_avg_sq_dtype(int8) has half its codes below zero, where no second moment is; choose uint8"
-    for name, choices in (
-        ("params_dtype", "fp8 or fp16"),
-        ("main_params_dtype", "fp16, bf16 or fp32"),
-        ("main_grads_dtype", "fp8, bf16 or fp32"),
-        ("exp_avg_dtype", "fp8 or int8"),
-        ("exp_avg_sq_dtype", "fp16 or uint8"),
-    ):
-        dtype = getattr(precision, name)
-        if dtype is StorageDtype.SPLIT and name == "main_params_dtype":
-            yield from _check_split(config)
-        elif dtype is StorageDtype.SPLIT:
-            yield f"{name}(split) is a storage of masters alone (main_params_dtype); choose {choices}"
-        elif dtype in (int8, uint8) and not name.startswith("exp_avg"):
-            moment = "exp_avg_dtype" if dtype is int8 else "exp_avg_sq_dtype"
-            yield f"{name}({dtype.value}) is a storage of moments alone ({moment}); choose {choices}"
-
-
-def _check_split(config: Config) -> Iterator[str]:
-    weight, optimizer = config.precision.formats.weight, config.optimizer
-    if weight is not StorageDtype.FP8:
-        yield f"main_params_dtype(split) is half of an FP8 weight, params_dtype is {weight.value}; choose fp8 (O3)"
-    if optimizer.adam_beta1**2 >= optimizer.adam_beta2:
-        yield (
-            f"main_params_dtype(split) foretells scales from the bound of Adam's update, which "
-            f"adam_beta1({optimizer.adam_beta1})² ≥ adam_beta2({optimizer.adam_beta2}) has not; raise adam_beta2"
-        )
-
-
-def _check_master(precision: PrecisionConfig) -> Iterator[str]:
-    """A master must hold more than the weight; the FP8 master beside an FP8 weight is the paper's failing ablation."""
-    weight, master = precision.formats.weight, precision.formats.master_weight
-    if master is None:
-        return
-    beside_fp8 = weight is StorageDtype.FP8 and master in (StorageDtype.FP8, StorageDtype.SPLIT)
-    if master.itemsize <= weight.itemsize and not beside_fp8:
-        yield (
-            f"a master in {master.value} (main_params_dtype or opt_level {precision.opt_level}) holds no more than the "
-            f"weight in params_dtype({weight.value}); choose a wider main_params_dtype, or opt_level O2, whose weight "
-            f"is its own master"
         )
 
 

@@ -7,19 +7,21 @@ import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union
 
 import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from .checks import ConfigError
-from .schema import Config, Precision
+from .fields import UNSET, Switch
+from .limits import FieldType, field_types
+from .schema import Config, OptimizerConfig, Precision
 
 # YAML 1.2's plain scalars. PyYAML's own are YAML 1.1's, where 3e-4 is a string, off is false and 1:30 is 90.
 _PLAIN_SCALARS = {
@@ -31,6 +33,10 @@ _PLAIN_SCALARS = {
         ("tag:yaml.org,2002:float", re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")),
     ]
 }
+
+
+#: Fields of `OptimizerConfig` that say one thing in two ways: the one that is given later stands alone.
+_ALTERNATIVES = (("lr_warmup_iters", "lr_warmup_fraction"),)
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,76 +63,73 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, **_PLAIN_SCALARS}  # noqa: RUF012
 
 
-@dataclass(frozen=True)
-class _FieldType:
-    """What a field of the configuration takes, from its annotation."""
+def _expected(field_type: FieldType) -> str:
+    """What a field takes, for an error."""
+    if field_type.choices:
+        expected = "one of " + ", ".join(field_type.choice_names)
+    else:
+        names = {tuple: "a list of strings", str: "a string", bool: "true or false"}
+        expected = names.get(field_type.base, field_type.base.__name__)
+    return expected + (" or null" if field_type.optional else "")
 
-    base: type
-    choices: tuple[str, ...] = ()
-    optional: bool = False
 
-    @classmethod
-    def of(cls, annotation: Any) -> _FieldType:
-        origin = get_origin(annotation)
-        if origin in (Union, UnionType):
-            (inner,) = (argument for argument in get_args(annotation) if argument is not NoneType)
-            return dataclasses.replace(cls.of(inner), optional=True)
-        if origin is Literal:
-            return cls(str, get_args(annotation))
-        if origin is tuple:
-            return cls(tuple)
-        if issubclass(annotation, Enum):
-            return cls(annotation, tuple(member.value for member in annotation))
-        return cls(annotation)
-
-    def __str__(self) -> str:
-        if self.choices:
-            expected = "one of " + ", ".join(self.choices)
-        else:
-            names = {tuple: "a list of strings", str: "a string", bool: "true or false"}
-            expected = names.get(self.base, self.base.__name__)
-        return expected + (" or null" if self.optional else "")
-
-    def from_yaml(self, value: Any) -> Any:
-        """The field's value for a YAML value; ValueError where the types differ."""
-        if value is None and self.optional:
-            return None
-        if self.base is tuple:
-            items = value if isinstance(value, list) else [value]
-            if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):
-                raise ValueError
-            return tuple(str(item) for item in items)  # a blend's weights are numbers in YAML
-        if self.choices:
-            if value not in self.choices:
-                raise ValueError
-            return self.base(value)
-        if self.base is float and type(value) is int:
-            return float(value)
-        if type(value) is not self.base:
+def _from_yaml(field_type: FieldType, value: Any) -> Any:
+    """The field's value for a YAML value; ValueError where the types differ."""
+    if value is None and field_type.optional:
+        return None
+    if field_type.base is tuple:
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):
             raise ValueError
-        return value
+        return tuple(str(item) for item in items)  # a blend's weights are numbers in YAML
+    if field_type.choices:
+        return _choice(field_type, value)
+    if field_type.base is float and type(value) is int:
+        return float(value)
+    if type(value) is not field_type.base:
+        raise ValueError
+    return value
 
-    def from_flag(self, text: str) -> Any:
-        """The field's value for one command-line word; `none` unsets an optional field."""
-        if self.optional and text.lower() == "none":
-            return None
-        return self.base(text)
+
+def _from_flag(field_type: FieldType, text: str) -> Any:
+    """The field's value for one command-line word; `none` unsets an optional field."""
+    if field_type.optional and text.lower() == "none":
+        return None
+    return _choice(field_type, text) if field_type.choices else field_type.base(text)
+
+
+def _choice(field_type: FieldType, name: Any) -> Any:
+    if name not in field_type.choice_names:
+        raise ValueError
+    return field_type.choices[field_type.choice_names.index(name)]
 
 
 @dataclass(frozen=True)
 class _CommandLine(Config):
-    """Pre-train a GPT on megatron-core with FP8 end to end.
-
-    Settings come from --config and from flags; a flag overrides the files. `none` unsets an optional flag.
-    """
-
-    config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.yaml [FILE.yaml ...]")] = ()
+    config: Annotated[tuple[str, ...], UNSET, tyro.conf.arg(metavar="FILE.yaml [FILE.yaml ...]")] = ()
     """YAML files of settings: {section: {name: value}} or {name: value}, names as the flags' with underscores. A file
     overrides those before it."""
-    bf16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    bf16: Annotated[Switch, tyro.conf.FlagCreatePairsOff] = False
     """Same as --precision bf16."""
-    fp16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    fp16: Annotated[Switch, tyro.conf.FlagCreatePairsOff] = False
     """Same as --precision fp16."""
+
+
+#: Paragraphs, as tyro joins the lines of one.
+_ABOUT = """\
+Train a GPT in FP8 end to end. A first try, on random tokens:
+
+  {prog} --config configs/gpt_345m.yaml --mock-data --train-iters 20
+
+From token files to checkpoints:
+
+  {prog} --config configs/gpt_345m.yaml --data-path PREFIX --tokenizer-model FILE --save runs/a
+
+configs/ has models from 345M to 175B parameters; configs/fast.yaml goes over any of them. docs/ has the guides.
+
+Settings come from --config and from flags. A flag overrides the files. `none` unsets a flag that has no default. A
+switch is listed in the form that changes its default; --NAME and --no-NAME both work.
+"""
 
 
 def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> Config:
@@ -137,7 +140,8 @@ def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt
         prog: The program's name in help and errors.
 
     Raises:
-        ConfigError: A YAML file is missing, malformed, or has an unknown key or a value of the wrong type.
+        ConfigError: A YAML file is missing, malformed, or has an unknown key or a value of the wrong type; or flags
+            contradict each other.
         SystemExit: Code 2 with a message on stderr for an unknown flag or a bad value; code 0 after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -147,22 +151,45 @@ def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt
     base = Config()
     for path in paths:
         base = load_config(path, base)
+    flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    base = _without_alternatives(base, flags)
+    asks_for_help = "-h" in words or "--help" in words
     parsed = tyro.cli(
         _CommandLine,
         prog=prog,
+        description=_ABOUT.format(prog=prog),
         args=words,
         default=_CommandLine(**_sections(base), config=tuple(paths)),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues),
+        config=(
+            tyro.conf.OmitArgPrefixes,
+            tyro.conf.EnumChoicesFromValues,
+            *((tyro.conf.FlagCreatePairsOff,) if asks_for_help else ()),
+        ),
         registry=_flag_rules(),
     )
-    config = Config(**{name: getattr(parsed, name) for name in _sections(base)})
+    return _with_precision_alias(parsed, flags)
+
+
+def _without_alternatives(base: Config, given: Collection[str]) -> Config:
+    """The settings, less those for which the names `given` say the same in another way."""
+    replaced: dict[str, Any] = {
+        name: OptimizerConfig.__dataclass_fields__[name].default
+        for pair in _ALTERNATIVES
+        for name, other in (pair, pair[::-1])
+        if other in given and name not in given
+    }
+    return dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, **replaced))
+
+
+def _with_precision_alias(parsed: _CommandLine, given: Collection[str]) -> Config:
+    """The parsed configuration, with --bf16 or --fp16 as its precision."""
+    config = Config(**_sections(parsed))
     if parsed.bf16 and parsed.fp16:
         raise ConfigError("--bf16 contradicts --fp16; give one of them")
     if not parsed.bf16 and not parsed.fp16:
         return config
     alias: Precision = "bf16" if parsed.bf16 else "fp16"
-    precision_given = any(word.partition("=")[0] == "--precision" for word in words)
-    if precision_given and config.precision.precision != alias:
+    if "precision" in given and config.precision.precision != alias:
         raise ConfigError(f"--{alias} contradicts --precision {config.precision.precision}; give one of them")
     return dataclasses.replace(config, precision=dataclasses.replace(config.precision, precision=alias))
 
@@ -180,7 +207,7 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
     Raises:
         ConfigError: As `parse_config`; all of the file's problems at once, one per line.
     """
-    types = {section: _field_types(type(default)) for section, default in _sections(Config()).items()}
+    types = {section: field_types(type(default)) for section, default in _sections(Config()).items()}
     values: dict[str, dict[str, Any]] = {section: {} for section in types}
     problems = []
     for section, key, value in _entries(_read_mapping(path), types):
@@ -193,12 +220,12 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
         else:
             values[owner][key] = None
             try:
-                values[owner][key] = types[owner][key].from_yaml(value)
+                values[owner][key] = _from_yaml(types[owner][key], value)
             except ValueError:
-                problems.append(f"{path}: {label}: {value!r} is not {types[owner][key]}")
+                problems.append(f"{path}: {label}: {value!r} is not {_expected(types[owner][key])}")
     if problems:
         raise ConfigError("\n".join(problems))
-    overridden = _sections(base or Config()).items()
+    overridden = _sections(_without_alternatives(base or Config(), values["optimizer"])).items()
     return Config(**{name: dataclasses.replace(section, **values[name]) for name, section in overridden})
 
 
@@ -228,10 +255,6 @@ def _sections(config: Config) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
 
 
-def _field_types(section: type) -> dict[str, _FieldType]:
-    return {name: _FieldType.of(annotation) for name, annotation in get_type_hints(section).items()}
-
-
 def _flag_rules() -> ConstructorRegistry:
     """Flags of optional fields and tuples with one plain metavar, where tyro would print `{None}|INT`."""
     registry = ConstructorRegistry()
@@ -240,12 +263,12 @@ def _flag_rules() -> ConstructorRegistry:
     def optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         if info.type_origin not in (Union, UnionType):
             return None
-        field_type = _FieldType.of(info.type)
-        choices = field_type.choices
+        field_type = FieldType.of(info.type)
+        choices = field_type.choice_names
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="{" + ",".join(choices) + "}" if choices else field_type.base.__name__.upper(),
-            instance_from_str=lambda words: field_type.from_flag(words[0]),
+            instance_from_str=lambda words: _from_flag(field_type, words[0]),
             is_instance=lambda value: value is None or isinstance(value, field_type.base),
             str_from_instance=lambda value: [_shown(value.value if isinstance(value, Enum) else value)],
             choices=(*choices, "none") if choices else None,
@@ -284,7 +307,7 @@ def _read_mapping(path: str | Path) -> Mapping[Any, Any]:
 
 
 def _entries(
-    content: Mapping[Any, Any], types: Mapping[str, Mapping[str, _FieldType]]
+    content: Mapping[Any, Any], types: Mapping[str, Mapping[str, FieldType]]
 ) -> Iterator[tuple[str | None, str, Any]]:
     """Each (section or None, key, value) of a file; an empty section is a section without keys."""
     for name, value in content.items():
@@ -294,7 +317,7 @@ def _entries(
             yield None, str(name), value
 
 
-def _suggestion(key: str, owner: str | None, types: Mapping[str, Mapping[str, _FieldType]]) -> str:
+def _suggestion(key: str, owner: str | None, types: Mapping[str, Mapping[str, FieldType]]) -> str:
     if owner is not None:
         return f"; '{key}' belongs under '{owner}'"
     known = [name for section, fields in types.items() for name in (section, *fields)]

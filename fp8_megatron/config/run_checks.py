@@ -19,11 +19,17 @@ def run_problems(config: Config) -> Iterator[str]:
 
 def _check_schedule(config: Config) -> Iterator[str]:
     optimizer, training = config.optimizer, config.training
-    decay_iters = optimizer.lr_decay_iters if optimizer.lr_decay_iters is not None else training.train_iters
+    decay_iters = optimizer.decay_iters(training.train_iters)
+    warmup_iters = optimizer.warmup_iters(training.train_iters)
     decay_name = "lr_decay_iters" if optimizer.lr_decay_iters is not None else "train_iters"
-    if optimizer.lr_warmup_iters >= decay_iters:
+    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters > 0:
         yield (
-            f"lr_warmup_iters({optimizer.lr_warmup_iters}) ≥ {decay_name}({decay_iters}); "
+            f"lr_warmup_fraction({optimizer.lr_warmup_fraction}) and lr_warmup_iters({optimizer.lr_warmup_iters}) both "
+            f"set the warm-up; drop one"
+        )
+    if optimizer.lr_decay_iters is not None and optimizer.lr_warmup_iters >= optimizer.lr_decay_iters:
+        yield (
+            f"lr_warmup_iters({optimizer.lr_warmup_iters}) ≥ lr_decay_iters({optimizer.lr_decay_iters}); "
             f"the warm-up must end before the decay does"
         )
     for name in ("min_lr", "lr_warmup_init"):
@@ -38,10 +44,10 @@ def _check_schedule(config: Config) -> Iterator[str]:
             )
     elif wsd_iters is None:
         yield "lr_decay_style(WSD) needs lr_wsd_decay_iters, the steps of its final decay; about a tenth of train_iters"
-    elif wsd_iters > decay_iters - optimizer.lr_warmup_iters:
+    elif wsd_iters > decay_iters - warmup_iters:
         yield (
-            f"lr_wsd_decay_iters({wsd_iters}) > {decay_name}({decay_iters}) - "
-            f"lr_warmup_iters({optimizer.lr_warmup_iters}); choose fewer"
+            f"lr_wsd_decay_iters({wsd_iters}) > {decay_name}({decay_iters}) - {warmup_iters} steps of warm-up; "
+            f"choose fewer"
         )
 
 

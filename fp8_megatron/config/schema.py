@@ -1,20 +1,42 @@
 """The configuration: frozen dataclasses that are at once the YAML keys, the command-line flags and their help.
 
 Every field is a flag of Megatron's name (``num_layers`` ↔ ``--num-layers``) and a YAML key under its section
-(``model: {num_layers: 24}``). The string under a field is its help text. `config_io` reads and writes them,
-`config_checks` says what cannot work, before any device is touched. Code takes the section it needs, not the whole.
+(``model: {num_layers: 24}``). Its type states its limits (`fields`), the string under it is its help text. `io` reads
+and writes them. `checks` finds what cannot work before any device is touched. Code takes the section that it needs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from ..storage import LEVELS, GradReduceMode, StorageDtype, StorageFormats
+from .fields import (
+    UNSET,
+    BelowOne,
+    Count,
+    CountOrZero,
+    NotNegative,
+    OptionalCount,
+    OptionalFraction,
+    OptionalPositive,
+    Positive,
+    Switch,
+    Text,
+    UpToOne,
+    Words,
+)
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
 FP8Recipe = Literal["tensorwise", "delayed", "blockwise"]
+
+#: What each kind of storage can be. Companded integers are each made for one moment, split for masters of FP8 weights.
+WeightDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8]
+MasterDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.SPLIT]
+MainGradDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP8]
+ExpAvgDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.INT8]
+ExpAvgSqDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.UINT8]
 
 
 #: A run's first step has no delayed scales: of two, one takes the kernels that all later steps take.
@@ -25,51 +47,51 @@ MIN_CUDA_GRAPH_WARMUP_STEPS = 2
 class ModelConfig:
     """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head); Llama style by flags."""
 
-    num_layers: int = 24
+    num_layers: Count = 24
     """Transformer layers."""
-    hidden_size: int = 1024
+    hidden_size: Count = 1024
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: OptionalCount = None
     """Width of the MLP. Default: 4 × hidden-size; with --swiglu 8/3 × hidden-size rounded up to a multiple of 256."""
-    num_attention_heads: int = 16
+    num_attention_heads: Count = 16
     """Attention (query) heads."""
-    kv_channels: int | None = None
+    kv_channels: OptionalCount = None
     """Width of one head. Default: hidden-size / num-attention-heads."""
-    group_query_attention: bool = False
+    group_query_attention: Switch = False
     """Grouped-query attention: --num-query-groups key/value heads serve all query heads."""
-    num_query_groups: int = 1
+    num_query_groups: Count = 1
     """Key/value heads under --group-query-attention."""
-    seq_length: int = 1024
+    seq_length: Count = 1024
     """Tokens in a training sequence."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: OptionalCount = None
     """Rows of the learned position table. Default: seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
     """How positions enter the model."""
-    rotary_base: int = 10000
+    rotary_base: Count = 10000
     """Base period of RoPE."""
-    rotary_percent: float = 1.0
+    rotary_percent: UpToOne = 1.0
     """Fraction of each head that RoPE rotates."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Which norm."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: Positive = 1e-5
     """Added to the variance inside the norm."""
-    swiglu: bool = False
+    swiglu: Switch = False
     """Gated MLP with SiLU (SwiGLU) instead of GELU."""
-    disable_bias_linear: bool = False
+    disable_bias_linear: Switch = False
     """Leave out the biases of every linear layer."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: Switch = False
     """Keep the bias of the QKV projection although --disable-bias-linear is given."""
-    untie_embeddings_and_output_weights: bool = False
+    untie_embeddings_and_output_weights: Switch = False
     """Give the LM head a weight of its own instead of the word embedding's."""
-    attention_dropout: float = 0.0
+    attention_dropout: BelowOne = 0.0
     """Dropout on attention probabilities."""
-    hidden_dropout: float = 0.0
+    hidden_dropout: BelowOne = 0.0
     """Dropout on the embedding and on each residual branch."""
-    init_method_std: float = 0.02
+    init_method_std: Positive = 0.02
     """Standard deviation of the normal initialisation; output projections get this / sqrt(2 · num-layers)."""
-    vocab_size: int | None = None
+    vocab_size: OptionalCount = None
     """Vocabulary before padding. Default: the tokenizer's."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: Count = 128
     """The vocabulary is padded to a multiple of this × tensor-model-parallel-size."""
     attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
     """Kernel of core attention. auto: cuDNN on a GPU where it takes the shape (the fastest on Hopper), then flash."""
@@ -98,19 +120,19 @@ class ModelConfig:
 class ParallelConfig:
     """How the model is laid over ranks; data parallelism takes what is left of WORLD_SIZE."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Count = 1
     """Ranks that share each layer."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Count = 1
     """Stages that share the layers."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: OptionalCount = None
     """Layers in one virtual stage: turns on the interleaved schedule."""
-    sequence_parallel: bool = False
+    sequence_parallel: Switch = False
     """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
-    overlap_grad_reduce: bool = True
-    """Reduce gradients bucket by bucket during backward; off only to measure what the overlap hides."""
-    overlap_param_gather: bool = True
-    """Gather updated weights during the next forward; off only to measure what the overlap hides."""
-    ddp_bucket_size: int = 40_000_000
+    overlap_grad_reduce: Switch = True
+    """On: reduce gradients bucket by bucket during backward. Off only to measure what the overlap hides."""
+    overlap_param_gather: Switch = True
+    """On: gather updated weights during the next forward. Off only to measure what the overlap hides."""
+    ddp_bucket_size: Count = 40_000_000
     """Elements of a bucket, what one reduction or gather carries (rounded to what the number of ranks needs)."""
     fp8_grad_reduce: GradReduceMode = GradReduceMode.ALL_TO_ALL
     """How FP8 gradients are summed: all_to_all (exact FP32 sum); hierarchical (the same inside the node, then across);
@@ -124,10 +146,10 @@ class ParallelConfig:
     """What carries activations between tensor-parallel ranks under --sequence-parallel in FP8 layers: nccl; copy_engine
     (each GEMM goes part by part, beside the copies of the next); auto (copy_engine between two ranks of a node, or up
     to four where steps are recorded as CUDA graphs, if it works; else nccl)."""
-    nccl_communicator_config_path: str | None = None
+    nccl_communicator_config_path: Text = None
     """YAML of NCCL settings by process group, as megatron-core reads it: {dp_cp: {max_ctas: 8}} bounds the
     multiprocessors that data parallelism's collectives take from the GEMMs beside them."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: Positive = 10.0
     """A collective that takes longer ends the job."""
 
     def virtual_pipeline_model_parallel_size(self, num_layers: int) -> int | None:
@@ -145,50 +167,50 @@ class PrecisionConfig:
     """bf16; fp16 (with a loss scale); te (Transformer Engine's FP8 GEMMs, when installed); or fp8 (this project's)."""
     opt_level: OptLevel = "O3"
     """Storage under fp8: O1 FP8 weight gradients; O2 also FP8 + FP16 moments; O3 also FP8 weights, FP16 master."""
-    params_dtype: StorageDtype | None = None
-    """Storage of linear weights (fp8: FP8 at rest beside a master; fp16: scaled FP16 that is its own master)."""
-    main_params_dtype: StorageDtype | None = None
-    """Storage of master weights. split: one byte of correction beside the FP8 weight."""
-    main_grads_dtype: StorageDtype | None = None
-    """Storage of linear weight gradients with one micro-batch, and their form on the wire."""
-    release_gradients: bool = False
-    """Update each linear weight during backward, as soon as its gradient is there, and store no gradients of linear
-    weights. Needs one data-parallel rank, one micro-batch a step and --clip-grad 0."""
-    exp_avg_dtype: StorageDtype | None = None
-    """Storage of Adam's first moment. int8 is companded."""
-    exp_avg_sq_dtype: StorageDtype | None = None
-    """Storage of Adam's second moment. uint8 is companded, the second moment in 8 bits that works; fp8 is for
-    ablations: it does not follow."""
-    fp8_weight_grad_scaling: Literal["block", "delayed"] = "block"
-    """Scales of FP8 weight gradients. block: one for 128 elements, taken from the gradient. delayed: one for each
-    tensor, from the last steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
-    keep_fp8_transpose_cache: int = 0
-    """Layers (of a pipeline stage) whose FP8 weights' transposes are kept over the micro-batches of a step, one byte a
-    parameter, instead of being made for each backward."""
-    grad_accumulation: Literal["sharded", "local"] = "sharded"
-    """Several micro-batches on several replicas: sharded reduces each into an FP32 shard (4 / replicas bytes a
-    parameter); local adds them up on every rank and reduces once a step (less traffic, more memory)."""
-    grad_accumulation_dtype: Literal["fp32", "bf16"] | None = None
-    """What FP8 weight gradients are added up in over micro-batches (never in FP8). Default: fp32 in shards over several
-    replicas, else bf16. bf16 shards halve their 4 / replicas bytes a parameter."""
     fp8_recipe: FP8Recipe = "tensorwise"
     """Scales of what FP8 GEMMs take: tensorwise (one a tensor, from its values), delayed (one a tensor, from past
     steps) or blockwise (one for 1×128 elements of activations and gradients, and for 128×128 of weights)."""
-    fp8_amax_history_len: int = 16
+    fp8_weight_grad_scaling: Literal["block", "delayed"] = "block"
+    """Scales of FP8 weight gradients. block: one for 128 elements, taken from the gradient. delayed: one for each
+    tensor, from the last steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
+    fp8_lm_head: Switch = False
+    """Run the three GEMMs of the LM head in FP8 too: its weight stays in 16 bits and is cast where a GEMM takes it, the
+    gradient of the logits is cast to FP8 where cross-entropy makes it. Under --precision fp8."""
+    first_last_layers_bf16: Switch = False
+    """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
+    num_layers_at_start_in_bf16: CountOrZero = 1
+    """First layers in BF16 under --first-last-layers-bf16."""
+    num_layers_at_end_in_bf16: CountOrZero = 1
+    """Last layers in BF16 under --first-last-layers-bf16."""
+    release_gradients: Switch = False
+    """Update each linear weight during backward, as soon as its gradient is there, and store no gradients of linear
+    weights. Needs one data-parallel rank, one micro-batch a step and --clip-grad 0."""
+    grad_accumulation: Literal["sharded", "local"] = "sharded"
+    """Several micro-batches on several replicas: sharded reduces each into an FP32 shard (4 / replicas bytes a
+    parameter); local adds them up on every rank and reduces once a step (less traffic, more memory)."""
+    grad_accumulation_dtype: Annotated[Literal["fp32", "bf16"] | None, UNSET] = None
+    """What FP8 weight gradients are added up in over micro-batches (never in FP8). Default: fp32 in shards over several
+    replicas, else bf16. bf16 shards halve their 4 / replicas bytes a parameter."""
+    keep_fp8_transpose_cache: CountOrZero = 0
+    """Layers (of a pipeline stage) whose FP8 weights' transposes are kept over the micro-batches of a step, one byte a
+    parameter, instead of being made for each backward."""
+    fp8_amax_history_len: Count = 16
     """Steps remembered by delayed scaling."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """How delayed scaling reads its history."""
-    fp8_power_of_two_scales: bool = False
+    fp8_power_of_two_scales: Switch = False
     """Round scales up to a power of two."""
-    fp8_lm_head: bool = False
-    """Run the three GEMMs of the LM head in FP8 too: its weight stays in 16 bits and is cast where a GEMM takes it, the
-    gradient of the logits is cast to FP8 where cross-entropy makes it. Under --precision fp8."""
-    first_last_layers_bf16: bool = False
-    """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
-    num_layers_at_start_in_bf16: int = 1
-    """First layers in BF16 under --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: int = 1
-    """Last layers in BF16 under --first-last-layers-bf16."""
+    params_dtype: Annotated[WeightDtype | None, UNSET] = None
+    """Storage of linear weights (fp8: FP8 at rest beside a master; fp16: scaled FP16 that is its own master)."""
+    main_params_dtype: Annotated[MasterDtype | None, UNSET] = None
+    """Storage of master weights. split: one byte of correction beside the FP8 weight."""
+    main_grads_dtype: Annotated[MainGradDtype | None, UNSET] = None
+    """Storage of linear weight gradients with one micro-batch, and their form on the wire."""
+    exp_avg_dtype: Annotated[ExpAvgDtype | None, UNSET] = None
+    """Storage of Adam's first moment. int8 is companded."""
+    exp_avg_sq_dtype: Annotated[ExpAvgSqDtype | None, UNSET] = None
+    """Storage of Adam's second moment. uint8 is companded, the second moment in 8 bits that works; fp8 is for
+    ablations: it does not follow."""
 
     @property
     def level(self) -> str:
@@ -221,73 +243,86 @@ class OptimizerConfig:
 
     optimizer: Literal["adamw", "adam"] = "adamw"
     """adamw decouples weight decay; adam adds the L2 term to the gradient (it enters both moments)."""
-    lr: float = 3e-4
+    lr: Positive = 3e-4
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
     """Shape of the decay. WSD: warm up, stay, decay over the last --lr-wsd-decay-iters."""
-    lr_warmup_iters: int = 0
-    """Linear warm-up steps."""
-    lr_warmup_init: float = 0.0
+    lr_warmup_fraction: OptionalFraction = None
+    """Linear warm-up, as a fraction of the steps to the end of the decay. In place of --lr-warmup-iters."""
+    lr_warmup_iters: CountOrZero = 0
+    """Linear warm-up steps. A warm-up that does not fit into --train-iters is cut to all steps but the last."""
+    lr_warmup_init: NotNegative = 0.0
     """Learning rate at the start of the warm-up."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: OptionalCount = None
     """Step at which the decay ends. Default: train-iters."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: OptionalCount = None
     """Steps of WSD's final decay."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Weight decay of matrices; norms and biases have none."""
-    adam_beta1: float = 0.9
+    adam_beta1: BelowOne = 0.9
     """Decay of the first moment."""
-    adam_beta2: float = 0.95
+    adam_beta2: BelowOne = 0.95
     """Decay of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: Positive = 1e-8
     """Added to the denominator."""
-    clip_grad: float = 1.0
+    clip_grad: NotNegative = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
-    loss_scale: float | None = None
+    loss_scale: OptionalPositive = None
     """Constant loss scale under --precision fp16. Default: a dynamic one."""
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: Positive = 65536.0
     """First dynamic loss scale (Megatron's 2^32 overflows for 16 steps before it has halved to this)."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Positive = 1.0
     """Least dynamic loss scale."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Count = 1000
     """Steps without an overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = 2
+    hysteresis: Count = 2
     """Overflows before the dynamic loss scale halves."""
+
+    def decay_iters(self, train_iters: int) -> int:
+        """The step at which the decay ends, with the default filled in."""
+        return self.lr_decay_iters if self.lr_decay_iters is not None else train_iters
+
+    def warmup_iters(self, train_iters: int) -> int:
+        """Steps of the warm-up: always fewer than those of the decay."""
+        decay_iters = self.decay_iters(train_iters)
+        if self.lr_warmup_fraction is not None:
+            return min(round(self.lr_warmup_fraction * decay_iters), decay_iters - 1)
+        return min(self.lr_warmup_iters, decay_iters - 1)
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where tokens come from."""
 
-    data_path: tuple[str, ...] = ()
+    data_path: Words = ()
     """Prefixes of .bin/.idx pairs, or weight prefix weight prefix … for a blend; cut by --split."""
-    train_data_path: tuple[str, ...] = ()
+    train_data_path: Words = ()
     """As --data-path, for training alone (then give --valid-data-path too, and no --split)."""
-    valid_data_path: tuple[str, ...] = ()
+    valid_data_path: Words = ()
     """As --data-path, for validation alone."""
-    test_data_path: tuple[str, ...] = ()
+    test_data_path: Words = ()
     """As --data-path, for the test at the end."""
     split: str = "969,31,0"
     """Weights of train, validation and test parts of --data-path. A test part is evaluated at the end of training."""
-    mock_data: bool = False
+    mock_data: Switch = False
     """Train on random tokens (benchmarks)."""
     tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = (
         "SentencePieceTokenizer"
     )
     """Kind of tokenizer. NullTokenizer takes the vocabulary from --vocab-size."""
-    tokenizer_model: str | None = None
+    tokenizer_model: Text = None
     """The SentencePiece .model file, or a local Hugging Face tokenizer folder."""
-    data_cache_path: str | None = None
+    data_cache_path: Text = None
     """Folder of dataset index caches. Default: cache/ beside the data."""
-    num_workers: int = 2
+    num_workers: CountOrZero = 2
     """Loader processes per rank; 0 loads in the training process."""
-    reset_position_ids: bool = False
+    reset_position_ids: Switch = False
     """Restart position ids after each end-of-document."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: Switch = False
     """Leave end-of-document tokens out of the loss."""
 
 
@@ -295,25 +330,25 @@ class DataConfig:
 class TrainingConfig:
     """The loop."""
 
-    micro_batch_size: int = 4
+    micro_batch_size: Count = 4
     """Sequences in one forward pass of one rank."""
-    global_batch_size: int | None = None
+    global_batch_size: OptionalCount = None
     """Sequences in one step over all ranks. Default: micro-batch-size × data-parallel size."""
-    train_iters: int = 1000
+    train_iters: Count = 1000
     """Optimizer steps to train for."""
-    eval_interval: int = 100
+    eval_interval: CountOrZero = 100
     """Steps between validations; 0 turns them off."""
-    eval_iters: int = 10
+    eval_iters: CountOrZero = 10
     """Global batches in one validation."""
-    seed: int = 1234
+    seed: CountOrZero = 1234
     """Seed of initialisation, data order and dropout; the initial weights do not depend on the parallel layout."""
-    exit_interval: int | None = None
+    exit_interval: OptionalCount = None
     """Save and stop after this many steps of this run."""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: OptionalPositive = None
     """Save and stop after this many minutes."""
-    max_skipped_steps: int = 20
+    max_skipped_steps: Count = 20
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
-    deterministic_mode: bool = False
+    deterministic_mode: Switch = False
     """Only kernels that repeat bit for bit."""
     cuda_graph_impl: Literal["auto", "none", "local"] = "auto"
     """local: record forward and backward of a step once, as a CUDA graph, and launch that, so that no kernel waits for
@@ -321,13 +356,13 @@ class TrainingConfig:
     is asked for can be recorded and memory allows."""
     cuda_graph_scope: Literal["full_iteration"] = "full_iteration"
     """What a graph holds: all micro-batches of a step and the reduction of their gradients."""
-    cuda_graph_warmup_steps: int = 3
+    cuda_graph_warmup_steps: CountOrZero = 3
     """Steps before the graph is recorded."""
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, UNSET] = None
     """Recompute activations in backward: full layers, or core attention alone (selective)."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, UNSET] = None
     """Which layers full recomputation takes."""
-    recompute_num_layers: int | None = None
+    recompute_num_layers: OptionalCount = None
     """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
 
 
@@ -335,45 +370,45 @@ class TrainingConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save: str | None = None
+    save: Text = None
     """Folder to save checkpoints into."""
-    load: str | None = None
+    load: Text = None
     """Folder to resume from: its latest checkpoint; a folder without one starts from scratch with a warning."""
-    save_interval: int | None = None
+    save_interval: OptionalCount = None
     """Steps between checkpoints; the end of training and SIGTERM save in any case when --save is given."""
-    keep_last: int | None = None
+    keep_last: OptionalCount = None
     """Keep this many newest checkpoints. Default: all; 1 with --save-retain-interval."""
-    save_retain_interval: int | None = None
+    save_retain_interval: OptionalCount = None
     """Keep the checkpoints of these iterations (its multiples) whatever --keep-last removes."""
-    async_save: bool = False
+    async_save: Switch = False
     """Copy the state and write it in the background while training goes on."""
     ckpt_format: Literal["torch_dist"] = "torch_dist"
     """Format of checkpoints: megatron-core's, which any layout reads."""
-    ckpt_step: int | None = None
+    ckpt_step: OptionalCount = None
     """Load the checkpoint of this iteration. Default: the latest whole one."""
-    finetune: bool = False
+    finetune: Switch = False
     """Take only the weights from --load: no optimizer, schedule, data position or random state."""
-    load_optim: bool = True
-    """Take moments and step count from --load; --no-load-optim starts them at zero and keeps the data position."""
-    load_rng: bool = True
-    """Take the states of random generators from --load."""
+    load_optim: Switch = True
+    """On: take moments and step count from --load. Off: they start at zero, at the same data position."""
+    load_rng: Switch = True
+    """On: take the states of random generators from --load."""
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
     """What is shown and written."""
 
-    output_dir: str | None = None
+    output_dir: Text = None
     """Folder for config.yaml, metrics.jsonl, loss.png and tensorboard/. Default: --save, else runs/<time>."""
-    log_interval: int = 10
+    log_interval: Count = 10
     """Steps between step lines (metrics.jsonl has them all)."""
-    tensorboard: bool = True
-    """Write TensorBoard events under output-dir/tensorboard."""
-    wandb_project: str | None = None
+    tensorboard: Switch = True
+    """On: write TensorBoard events under output-dir/tensorboard."""
+    wandb_project: Text = None
     """Log to this W&B project (WANDB_MODE=offline works)."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: Text = None
     """Name of the W&B run."""
-    wandb_save_dir: str | None = None
+    wandb_save_dir: Text = None
     """Folder of W&B's files. Default: output-dir."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Progress bar with ETA; auto shows it on a terminal."""
@@ -383,15 +418,15 @@ class LoggingConfig:
 class ProfileConfig:
     """Where the time of a step goes (torch.profiler)."""
 
-    profile: bool = False
+    profile: Switch = False
     """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json."""
-    profile_step_start: int = 10
+    profile_step_start: Count = 10
     """First profiled step."""
-    profile_step_end: int = 12
+    profile_step_end: Count = 12
     """Step at which profiling ends (not profiled itself)."""
-    profile_ranks: tuple[str, ...] = ("0",)
+    profile_ranks: Words = ("0",)
     """Global ranks that are profiled."""
-    profile_trace: bool = False
+    profile_trace: Switch = False
     """Also record the host and write trace_rank*.json.gz for Perfetto (slower); --cuda-graph-impl auto is none then."""
 
 
@@ -400,13 +435,13 @@ class Config:
     """Everything a run is made of."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def is_fp8_layer(self, layer: int) -> bool:

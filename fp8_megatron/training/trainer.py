@@ -126,6 +126,7 @@ class _Run:
         if self.is_writer:
             logger.info("configuration (* differs from the default)\n%s", format_config(config))
             graph_choice.log()
+            _log_cut_warmup(config)
         self.data: RunData = open_run_data(config, topology)
         self.state: TrainingState = build_training_state(config, self.data.vocab_size, topology, device)
         self.resumable = Resumable(
@@ -338,6 +339,18 @@ class _Run:
         except (OSError, ValueError) as error:
             logger.warning("no loss curve: %s", error)
         logger.info("%s", summary)
+
+
+def _log_cut_warmup(config: Config) -> None:
+    asked, train_iters = config.optimizer.lr_warmup_iters, config.training.train_iters
+    steps = config.optimizer.warmup_iters(train_iters)
+    if steps < asked:
+        logger.warning(
+            "lr_warmup_iters(%d) does not fit into train_iters(%d): the warm-up is cut to %d steps",
+            asked,
+            train_iters,
+            steps,
+        )
 
 
 def _checkpoint_writer(config: Config, topology: Topology, iteration: int) -> CheckpointWriter | None:

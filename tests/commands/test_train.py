@@ -124,9 +124,10 @@ def test_torchrun_is_told_of_every_node() -> None:
 def fp8_megatron(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "fp8_megatron.cli", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280)
 
 
+@pytest.mark.slow
 def test_two_cpu_ranks_train(tmp_path: Path) -> None:
     flags = tiny_flags(tmp_path, train_iters=2, tensor_model_parallel_size=2)
     result = fp8_megatron("train", "--cpu-ranks", "2", *flags)

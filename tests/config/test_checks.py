@@ -45,6 +45,10 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (1, "--opt-level O2 --exp-avg-sq-dtype uint8"),
         (1, "--opt-level O2"),
         (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-iters 900"),
+        (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-fraction 0.9"),
+        (1, "--lr-warmup-iters 1000"),
+        (1, "--train-iters 1 --lr-warmup-iters 5"),
+        (1, "--lr-decay-iters 2000 --lr-warmup-iters 1500"),
         (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 24"),
         (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 5"),
         (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 24"),
@@ -77,15 +81,27 @@ FULL = "--recompute-granularity full "
     ("world_size", "flags", "message"),
     [
         # ranges
-        (1, "--num-layers 0", "num_layers(0) must be positive; choose 1 or more"),
-        (1, "--ffn-hidden-size -16", "ffn_hidden_size(-16) must be positive"),
-        (1, "--vocab-size 0", "vocab_size(0) must be positive"),
-        (1, "--lr 0", "lr(0.0) must be positive; choose a number above 0"),
-        (1, "--lr nan", "lr(nan) is not a finite number"),
-        (1, "--adam-beta2 1", "adam_beta2(1.0) must be in [0, 1)"),
-        (1, "--rotary-percent 1.5", "rotary_percent(1.5) must be in (0, 1]"),
-        (1, "--eval-iters -1", "eval_iters(-1) must not be negative"),
-        (1, "--save here --keep-last 0", "keep_last(0) must be positive"),
+        (1, "--num-layers 0", "num_layers(0) is out of range; give --num-layers a whole number of at least 1"),
+        (
+            1,
+            "--ffn-hidden-size -16",
+            "ffn_hidden_size(-16) is out of range; give --ffn-hidden-size a whole",
+        ),
+        (1, "--vocab-size 0", "vocab_size(0) is out of range"),
+        (1, "--lr 0", "lr(0.0) is out of range; give --lr a finite number above 0"),
+        (1, "--lr nan", "lr(nan) is out of range; give --lr a finite number above 0"),
+        (
+            1,
+            "--adam-beta2 1",
+            "adam_beta2(1.0) is out of range; give --adam-beta2 a finite number of at least 0 and",
+        ),
+        (
+            1,
+            "--rotary-percent 1.5",
+            "give --rotary-percent a finite number above 0 and up to 1",
+        ),
+        (1, "--eval-iters -1", "eval_iters(-1) is out of range; give --eval-iters a whole number of at least 0"),
+        (1, "--save here --keep-last 0", "keep_last(0) is out of range"),
         # layout
         (
             48,
@@ -124,7 +140,11 @@ FULL = "--recompute-granularity full "
             "in groups of pipeline_model_parallel_size(2), but there are 3 per step",
         ),
         # reduction
-        (2, "--ddp-bucket-size 0", "ddp_bucket_size(0) must be positive; choose 1 or more"),
+        (
+            2,
+            "--ddp-bucket-size 0",
+            "ddp_bucket_size(0) is out of range; give --ddp-bucket-size a whole",
+        ),
         (
             2,
             "--bf16 --fp8-grad-reduce hierarchical",
@@ -141,17 +161,12 @@ FULL = "--recompute-granularity full "
             "fp8_wire_intra(fp8) has no effect under fp8_grad_reduce(all_to_all); drop it or choose",
         ),
         (1, "--loss-scale 8", "loss_scale(8.0) has no effect under precision(fp8)"),
-        (1, "--fp16 --loss-scale 0", "loss_scale(0.0) must be positive"),
+        (1, "--fp16 --loss-scale 0", "loss_scale(0.0) is out of range"),
         (1, "--main-params-dtype split --opt-level O2", "main_params_dtype(split) is half of an FP8 weight"),
         (
             1,
             "--main-params-dtype split --adam-beta2 0.8",
             "adam_beta1(0.9)² ≥ adam_beta2(0.8) has not; raise adam_beta2",
-        ),
-        (
-            1,
-            "--exp-avg-dtype split",
-            "exp_avg_dtype(split) is a storage of masters alone (main_params_dtype); choose fp8",
         ),
         # heads
         (
@@ -277,19 +292,6 @@ FULL = "--recompute-granularity full "
             "a master in fp16 (main_params_dtype or opt_level O3) holds no more than the weight",
         ),
         (1, "--params-dtype fp32 --main-params-dtype bf16", "weight in params_dtype(fp32)"),
-        (1, "--exp-avg-dtype uint8", "exp_avg_dtype(uint8) has no sign, which the first moment needs; choose int8"),
-        (1, "--exp-avg-sq-dtype int8", "exp_avg_sq_dtype(int8) has half its codes below zero, where no second moment"),
-        (
-            1,
-            "--main-params-dtype int8",
-            "main_params_dtype(int8) is a storage of moments alone (exp_avg_dtype); choose fp16, bf16 or fp32",
-        ),
-        (
-            1,
-            "--params-dtype uint8",
-            "params_dtype(uint8) is a storage of moments alone (exp_avg_sq_dtype); choose fp8 or fp16",
-        ),
-        (1, "--main-grads-dtype int8", "main_grads_dtype(int8) is a storage of moments alone (exp_avg_dtype); choose"),
         (1, "--bf16 --exp-avg-dtype int8", "exp_avg_dtype(int8) has no effect under precision(bf16)"),
         (
             1,
@@ -298,7 +300,13 @@ FULL = "--recompute-granularity full "
         ),
         (1, "--num-layers-at-end-in-bf16 2", "num_layers_at_end_in_bf16(2) have no effect alone"),
         # schedule
-        (1, "--lr-warmup-iters 1000", "lr_warmup_iters(1000) ≥ train_iters(1000)"),
+        (1, "--lr-warmup-fraction 1", "lr_warmup_fraction(1.0) is out of range"),
+        (
+            1,
+            "--lr-warmup-fraction 0.1 --lr-warmup-iters 5",
+            "lr_warmup_fraction(0.1) and lr_warmup_iters(5) both set the warm-up; drop one",
+        ),
+        (1, WSD + "--lr-wsd-decay-iters 2 --lr-warmup-iters 2000", "> train_iters(1000) - 999 steps of warm-up"),
         (1, "--lr-warmup-iters 50 --lr-decay-iters 50", "lr_warmup_iters(50) ≥ lr_decay_iters(50)"),
         (1, "--lr 1e-4 --min-lr 2e-4", "min_lr(0.0002) > lr(0.0001); choose at most 0.0001"),
         (1, "--lr 1e-4 --lr-warmup-init 1", "lr_warmup_init(1.0) > lr(0.0001)"),
@@ -411,7 +419,7 @@ FULL = "--recompute-granularity full "
         ),
         (1, "--profile --profile-ranks 0 x", "profile_ranks(x) are not ranks; give numbers, e.g. --profile-ranks 0 1"),
         (1, "--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
-        (1, "--load here --ckpt-step 0", "ckpt_step(0) must be positive"),
+        (1, "--load here --ckpt-step 0", "ckpt_step(0) is out of range"),
         (1, "--finetune", "finetune takes weights from load, which is not given; give --load"),
         # the tokens' split
         (1, "--split 1,2", "split(1,2) is not three weights"),

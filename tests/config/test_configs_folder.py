@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.data.tokenizer import padded_vocab_size
+from fp8_megatron.planning.memory import predict_memory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -35,6 +38,60 @@ BILLIONS = {
     "gpt_175b": (170.0, 176.0),
     "llama_7b": (6.3, 7.0),
 }
+
+
+#: The GPUs that a file is for, as its first line says, and GB of each.
+NAMED_GPUS = {
+    "gpt_345m": (1, 80, "one GPU"),
+    "gpt_1.3b": (1, 80, "one GPU of 80 GB"),
+    "gpt_7b": (4, 80, "4 GPUs of 80 GB"),
+    "gpt_18b": (4, 80, "4 GPUs of 80 GB"),
+    "gpt_13b": (4, 80, "4 GPUs of 80 GB"),
+    "gpt_175b": (128, 80, "128 GPUs"),
+    "llama_7b": (4, 80, "4 GPUs of 80 GB"),
+}
+
+
+def predicted_gb(words: list[str], num_gpus: int) -> float:
+    """Weights, gradients and optimizer state of a rank, in GB of 10^9 bytes."""
+    config = parse_config([*words, "--mock-data"])
+    assert config.model.vocab_size is not None
+    padded = padded_vocab_size(
+        config.model.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
+    memory = predict_memory(config, padded, world_size=num_gpus)
+    return (memory.linear.total + memory.rest.total) / 1e9
+
+
+@pytest.mark.parametrize("name", NAMED_GPUS)
+def test_it_fits_the_gpus_that_it_names(name: str) -> None:
+    """With a fifth of each GPU left for activations, buffers and CUDA."""
+    num_gpus, gigabytes, said = NAMED_GPUS[name]
+    path = CONFIGS / f"{name}.yaml"
+    assert said in path.read_text().splitlines()[0]
+    assert predicted_gb(["--config", str(path)], num_gpus) < 0.8 * gigabytes
+
+
+def test_one_large_gpu_takes_18b_with_the_flags_that_its_file_names() -> None:
+    """The figures of the file's comment."""
+    words = ["--config", str(CONFIGS / "gpt_18b.yaml")]
+    text = (CONFIGS / "gpt_18b.yaml").read_text()
+    flags = re.findall(r"--\S+ \w+", text[: text.index("Data and tokenizer")])
+    assert len(flags) == 3
+    assert f"{predicted_gb(words, 4):.0f} GB of each" in text
+    assert f"in {predicted_gb([*words, *' '.join(flags).split()], 1):.0f} GB" in text
+
+
+@pytest.mark.parametrize("name", [name for name in WORLD_SIZES if name != "gpt_quickstart"])
+@pytest.mark.parametrize("train_iters", [1, 5, 20])
+def test_a_short_first_try_needs_no_other_schedule(name: str, train_iters: int) -> None:
+    words = ["--config", str(CONFIGS / f"{name}.yaml"), "--mock-data", "--train-iters", str(train_iters)]
+    config = parse_config(words)
+    check_config(config, WORLD_SIZES[name][0])
+    assert config.optimizer.lr_warmup_fraction is not None
+    assert config.optimizer.warmup_iters(train_iters) < train_iters
 
 
 def test_every_file_has_a_world_size_here() -> None:

@@ -384,3 +384,15 @@ def test_underflow_is_measured_where_gradients_are_fp8(tmp_path: Path) -> None:
     for name, overrides in {"bf16": {"precision": "bf16"}, "accumulated": {"global_batch_size": 4}}.items():
         records = fit(tmp_path / name, train_iters=3, log_interval=1, **overrides)
         assert all(r["grad_underflow_fraction"] is None for r in records if r["kind"] == "train")
+
+
+@pytest.mark.parametrize(
+    ("warmup_iters", "expected"), [(3, None), (4, "is cut to 3 steps"), (2000, "is cut to 3 steps")]
+)
+def test_a_warm_up_that_does_not_fit_is_cut_with_a_line_in_the_log(
+    warmup_iters: int, expected: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 4 steps; a short try of a model's configuration needs no other flag."""
+    trainer_module._log_cut_warmup(parse_config(["--train-iters", "4", "--lr-warmup-iters", str(warmup_iters)]))
+    assert ([expected] if expected else []) == [text[-17:] for text in caplog.messages]
+    assert all(f"lr_warmup_iters({warmup_iters}) does not fit into train_iters(4)" in text for text in caplog.messages)

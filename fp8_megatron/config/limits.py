@@ -1,0 +1,103 @@
+"""Every value on its own: inside the limits that its field states (`fields`, `schema`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterator
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+
+Bound = Ge | Gt | Le | Lt
+#: Kind of bound → its attribute, what a value is to it, and in words.
+_BOUNDS = {
+    Ge: ("ge", operator.ge, "of at least"),
+    Gt: ("gt", operator.gt, "above"),
+    Le: ("le", operator.le, "up to"),
+    Lt: ("lt", operator.lt, "below"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldType:
+    """What a field of the configuration takes, from its annotation.
+
+    Attributes:
+        base: the type of a value that is there.
+        choices: values that it takes; empty: every one of `base` within `bounds`.
+        optional: whether it may be None.
+    """
+
+    base: type
+    choices: tuple[Any, ...] = ()
+    optional: bool = False
+    bounds: tuple[Bound, ...] = ()
+
+    @classmethod
+    def of(cls, annotation: Any) -> FieldType:
+        """The type of a field annotated so."""
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin is Annotated:
+            inner = cls.of(arguments[0])
+            bounds = tuple(item for item in arguments[1:] if isinstance(item, Bound))
+            return dataclasses.replace(inner, bounds=inner.bounds + bounds)
+        if origin in (Union, UnionType):
+            (inside,) = (argument for argument in arguments if argument is not NoneType)
+            return dataclasses.replace(cls.of(inside), optional=True)
+        if origin is Literal:
+            return cls(type(arguments[0]), arguments)
+        if origin is tuple:
+            return cls(tuple)
+        if issubclass(annotation, Enum):
+            return cls(annotation, tuple(annotation))
+        return cls(annotation)
+
+    @property
+    def choice_names(self) -> tuple[str, ...]:
+        """`choices` as a user writes them."""
+        return tuple(choice.value if isinstance(choice, Enum) else choice for choice in self.choices)
+
+
+def field_types(section: type) -> dict[str, FieldType]:
+    """The fields of a section of the configuration by name."""
+    return {name: FieldType.of(annotation) for name, annotation in get_type_hints(section, include_extras=True).items()}
+
+
+def limit_problems(config: Any) -> Iterator[str]:
+    """One line for each value of a configuration outside its field's limits: flag, value, fix."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for name, field_type in field_types(type(values)).items():
+            fix = _fix(field_type, getattr(values, name))
+            if fix is not None:
+                shown = getattr(values, name)
+                shown = shown.value if isinstance(shown, Enum) else shown
+                yield f"{name}({shown}) is out of range; give --{name.replace('_', '-')} {fix}"
+
+
+def _fix(field_type: FieldType, value: Any) -> str | None:
+    """What to give instead of a value; None where it is inside its limits."""
+    if value is None and field_type.optional:
+        return None
+    if field_type.choices:
+        return None if value in field_type.choices else "one of " + ", ".join(field_type.choice_names)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if math.isfinite(value) and all(_holds(bound, value) for bound in field_type.bounds):
+        return None
+    kind = "a whole number" if field_type.base is int else "a finite number"
+    return " ".join([kind, " and ".join(map(_words, field_type.bounds))]).strip()
+
+
+def _holds(bound: Bound, value: float) -> bool:
+    attribute, comparison, _ = _BOUNDS[type(bound)]
+    return bool(comparison(value, getattr(bound, attribute)))
+
+
+def _words(bound: Bound) -> str:
+    attribute, _, words = _BOUNDS[type(bound)]
+    return f"{words} {getattr(bound, attribute)}"

@@ -1,0 +1,89 @@
+"""What cannot work together in the choice of precision and storage: a part of `checks`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from ..storage import StorageDtype
+from .schema import Config, PrecisionConfig
+
+
+def precision_problems(config: Config) -> Iterator[str]:
+    """One line for each thing that cannot work: what, the values, the fix."""
+    precision, num_layers = config.precision, config.model.num_layers
+    if config.optimizer.loss_scale is not None and precision.precision != "fp16":
+        yield (
+            f"loss_scale({config.optimizer.loss_scale}) has no effect under precision({precision.precision}), whose "
+            f"gradients have the range; drop it or choose --precision fp16"
+        )
+    if precision.precision == "te" and importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            "precision(te) needs Transformer Engine, which is not installed; "
+            "pip install --no-build-isolation transformer_engine[pytorch], or choose --precision fp8"
+        )
+    if precision.precision == "te" and precision.first_last_layers_bf16:
+        if precision.fp8_recipe == "delayed":
+            yield (
+                "precision(te) with fp8_recipe(delayed) has no first_last_layers_bf16; drop it, or choose --fp8-recipe "
+                "tensorwise or --precision fp8"
+            )
+        stage = num_layers // config.parallel.pipeline_model_parallel_size
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if getattr(precision, name) > stage:
+                yield (
+                    f"{name}({getattr(precision, name)}) > {stage} layers of a pipeline stage, all that precision(te) "
+                    f"keeps out of FP8; choose at most {stage}, or --precision fp8"
+                )
+    if precision.precision == "fp8":
+        if precision.main_params_dtype is StorageDtype.SPLIT:
+            yield from _check_split(config)
+        else:
+            yield from _check_master(precision)
+    else:
+        for name in ("params_dtype", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(precision, name)
+            if dtype is not None:
+                yield f"{name}({dtype.value}) has no effect under precision({precision.precision}); drop it or use fp8"
+        if precision.fp8_lm_head:
+            yield (
+                f"fp8_lm_head runs this project's FP8 GEMMs, which precision({precision.precision}) does not use; "
+                f"drop it or choose --precision fp8"
+            )
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16:
+        if start + end > num_layers:
+            yield (
+                f"num_layers_at_start_in_bf16({start}) + num_layers_at_end_in_bf16({end}) = {start + end} > "
+                f"num_layers({num_layers}); choose fewer"
+            )
+    elif (start, end) != (1, 1):
+        yield (
+            f"num_layers_at_start_in_bf16({start}) and num_layers_at_end_in_bf16({end}) have no effect alone; "
+            f"add --first-last-layers-bf16"
+        )
+
+
+def _check_split(config: Config) -> Iterator[str]:
+    weight, optimizer = config.precision.formats.weight, config.optimizer
+    if weight is not StorageDtype.FP8:
+        yield f"main_params_dtype(split) is half of an FP8 weight, params_dtype is {weight.value}; choose fp8 (O3)"
+    if optimizer.adam_beta1**2 >= optimizer.adam_beta2:
+        yield (
+            f"main_params_dtype(split) foretells scales from the bound of Adam's update, which "
+            f"adam_beta1({optimizer.adam_beta1})² ≥ adam_beta2({optimizer.adam_beta2}) has not; raise adam_beta2"
+        )
+
+
+def _check_master(precision: PrecisionConfig) -> Iterator[str]:
+    """A master must hold more than the weight; the FP8 master beside an FP8 weight is the paper's failing ablation."""
+    weight, master = precision.formats.weight, precision.formats.master_weight
+    if master is None:
+        return
+    beside_fp8 = weight is StorageDtype.FP8 and master in (StorageDtype.FP8, StorageDtype.SPLIT)
+    if master.itemsize <= weight.itemsize and not beside_fp8:
+        yield (
+            f"a master in {master.value} (main_params_dtype or opt_level {precision.opt_level}) holds no more than the "
+            f"weight in params_dtype({weight.value}); choose a wider main_params_dtype, or opt_level O2, whose weight "
+            f"is its own master"
+        )
