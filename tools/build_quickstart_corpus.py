@@ -84,7 +84,7 @@ def build(root: Path, output: Path, max_bytes: int, seed: int) -> tuple[int, int
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after an error message."""
+    """Exit status: 0, or 2 after an error message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write (replaced if it exists)")
     parser.add_argument("--max-mb", type=float, default=8.0, help="megabytes of text at most (8)")
@@ -95,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> int:
         num_documents, num_bytes = build(root, arguments.output, int(arguments.max_mb * 1e6), arguments.seed)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     print(f"{arguments.output}: {num_documents} documents, {num_bytes / 1e6:.2f} MB of text from {root}")
     return 0
 

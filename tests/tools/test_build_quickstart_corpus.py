@@ -49,6 +49,6 @@ def test_what_is_left_out(tmp_path):
 
 
 def test_nothing_found_is_an_error(tmp_path, capsys):
-    assert build_quickstart_corpus.main(["--output", str(tmp_path / "corpus.jsonl"), "--max-mb", "0.0001"]) == 1
+    assert build_quickstart_corpus.main(["--output", str(tmp_path / "corpus.jsonl"), "--max-mb", "0.0001"]) == 2
     assert "raise --max-mb" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
