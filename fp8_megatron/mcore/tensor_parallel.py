@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from ..device.group import Group
 from ..formats import E4M3
 from ..nn.gemms import LinearParams
 from ..nn.linear import fp8_linear
@@ -37,7 +38,7 @@ class _FP8Weight(torch.nn.Module):
     """Puts an FP8 weight and what the layer casts on a linear layer of megatron-core that follows in the bases."""
 
     config: TransformerConfig
-    tp_group: torch.distributed.ProcessGroup
+    tp_group: Group
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
     quantizers: LinearQuantizers

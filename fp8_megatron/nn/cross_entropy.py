@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..device.group import Group
 from ..kernels import ops
 
 
-def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup | None
-) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Group | None) -> Tensor:
     """−log softmax(logits)[label] of every token; the logits are given up: backward overwrites them.
 
     Args:
@@ -31,7 +30,7 @@ def vocab_parallel_cross_entropy(
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group | None) -> Tensor:
         flat = logits.view(-1, logits.shape[-1])
         local = local_labels(labels, flat.shape[1], group)
         log_sum_exp, target = agree_on_statistics(*ops.cross_entropy_statistics(flat, local), group)
@@ -47,15 +46,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return logits.view(ctx.shape), None, None
 
 
-def local_labels(labels: Tensor, num_columns: int, group: torch.distributed.ProcessGroup | None) -> Tensor:
+def local_labels(labels: Tensor, num_columns: int, group: Group | None) -> Tensor:
     """int64 [tokens], counted from this rank's first column."""
     flat = labels.reshape(-1)
     return flat if group is None or group.size() == 1 else flat - group.rank() * num_columns
 
 
-def agree_on_statistics(
-    largest: Tensor, total: Tensor, target: Tensor, group: torch.distributed.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
+def agree_on_statistics(largest: Tensor, total: Tensor, target: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
     """log Σ exp and the label's logit over the whole vocabulary, FP32 [tokens] each.
 
     Args:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..collectives.row_exchange import RowSum, sum_rows
 from ..collectives.scale_sync import max_over_group_
+from ..device.group import Group
 from ..quantization.early_cast import EarlyCast
 from ..quantization.operand import Format, Quantized
 from ..quantization.recipe import AmaxSync, Quantizer
@@ -64,7 +65,7 @@ class Local:
     """Nothing crosses ranks."""
 
     #: The tensor-parallel ranks, where there are several.
-    group: torch.distributed.ProcessGroup | None = None
+    group: Group | None = None
     #: How the ranks whose inputs are parts of one tensor share one scale.
     sync: AmaxSync | None = None
 
@@ -112,7 +113,7 @@ class Local:
 class Column(Local):
     """The weight's rows are split, the input is on every rank: the gradient of the input is all-reduced."""
 
-    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
 
     def start_grad_sum(self, grad_input: Summand) -> PendingSum:
@@ -124,9 +125,9 @@ class SequenceColumn(Local):
     """The weight's rows are split, the input is a part of the sequence: it is gathered in FP8, before fprop and again
     before wgrad, and its gradient is reduce-scattered."""
 
-    group: torch.distributed.ProcessGroup
+    group: Group
 
-    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         self.sync = partial(max_over_group_, group=group)
 
@@ -150,9 +151,9 @@ class SequenceRow(Local):
     """The weight's columns are split: the output is reduce-scattered along the sequence, and its gradient gathered in
     FP8. The gathered cast is bit for bit that of the gathered gradient, for half of BF16's bytes."""
 
-    group: torch.distributed.ProcessGroup
+    group: Group
 
-    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         self._grad_sync = partial(max_over_group_, group=group)
 

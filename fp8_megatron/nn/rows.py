@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.row_exchange import Rows, gather_rows
+from ..device.group import Group
 from ..quantization.operand import Format, Quantized
 
 
@@ -45,7 +46,7 @@ class LocalRows:
         return self._whole.transposed()
 
 
-def gather_operand(part: Quantized, group: torch.distributed.ProcessGroup) -> OperandRows:
+def gather_operand(part: Quantized, group: Group) -> OperandRows:
     """Start to gather every rank's `part`, in rank order along the rows. What travels is FP8, and scales where parts
     have their own.
 
@@ -84,7 +85,7 @@ class _SharedScaleRows:
 class _PartsWithScales:
     """Parts whose scales are their own: each rank's layouts and scales travel as one run of bytes."""
 
-    def __init__(self, part: Quantized, group: torch.distributed.ProcessGroup) -> None:
+    def __init__(self, part: Quantized, group: Group) -> None:
         self._format: Format = part.format
         columns = part.t
         rowwise = [] if part.payload is None else [part.payload, part.scale]

@@ -13,6 +13,7 @@ import torch
 
 from ..collectives.gradient_reduction import build_reducer
 from ..formats import GradReduceMode, StorageDtype
+from ..quantization.scaled_tensor import ScaledTensor
 from .grad_buffer import GradBuffer, LocalGradBuffer, ShardedGradBuffer
 from .partition import ParamSpace, StorageClass, partition
 from .released_grads import ReleasedGradBuffer
@@ -127,6 +128,17 @@ class DataParallelModule:
         """Wait for all weights. Code that reads weights outside a forward pass calls this first."""
         for gather in self._gathers:
             gather.wait()
+
+
+def parameter_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a module's parameters in FP32, by name: what an optimizer's `load_weights` takes.
+
+    Read them before the optimizer is built: it gives the parameters other storage.
+    """
+    return {
+        name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach().float().clone()
+        for name, param in module.named_parameters()
+    }
 
 
 def finish_gradients(modules: Sequence[DataParallelModule]) -> None:

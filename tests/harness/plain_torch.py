@@ -61,7 +61,7 @@ def train(rank: int, num_ranks: int, rendezvous_file: str) -> dict[str, Any]:
     from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
     from fp8_megatron.optimizer.hyperparameters import AdamW
     from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-    from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients
+    from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients, parameter_values
     from fp8_megatron.sharding.replicas import Replicas, Sharing
     from fp8_megatron.sharding.storage import ModelStorage
 
@@ -71,14 +71,13 @@ def train(rank: int, num_ranks: int, rendezvous_file: str) -> dict[str, Any]:
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         group = torch.distributed.group.WORLD
     sharing, storage = Sharing(Replicas.of(group, CPU)), ModelStorage()
+    torch.manual_seed(3)
     module = build_module()
+    values = parameter_values(module)
     model = DataParallelModule(module, sharing_of=lambda _: sharing, storage=storage)
     optimizer = FP8DistributedOptimizer([model], AdamW(lr=1e-2), storage, world=group, device=CPU)
+    optimizer.load_weights(values.items())
     generator = torch.Generator().manual_seed(1)
-    optimizer.load_weights(
-        (name, torch.randn(param.shape, generator=generator) * (0.1 if param.ndim > 1 else 0.0))
-        for name, param in module.named_parameters()
-    )
     inputs = torch.randn(num_ranks, 64, 64, generator=generator)[rank].bfloat16()
     targets = (inputs.float() @ torch.randn(64, 32, generator=torch.Generator().manual_seed(2))).tanh()
     losses = []
