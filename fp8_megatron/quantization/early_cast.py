@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .recipe import Quantizer
 from .sources import CastGrad
-
-if TYPE_CHECKING:
-    from .recipe import Quantizer
 
 
 class EarlyCast:

@@ -56,12 +56,25 @@ def underflow(output_dir: Path) -> dict[int, float]:
         {"opt_level": "O3"},
         {"opt_level": "O3", **LLAMA_STYLE_FLAGS, "global_batch_size": 12},
         {"opt_level": "O3", **FAST},
+        {"opt_level": "O3", "fp8_recipe": "blockwise"},
         {"opt_level": "O3", **FAST, "global_batch_size": 12, "keep_fp8_transpose_cache": 2},
         {"opt_level": "O3", "main_params_dtype": "split", "exp_avg_dtype": "fp8"},
         {"opt_level": "O3", "hidden_dropout": 0.1, "attention_dropout": 0.1},
         {"opt_level": "O3", "seq_length": 200},  # no multiple of 128: see `fp8_megatron.device.cudnn`
     ],
-    ids=["bf16", "fp16", "O1", "O3", "llama-accumulation", "fast", "fast-accumulation", "split", "dropout", "seq-200"],
+    ids=[
+        "bf16",
+        "fp16",
+        "O1",
+        "O3",
+        "llama-accumulation",
+        "fast",
+        "blockwise",
+        "fast-accumulation",
+        "split",
+        "dropout",
+        "seq-200",
+    ],
 )
 def test_recorded_steps_train_bit_for_bit(tmp_path: Path, settings: dict) -> None:
     expected = fit(tmp_path / "python", **settings, **PYTHON)

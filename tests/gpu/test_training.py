@@ -45,8 +45,21 @@ def fit(output_dir: Path, **overrides: object) -> list[tuple[float, float]]:
         {"opt_level": "O3", "fp8_lm_head": True},
         {"opt_level": "O3", "fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed"},
         {"opt_level": "O3", "global_batch_size": 12, "keep_fp8_transpose_cache": 1},
+        {"opt_level": "O1", "fp8_recipe": "blockwise"},
+        {"opt_level": "O3", "fp8_recipe": "blockwise", "fp8_lm_head": True},
     ],
-    ids=["O1", "O2", "O3", "O3-delayed", "O3-accumulation", "O3-head", "O3-delayed-wgrad", "O3-kept-transposes"],
+    ids=[
+        "O1",
+        "O2",
+        "O3",
+        "O3-delayed",
+        "O3-accumulation",
+        "O3-head",
+        "O3-delayed-wgrad",
+        "O3-kept-transposes",
+        "O1-blockwise",
+        "O3-blockwise-head",
+    ],
 )
 def test_every_level_follows_bf16(tmp_path: Path, level: dict, style: dict) -> None:
     """30 steps from one seed. One step's loss differs by the forward's quantisation noise, 28 dB on each GEMM of the
@@ -59,7 +72,8 @@ def test_every_level_follows_bf16(tmp_path: Path, level: dict, style: dict) -> N
 
 
 @pytest.mark.parametrize(
-    ("recipe", "weight_grads"), [("tensorwise", "block"), ("delayed", "block"), ("delayed", "delayed")]
+    ("recipe", "weight_grads"),
+    [("tensorwise", "block"), ("delayed", "block"), ("delayed", "delayed"), ("blockwise", "block")],
 )
 def test_resume_is_bitwise(tmp_path: Path, recipe: str, weight_grads: str) -> None:
     """12 steps straight equal 7 and 5 resumed, in deterministic mode; saved at once, and in the background."""
@@ -101,8 +115,9 @@ def build_state():  # type: ignore[no-untyped-def]
         {"fp8_recipe": "tensorwise"},
         {"fp8_recipe": "delayed"},
         {"fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed"},
+        {"fp8_recipe": "blockwise"},
     ],
-    ids=["tensorwise", "delayed", "delayed-wgrad"],
+    ids=["tensorwise", "delayed", "delayed-wgrad", "blockwise"],
 )
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("fp8_lm_head", [False, True])

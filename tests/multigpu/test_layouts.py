@@ -106,7 +106,11 @@ def test_rows_by_parts_are_the_bytes_that_were_given(tmp_path: Path) -> None:
     assert report["wrong_exchanges"] == 0 and all(row["equal"] for row in report["rows"])
 
 
-@pytest.mark.parametrize("settings", [{}, {"fp8_recipe": "delayed", "fp8_lm_head": True}, {"swiglu": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"fp8_recipe": "delayed", "fp8_lm_head": True}, {"swiglu": True}, {"fp8_recipe": "blockwise"}],
+    ids=str,
+)
 def test_rows_by_copy_engines_train_as_rows_by_nccl(tmp_path: Path, settings: dict) -> None:
     """A GEMM's rows do not depend on each other; who of two ranks adds a bias before the sum moves its last bit."""
     settings = {"precision": "fp8", "deterministic_mode": True, **LAYOUTS["tp2_sp"], **settings}

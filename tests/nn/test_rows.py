@@ -1,0 +1,91 @@
+"""Rows of an operand that ranks share: the gathered cast is the cast of what was gathered, whatever the format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.kernels import ops, reference
+from fp8_megatron.nn.rows import LocalRows, OperandRows, gather_operand
+from fp8_megatron.quantization.operand import Format, Granularity, Quantized, quantize
+from fp8_megatron.quantization.sources import TensorSource
+from tests.harness.ranks import RankPool, on_default_group
+
+ROWS, COLUMNS = 128, 256
+
+
+def _values(num_ranks: int) -> Tensor:
+    sizes = 10.0 ** torch.arange(num_ranks).repeat_interleave(ROWS)[:, None]
+    return torch.randn(num_ranks * ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)) * sizes
+
+
+def _cast(values: Tensor, whole: Tensor, format: Format) -> Quantized:
+    """`values`, a part of `whole`, in both layouts."""
+    if not format.has_one_scale:
+        return quantize(values, format, transposed=True)
+    scale = reference.scale_from_amax(reference.amax(whole), format.dtype, power_of_two=False)
+    return TensorSource(values, transposed=True).quantize(format, scale)
+
+
+def _bits(operand: Quantized) -> tuple[Tensor, Tensor]:
+    return operand.payload.view(torch.uint8), operand.scale
+
+
+def _seen(rows: OperandRows) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    parts = sorted(rows.parts(), key=lambda part: part[0].start)
+    return {
+        "parts": [_bits(part) for _, part in parts],
+        "whole": [_bits(rows.whole())],
+        "columns": [_bits(rows.columns())],
+    }
+
+
+def _gather(group: torch.distributed.ProcessGroup, format: Format) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    whole = _values(group.size())
+    part = _cast(whole.chunk(group.size())[group.rank()], whole, format)
+    rows = gather_operand(part, group)
+    assert rows.num_rows == whole.shape[0]
+    return _seen(rows)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.BLOCK])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_gathered_is_the_cast_of_the_whole(
+    ranks: RankPool, num_ranks: int, granularity: Granularity, dtype: torch.dtype
+) -> None:
+    format, values = Format(dtype, granularity), _values(num_ranks)
+    expected = _seen(LocalRows(_cast(values, values, format)))
+    for seen in ranks.run(on_default_group, _gather, format, num_ranks=num_ranks):
+        for layout in ("whole", "columns"):
+            assert all(torch.equal(a, b) for a, b in zip(seen[layout][0], expected[layout][0], strict=True)), layout
+        payload = torch.cat([payload for payload, _ in seen["parts"]])
+        assert torch.equal(payload, expected["whole"][0][0])
+        if granularity is Granularity.BLOCK:
+            scales = torch.cat([scale for _, scale in seen["parts"]], dim=1)
+            assert torch.equal(scales, expected["whole"][0][1])
+
+
+def _gather_columns(group: torch.distributed.ProcessGroup) -> tuple[Tensor, Tensor]:
+    part = quantize(
+        _values(group.size()).chunk(group.size())[group.rank()],
+        Format(E4M3, Granularity.BLOCK),
+        rowwise=False,
+        transposed=True,
+    )
+    return _bits(gather_operand(part, group).columns())
+
+
+def test_columns_travel_alone(ranks: RankPool) -> None:
+    expected = quantize(_values(2), Format(E4M3, Granularity.BLOCK), transposed=True).t
+    for payload, scale in ranks.run(on_default_group, _gather_columns, num_ranks=2):
+        assert torch.equal(payload, expected.payload.view(torch.uint8)) and torch.equal(scale, expected.scale)
+
+
+def test_rows_of_blocks_keep_their_scales() -> None:
+    operand = quantize(_values(2), Format(E4M3, Granularity.BLOCK))
+    part = operand.rows(slice(ROWS, 2 * ROWS))
+    decoded = ops.dequantize_blocks(operand.payload, operand.scale)
+    assert torch.equal(ops.dequantize_blocks(part.payload, part.scale), decoded[ROWS:])
