@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..collectives.row_exchange import Rows, gather_rows
 from ..device.group import Group
+from ..formats import GEMM_BLOCK
 from ..quantization.operand import Format, Quantized
 
 
@@ -56,6 +57,9 @@ def gather_operand(part: Quantized, group: Group) -> OperandRows:
     Args:
         part: [n, K], of a format with one scale, which the ranks share, in its rows; of another in the layouts that are
             to be gathered.
+
+    Raises:
+        ValueError: columns are wanted in blocks, and n is not a multiple of 128.
     """
     if part.format.has_one_scale:
         return _SharedScaleRows(gather_rows(part.payload, group), part)
@@ -95,6 +99,11 @@ class _PartsWithScales:
         self._shapes = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
         self._part_rows = rowwise[0].shape[0] if rowwise else columnwise[0].shape[1]
         self.num_rows = self._part_rows * group.size()
+        if columnwise and self._part_rows % GEMM_BLOCK:
+            raise ValueError(
+                f"{self._part_rows} rows on each of {group.size()} ranks are not a multiple of {GEMM_BLOCK}, and a "
+                f"block of columns does not cross ranks; choose a number of tokens that gives one"
+            )
         packed = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])
         self._bytes = gather_rows(packed.unsqueeze(0), group)
 

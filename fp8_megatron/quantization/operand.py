@@ -48,7 +48,7 @@ class Format:
 
     @property
     def size_multiple(self) -> int:
-        """What sizes along a GEMM's sum are multiples of."""
+        """What sizes along a GEMM's sum are multiples of, on every rank: blocks then end where shards do."""
         return FP8_GEMM_MULTIPLE if self.granularity is Granularity.TENSOR else GEMM_BLOCK
 
     def __str__(self) -> str:

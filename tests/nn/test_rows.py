@@ -68,6 +68,17 @@ def test_gathered_is_the_cast_of_the_whole(
             assert torch.equal(scales, expected["whole"][0][1])
 
 
+class _TwoRanks:
+    def size(self) -> int:
+        return 2
+
+
+def test_a_block_of_columns_does_not_cross_ranks() -> None:
+    part = quantize(torch.randn(64, 256), Format(E4M3, Granularity.BLOCK), transposed=True)
+    with pytest.raises(ValueError, match="64 rows on each of 2 ranks are not a multiple of 128"):
+        gather_operand(part, _TwoRanks())  # type: ignore[arg-type]
+
+
 def _gather_columns(group: torch.distributed.ProcessGroup) -> tuple[Tensor, Tensor]:
     part = quantize(
         _values(group.size()).chunk(group.size())[group.rank()],
