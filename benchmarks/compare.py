@@ -54,6 +54,7 @@ _GRAPH, _NO_GRAPH = (["--cuda-graph-impl", impl] for impl in ("local", "none"))
 RUNS = {
     "O3": ["--precision", "fp8"],
     "O3-delayed": ["--precision", "fp8", "--fp8-recipe", "delayed"],
+    "O3-blockwise": ["--precision", "fp8", "--fp8-recipe", "blockwise"],
     "O3-lean": _LEAN,
     "O3-fast": _FAST,
     "O3-graph": [*_FAST, *_GRAPH],
@@ -70,6 +71,7 @@ RUNS = {
     "bf16-no-graph": ["--precision", "bf16", *_NO_GRAPH],
     "te-delayed": ["--precision", "te", "--fp8-recipe", "delayed"],
     "te-tensorwise": ["--precision", "te", "--fp8-recipe", "tensorwise"],
+    "te-blockwise": ["--precision", "te", "--fp8-recipe", "blockwise"],
 }
 #: What is compared where no runs are named.
 DEFAULT_RUNS = ["O3", "O3-fast", "bf16", "megatron-te-delayed", "torchao-tensorwise"]

@@ -37,6 +37,7 @@ LEVELS = {
     "O2": ["--precision", "fp8", "--opt-level", "O2"],
     "O3": ["--precision", "fp8", "--opt-level", "O3"],
     "O3-delayed": ["--precision", "fp8", "--opt-level", "O3", "--fp8-recipe", "delayed"],
+    "O3-blockwise": ["--precision", "fp8", "--opt-level", "O3", "--fp8-recipe", "blockwise"],
 }
 RANK_PROGRAM = "fp8_megatron.commands.pretrain_gpt"
 #: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.

@@ -18,6 +18,7 @@ from .adamw.split_master import next_weight_scales as next_weight_scales
 from .adamw.split_master import split_master as split_master
 from .cross_entropy import reference as _cross_entropy  # noqa: F401
 from .gemm.block_scaled import check_block_scaled_mm
+from .gemm.block_scaled_cublaslt import check_device
 from .gemm.reference import check_scaled_mm
 from .norm import reference as _norm  # noqa: F401
 from .quantize import reference as _quantize  # noqa: F401
@@ -383,6 +384,16 @@ def block_scaled_mm(
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     block_scaled_mm_into_(out, a, b, scales_a, scales_b, bias=bias)
     return out
+
+
+def check_block_scaling(device: torch.device) -> None:
+    """Refuse a GPU that `block_scaled_mm_into_` does not run on; a CPU runs the specification.
+
+    Raises:
+        UnsupportedDeviceError: with what it needs.
+    """
+    if device.type == "cuda":
+        check_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:

@@ -22,6 +22,7 @@ from ..config.checks import check_config
 from ..config.io import format_config, save_config
 from ..config.schema import Config
 from ..device import device as devices
+from ..kernels import ops
 from ..mcore.attention import may_use_cudnn, preferring_backends
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import Topology, initialized
@@ -72,6 +73,8 @@ class Trainer:
             logger.warning("%s", warning)
         if self.config.precision.precision == "fp8":
             devices.check_fp8_support(device)
+            if self.config.precision.fp8_recipe == "blockwise":
+                ops.check_block_scaling(device)
         graph_choice = choose(has_gpu=device.type == "cuda")
         if graph_choice.records:
             devices.check_cuda_graph_support(device)

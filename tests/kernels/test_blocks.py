@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.device.device import UnsupportedDeviceError
 from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import ops
 from tests.kernels.cases import FILLS, FP8, INPUT_DTYPES, Case
@@ -261,3 +262,10 @@ def test_refusals_name_the_value() -> None:
     tiles = ops.quantize_tiles(torch.ones(32, 256), E4M3)
     with pytest.raises(ValueError, match="one side only"):
         ops.block_scaled_mm(tiles[0], b, tiles[1], scales_b)
+
+
+def test_a_gpu_without_block_scaling_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops.check_block_scaling(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    with pytest.raises(UnsupportedDeviceError, match=r"9\.0 \(Hopper\), not 8\.9: take another FP8 recipe"):
+        ops.check_block_scaling(torch.device("cuda", 0))

@@ -21,7 +21,7 @@ def block_scaled_mm_into_(
     Raises:
         UnsupportedDeviceError: no Hopper, or a cuBLASLt without block scaling.
     """
-    _check_device(a.get_device())
+    check_device(a.get_device())
     cublaslt.matmul(
         a,
         b,
@@ -44,7 +44,12 @@ def _scale_mode(payload: Tensor, scales: Tensor) -> int:
 
 
 @cache
-def _check_device(device: int) -> None:
+def check_device(device: int) -> None:
+    """Refuse a GPU that has no block scaling.
+
+    Raises:
+        UnsupportedDeviceError: no Hopper, or a cuBLASLt without block scaling.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         raise UnsupportedDeviceError(
