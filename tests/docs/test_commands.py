@@ -1,8 +1,8 @@
 """Commands of the documents: those that a CPU can run are run, those for GPUs have flags that are taken.
 
 The comment above a block says how: ``run`` (everything in it, in order, page by page, in one scratch folder), ``gpu``
-(its flags are parsed; ``world=8`` gives the number of ranks where no launcher does), ``ci`` (.ci/run runs it) or
-``shown: why``. ``shrink`` appends flags that make a model tiny. ``needs=NAME`` runs a command of `_NEEDED` before.
+(its flags are parsed and checked for the number of ranks), ``ci`` (.ci/run runs it) or ``shown: why``. ``shrink``
+appends flags that make a model tiny. ``needs=NAME`` runs a command of `_NEEDED` before.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _BLOCKS = [block for page in PAGES for language in _LANGUAGES for block in block
 _FOR_GPUS = [block for block in _BLOCKS if (block.tag or "").startswith("gpu")]
 _PAGES_TO_RUN = sorted({block.page for block in _BLOCKS if block.tag and block.tag.startswith("run")})
 
-#: Appended to commands of blocks that say ``shrink``, by what they start: a tiny model, a small tokenizer.
+#: What the tools are called as subcommands of fp8-megatron.
+_SUBCOMMANDS = {"pretrain_gpt.py": "train", "train_tokenizer.py": "tokenize", "preprocess_data.py": "preprocess"}
+#: Appended to commands of blocks that say ``shrink``: a tiny model, a small text and tokenizer.
 _SHRINK = {
-    "pretrain_gpt.py": "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --vocab-size 512"
-    " --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr-warmup-iters 1 --eval-iters 1"
+    "train": "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --vocab-size 512"
+    " --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 1"
     " --log-interval 1 --num-workers 0 --no-tensorboard",
+    "tokenize": "--vocab-size 512",
+    "preprocess": "--workers 2",
     "build_quickstart_corpus.py": "--max-mb 1",
-    "train_tokenizer.py": "--vocab-size 512",
-    "preprocess_data.py": "--workers 2",
     "tools.gradient_snr": "--train-iters 6",
 }
 _TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 128 --mock-data"
@@ -65,15 +67,29 @@ def test_flags_for_gpus_are_taken(block: Block, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(ROOT)
     for command in commands(block.text):
         words = [word for word in shlex.split(command) if "=" not in word or word.startswith("-")]
-        if "-m" in words:
-            script = words[words.index("-m") + 1].replace(".", "/") + ".py"
+        if words[0] == "fp8-megatron":
+            flags, ranks = _without_placement(words[2:])
         else:
-            script = next(word for word in words if word.endswith(".py") or word == "fp8-megatron")
-        assert script == "fp8-megatron" or (ROOT / script).exists(), f"no file {script}"
-        if script == "pretrain_gpt.py":
-            before, flags = words[: words.index(script)], words[words.index(script) + 1 :]
-            ranks = int(before[before.index("--nproc-per-node") + 1]) if "--nproc-per-node" in before else 1
-            check_config(parse_config(flags), ranks)
+            module = words[words.index("-m") + 1].replace(".", "/") + ".py" if "-m" in words else None
+            script = module or next(word for word in words if word.endswith(".py"))
+            assert (ROOT / script).exists(), f"no file {script}"
+            if script != "pretrain_gpt.py":
+                continue
+            flags = words[words.index(script) + 1 :]
+            ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
+        check_config(parse_config(flags), ranks)
+
+
+def _without_placement(words: list[str]) -> tuple[list[str], int]:
+    """Flags of ``fp8-megatron train`` without those that say where it runs, and the number of ranks."""
+    flags, ranks = list(words), 1
+    for name in ("--gpus", "--nnodes", "--node-rank", "--master-addr"):
+        if name in flags:
+            index = flags.index(name)
+            if name in ("--gpus", "--nnodes"):
+                ranks *= int(flags[index + 1])
+            del flags[index : index + 2]
+    return flags, ranks
 
 
 def test_ci_runs_the_two_commands() -> None:
@@ -117,13 +133,18 @@ def _run_all(script: str, folder: Path, *, shrink: bool) -> None:
         if words[0] == "pip":
             continue
         if shrink:
-            for name, flags in _SHRINK.items():
-                if any(word.endswith(name) for word in words):
-                    words += flags.split()
+            names = (
+                [words[1]]
+                if words[0] == "fp8-megatron"
+                else [_SUBCOMMANDS.get(Path(w).name, Path(w).name) for w in words]
+            )
+            words += next((_SHRINK[name] for name in names if name in _SHRINK), "").split()
         if words[0] == "torchrun":
             words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
         elif words[0] == "python":
             words[0] = sys.executable
+        elif words[0] == "fp8-megatron":
+            words = [sys.executable, "-m", "fp8_megatron.cli", *words[1:]]
         _run(words, folder)
 
 
