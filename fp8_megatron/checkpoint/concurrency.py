@@ -1,4 +1,4 @@
-"""Work handed to threads, with a bound on the memory that it holds: files are read and written side by side."""
+"""Work handed to threads with a bound on the memory that it holds. Files are read and written side by side."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Checkpoint folders on disk: written aside, synced and renamed, so that a kill at any instant loses nothing saved.
+"""Checkpoint folders on disk: written aside, synced and renamed. A kill at any instant loses nothing saved.
 
 ``<save>/iter_0000100/`` is a checkpoint; it has this name only when it is whole.
-``<save>/latest_checkpointed_iteration.txt`` names the newest one and is replaced last. What a kill leaves behind ends
-in ``.tmp``, ``.replaced`` or ``.removed`` and is cleared by the next save.
+``<save>/latest_checkpointed_iteration.txt`` names the newest one and is replaced last. Leftovers of a kill end in
+``.tmp``, ``.replaced`` or ``.removed``, and the next save clears them.
 
-A folder may hold more than one run: after going back, or after a damaged checkpoint, later ones are of a branch that
-was left. Every checkpoint says which ones before it are its run's own (`ancestors`); only these are fallen back to,
-counted and removed.
+A folder may hold more than one run: after a run went back, later checkpoints are of a branch that was left. Every
+checkpoint names those before it that are its run's own (`ancestors`). Only these are fallen back to, counted and
+removed.
 """
 
 from __future__ import annotations

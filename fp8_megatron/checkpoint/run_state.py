@@ -1,9 +1,9 @@
-"""What a rank puts into a checkpoint: its part of the model and of the moments in FP32, and what is its alone.
+"""What a rank puts into a checkpoint: its part of the model and of the moments in FP32, and its own tensors.
 
-The stored forms (FP8, scaled FP16, companded integers, a split master) are not written: decoded to FP32 and encoded
+The stored forms (FP8, scaled FP16, companded integers, a split master) are not written. Decoded to FP32 and encoded
 again they have the same values, because scales are powers of two or amaxes (tests/checkpoint/test_resume.py holds every
-form to it). So one representation serves every layout and every level, and resuming is still bitwise. What cannot be
-taken from values, the scales of split masters above all, is in a file of the rank.
+form to it). One representation therefore serves every layout and every level, and resuming is bitwise. A file of the
+rank holds what values do not tell, above all the scales of split masters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Saving: every rank writes its part, the first one describes and publishes the whole; at once or in the background.
+"""Saving: every rank writes its part, and the first one describes and publishes the whole.
 
-Ranks meet in a gloo group of their own, so that a save in the background takes no part in training's collectives. They
-meet three times: when the folder is there, when everyone has written, and to hear how it ended. A rank that cannot
-write says so there, and no rank waits for it.
+A save runs at once or in the background. Ranks meet in a gloo group of their own, apart from training's collectives.
+They meet three times: when the folder is there, when every rank has written, and to hear how it ended. A rank that
+cannot write says so there, and no rank waits for it.
 """
 
 from __future__ import annotations

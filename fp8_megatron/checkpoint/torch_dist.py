@@ -4,9 +4,9 @@ A folder holds ``*.distcp`` files of tensors one after the other, each as `torch
 pickle of torch.distributed.checkpoint's `Metadata` that says which rectangle of which tensor is where. megatron-core
 adds ``metadata.json``, the format's name, and ``common.pt``.
 
-Written here and not by `megatron.core.dist_checkpointing.save`, which starts processes for each save (they outlive a
-killed trainer and may write into the next one's folder; without psutil they hang) and calls CUDA on a CPU. Read here
-because torch reads ``.metadata`` with plain `pickle`.
+`megatron.core.dist_checkpointing.save` is not used: it calls CUDA on a CPU and starts processes for each save. They
+outlive a killed trainer and may write into the next one's folder; without psutil they hang. torch's reader is not used
+because it reads ``.metadata`` with plain `pickle`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ elements were at E4M3's largest value, and else grows so that it doubles over 1,
 
 Here μ takes part in the scale and nowhere else. With S = amax / 448 over all ranks, the common dequantising scale of
 the payloads of μ·g is D = S/μ, rounded up to a power of two; each rank sends ``round(g / D)``, and the mean is
-``D · sum / N``. The same D encodes and decodes, so that μ cannot enter the result twice or inverted, whatever the
-amax. A power of two moves E4M3 blocks to the shared scale without rounding them again, as long as they do not
+``D · sum / N``. The same D encodes and decodes: μ cannot enter the result twice or inverted, for any amax. A power of
+two moves E4M3 blocks to the shared scale without rounding them again, as long as they do not
 underflow.
 """
 

@@ -1,4 +1,4 @@
-"""The one place that picks how gradients are reduced."""
+"""Picks how gradients are reduced, by mode and dtype."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The reduce-scatter in two stages, for several nodes: inside each node over the fast links, then across nodes.
 
-A flat all-to-all sends every rank's version of a shard across the network; here a node adds its ranks' versions first,
-so that 1/ranks_per_node of the bytes cross, each between ranks of one local index (one rail). The price is that the
-node's sum is rounded once more.
+A flat all-to-all sends every rank's version of a shard across the network. Here a node adds its ranks' versions first,
+and 1/ranks_per_node of the bytes cross, each between ranks of one local index (one rail). The node's sum is rounded
+once more.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The reduce-scatter that sums in FP8, as FP8-LM does (arXiv 2310.18313, section 2.1): one scale a tensor over all
-ranks, auto-scaling, and NCCL's own FP8 sum. It is here to compare with: each partial sum is rounded to E4M3.
+"""The reduce-scatter that sums in FP8, as FP8-LM does (arXiv 2310.18313, section 2.1), for comparison.
 
-The paper takes the smallest of the ranks' multiplying scales, s' = min(s'₁ … s'_N), requantises, sums, and gives the
-sum the scale N·s', which makes it the mean. Our scales dequantise, so the shared one is the largest. Nothing in this
-keeps the sum of N payloads below 448: the paper leaves that to μ. An overflow saturates (NCCL ≥ 2.24 adds two payloads
-in FP16 and converts with saturation), is counted on the sum as well as on what was sent, and halves μ until N equal
-gradients fit, at μ ≈ 1/N: a few wrong steps at the start, unless `AutoScale` starts there.
+It takes one scale a tensor over all ranks, auto-scaling, and NCCL's own FP8 sum. Each partial sum is rounded to E4M3.
+
+The paper takes the smallest of the ranks' multiplying scales, s' = min(s'₁ … s'_N), requantises and sums. The sum's
+scale N·s' makes it the mean. Our scales dequantise, so the shared one is the largest. The sum of N payloads may exceed
+448; the paper leaves that to μ. An overflow saturates (NCCL ≥ 2.24 adds two payloads in FP16 and converts with
+saturation). It is counted on the sum as well as on what was sent, and halves μ until N equal gradients fit, at
+μ ≈ 1/N. That makes a few wrong steps at the start, unless `AutoScale` starts there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The reduce-scatter of gradients: a low-precision wire, FP32 in the sum.
 
-Every rank rounds its gradient once, block by block; an all-to-all of bytes brings each rank all versions of its shard;
-the sum is taken in FP32. A partial sum is never rounded to FP8, so the signal-to-noise ratio does not fall with the
-number of ranks, where a ring that adds in FP8 loses it hop by hop. No amax collective, no NCCL fork; the same code runs
-on gloo.
+Every rank rounds its gradient once, block by block. An all-to-all of bytes brings each rank all versions of its shard,
+and the sum is taken in FP32. A partial sum is never rounded to FP8, so the signal-to-noise ratio does not fall with the
+number of ranks; in a ring that adds in FP8 it falls with every hop. There is no amax collective and no NCCL fork, and
+the same code runs on gloo.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bytes on the wire, counted at the collectives.
 
-A collective says what its rank sends to other ranks; what stays on the rank does not count. The figures are those of
-the bandwidth-optimal algorithms, which NCCL and gloo use for large messages.
+A collective says what its rank sends to other ranks. Bytes that stay on the rank do not count. The figures are those of
+the bandwidth-optimal algorithms; NCCL and gloo use them for large messages.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which cuDNN this process runs: PyTorch's own, whatever else is installed.
+"""Which cuDNN this process runs: PyTorch's own, also where another one is installed.
 
-megatron-core imports Transformer Engine where there is one. Its library is linked to all of cuDNN's, of which PyTorch
-loads most only when it needs them: what the system has comes first then, and PyTorch runs that from there on. Before
+megatron-core imports Transformer Engine where there is one. Its library is linked to all of cuDNN's libraries, and
+PyTorch loads most of them only when it needs them. Without care the system's come first, and PyTorch runs those. Before
 9.15.1 cuDNN's attention backward in a CUDA graph reads and writes where it must not, if the sequence is no multiple of
-128 (release notes of cudnn-frontend 1.16.0). On an H200 a system's 9.14.0 gave gradients of NaN, or ended with an
-illegal memory access, where PyTorch's 9.19.0 was bit for bit right, and 2 to 4% faster.
+128 (release notes of cudnn-frontend 1.16.0). On an H200 a system's 9.14.0 gave gradients of NaN or ended with an
+illegal memory access. PyTorch's 9.19.0 was bit for bit right, and 2 to 4% faster.
 """
 
 from __future__ import annotations

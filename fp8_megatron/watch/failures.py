@@ -1,4 +1,7 @@
-"""A rank that dies or stops ends the run on every other rank, with its name; docs/failures.md has the whole picture."""
+"""A rank that dies or stops ends the run on every other rank, and each of them names it.
+
+docs/failures.md has the whole picture.
+"""
 
 from __future__ import annotations
 

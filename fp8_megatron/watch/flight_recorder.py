@@ -1,4 +1,4 @@
-"""Torch's flight recorder: turned on for a run, and read when the run breaks: which collective this rank was in."""
+"""Torch's flight recorder. It is on during a run and says, when the run breaks, which collective this rank was in."""
 
 from __future__ import annotations
 

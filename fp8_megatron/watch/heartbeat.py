@@ -1,8 +1,8 @@
-"""What every rank says of itself, every few seconds, in the rendezvous store; and for how long a rank has been silent.
+"""What every rank says of itself every few seconds in the rendezvous store, and how long a rank has been silent.
 
-A thread of each rank writes its record and reads others': rank 0 reads all, the others read rank 0, who passes on what
-it finds. It has a connection of its own, so that it neither waits for collectives nor keeps them waiting. No clock is
-compared between machines: silence is the time in which a reader saw a record's count of beats stand still.
+A thread of each rank writes its record and reads others'. Rank 0 reads all; the others read rank 0, and it passes on
+what it finds. The thread has a connection of its own: it does not wait for collectives, and they do not wait for it.
+Clocks of machines are not compared: silence is the time in which a reader saw a record's count of beats stand still.
 """
 
 from __future__ import annotations

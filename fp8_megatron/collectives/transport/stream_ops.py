@@ -1,7 +1,7 @@
 """What a CUDA stream does with no kernel: write or await a number, copy bytes, meet another stream (CUDA driver API).
 
-Through torch a copy on another stream costs the host 40 µs, here 5, and a tensor-parallel layer has ten of them.
-Addresses are plain numbers: the caller keeps what they point to until the stream has got there.
+Through torch a copy on another stream costs the host 40 µs, here 5; a tensor-parallel layer has ten of them.
+Addresses are plain numbers: the caller keeps their memory until the stream has used it.
 """
 
 from __future__ import annotations
