@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.peers.runs import PEERS
 
@@ -17,7 +18,11 @@ SMALL = (
     " --init-method-std 0.05 --mock-data"
 ).split()
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
+]
 
 
 def test_peers_learn_alike(tmp_path: Path) -> None:
