@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,17 @@ NUMBERS = [name for name, (_, kind) in FIELDS.items() if kind.base in (int, floa
 CHOICES = [name for name, (_, kind) in FIELDS.items() if kind.choices]
 
 
-def with_value(name: str, value: Any) -> Config:
-    section = FIELDS[name][0]
-    return dataclasses.replace(Config(), **{section: dataclasses.replace(getattr(Config(), section), **{name: value})})
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def with_values(values: dict[str, Any]) -> Config:
+    """The defaults but for `values`."""
+    changes: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, value in values.items():
+        changes[FIELDS[name][0]][name] = value
+    sections = {section: dataclasses.replace(getattr(Config(), section), **given) for section, given in changes.items()}
+    return dataclasses.replace(Config(), **sections)
 
 
 def outside(bound: Bound, kind: type) -> float:
@@ -66,45 +75,55 @@ def test_a_number_has_a_least_value(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_outside_its_limits_is_one_line_with_flag_and_fix(name: str, tmp_path: Path) -> None:
+def test_a_number_outside_its_limits_is_one_line_with_flag_and_fix(name: str) -> None:
     kind = FIELDS[name][1]
-    flag = "--" + name.replace("_", "-")
-    path = tmp_path / "x.yaml"
     for bound in kind.bounds:
         value = kind.base(inside(bound, kind.base))
-        assert list(limit_problems(with_value(name, value))) == []
+        assert list(limit_problems(with_values({name: value}))) == []
         value = kind.base(outside(bound, kind.base))
-        (problem,) = limit_problems(with_value(name, value))
-        assert problem.startswith(f"{name}({value}) is out of range; give {flag} a ")
-    path.write_text(f"{name}: {value!r}")
-    by_flag, by_file = parse_config([f"{flag}={value!r}"]), load_config(path)
-    assert by_flag == by_file == with_value(name, value)
-    with pytest.raises(ConfigError, match=f"give {flag} a "):
-        check_config(by_flag, 1)
+        (problem,) = limit_problems(with_values({name: value}))
+        assert problem.startswith(f"{name}({value}) is out of range; give {flag(name)} a ")
+
+
+def test_flags_and_files_are_held_to_the_limits(tmp_path: Path) -> None:
+    """All numbers out of range at once: as many lines, and nothing else is looked at."""
+    values = {name: FIELDS[name][1].base(outside(FIELDS[name][1].bounds[0], FIELDS[name][1].base)) for name in NUMBERS}
+    path = tmp_path / "x.yaml"
+    path.write_text("".join(f"{name}: {value!r}\n" for name, value in values.items()))
+    expected = with_values(values)
+    assert parse_config([f"{flag(name)}={value!r}" for name, value in values.items()]) == expected
+    assert load_config(path) == expected
+    with pytest.raises(ConfigError) as error:
+        check_config(expected, 1)
+    lines = str(error.value).splitlines()
+    assert all(
+        any(line.startswith(f"{name}({value}) is out of range") for line in lines) for name, value in values.items()
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if FIELDS[name][1].base is float])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_float_is_finite(name: str, value: float) -> None:
-    (problem,) = limit_problems(with_value(name, value))
-    assert f"{name}({value}) is out of range; give --{name.replace('_', '-')} a finite number" in problem
+    (problem,) = limit_problems(with_values({name: value}))
+    assert f"{name}({value}) is out of range; give {flag(name)} a finite number" in problem
+
+
+def test_every_choice_is_taken() -> None:
+    """The last of each field's; the first ones are mostly the defaults."""
+    last = {name: FIELDS[name][1].choices[-1] for name in CHOICES}
+    words = [word for name in CHOICES for word in (flag(name), FIELDS[name][1].choice_names[-1])]
+    assert parse_config(words) == with_values(last)
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_choice_is_one_of_those_that_are_listed(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_choice_is_one_of_those_that_are_listed(name: str, tmp_path: Path) -> None:
     kind = FIELDS[name][1]
-    flag, names = "--" + name.replace("_", "-"), ", ".join(kind.choice_names)
-    assert parse_config([flag, kind.choice_names[-1]]) == with_value(name, kind.choices[-1])
-    others = type(kind.choices[0]) if issubclass(kind.base, Enum) else ()
+    names = ", ".join(kind.choice_names)
+    others = kind.base if issubclass(kind.base, Enum) else ()
     for refused in [*(other for other in others if other not in kind.choices), "nonsense"]:
-        (problem,) = limit_problems(with_value(name, refused))
+        (problem,) = limit_problems(with_values({name: refused}))
         shown = refused.value if isinstance(refused, Enum) else refused
-        assert problem == f"{name}({shown}) is out of range; give {flag} one of {names}"
-    with pytest.raises(SystemExit):
-        parse_config([flag, shown])
-    assert shown in capsys.readouterr().err
-    (tmp_path / "x.yaml").write_text(f"{name}: {shown}")
-    with pytest.raises(ConfigError, match=f"is not one of {names}"):
-        load_config(tmp_path / "x.yaml")
+        assert problem == f"{name}({shown}) is out of range; give {flag(name)} one of {names}"
+        (tmp_path / "x.yaml").write_text(f"{name}: {shown}")
+        with pytest.raises(ConfigError, match=f"is not one of {names}"):
+            load_config(tmp_path / "x.yaml")
