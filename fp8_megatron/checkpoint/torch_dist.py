@@ -11,6 +11,7 @@ because it reads ``.metadata`` with plain `pickle`.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import json
 import math
@@ -169,10 +170,25 @@ def write_metadata(
     stream = io.BytesIO()
     torch.save(common, stream)
     return [
-        write_file(folder, METADATA, pickle.dumps(metadata)),
+        write_file(folder, METADATA, _pickled(metadata)),
         write_file(folder, "metadata.json", json.dumps(_FORMAT).encode()),
         write_file(folder, "common.pt", stream.getvalue()),
     ]
+
+
+class _AnyTorchPickler(pickle.Pickler):
+    """Writes `TensorProperties` as every supported torch reads them: without the strides that torch 2.14 added."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, TensorProperties):
+            return copyreg.__newobj__, (TensorProperties,), obj.__getstate__()[:5]  # type: ignore[attr-defined]
+        return NotImplemented
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    stream = io.BytesIO()
+    _AnyTorchPickler(stream).dump(metadata)
+    return stream.getvalue()
 
 
 #: All that a pickle of `Metadata` names; of these only constructors of data are callable.

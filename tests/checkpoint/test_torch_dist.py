@@ -211,6 +211,22 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
         TorchDistReader(tmp_path / "iter")
 
 
+def test_older_torch_reads_what_newer_torch_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.14 added strides to TensorProperties; the one before it takes five fields and no more."""
+    states: list[tuple] = []
+    getstate, setstate = TensorProperties.__getstate__, TensorProperties.__setstate__
+
+    def read(properties: TensorProperties, state: tuple) -> None:
+        states.append(state)
+        setstate(properties, state)
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*getstate(properties)[:5], None))
+    monkeypatch.setattr(TensorProperties, "__setstate__", read)
+    write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
+    assert read_metadata(tmp_path).state_dict_metadata["x"].properties.dtype == torch.float32
+    assert [len(state) for state in states] == [5]
+
+
 @pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({"a": 1}), b"not a pickle at all"])
 def test_a_damaged_description_is_refused(tmp_path: Path, content: bytes) -> None:
     write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
