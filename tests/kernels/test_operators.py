@@ -191,7 +191,7 @@ def linear_layer(x: Tensor, weight: Tensor, grad: Tensor, state: ops.AdamState) 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_without_a_graph_break(backend: str) -> None:
     def run(layer: Callable[..., Any]) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(0)
         x, weight, grad = (torch.randn(32, 32, generator=generator).bfloat16() for _ in range(3))
         state = ops.AdamState(*(ops.FlatState(torch.rand(256, generator=generator)) for _ in range(4)))
         outputs = layer(x, weight, grad, state)
@@ -274,8 +274,41 @@ def test_a_missing_variant_names_the_operator_and_the_device(monkeypatch: pytest
 
 
 def test_a_device_without_kernels_is_refused() -> None:
-    """No fall-back to the CPU's: what the dispatcher calls for any other device."""
-    x = torch.empty_strided((4,), (1,), device="meta")
-    assert torch.ops.fp8_megatron.amax(x).device.type == "meta"  # shapes alone
-    with pytest.raises(UnsupportedDeviceError, match="fp8_megatron::amax has no variant for mps tensors"):
-        raise OPERATORS["amax"].unsupported("mps")
+    """No fall-back to the CPU's: the dispatcher finds what refuses, for a device that nobody wrote a variant for."""
+    x = torch.rand(4)
+    of_another_device = torch._C.DispatchKeySet(torch._C.DispatchKey.MPS)
+    with pytest.raises(UnsupportedDeviceError, match=r"^fp8_megatron::amax has no variant for .* cpu and cuda$"):
+        torch.ops.fp8_megatron.amax.default.redispatch(of_another_device, x)
+    assert torch.ops.fp8_megatron.amax(x.to("meta")).shape == (1,)  # shapes alone
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8 tensor cores")
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fake_version_of_the_gpu_variant(name: str) -> None:
+    if OPERATORS[name].gpu_module is None:
+        pytest.skip("it has none")
+    call = getattr(registration.callables(), name)
+    for arguments in samples()[name]:
+        arguments = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.cuda(), arguments)
+        with FakeTensorMode() as mode:
+            fake = call(*torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments))
+        outputs = torch.utils._pytree.tree_leaves(call(*arguments))
+        for expected, actual in zip(torch.utils._pytree.tree_leaves(fake), outputs, strict=True):
+            if actual is not None:
+                assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)
+                assert actual.stride() == expected.stride()
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_compiles_on_a_gpu() -> None:
+    """The graph holds the operators, not what launches them; it gives the bits that calling them gives."""
+    torch.set_default_device("cuda")
+    try:
+        test_compiles_without_a_graph_break("aot_eager")
+    finally:
+        torch.set_default_device(None)
