@@ -64,14 +64,10 @@ class Product:
         if addend is not None:
             addend = addend.contiguous().view(self.shape)
         for part, rows in self._a.parts():
-            multiply_into_(
-                y[part],
-                rows,
-                self._w,
-                bias=self._bias,
-                use_fast_accum=self._use_fast_accum,
-                addend=None if addend is None else addend[part],
-            )
+            out, added = y, addend
+            if rows.payload.shape[0] != self.shape[0]:  # a view costs the host more than this question
+                out, added = y[part], None if addend is None else addend[part]
+            multiply_into_(out, rows, self._w, bias=self._bias, use_fast_accum=self._use_fast_accum, addend=added)
         return y
 
     def write(self, rows: slice, out: Tensor, adds_bias: bool) -> None:
