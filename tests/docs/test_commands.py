@@ -52,8 +52,10 @@ _NEEDED = {
     f" --tokenizer-model {_QUICKSTART}/tokenizer.model --output-prefix {_QUICKSTART}/corpus",
     "two-runs": f"python pretrain_gpt.py --precision bf16 --output-dir runs/bf16 {_RUN}\n"
     f"python pretrain_gpt.py --output-dir runs/fp8 {_RUN}",
-    "llama": 'python -c "from pathlib import Path; from tests.harness.hugging_face_models import *; '
-    "save_model(make_model('llama_gqa'), Path('runs/conversion/llama'))\"",
+    # Widths that FP8 blocks of 128 × 128 divide.
+    "llama": 'python -c "from transformers import LlamaConfig, LlamaForCausalLM; LlamaForCausalLM(LlamaConfig('
+    "vocab_size=203, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,"
+    " num_key_value_heads=4, max_position_embeddings=64)).save_pretrained('runs/conversion/llama')\"",
 }
 
 
