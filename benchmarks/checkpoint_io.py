@@ -83,7 +83,7 @@ def main() -> None:
     options, flags = _parse()
     folder = options.folder
     config = parse_config(flags)
-    in_order = needs_launch_order(config.parallel, config.precision.precision)
+    in_order = needs_launch_order(config.parallel, has_fp8_layers=config.precision.is_fp8)
     devices.prepare_cuda_environment(needs_launch_order=in_order)
     device = devices.select_device()
     with ExitStack() as stack:

@@ -133,7 +133,7 @@ def to_hugging_face(source: Source, options: Options) -> str:
 
     config, vocab_size = source.config, source.vocab_size
     # The run's choice; a run without FP8 gives all its layers.
-    layers = range(config.model.num_layers) if config.precision.precision == "fp8" else ()
+    layers = range(config.model.num_layers) if config.precision.is_fp8 else ()
     layers_in_16_bits = tuple(layer for layer in layers if not config.is_fp8_layer(layer))
     export = folders.Export(
         folders.DTYPES[options.dtype],

@@ -53,7 +53,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"sequence_parallel: seq_length({config.model.seq_length}) % tensor_model_parallel_size({tp}) = "
             f"{config.model.seq_length % tp}; choose a seq_length that is a multiple of {tp}"
         )
-    copies_rows = parallel.sequence_parallel and config.precision.precision == "fp8"
+    copies_rows = parallel.sequence_parallel and config.precision.is_fp8
     if parallel.tp_transport == "copy_engine" and not copies_rows:
         yield (
             f"tp_transport(copy_engine) serves FP8 layers under sequence parallelism, but precision is "
@@ -135,7 +135,7 @@ def _check_weight_grad_scaling(config: Config) -> Iterator[str]:
     if precision.fp8_weight_grad_scaling == "block":
         return
     name = "fp8_weight_grad_scaling(delayed)"
-    if precision.precision != "fp8":
+    if not precision.is_fp8:
         yield f"{name} is for FP8's linear weights, precision is {precision.precision}; drop it or choose fp8"
     elif precision.fp8_recipe != "delayed":
         yield f"{name} takes scales from the amax history of fp8_recipe(delayed), not {precision.fp8_recipe}; give both"
@@ -178,7 +178,7 @@ def _check_transpose_cache(config: Config, num_micro_batches: int) -> Iterator[s
     if layers == 0:
         return
     name = f"keep_fp8_transpose_cache({layers})"
-    if config.precision.precision != "fp8":
+    if not config.precision.is_fp8:
         yield f"{name} is for FP8's weights, precision is {config.precision.precision}; drop it or choose fp8"
     elif num_micro_batches == 1:
         yield f"{name} saves work from one micro-batch of a step to the next, but there is one; drop it"

@@ -35,7 +35,7 @@ def precision_problems(config: Config) -> Iterator[str]:
                     f"{name}({getattr(precision, name)}) > {stage} layers of a pipeline stage, all that precision(te) "
                     f"keeps out of FP8; choose at most {stage}, or --precision fp8"
                 )
-    if precision.precision == "fp8":
+    if precision.is_fp8:
         if precision.main_params_dtype is StorageDtype.SPLIT:
             yield from _check_split(config)
         else:

@@ -213,15 +213,20 @@ class PrecisionConfig:
     ablations: it does not follow."""
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether layers are this project's FP8 layers."""
+        return self.precision == "fp8"
+
+    @property
     def level(self) -> str:
         """The row of the level table: bf16, fp16, te, O1, O2 or O3."""
-        return self.opt_level if self.precision == "fp8" else self.precision
+        return self.opt_level if self.is_fp8 else self.precision
 
     @property
     def formats(self) -> StorageFormats:
         """The level's storage with every dtype set on its own applied."""
         formats = LEVELS[self.level]
-        if self.precision != "fp8":
+        if not self.is_fp8:
             return formats
         weight = self.params_dtype or formats.weight
         master = self.main_params_dtype or formats.master_weight
@@ -447,8 +452,8 @@ class Config:
     def is_fp8_layer(self, layer: int) -> bool:
         """Whether linear weights of layer `layer` of the whole model are this project's FP8."""
         precision = self.precision
-        if precision.precision != "fp8" or not precision.first_last_layers_bf16:
-            return precision.precision == "fp8"
+        if not precision.is_fp8 or not precision.first_last_layers_bf16:
+            return precision.is_fp8
         last = self.model.num_layers - precision.num_layers_at_end_in_bf16
         return precision.num_layers_at_start_in_bf16 <= layer < last
 

@@ -201,7 +201,7 @@ def _build_chunk(
     if module.pre_process and module.embedding.add_position_embedding:
         # The one parameter that megatron-core leaves in FP32 on the CPU.
         module.embedding.position_embeddings.to(device=device, dtype=module.config.params_dtype)
-    if recipe.history is not None and config.precision.precision == "fp8":
+    if recipe.history is not None:
         recipe.history.allocate(device)
     return ModelChunk(module, recipe, links)
 

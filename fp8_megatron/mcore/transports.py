@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ..config.schema import ParallelConfig, Precision
+from ..config.schema import ParallelConfig
 from ..device.device import node_size
 from ..device.group import Group
 from ..sharding import transport
@@ -38,14 +38,14 @@ def share_rows(parallel: ParallelConfig, group: Group, device: torch.device, *, 
         transport.share_rows(transport_choice("tp_transport", parallel), group, device)
 
 
-def needs_launch_order(parallel: ParallelConfig, precision: Precision, *, records_graphs: bool = False) -> bool:
+def needs_launch_order(parallel: ParallelConfig, *, has_fp8_layers: bool, records_graphs: bool = False) -> bool:
     """Whether collectives must start in the order of their launch: under tensor parallelism over NCCL.
 
     Args:
         records_graphs: as for `share_rows`.
     """
     size = parallel.tensor_model_parallel_size
-    copies_rows = precision == "fp8" and _may_copy_rows(parallel, records_graphs)
+    copies_rows = has_fp8_layers and _may_copy_rows(parallel, records_graphs)
     return size > 1 and not (copies_rows and node_size() % size == 0)
 
 

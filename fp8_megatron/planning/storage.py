@@ -16,7 +16,7 @@ def model_storage(precision: PrecisionConfig, num_micro_batches: int) -> ModelSt
     accumulator = precision.grad_accumulation_dtype
     return ModelStorage(
         precision.formats,
-        has_fp8_layers=precision.precision == "fp8",
+        has_fp8_layers=precision.is_fp8,
         num_micro_batches=num_micro_batches,
         adds_locally=precision.grad_accumulation == "local",
         accumulator=None if accumulator is None else StorageDtype(accumulator),

@@ -137,7 +137,7 @@ def build_training_state(config: Config, vocab_size: int, topology: Topology, de
 def build_recipe(precision: PrecisionConfig) -> Recipe:
     """The scaling recipe of one model chunk; delayed scaling has a history of its own per chunk."""
     history = None
-    if precision.fp8_recipe == "delayed":
+    if precision.is_fp8 and precision.fp8_recipe == "delayed":
         history = AmaxHistory(
             precision.fp8_amax_history_len,
             precision.fp8_amax_compute_algo,

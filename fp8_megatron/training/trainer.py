@@ -65,13 +65,13 @@ class Trainer:
         # Looking for a GPU would start CUDA, and where there is none the environment does not matter.
         records_graphs = choose(has_gpu=True).records
         in_order = needs_launch_order(
-            self.config.parallel, self.config.precision.precision, records_graphs=records_graphs
+            self.config.parallel, has_fp8_layers=self.config.precision.is_fp8, records_graphs=records_graphs
         )
         warning = devices.prepare_cuda_environment(needs_launch_order=in_order, records_graphs=records_graphs)
         device = devices.select_device()
         if warning is not None and device.type == "cuda" and world_size > 1:
             logger.warning("%s", warning)
-        if self.config.precision.precision == "fp8":
+        if self.config.precision.is_fp8:
             devices.check_fp8_support(device)
             if self.config.precision.fp8_recipe == "blockwise":
                 ops.check_block_scaling(device)

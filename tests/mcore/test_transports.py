@@ -34,7 +34,7 @@ def test_nccl_between_tensor_parallel_ranks_needs_the_launch_order(
     monkeypatch: pytest.MonkeyPatch, parallel: dict, precision: Precision, ordered: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert needs_launch_order(ParallelConfig(**parallel), precision) == ordered
+    assert needs_launch_order(ParallelConfig(**parallel), has_fp8_layers=precision == "fp8") == ordered
 
 
 @pytest.mark.parametrize("records_graphs", [False, True])
@@ -56,8 +56,8 @@ def test_recorded_steps_let_copy_engines_serve_four_ranks(
     share_rows(parallel, group, torch.device("cpu"), records_graphs=records_graphs)  # type: ignore[arg-type]
     most = {"auto": 4 if records_graphs else 2, "nccl": 0, "copy_engine": 8}[wanted]
     assert shared == ([group] if size <= most else [])
-    assert needs_launch_order(parallel, "fp8", records_graphs=records_graphs) == (size > most)
-    assert needs_launch_order(parallel, "bf16", records_graphs=records_graphs)
+    assert needs_launch_order(parallel, has_fp8_layers=True, records_graphs=records_graphs) == (size > most)
+    assert needs_launch_order(parallel, has_fp8_layers=False, records_graphs=records_graphs)
 
 
 @pytest.mark.parametrize(("queues", "size", "ordered"), [("1", 2, True), ("1", 1, False), ("32", 2, False)])
