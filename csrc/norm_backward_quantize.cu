@@ -1,13 +1,13 @@
-// Backward of LayerNorm or RMSNorm, the residual branch's gradient added, and the cast of the result to E5M2 with its
-// column sums: the gradient that a norm gives is the output gradient of the linear layer in front of it.
+// Backward of LayerNorm or RMSNorm, plus the residual gradient, and the cast of the sum to E5M2 with its column
+// sums. The norm's input gradient is the output gradient of the linear layer in front of it.
 //
-// Counted in HBM, an element costs 10 bytes (PARTS = 1): gradient, x and residual gradient in, the sum out in BF16 and in
-// two FP8 layouts. Apart it costs 12, and a launch more. A norm needs whole rows, a transposed store wants many of them:
-// 32 rows of FP8 stay in shared memory until all are there, more than a tile of Triton's can hold. (16 would do half a
-// sector of each column: measured, slower than apart.)
+// An element moves 10 bytes of HBM (PARTS = 1): gradient, x and residual gradient are read, and the sum is written in
+// BF16 and in two FP8 layouts. Two separate kernels move 12 and need one launch more. A norm needs whole rows, and a
+// transposed store needs many of them. 32 rows of FP8 therefore stay in shared memory until all have come; a tile of
+// Triton's cannot hold as many. (16 rows would fill half a sector of each column: measured slower than two kernels.)
 //
-// Rows come by bulk copies, STAGES ahead; GROUPS groups of ROW_THREADS threads take one row each, and a thread always
-// the same columns, so that its column sums stay in registers. kernels/extension.py compiles it; no header is needed.
+// Bulk copies load rows, STAGES ahead. GROUPS groups of ROW_THREADS threads take one row each. A thread always takes
+// the same columns, so its column sums stay in registers. kernels/extension.py compiles this file; it needs no header.
 
 #ifndef COLUMNS
 // TRANSPOSED: both layouts, TILE_ROWS is 32; else rows alone, TILE_ROWS is GROUPS. PARTS: summands of the gradient.
@@ -123,7 +123,7 @@ __device__ __forceinline__ uint4 sum_of_parts(u32 address) {
                     to_bf16_pair(sum[6], sum[7]));
 }
 
-// Where word `w` of row `r` lies in the tile: rows 16 to 31 have their words in the other 16 banks.
+// The position of word `w` of row `r` in the tile: rows 16 to 31 have their words in the other 16 banks.
 __device__ __forceinline__ int place(int r, int w) { return r * WORDS + (w ^ (r & 16)); }
 
 // Bytes a0…a3, …, d0…d3 → words (a0 b0 c0 d0), …, (a3 b3 c3 d3).
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float2* row_slots = slots + ((step & 1) * GROUPS + group) * WARPS_A_ROW;
     if (lane == 0) row_slots[warp] = make_float2(along, across);
     meet(1 + group, ROW_THREADS);
-    // Nobody reads this stage any more.
+    // All reads of this stage are done.
     if (thread == 0 && step + STAGES < steps) fetch(step + STAGES, stage);
     along = across = 0.0f;
 #pragma unroll
@@ -313,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
 
-  // Column sums of the groups, added up in the order of the groups. All rows have come: their memory is free.
+  // Add up the groups' column sums in the order of the groups. All rows have been read, so their memory is free.
   float* others = reinterpret_cast<float*>(memory);
   if (!TRANSPOSED) __syncthreads();
   if (group > 0)

@@ -40,9 +40,9 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 FP8_DTYPES = (E4M3, E5M2)
-#: As they are written in text.
+#: The FP8 dtypes' names in text.
 DTYPE_NAMES = {E4M3: "E4M3", E5M2: "E5M2"}
-#: Integers that hold optimizer state companded (`kernels.companding`): torch.int8 signed, torch.uint8 not negative.
+#: Integers that hold companded optimizer state (`kernels.companding`): torch.int8 is signed, torch.uint8 is not.
 COMPANDED_DTYPES = (torch.int8, torch.uint8)
 
 #: Largest finite magnitude of each storage dtype; a companded one decodes to at most 1 · scale.

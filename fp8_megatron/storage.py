@@ -1,6 +1,6 @@
 """Storage formats as a user names them: dtypes, the levels of the optimizer, block sizes. Imports no torch.
 
-`formats` has the numerical limits of these dtypes; it also hands on every name of this module.
+`formats` has the numerical limits of these dtypes; it re-exports every name of this module.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ FP8_GEMM_MULTIPLE = 16
 
 
 class StorageDtype(str, Enum):
-    """A storage dtype as a user names it on the command line (Megatron's names, plus fp8 and what follows it)."""
+    """A storage dtype as a user names it on the command line: Megatron's names, and fp8, int8, uint8 and split."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"
     INT8 = "int8"
-    """Companded, for exp_avg alone."""
+    """Companded; for exp_avg only."""
     UINT8 = "uint8"
-    """Companded, for exp_avg_sq alone."""
+    """Companded; for exp_avg_sq only."""
     SPLIT = "split"
-    """For main_params alone: one byte of correction beside an FP8 weight."""
+    """One byte of correction beside an FP8 weight; for main_params only."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -45,12 +45,12 @@ class StorageDtype(str, Enum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element, scales not counted."""
+        """Bytes per element, without scales."""
         return _ITEMSIZES[self]
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the payload is stored beside FP32 scales (fp32 and bf16 have the range; split has its weight's)."""
+        """Whether the payload has FP32 scales. fp32 and bf16 have the range without them; split uses its weight's."""
         return self not in (StorageDtype.FP32, StorageDtype.BF16, StorageDtype.SPLIT)
 
 
@@ -94,7 +94,7 @@ class GradReduceMode(str, Enum):
 
 @dataclass(frozen=True)
 class StorageFormats:
-    """What one linear weight and everything the optimizer keeps for it is stored in.
+    """Storage dtypes of one linear weight and of everything the optimizer keeps for it.
 
     ``master_weight is None`` means that the weight itself is the master (levels O1 and O2).
     """
@@ -107,7 +107,7 @@ class StorageFormats:
 
     @property
     def bytes_per_param(self) -> int:
-        """Bytes per parameter on one unsharded rank with one micro-batch, scales not counted."""
+        """Bytes per parameter on one unsharded rank with one micro-batch, without scales."""
         kinds = (self.weight, self.main_grad, self.master_weight, self.exp_avg, self.exp_avg_sq)
         return sum(kind.itemsize for kind in kinds if kind is not None)
 

@@ -1,1 +1,1 @@
-"""Kernels: `ops` is the only door; `reference` is the specification every variant is tested against."""
+"""Kernels. Call them through `ops`; `reference` is the specification that every variant is tested against."""

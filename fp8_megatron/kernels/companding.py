@@ -1,19 +1,19 @@
-"""Optimizer state in 8-bit integers: companding before rounding, and rounding that is right on average.
+"""Optimizer state in 8-bit integers: companding before rounding, and rounding that is exact on average.
 
-A block of state spans orders of magnitude, and Adam divides by the root of its second moment: eight bits spread evenly
-over a block lose its small values. So a code is a root of its value. (FlashOptim, arXiv 2602.23349, section 3.2, takes
-other maps for blocks of 32; docs/optimizer.md compares them on this project's blocks of 256.)
+A block of state spans orders of magnitude, and Adam divides by the root of its second moment. Eight bits spread evenly
+over a block lose its small values. A code is therefore a root of its value. (FlashOptim, arXiv 2602.23349, section 3.2,
+uses other maps for blocks of 32; docs/optimizer.md compares them on this project's blocks of 256.)
 
 - ``int8``, the first moment: x ≈ c·|c| · scale with c = payload / 127;
 - ``uint8``, the second moment: x ≈ c⁴ · scale with c = payload / 255, so that √x, which Adam divides by, goes as c².
 
-The scale of a block is its amax, which the largest code gives back exactly. A block that decays as a whole thus keeps
+The scale of a block is its amax; the largest code decodes to it exactly. A block that decays as a whole therefore keeps
 its codes, and encoding an unchanged value again is exact.
 
-A moving average moves by (1 - beta) of what is new, often less than half a step between two codes: rounded to nearest
-it would stand still, or only ever rise. Inside the optimizer step it is rounded **stochastically**, up with the
-probability that makes the average exact, by noise that is a hash of (element, step, stream): the same in every run, and
-32-bit integer arithmetic, so that a kernel computes the same.
+A moving average moves by (1 - beta) of the new value, often less than half a step between two codes. Rounded to
+nearest, it would stand still or only rise. The optimizer step therefore rounds **stochastically**: up with the
+probability that makes the average exact. The noise is a hash of (element, step, stream) in 32-bit integer arithmetic,
+so every run and every kernel computes the same noise.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ EXP_AVG_STREAM, EXP_AVG_SQ_STREAM, MASTER_STREAM = 0, 1, 2
 def encode(x: Tensor, scale: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> Tensor:
     """Codes of FP32 `x`.
 
-    The code below |x| is raised by one where `noise` is below x's place between the values of the two codes.
+    The code below |x| is raised by one if `noise` is below x's relative position between the values of the two codes.
 
     Args:
         scale: FP32, broadcasts against `x`; NaN gives code 0, which decodes to NaN. Magnitudes above it saturate.
-        dtype: torch.int8, or torch.uint8 for `x` ≥ 0 (what is below 0 becomes 0). A uint8 `x` above 0 never becomes
-            0, however small: a second moment of 0 would make its update as large as the first moment over eps.
+        dtype: torch.int8, or torch.uint8 for `x` ≥ 0 (values below 0 become 0). With uint8, no `x` above 0 becomes 0:
+            a second moment of 0 would make the update as large as the first moment over eps.
         noise: FP32 in [0, 1), the shape of `x`, for stochastic rounding; None rounds to the nearest value.
 
     Returns:
@@ -64,7 +64,7 @@ def _expand(code: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """√x of FP32, correctly rounded. (torch's on a CPU is MKL's, which is one unit off in a number of a hundred.)"""
+    """√x of FP32, correctly rounded. (torch uses MKL's on a CPU, which is one unit off for one number in a hundred.)"""
     return x.double().sqrt().float()
 
 
@@ -72,7 +72,7 @@ def rounding_noise(numel: int, step: Tensor, stream: int) -> Tensor:
     """FP32 [numel], uniform in [0, 1): a hash of (element, step, stream).
 
     Args:
-        step: [1], the count of the optimizer step, on the device the noise is wanted on.
+        step: [1], the count of the optimizer step, on the noise's device.
         stream: 0 … 3, so that the states of one parameter are rounded independently.
     """
     key = _mix(step.to(torch.int32) * 4 + stream)

@@ -1,8 +1,8 @@
 """Companded integers in Triton: `companding.encode`, `decode` and `rounding_noise`, bit for bit.
 
-For kernels compiled with ``enable_fp_fusion=False``: each product and sum is rounded as it stands, and what is to be
-fused says `fma`. This is bound by instructions, not memory, so IEEE's divisions and roots, with their tests for what is
-out of range, are replaced by sequences that are as exact where the result matters; conversions by additions.
+For kernels compiled with ``enable_fp_fusion=False``: each product and sum is rounded separately, and fused operations
+are written as `fma`. The code is bound by instructions, not memory. IEEE's divisions and roots test for arguments out
+of range; shorter sequences replace them, equally exact where the result matters. Additions replace conversions.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -53,8 +53,8 @@ def rounding_noise(start, offsets, num_step, STREAM: tl.constexpr):
 
     Args:
         start: the tile's first element, a multiple of the tile's size; counted modulo 2³².
-        offsets: int32 positions in the tile, whose size is a power of two up to 2¹⁶: then they lie below the bits that
-            the first step of the hash moves, and that step is done once.
+        offsets: int32 positions in the tile. The tile's size is a power of two up to 2¹⁶, so the offsets lie below the
+            bits that the first step of the hash moves, and that step is done once per tile.
     """
     key = _mix((num_step.to(tl.int32) * 4 + STREAM).to(tl.uint32, bitcast=True))
     first = start.to(tl.uint32) ^ key
@@ -110,8 +110,8 @@ def _square_root(x):
 def _quotient_is_above(x, divisor, noise):
     """Whether fl(x / divisor) > noise · 2⁻²⁴, for integers `noise` in [0, 2²⁴); false where divisor is a NaN.
 
-    The quotient of two floats is never half way between two floats. So it is rounded to above 2⁻²⁴ · noise just where
-    the exact one is more than half a unit of it above, and near there the remainder is exact.
+    The quotient of two floats is never half way between two floats. It is therefore rounded to above 2⁻²⁴ · noise
+    exactly if the exact quotient is more than half a unit above it. Near that point the remainder is exact.
     """
     divisor = divisor * 5.9604644775390625e-08  # 2⁻²⁴
     power = (noise.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -135,7 +135,7 @@ def encode_companded(x, scale, noise, dtype: tl.constexpr):
     unit = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
     divisor = scale * unit
     share = _quotient(magnitude * unit, divisor, tl.div_rn(1.0, divisor))
-    # A share below 2⁻³³ has code 0, whatever its bits; this one has too, and stands for a NaN.
+    # A share below 2⁻³³ has code 0, whatever its bits. The value used here for a NaN also has code 0.
     root = _square_root(tl.maximum(share, 8.673617379884035e-19))
     if dtype == tl.uint8:
         root = _square_root(root)

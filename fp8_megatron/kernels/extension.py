@@ -1,7 +1,7 @@
-"""The CUDA C++ kernels of csrc/, compiled for the GPU at hand when one is first used: there is nothing to build.
+"""The CUDA C++ kernels of csrc/. They are compiled for the present GPU at first use; no build step is needed.
 
-NVRTC compiles them, which comes with torch, in a fraction of a second; the sources need no header. What a kernel is
-specialised for (a hidden size, a norm) are its macros.
+NVRTC, which comes with torch, compiles them in a fraction of a second. The sources need no header. Macros specialise a
+kernel (for a hidden size, a norm).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-#: In a checkout a link.
+#: A symbolic link in a checkout.
 _FOLDER = Path(__file__).parents[1] / "csrc"
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
@@ -29,7 +29,7 @@ class Kernel:
     """A loaded kernel of one GPU, launched on torch's current stream.
 
     Args:
-        cubin: what `compile_source` gave. function: the kernel's name in it.
+        cubin: the result of `compile_source`. function: the kernel's name in it.
         threads: of a block. shared_bytes: dynamic shared memory of a block.
         parameters: a ctypes type for each of the kernel's parameters.
     """
@@ -46,7 +46,7 @@ class Kernel:
         self._threads, self._shared_bytes, self._parameters = threads, shared_bytes, tuple(parameters)
 
     def launch(self, blocks: int, device: torch.device, *arguments: int) -> None:
-        """Queue it; addresses are plain numbers, of what the caller keeps until the stream has got there."""
+        """Queue the kernel. Addresses are plain numbers; the caller keeps the memory until the stream has run it."""
         values = [kind(argument) for kind, argument in zip(self._parameters, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -111,7 +111,7 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC of torch's CUDA: of the system's paths, or of the wheel that torch depends on."""
+    """NVRTC of torch's CUDA, from the system's paths or from the wheel that torch depends on."""
     if torch.version.cuda is None:
         raise ExtensionError("this torch has no CUDA")
     major = torch.version.cuda.split(".")[0]

@@ -1,6 +1,6 @@
-"""The only door to the kernels: typed functions that call the ``fp8_megatron::`` operators (see `registration`).
+"""The only entry to the kernels: typed functions that call the ``fp8_megatron::`` operators (see `registration`).
 
-Arguments, shapes and numerics are documented at the function that each names: the specification in plain PyTorch.
+Each function names its specification in plain PyTorch, which documents arguments, shapes and numerics.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def quantize_blocks(
     column sums [K].
 
     Raises:
-        ValueError: M or K is not a multiple of 16, or neither layout is asked for.
+        ValueError: M or K is not a multiple of 16, or neither layout is requested.
     """
     assert dtype in FP8_DTYPES, dtype
     _check_operand(x, rowwise or transposed)
@@ -319,7 +319,7 @@ def quantize_tiles(
     """`blocks.quantize_tiles`: payload [N, K], scales [⌈N / 128⌉, ⌈K / 128⌉ padded], transpose [K, N], its scales.
 
     Raises:
-        ValueError: N or K is not a multiple of 16, or neither layout is asked for.
+        ValueError: N or K is not a multiple of 16, or neither layout is requested.
     """
     assert dtype in FP8_DTYPES, dtype
     _check_operand(w, rowwise or transposed)
@@ -488,7 +488,8 @@ def adamw_split_step_(
 
 
 def _check_moments(exp_avg: FlatState, exp_avg_sq: FlatState) -> None:
-    """The companded integers are each made for one moment: uint8 has no sign, int8 half of its codes below zero."""
+    """Check that each companded dtype holds the moment it is for: uint8 has no sign, int8 wastes half of its codes on
+    values below zero."""
     dtypes = exp_avg.payload.dtype, exp_avg_sq.payload.dtype
     assert dtypes[0] != torch.uint8 and dtypes[1] != torch.int8, dtypes
 

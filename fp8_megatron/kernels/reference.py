@@ -1,18 +1,18 @@
-"""What the specifications of all families share, in plain PyTorch: amax, scales, and the codecs of every storage dtype.
+"""Specifications that all kernel families share, in plain PyTorch: amax, scales, and the codecs of every storage dtype.
 
 A family's own specification is the `reference` module of its folder. Variants are tested against these functions.
 
-Rounding is to nearest even everywhere. A clamp to the format's finite range precedes every cast, because overflowing
-casts differ between devices: a CPU saturates, CUDA gives NaN. A NaN stays NaN through every cast.
+Rounding is to nearest even everywhere. Every cast first clamps to the format's finite range, because overflowing casts
+differ between devices: a CPU saturates, CUDA gives NaN. A NaN stays NaN through every cast.
 
 There are two kinds of scale:
 
 - **tensorwise**: one FP32 scale for the tensor, ``amax / fp_max``, optionally rounded up to a power of two;
 - **blockwise**: one FP32 power-of-two scale for each run of `block` elements of the flattened tensor. A power of two
   makes encoding an unchanged value again exact. A block of zeros has scale 1. A block whose amax is not finite has
-  scale NaN: everything decoded from it is NaN and cannot pass for a number.
+  scale NaN, so that everything decoded from it is NaN.
 
-Optimizer state in int8 and uint8 is companded, always blockwise, and its scale is the amax: see `companding`.
+Optimizer state in int8 and uint8 is companded and always blockwise. Its scale is the amax: see `companding`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def round_up_to_power_of_two(scale: Tensor) -> Tensor:
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
     """Dequantising scale ``amax / fp_max`` in FP32, elementwise.
 
-    An amax of 0 gives 1. An amax that is not finite gives NaN: what is quantised with it is NaN too, so the step's
-    non-finite check finds it.
+    An amax of 0 gives 1. An amax that is not finite gives NaN. Values quantised with NaN are NaN, so the step's
+    non-finite check finds them.
     """
     # Divided by a tensor: CUDA turns division by a Python number into multiplication by its rounded reciprocal.
     scale = (amax / torch.full_like(amax, MAX_FINITE[dtype])).clamp_min(_SMALLEST_NORMAL)
@@ -80,7 +80,7 @@ def decode(payload: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def _decode_fp8_by_table(payload: Tensor) -> Tensor:
-    # A CPU's own float8 → float32 cast is scalar; a 256-entry table is three times as fast and as exact.
+    # A CPU's own float8 → float32 cast is scalar; a 256-entry table is equally exact and three times as fast.
     codes = torch.arange(256, dtype=torch.uint8).view(payload.dtype).float()
     index = payload.contiguous().view(torch.uint8).view(-1).int()
     return codes.index_select(0, index).view(payload.shape)

@@ -1,16 +1,16 @@
-"""The machinery of the ``fp8_megatron::`` operators: one declaration beside each specification.
+"""Registers the ``fp8_megatron::`` operators: one declaration beside each specification.
 
 `operator` decorates a specification, the plain PyTorch function that a variant is tested against. The declaration gives
 
-- the **name** and the **schema**: those of the function. A parameter that is a named tuple is a bundle of operands. It
-  reaches the specification and the GPU variant whole, and is flattened where the dispatcher wants single operands;
+- the **name** and the **schema**: those of the function. A parameter that is a named tuple is a bundle of operands. The
+  specification and the GPU variant get it whole; it is flattened for the dispatcher, which takes single operands;
 - the **CPU** implementation: the specification itself;
 - the **GPU** implementation: a function of the same name and signature in another module, imported by the first call on
   a GPU, because a machine without one has no Triton;
 - the **fake** version, which gives outputs their shapes and dtypes for FakeTensor and torch.compile.
 
-The device of the first operand decides. A device without a variant is an error that names the operator; no call falls
-back to another variant.
+The device of the first operand selects the implementation. A device without a variant is an error that names the
+operator; no call falls back to another variant.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Operator:
 
     Attributes:
         reference: its specification.
-        gpu_module: where the function of the same name for GPUs is, absolute; None if there is none.
+        gpu_module: the absolute name of the module with the GPU function of the same name; None if there is none.
         mutates: parameters, or fields of bundles, that are written.
         fake: outputs from the bound arguments; None if the operator returns nothing.
     """
@@ -178,8 +178,8 @@ def operators() -> dict[str, Operator]:
 def callables() -> SimpleNamespace:
     """By name, the declared operators for callers inside this package; they take what the specifications do.
 
-    A plain CUDA tensor goes to its variant directly: the dispatcher would cost the host 4 to 8 µs a call and choose the
-    same. Whatever else there is (tracing, fake tensors, other devices) takes the operator.
+    A plain CUDA tensor goes to its variant directly: the dispatcher would choose the same variant and cost the host 4
+    to 8 µs a call. All other cases (tracing, fake tensors, other devices) use the operator.
     """
     return SimpleNamespace(**{name: _callable(declared) for name, declared in _operators.items()})
 

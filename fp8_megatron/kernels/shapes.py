@@ -1,4 +1,4 @@
-"""Outputs without values: what operators' fake versions are made of."""
+"""Outputs without values, for the fake versions of operators."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def fp32(like: Tensor, *shape: int) -> Tensor:
 
 
 def payload_like(like: Tensor, shape: Sequence[int], dtype: torch.dtype, *, wanted: bool = True) -> Tensor:
-    """A contiguous payload, or an empty one that is not `wanted`."""
+    """A contiguous payload; empty if it is not `wanted`."""
     return like.new_empty(shape if wanted else (0,), dtype=dtype)
 
 
 def layouts(x: Tensor, dtype: torch.dtype, *, rowwise: bool = True, transposed: bool = True) -> tuple[Tensor, Tensor]:
-    """The payloads [M, K] and [K, M] of `x` [M, K]; empty where they are not wanted."""
+    """The payloads [M, K] and [K, M] of `x` [M, K]. Layouts that were not requested are empty."""
     rows, columns = x.shape
     return (
         payload_like(x, (rows, columns), dtype, wanted=rowwise),

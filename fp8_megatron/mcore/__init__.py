@@ -1,1 +1,1 @@
-"""megatron-core's GPT with this project's layers: all that knows megatron-core."""
+"""megatron-core's GPT with this project's layers. Code that depends on megatron-core is here."""

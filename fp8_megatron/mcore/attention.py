@@ -41,13 +41,13 @@ _preferred: list[SDPBackend] | None = None
 
 
 def may_use_cudnn(backend: AttentionBackend, seq_length: int, *, recorded: bool, device: torch.device) -> bool:
-    """Whether cuDNN's kernels are right for a run; says so if not, and if another cuDNN than PyTorch's is loaded.
+    """Whether a run may use cuDNN's kernels. Logs if it may not, and if a cuDNN other than PyTorch's is loaded.
 
     Args:
         recorded: whether steps are CUDA graphs.
 
     Raises:
-        UnsupportedDeviceError: they are not, and `backend` is cuDNN's alone.
+        UnsupportedDeviceError: the run may not use cuDNN, and `backend` allows only cuDNN.
     """
     if device.type != "cuda" or SDPBackend.CUDNN_ATTENTION not in _BACKENDS[backend]:
         return True
@@ -67,12 +67,13 @@ def may_use_cudnn(backend: AttentionBackend, seq_length: int, *, recorded: bool,
 
 @contextmanager
 def preferring_backends(backend: AttentionBackend, *, with_cudnn: bool = True) -> Iterator[None]:
-    """Let PyTorch choose between this backend's kernels inside the block, as every `CoreAttention` does by itself.
+    """Let PyTorch choose among this backend's kernels inside the block.
 
-    A run holds it around its steps: to say it at each call takes the host 31 µs, as long as three launches.
+    Each `CoreAttention` does this by itself otherwise. A run enters the block around its steps, because setting it at
+    each call costs the host 31 µs, as long as three launches.
 
     Args:
-        with_cudnn: whether cuDNN's are among them (`may_use_cudnn`).
+        with_cudnn: whether cuDNN's kernels are among them (`may_use_cudnn`).
     """
     global _preferred
     before = _preferred
@@ -89,7 +90,7 @@ class CoreAttention(MegatronModule):
     """softmax(QKᵀ/√d)·V with a causal mask, in 16 bits; grouped queries share their keys and values.
 
     Args:
-        backend: ``auto`` or one kernel, which then raises where it does not take the shape.
+        backend: ``auto`` or one kernel. One kernel raises an error if it does not take the shape.
     """
 
     def __init__(

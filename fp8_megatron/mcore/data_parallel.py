@@ -1,4 +1,4 @@
-"""A model chunk as megatron-core's schedules see it: its data parallelism is `sharding.data_parallel`'s."""
+"""Adapts a model chunk with `sharding.data_parallel`'s data parallelism to megatron-core's schedules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..sharding.grad_buffer import GradBuffer
 
 
 class FP8DataParallel(_BaseDataParallel):
-    """A model chunk with its gradient buffers, by the methods that megatron-core calls.
+    """A model chunk with its gradient buffers, behind the methods that megatron-core calls.
 
     Attributes:
         data_parallel: does the work.
@@ -24,7 +24,7 @@ class FP8DataParallel(_BaseDataParallel):
 
     @property
     def grad_buffers(self) -> list[GradBuffer]:
-        """One for each space of the chunk."""
+        """One gradient buffer for each space of the chunk."""
         return self.data_parallel.grad_buffers
 
     def zero_grad_buffer(self, *, measures_underflow: bool = False) -> None:
@@ -32,11 +32,11 @@ class FP8DataParallel(_BaseDataParallel):
         self.data_parallel.reset(measures_underflow=measures_underflow)
 
     def finish_grad_sync(self, *unused: Any, **unused_kwargs: Any) -> None:
-        """After the last backward of a step: each buffer ends with this rank's shard of the mean over replicas."""
+        """Called after a step's last backward: each buffer then holds this rank's shard of the mean over replicas."""
         self.data_parallel.finish_reductions()
 
     def before_recording(self) -> None:
-        """The next forward and backward are recorded into a CUDA graph."""
+        """Called before a forward and backward that are recorded into a CUDA graph."""
         self.data_parallel.before_recording()
 
     def wait_for_weights(self) -> None:

@@ -10,6 +10,6 @@ def finalize_model_grads(model: list[FP8DataParallel], num_tokens: object = None
     """Finish the gradients of this rank's model chunks, after the last backward of a step.
 
     Args:
-        num_tokens: megatron-core passes it for losses per token; unused, like its groups and ``force_all_reduce``.
+        num_tokens: unused, like megatron-core's groups and ``force_all_reduce``; it is for losses per token.
     """
     finish_gradients([chunk.data_parallel for chunk in model])

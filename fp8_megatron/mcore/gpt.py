@@ -30,7 +30,7 @@ class GPT(GPTModel):
     output_layer: ColumnParallelLinear
 
     def use_fp8_head(self, recipe: Recipe) -> None:
-        """Compute the final norm, the LM head and the loss as one FP8 function; the decoder defers its norm."""
+        """Compute the final norm, the LM head and the loss as one FP8 function. The decoder defers its norm."""
         self.output_layer = FP8OutputLayer(self.output_layer, self.decoder.final_layernorm, recipe)
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **others: Any) -> Tensor:
@@ -41,7 +41,7 @@ class GPT(GPTModel):
         return loss.transpose(0, 1).contiguous()
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """labels int64 [b, s], logits BF16 [s, b, V / tp] (given up) → FP32 [b, s]."""
+        """labels int64 [b, s], logits BF16 [s, b, V / tp] (backward overwrites them) → FP32 [b, s]."""
         loss = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), self.pg_collection.tp)
         return loss.transpose(0, 1).contiguous()
 
@@ -55,7 +55,7 @@ class ModelChunk:
     links: Sequence[LayerLinks | None]
 
     def kept_transposes(self) -> list[KeptTranspose]:
-        """Of its weights; whoever writes the weights lets them forget."""
+        """The kept transposes of its weights. Code that writes the weights calls their `forget`."""
         return [kept for layer in self.links if layer is not None for kept in layer.kept_transposes()]
 
 
@@ -64,7 +64,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
     model, parallel, training = config.model, config.parallel, config.training
     on_gpu = device.type == "cuda"
     dtype = torch.float16 if config.precision.precision == "fp16" else torch.bfloat16
-    # Fused by torch.compile inside megatron-core, which a CPU without a C++ toolchain cannot do.
+    # megatron-core fuses these with torch.compile, which needs a C++ toolchain on a CPU.
     fuses_activation = on_gpu and (model.swiglu or not model.disable_bias_linear)
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -100,7 +100,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         cross_entropy_loss_fusion=on_gpu,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        # With batched sends PP=2 and two virtual stages exchange gradients in the wrong order: silently wrong.
+        # With batched sends, PP=2 and two virtual stages, gradients are silently exchanged in the wrong order.
         batch_p2p_comm=virtual_pipeline_size is None,
         batch_p2p_sync=False,
         overlap_p2p_comm=False,
@@ -113,9 +113,9 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
 
 
 def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
-    """SiLU under SwiGLU, else GELU's tanh approximation on every device.
+    """SiLU under SwiGLU, otherwise GELU's tanh approximation on every device.
 
-    megatron-core's fused kernel computes the approximation when it is told `gelu`, and accepts no other name for it.
+    megatron-core's fused kernel computes the approximation for `gelu` and accepts no other name for it.
     """
     if model.swiglu:
         return torch.nn.functional.silu
@@ -127,7 +127,7 @@ def _tanh_gelu(x: Tensor) -> Tensor:
 
 
 def _te_settings(precision: PrecisionConfig) -> dict[str, Any]:
-    """megatron-core's FP8 settings, which only Transformer Engine's layers read."""
+    """megatron-core's FP8 settings. Only Transformer Engine's layers read them."""
     if precision.precision != "te":
         return {}
     return {
@@ -148,7 +148,7 @@ def build_model(
 
     Args:
         vocab_size: padded to a multiple of the tensor-parallel size.
-        new_recipe: called once a chunk.
+        new_recipe: called once per chunk.
     """
     virtual = topology.virtual_pipeline_size
     mcore_config = transformer_config(config, device, virtual)
@@ -199,7 +199,7 @@ def _build_chunk(
         module.use_fp8_head(recipe)
     _tag_vocab_parallel(module)
     if module.pre_process and module.embedding.add_position_embedding:
-        # The one parameter that megatron-core leaves in FP32 on the CPU.
+        # The only parameter that megatron-core leaves in FP32 on the CPU.
         module.embedding.position_embeddings.to(device=device, dtype=module.config.params_dtype)
     if recipe.history is not None:
         recipe.history.allocate(device)
@@ -207,8 +207,8 @@ def _build_chunk(
 
 
 def _tag_vocab_parallel(module: GPTModel) -> None:
-    """Mark embedding and head weights as split over the vocabulary: without its own initialisation, megatron-core
-    leaves the sharding attributes unset (on linear weights too)."""
+    """Mark embedding and head weights as split over the vocabulary. megatron-core leaves the sharding attributes unset
+    (on linear weights too) if it does not initialise the weights itself."""
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
         RowParallelLinear,

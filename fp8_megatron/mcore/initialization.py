@@ -1,7 +1,7 @@
-"""Initial weights that depend on the seed and the parameter's name only, not on how the model is laid over ranks.
+"""Initial weights that depend only on the seed and the parameter's name, not on the parallel layout.
 
-Every parameter is drawn whole from a generator seeded with its name in the whole model, and each rank keeps its shard.
-One seed therefore gives one model under any tensor-, pipeline- or data-parallel layout, and losses can be compared.
+Every parameter is drawn whole from a generator seeded with its name in the whole model, and each rank keeps its part.
+One seed therefore gives the same model under any tensor-, pipeline- or data-parallel layout, so losses are comparable.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _TIED_WEIGHT = "embedding.word_embeddings.weight"
 
 
 def named_parameters_of_model(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Parameters of one model chunk by their names in the whole model: layers counted over all stages, a tied head
-    under the embedding's name."""
+    """Parameters of one model chunk by their names in the whole model. Layers are counted over all stages; a tied head
+    has the embedding's name."""
     offset = next((m.layer_number - 1 for m in chunk.modules() if isinstance(m, TransformerLayer)), 0)
     named = {}
     for name, param in chunk.named_parameters():
@@ -43,10 +43,10 @@ def initial_values(
     tensor_parallel_rank: int,
     tensor_parallel_size: int,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, this rank's shard in FP32 on the parameter's device), one at a time.
+    """Yield (name, this rank's part in FP32 on the parameter's device), one parameter at a time.
 
-    Matrices: normal; output projections have their standard deviation divided by √(2 · num_layers) (GPT-2's scheme, as
-    in Megatron). Norm weights 1, biases 0.
+    Matrices are normal. The standard deviation of output projections is divided by √(2 · num_layers) (GPT-2's scheme,
+    as in Megatron). Norm weights are 1, biases 0.
 
     Args:
         std: standard deviation of matrices.
@@ -71,7 +71,7 @@ def initial_values(
 
 
 def shard(whole: Tensor, dim: int, stride: int, rank: int, size: int) -> Tensor:
-    """A rank's part of a parameter split along `dim`; with `stride` 2 (SwiGLU) of its gate and up halves each."""
+    """A rank's part of a parameter split along `dim`. With `stride` 2 (SwiGLU) gate and up are split separately."""
     return torch.cat(whole.chunk(size * stride, dim=dim)[rank::size], dim=dim)
 
 

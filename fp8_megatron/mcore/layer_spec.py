@@ -1,4 +1,4 @@
-"""Which module computes what in a transformer layer."""
+"""The modules of a transformer layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .self_attention import FP8SelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from .transformer_layer import FP8TransformerLayer
 
-#: What checkpoints call a layer's norms: as megatron-core's own specs do, by Transformer Engine's fused layers.
+#: The names of a layer's norms in checkpoints. They follow Transformer Engine's fused layers, as megatron-core's do.
 CHECKPOINT_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -33,10 +33,10 @@ CHECKPOINT_KEYS = {
 
 
 def layer_spec(recipe: Recipe | None, links: LayerLinks | None, attention_backend: AttentionBackend) -> ModuleSpec:
-    """One transformer layer; linear layers in FP8 under `recipe`, or megatron-core's own in BF16 when it is None.
+    """One transformer layer. Linear layers are FP8 with `recipe`, or megatron-core's own in BF16 if it is None.
 
     Args:
-        links: of this layer; None in BF16.
+        links: the layer's links; None in BF16.
     """
     core_attention = ModuleSpec(module=CoreAttention, params={"backend": attention_backend})
     if recipe is None or links is None:
@@ -69,7 +69,7 @@ def layer_spec(recipe: Recipe | None, links: LayerLinks | None, attention_backen
             ModuleSpec(
                 module=FP8SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal, "links": links},
-                # Core attention keeps its output.
+                # Core attention keeps its output for backward anyway.
                 submodules=_attention(column_of(links.qkv), core_attention, row_of(links.proj, keeps_input=True)),
             ),
             ModuleSpec(
@@ -109,7 +109,7 @@ def _submodules(
 
 
 def te_block_submodules(num_layers: int) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers (norm fused into the linear layer, its FP8 recipes, its attention)."""
+    """Transformer Engine's layers: the norm fused into the linear layer, its FP8 recipes, its attention."""
     # Imported here: importing Transformer Engine loads CUDA libraries that other precisions do not need.
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec

@@ -15,16 +15,16 @@ from .tensor_parallel import column_parallelism
 
 
 class FP8OutputLayer(ColumnParallelLinear):
-    """megatron-core's output layer with the final norm in front of it and, given labels, the loss behind it, in FP8.
+    """megatron-core's output layer in FP8, with the final norm before it and, if labels are given, the loss after it.
 
-    Takes the place of `plain`, whose weight it holds, or of a tied head, which is given its weight in each call.
+    It replaces `plain` and holds its weight. A tied head gets its weight in each call.
 
     Args:
-        norm: computed here (not registered here: its parameters stay where they are).
+        norm: the final norm. It is computed here but not registered here: its parameters stay where they are.
         recipe: scaling of the norm's output and of the gradient.
 
     Raises:
-        ValueError: a rank's part of the vocabulary is not a multiple of what an FP8 GEMM takes.
+        ValueError: a rank's part of the vocabulary has a size that an FP8 GEMM does not take.
     """
 
     def __init__(self, plain: ColumnParallelLinear, norm: DeferredNorm, recipe: Recipe) -> None:
@@ -60,7 +60,7 @@ class FP8OutputLayer(ColumnParallelLinear):
         """input_ [s, b, h], before the norm → logits [s, b, V/tp], or with labels [s, b] the loss FP32 [s, b].
 
         Raises:
-            RuntimeError: no labels where a gradient is wanted.
+            RuntimeError: gradients are enabled and there are no labels.
         """
         weight = self.weight if weight is None else weight
         assert weight is not None, "a tied head is given its weight"

@@ -16,21 +16,21 @@ from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 class FP8MLP(MLP):
     """megatron-core's MLP with `fp8_norm_mlp` inside; `linear_fc1` and `linear_fc2` hold the weights.
 
-    `fuse_norm` must be called before the first forward.
+    Call `fuse_norm` before the first forward.
     """
 
     linear_fc1: FP8ColumnParallelLinear
     linear_fc2: FP8RowParallelLinear
 
     def fuse_norm(self, norm: Norm) -> None:
-        """Take over the norm in front of this MLP (not registered here: its parameters stay where they are)."""
+        """Compute the norm in front of this MLP here. It is not registered here: its parameters stay where they are."""
         #: Modules whose parameters the forward reads without calling them.
         self.reads_weights_of = (norm, self.linear_fc1, self.linear_fc2)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """hidden_states [s, b, h] (before the norm) → output [s, b, h], the bias left to add, the residual branch.
+        """hidden_states [s, b, h] (before the norm) → output [s, b, h], the bias still to add, the residual branch.
 
-        Where `linear_fc2.adds_residual` the output has them already (None, None).
+        If `linear_fc2.adds_residual`, the output includes both, and they are None.
         """
         norm, fc1, fc2 = self.reads_weights_of
         output, residual = fp8_norm_mlp(

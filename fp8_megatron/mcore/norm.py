@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm in 16 bits, usable under sequence parallelism (megatron-core's torch norm refuses it)."""
+"""LayerNorm and RMSNorm in 16 bits. They work under sequence parallelism, which megatron-core's torch norm refuses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..quantization.early_cast import EarlyCast
 
 
 class Norm(torch.nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says; statistics in FP32.
+    """LayerNorm or RMSNorm over the last dimension, chosen by `config.normalization`; statistics in FP32.
 
-    Under sequence parallelism each rank normalises its part of the sequence; the parameters are tagged
-    ``sequence_parallel`` so that their gradients are summed over the tensor-parallel group.
+    Under sequence parallelism each rank normalises its part of the sequence. The parameters are then tagged
+    ``sequence_parallel``, so that their gradients are summed over the tensor-parallel group.
 
     Args:
-        receiver: of the linear layer whose output this norm reads, if nothing else does: the backward of what has this
-            norm inside then casts the gradient of its input for that layer.
+        receiver: the early cast of the linear layer whose output only this norm reads, or None. The backward that
+            includes this norm then casts the gradient of the norm's input for that layer.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Norm(torch.nn.Module):
         self._receiver = receiver
 
     def norm_params(self) -> NormParams:
-        """For the linear layer that has this norm inside."""
+        """The norm's parameters, for the linear layer that computes it."""
         return NormParams(self.weight, self.bias, self.eps, self.is_rms, self._receiver)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Norm(torch.nn.Module):
 
 
 class DeferredNorm(Norm):
-    """A norm whose values the module behind it computes, from `norm_params`; calling it changes nothing."""
+    """A norm that the next module computes, from `norm_params`. Calling it returns its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` itself."""

@@ -1,8 +1,8 @@
-"""What megatron-core needs to run on a device: its CUDA calls on a CPU, and seeded random states.
+"""Runs megatron-core on a device: redirects its CUDA calls on a CPU, and seeds random states.
 
-megatron-core names CUDA in places that a CPU run passes (``schedules.py`` allocates with ``device="cuda"``). Nothing
-is patched at import. `runtime` maps those places to the CPU while its block runs and puts everything back. On CUDA it
-only selects the device.
+megatron-core names CUDA on code paths that a CPU run takes (``schedules.py`` allocates with ``device="cuda"``). Nothing
+is patched at import. On a CPU, `runtime` maps these calls to the CPU inside its block and restores them afterwards. On
+CUDA it only selects the device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class _CudaOnCpu(TorchFunctionMode):
     """Sends ``device="cuda"`` and ``.cuda()`` to the CPU, and multiplies 16-bit matrices in FP32 there.
 
-    A CPU without BF16 instructions takes three times as long for a BF16 product as for an FP32 one. Operands and
-    result stay 16-bit and the sum is FP32 either way, as on a GPU.
+    A CPU without BF16 instructions takes three times as long for a BF16 product as for an FP32 one. In both cases
+    operands and result are 16-bit and the sum is FP32, as on a GPU.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -39,7 +39,7 @@ class _CudaOnCpu(TorchFunctionMode):
 
 
 class CpuRngTracker:
-    """megatron-core's CUDA RNG tracker, on the CPU's generator: named states, forked for a region."""
+    """megatron-core's CUDA RNG tracker on the CPU's generator: named states; `fork` uses one inside a block."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -80,7 +80,7 @@ class CpuRngTracker:
 
 @contextlib.contextmanager
 def runtime(device: torch.device) -> Iterator[None]:
-    """Everything megatron-core needs to run on `device`; undone at the end of the block."""
+    """Set up what megatron-core needs to run on `device`, and undo it at the end of the block."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         yield
@@ -102,12 +102,12 @@ def runtime(device: torch.device) -> Iterator[None]:
 def seed_everything(
     seed: int, device: torch.device, *, tensor_parallel_rank: int, pipeline_rank: int, records_graphs: bool = False
 ) -> None:
-    """Seed dropout: the default generator alike over a tensor-parallel group, the tracker's state apart.
+    """Seed dropout. All tensor-parallel ranks seed the default generator alike; each seeds its tracker's state apart.
 
-    Initial weights do not come from here (see `models.initialization`), so these seeds never change them.
+    These seeds do not affect initial weights (see `mcore.initialization`).
 
     Args:
-        records_graphs: make the tracker's states ones that CUDA graphs draw from; the numbers are the same.
+        records_graphs: make the tracker's states usable by CUDA graphs; the numbers are the same.
     """
     seed = seed + 100 * pipeline_rank
     torch.manual_seed(seed)

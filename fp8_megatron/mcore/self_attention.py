@@ -1,4 +1,4 @@
-"""megatron-core's self-attention with the norm in front of it inside, and no copy between attention and its linears."""
+"""megatron-core's self-attention with its norm inside, and no copies between attention and its linear layers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 
 
 class FP8SelfAttention(SelfAttention):
-    """megatron-core's SelfAttention over `fp8_norm_qkv`; `fuse_norm` comes before the first forward.
+    """megatron-core's SelfAttention with `fp8_norm_qkv` inside. Call `fuse_norm` before the first forward.
 
     Args:
-        links: of the layer; forward leaves its input there, for the residual branch. The rest is megatron-core's.
+        links: the layer's links; forward puts its input there, for the residual branch. The rest is megatron-core's.
     """
 
     linear_qkv: FP8ColumnParallelLinear
@@ -27,7 +27,7 @@ class FP8SelfAttention(SelfAttention):
         self._residual = links.residual
 
     def fuse_norm(self, norm: Norm) -> None:
-        """Take over the norm in front of this layer (not registered here: its parameters stay where they are)."""
+        """Compute the norm in front of this layer here. It is not registered: its parameters stay where they are."""
         #: Modules whose parameters the forward reads without calling them.
         self.reads_weights_of = (norm, self.linear_qkv)
 
@@ -36,7 +36,7 @@ class FP8SelfAttention(SelfAttention):
     ):
         """hidden_states [s, b, h] (before the norm) → query [s, b, heads, d], key and value [s, b, groups, d]."""
         norm, linear = self.reads_weights_of
-        if self.config.num_query_groups < self.world_size:  # a rank holds part of a group: megatron-core gathers it
+        if self.config.num_query_groups < self.world_size:  # a rank holds part of a group, which megatron-core gathers
             self._residual.put(hidden_states)
             return super().get_query_key_value_tensors(norm(hidden_states), *args, **kwargs)
         width = self.hidden_size_per_attention_head

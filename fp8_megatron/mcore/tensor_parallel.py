@@ -1,7 +1,7 @@
 """megatron-core's column- and row-parallel linear layers with FP8 weights at rest and FP8 GEMMs.
 
-They change the weight's storage, the GEMMs and what crosses the network in FP8; sharding, bias handling, state-dict
-names and the all-reduce after a GEMM stay megatron-core's.
+They change the weight's storage, the GEMMs, and the collectives that run in FP8. Sharding, bias handling, state-dict
+names and the all-reduce after a GEMM are megatron-core's.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def _quantize_weight(weight: torch.nn.Parameter, *, is_initialized: bool) -> tor
 
 
 class _FP8Weight(torch.nn.Module):
-    """Puts an FP8 weight and what the layer casts on a linear layer of megatron-core that follows in the bases."""
+    """Gives the linear layer of megatron-core that follows in the bases an FP8 weight and quantisers."""
 
     config: TransformerConfig
     tp_group: Group
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
     quantizers: LinearQuantizers
-    #: What crosses ranks around its GEMMs.
+    #: The collectives around its GEMMs.
     parallelism: Local
     links: LinearLinks
 
@@ -53,14 +53,14 @@ class _FP8Weight(torch.nn.Module):
         self.links = LinearLinks() if links is None else links
 
     def linear_params(self) -> LinearParams:
-        """For a function that has this layer inside."""
+        """The layer, for a function that computes it."""
         return self._params(self.weight, self.bias)
 
     def _params(self, weight: Tensor, bias: Tensor | None) -> LinearParams:
         return LinearParams(as_scaled(weight), bias, self.quantizers, self.parallelism, self.links)
 
     def __repr__(self) -> str:
-        # megatron-core's own, which leaves no room for extra_repr.
+        # megatron-core defines __repr__ itself and does not call extra_repr.
         return f"{super().__repr__()[:-1]}, {self.quantizers})"
 
 
@@ -69,7 +69,7 @@ class FP8ColumnParallelLinear(_FP8Weight, ColumnParallelLinear):
 
     Args:
         recipe: formats and scaling of the operands.
-        links: to other layers. The rest is megatron-core's.
+        links: the layer's links. The rest is megatron-core's.
     """
 
     def __init__(self, *args: Any, recipe: Recipe, links: LinearLinks | None = None, **kwargs: Any) -> None:
@@ -81,16 +81,16 @@ class FP8ColumnParallelLinear(_FP8Weight, ColumnParallelLinear):
 
 
 class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
-    """Y = XAᵀ with A split over input columns; the sum over ranks is taken in BF16. Under sequence parallelism its
-    gradient is gathered in FP8.
+    """Y = XAᵀ with A split over input columns. The sum over ranks is taken in BF16. Under sequence parallelism the
+    output's gradient is gathered in FP8.
 
-    What the caller would add to the output, bias and residual branch, the GEMM or the sum over ranks adds where each
-    rank has its own rows of the output, or all of it (`output_is_whole`).
+    If each rank has its own rows of the output, or the whole output (`output_is_whole`), the GEMM or the sum over ranks
+    adds the bias and the residual branch. Otherwise the caller adds them.
 
     Args:
         recipe: formats and scaling of the operands.
-        links: to other layers.
-        keeps_input: backward of what makes the input keeps it anyway (attention): see `fp8_linear`. The rest is
+        links: the layer's links.
+        keeps_input: the input is kept for backward anyway, by attention, which makes it; see `fp8_linear`. The rest is
             megatron-core's.
     """
 
@@ -102,7 +102,7 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
         is_shared = self.tp_group.size() > 1
         scatters = bool(self.sequence_parallel) and is_shared and not self.explicit_expert_comm
         self.parallelism = SequenceRow(self.tp_group) if scatters else LOCAL
-        #: Whether what this layer's function gives is no summand.
+        #: Whether the output of this layer's function is final, not a summand.
         self.output_is_whole = scatters or not is_shared
         if self.output_is_whole and self.config.hidden_dropout == 0.0:
             quantizer = self.quantizers.grad_output
@@ -110,17 +110,17 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
             self.links.early_cast.expect(quantizer, transposed=transposed)
 
     def linear_params(self) -> LinearParams:
-        """For a function that has this layer inside; with the bias only if the GEMM adds it."""
+        """The layer, for a function that computes it; with the bias only if the GEMM adds it."""
         return self._params(self.weight, self.bias if self.output_is_whole else None)
 
     @property
     def adds_residual(self) -> bool:
-        """Whether the residual branch is added on the way: nothing stands between it and the output."""
+        """Whether this layer adds the residual branch, because nothing comes between the branch and the output."""
         drops_out = self.training and self.config.hidden_dropout > 0.0
         return self.output_is_whole and not drops_out
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Input [..., K/tp] → output [..., N], and the bias left to add."""
+        """Input [..., K/tp] → output [..., N], and the bias still to add."""
         if not self.output_is_whole:
             return super().forward(input_)
         return self._forward_impl(input_, self.weight, self.bias), None
@@ -132,13 +132,13 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
 
 
 def column_parallelism(layer: ColumnParallelLinear) -> Local:
-    """What crosses ranks around the GEMMs of a column-parallel layer."""
+    """The collectives around the GEMMs of a column-parallel layer."""
     if layer.sequence_parallel:
         return SequenceColumn(layer.tp_group)
     return Column(layer.tp_group) if layer.allreduce_dgrad else LOCAL
 
 
 def as_scaled(weight: Tensor) -> ScaledTensor:
-    """`weight`, which must still be the FP8 parameter that the layer was made with."""
+    """`weight` as a `ScaledTensor`; it must be the FP8 parameter that the layer was built with."""
     assert isinstance(weight, ScaledTensor), f"weight became a {type(weight).__name__}: something replaced its storage"
     return weight

@@ -1,4 +1,4 @@
-"""Which rank does what: process groups of the tensor-, pipeline- and data-parallel layout."""
+"""The process groups of the tensor-, pipeline- and data-parallel layout, and this rank's place in them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def embedding(self) -> Group | None:
-        """The first and the last stage, which share a tied embedding; None elsewhere and with one stage."""
+        """The first and last stages, which share a tied embedding. None on other stages and with a single stage."""
         group = self.groups.embd
         if self.pp.size() == 1 or not (self.is_first_stage or self.is_last_stage) or group is None:
             return None
@@ -74,7 +74,7 @@ class Topology:
 
     @property
     def reads_loss(self) -> bool:
-        """Whether this rank's loss is the one to report: last stage, first tensor-parallel rank."""
+        """Whether this rank reports the loss: it is on the last stage and the first tensor-parallel rank."""
         return self.is_last_stage and self.tp.rank() == 0
 
     @property
@@ -83,11 +83,11 @@ class Topology:
         return torch.distributed.group.WORLD
 
     def sharing_of(self, param: torch.nn.Parameter) -> Sharing:
-        """How ranks share a parameter, by the attributes that megatron-core and its layers give it.
+        """How ranks share a parameter, by the attributes that megatron-core and its layers set.
 
-        Tensor-parallel ranks hold duplicates of what is not split over them. Under sequence parallelism each of them
-        has the gradient of its part of the sequence. The first and the last stage hold a tied embedding, and each has
-        the gradient of its own use of it.
+        Parameters that are not split have duplicates on the tensor-parallel ranks; under sequence parallelism each
+        duplicate has the gradient of its part of the sequence. The first and last stages both hold a tied embedding;
+        each has the gradient of its own use.
         """
         if getattr(param, "shared_embedding", False):
             return Sharing(self.replicas, duplicates=self.embedding, summed_over=self.embedding)
@@ -104,10 +104,10 @@ def initialized(
 ) -> Iterator[Topology]:
     """Join the process group that torchrun describes (or a world of one) and lay the ranks out.
 
-    Groups are destroyed at the end of the block, also after an error, so that no rank waits for one that is gone.
+    The groups are destroyed at the end of the block, also after an error, so that no rank waits for one that has left.
 
     Args:
-        records_graphs: as for `transports.share_rows`.
+        records_graphs: see `transports.share_rows`.
     """
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -154,17 +154,18 @@ def initialized(
 
 
 def _make_communicators_when_used() -> None:
-    """Let the groups that megatron-core is about to make have NCCL communicators once a collective needs them.
+    """Create NCCL communicators for megatron-core's groups only when a collective needs them.
 
-    A world bound to its devices splits a communicator off for each new group at once, eighteen of them, most of which
-    run never uses. Each takes the host time and the GPU memory, when it is made and when the run leaves. None may be
-    made while a step is recorded: what that step sends, the steps before it have sent too.
+    A world bound to its devices splits off a communicator for each new group at once. megatron-core makes eighteen
+    groups, and a run never uses most of them. A communicator costs host time when it is made and destroyed, and GPU
+    memory. None may be made while a step is recorded; the steps before it have already used the same communicators.
     """
     torch.distributed.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
 
 
 def _grad_memory(parallel: ParallelConfig, nodes: NodeGroups | None, weight_memory: SendMemory) -> SendMemory:
-    """Where gradients are sent from: to the node's ranks first where there are stages; NCCL's own sum reads any."""
+    """The memory that gradients are sent from. With two stages they go to the node's ranks first; NCCL's own sum reads
+    any memory."""
     if parallel.fp8_grad_reduce is GradReduceMode.NCCL:
         return SendMemory(weight_memory.device)
     if nodes is None:
@@ -173,7 +174,8 @@ def _grad_memory(parallel: ParallelConfig, nodes: NodeGroups | None, weight_memo
 
 
 def _node_groups(timeout: timedelta) -> NodeGroups:
-    """Every data-parallel group cut by the nodes that torchrun started (LOCAL_WORLD_SIZE ranks each); called by all.
+    """Cut every data-parallel group by the nodes that torchrun started (LOCAL_WORLD_SIZE ranks each). All ranks call
+    this.
 
     Raises:
         ValueError: nodes hold different numbers of a group's ranks.

@@ -22,12 +22,11 @@ class FP8TransformerLayer(TransformerLayer):
     """x ← x + attention(norm(x)); x ← x + MLP(norm(x)), the norms computed where their FP8 output is needed.
 
     Parameters and their names are megatron-core's (`input_layernorm`, `pre_mlp_layernorm`). The residual branch passes
-    through the fused functions: without dropout the GEMM in front of an addition does it, and what comes back along the
-    branch is added inside the norm's backward.
+    through the fused functions. Without dropout, the GEMM before a residual addition also does the addition. The
+    branch's gradient is added inside the norm's backward.
 
     Args:
-        links: to its linear layers and to the layer in front; the same that `submodules` were given. The rest is
-            megatron-core's.
+        links: the layer's links, the same that `submodules` got. The rest is megatron-core's.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class FP8TransformerLayer(TransformerLayer):
         links: LayerLinks,
         **kwargs: Any,
     ) -> None:
-        # megatron-core knows what to give to MLPs of its own alone.
+        # megatron-core passes the right arguments only to its own MLP classes.
         own = replace(submodules, mlp=IdentityOp)
         super().__init__(config, own, *args, pg_collection=pg_collection, **kwargs)
         self.mlp = build_module(submodules.mlp, config=config, tp_group=pg_collection.tp)
@@ -65,7 +64,7 @@ class FP8TransformerLayer(TransformerLayer):
         return self._add(output, bias, residual, self.mlp_bda)
 
     def _add(self, output: Tensor, bias: Tensor | None, residual: Tensor | None, bias_dropout_add: Any) -> Tensor:
-        """residual + dropout(output + bias); the output alone where it has both."""
+        """residual + dropout(output + bias); only the output if it already includes both."""
         if residual is None:
             return output
         if bias is None and (self.hidden_dropout == 0.0 or not self.training):

@@ -16,14 +16,14 @@ from ..kernels import ops
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Group | None) -> Tensor:
-    """−log softmax(logits)[label] of every token; the logits are given up: backward overwrites them.
+    """−log softmax(logits)[label] of every token. Backward overwrites the logits.
 
     Args:
         logits: BF16 [..., V / tp], this rank's columns. labels: int64 [...], over the whole vocabulary.
-        group: tensor-parallel ranks in the order of their columns; None for one.
+        group: tensor-parallel ranks in the order of their columns; None for a single rank.
 
     Returns:
-        FP32 [...], alike on all ranks of the group.
+        FP32 [...], equal on all ranks of the group.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, group)
 
@@ -56,8 +56,8 @@ def agree_on_statistics(largest: Tensor, total: Tensor, target: Tensor, group: G
     """log Σ exp and the label's logit over the whole vocabulary, FP32 [tokens] each.
 
     Args:
-        largest, total, target: of this rank's columns, as `ops.cross_entropy_statistics` gives them.
-        group: ranks that hold the others; a MAX and a SUM over it.
+        largest, total, target: `ops.cross_entropy_statistics` of this rank's columns.
+        group: the ranks that share the vocabulary; all of them call this. One all-reduce is a MAX, one a SUM.
     """
     if group is not None and group.size() > 1:
         highest = largest.clone()

@@ -1,8 +1,8 @@
 """The three GEMMs of a linear layer.
 
 fprop   y = x·Wᵀ            fast accumulation
-dgrad   grad_input = g·W    Wᵀ made of the FP8 weight on demand, split accumulation
-wgrad   grad_weight = gᵀ·x  both K-major over tokens, split accumulation, straight into `weight.main_grad` if it has one
+dgrad   grad_input = g·W    Wᵀ is made from the FP8 weight on demand; split accumulation
+wgrad   grad_weight = gᵀ·x  both K-major over tokens; split accumulation; written to `weight.main_grad` if it exists
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .rows import OperandRows
 
 
 class LinearParams(NamedTuple):
-    """One linear layer: weight [N, K], bias [N] or None, what it casts, how ranks share it, and its links to other
+    """One linear layer: weight [N, K], bias [N] or None, its quantisers, how ranks share it, its links to other
     layers."""
 
     weight: ScaledTensor
@@ -41,7 +41,7 @@ class LinearParams(NamedTuple):
 
 
 class Product:
-    """a [T, K] · w [N, K]ᵀ + bias [N] in `dtype`, computed as it is asked for: a `parallelism.Summand`."""
+    """a [T, K] · w [N, K]ᵀ + bias [N] in `dtype`, computed on demand. A `parallelism.Summand`."""
 
     __slots__ = ("_a", "_bias", "_use_fast_accum", "_w", "device", "dtype", "shape")
 
@@ -59,13 +59,13 @@ class Product:
         self.shape = (a.num_rows, w.payload.shape[0])
 
     def compute(self, addend: Tensor | None = None) -> Tensor:
-        """See `Summand.compute`; part by part, as they arrive."""
+        """See `Summand.compute`. Each part of `a` is multiplied when it arrives."""
         y = self._w.payload.new_empty(self.shape, dtype=self.dtype)
         if addend is not None:
             addend = addend.contiguous().view(self.shape)
         for part, rows in self._a.parts():
             out, added = y, addend
-            if rows.payload.shape[0] != self.shape[0]:  # a view costs the host more than this question
+            if rows.payload.shape[0] != self.shape[0]:  # a view costs the host more than this test
                 out, added = y[part], None if addend is None else addend[part]
             multiply_into_(out, rows, self._w, bias=self._bias, use_fast_accum=self._use_fast_accum, addend=added)
         return y
@@ -77,7 +77,7 @@ class Product:
 
 
 class Computed:
-    """A matrix [T, K] that is there already: a `parallelism.Summand`."""
+    """A matrix [T, K] that is already computed. A `parallelism.Summand`."""
 
     __slots__ = ("_value", "device", "dtype", "shape")
 
@@ -95,18 +95,18 @@ class Computed:
 
 
 def fprop(x: OperandRows, linear: LinearParams, dtype: torch.dtype, addend: Tensor | None = None) -> Tensor:
-    """y [T, N], or this rank's part of the ranks' sum [T/tp, N]; plus `addend` [..., N]."""
+    """y [T, N], or this rank's part [T/tp, N] of the sum over ranks; plus `addend` [..., N]."""
     weight = linear.weight.gemm_operand(linear.quantizers.weight)
     return linear.parallelism.sum(Product(x, weight, dtype, bias=linear.bias, use_fast_accum=True), addend)
 
 
 def start_dgrad(g: OperandRows, linear: LinearParams, dtype: torch.dtype) -> RowSum | PendingSum:
-    """Start grad_input: [T, K], or this rank's part of the ranks' sum [T/tp, K]."""
+    """Start grad_input: [T, K], or this rank's part [T/tp, K] of the sum over ranks."""
     return linear.parallelism.start_grad_sum(Product(g, _transposed_weight(linear), dtype))
 
 
 def wgrad(g: OperandRows, x_t: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor | None:
-    """Write grad_weight [N, K] to `main_grad`; where the weight has none, give it in `dtype`, for autograd.
+    """Write grad_weight [N, K] to `main_grad`. If the weight has none, return it in `dtype`, for autograd.
 
     Args:
         x_t: the input's columns [K, T].

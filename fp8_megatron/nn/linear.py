@@ -1,8 +1,8 @@
-"""The FP8 linear layer: three GEMMs (`gemms`), the casts of their operands, and what crosses ranks around them
+"""The FP8 linear layer: three GEMMs (`gemms`), the casts of their operands, and the collectives around them
 (`parallelism`).
 
-Backward keeps the input in FP8 only: its columns, as wgrad takes them, or under sequence parallelism this rank's part
-in the layout that the format gathers.
+Forward keeps the input for backward in FP8 only. It keeps the columns that wgrad takes; under sequence parallelism it
+keeps this rank's part, in the layout that the format gathers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def fp8_linear(x: Tensor, linear: LinearParams, *, keeps_input: bool = False, ad
     """y = x·Wᵀ + b (+ addend) in FP8; the weight gradient goes to ``weight.main_grad`` (see `wgrad`).
 
     Args:
-        x: BF16 [..., K]; of `SequenceColumn` [s/tp, b, K].
-        linear: weight [N, K], bias [N] or None; with what it casts and how ranks share it.
-        keeps_input: backward keeps `x` itself and casts it again, for an x that something else keeps anyway.
+        x: BF16 [..., K]; with `SequenceColumn` [s/tp, b, K].
+        linear: weight [N, K], bias [N] or None; with its quantisers and how ranks share it.
+        keeps_input: keep `x` itself and cast it again in backward. Use it if something else keeps x anyway.
         addend: the residual branch, of y's shape and dtype; the GEMM, or the sum over ranks, adds it.
 
     Returns:
-        BF16 [..., N]; of `SequenceColumn` [s, b, N]; of `SequenceRow` [s/tp, b, N], and then the bias's gradient is of
-        this rank's part of the sequence.
+        BF16 [..., N]; with `SequenceColumn` [s, b, N]; with `SequenceRow` [s/tp, b, N], and the bias's gradient then
+        covers this rank's part of the sequence.
     """
     return _FP8Linear.apply(x, linear.weight, linear.bias, addend, linear, keeps_input, torch.is_grad_enabled())
 

@@ -1,7 +1,7 @@
-"""What the layers of a model hand each other beside the values that autograd carries: every such link, in one place.
+"""Links: what the layers of a model pass to each other outside autograd.
 
-`model_links` makes them before the layers are built, and each layer's constructor is given its own. A link is an object
-with slots, because an attribute of a module costs the host 2 µs each way.
+`model_links` makes them before the layers are built; each layer's constructor gets its own. A link is an object with
+slots, because reading or writing an attribute of a module costs the host 2 µs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from ..quantization.operand import Quantized
 
 
 class KeptTranspose:
-    """The transpose of one weight from the first backward of a step to its last; `forget` when the weight changes."""
+    """The transpose of one weight, kept from the first backward of a step to its last.
+
+    Call `forget` when the weight changes.
+    """
 
     __slots__ = ("_kept",)
 
@@ -23,18 +26,21 @@ class KeptTranspose:
         self._kept: Quantized | None = None
 
     def of(self, weight: Quantized) -> Quantized:
-        """[K, N] of the weight [N, K]."""
+        """The transpose [K, N] of the weight [N, K]."""
         if self._kept is None:
             self._kept = weight.transposed()
         return self._kept
 
     def forget(self) -> None:
-        """The next backward makes it anew."""
+        """Drop the transpose; the next backward makes it again."""
         self._kept = None
 
 
 class ResidualBranch:
-    """A residual branch on its way from the function in front of a layer to what adds it: put in once, taken once."""
+    """Carries a residual branch from the function in front of a layer to the layer that adds it.
+
+    It is put in once and taken once.
+    """
 
     __slots__ = ("_value",)
 
@@ -42,11 +48,11 @@ class ResidualBranch:
         self._value: Tensor | None = None
 
     def put(self, value: Tensor) -> None:
-        """For the next `take`."""
+        """Store `value` for the next `take`."""
         self._value = value
 
     def take(self) -> Tensor | None:
-        """What was put in since the last one."""
+        """Return and drop the stored value; None if there is none."""
         value, self._value = self._value, None
         return value
 
@@ -55,9 +61,9 @@ class LinearLinks:
     """The links of one linear layer.
 
     Attributes:
-        early_cast: of its output's gradient; the norm that reads the output makes it.
-        kept_transpose: of its weight, or None if every backward makes it.
-        residual: what the layer adds to its output, if the function in front of it left a branch there.
+        early_cast: the cast of its output's gradient; the norm that reads the output makes it.
+        kept_transpose: the transpose of its weight; None if every backward makes it.
+        residual: the layer adds this branch to its output, if the function in front put one there.
     """
 
     __slots__ = ("early_cast", "kept_transpose", "residual")
@@ -72,9 +78,10 @@ class LayerLinks:
     """The links of one transformer layer.
 
     Attributes:
-        residual: attention's input; the output projection adds it, or else the layer.
-        qkv, proj, fc1, fc2: its linear layers.
-        front: the linear layer whose output is this layer's input, nothing between, in the same model chunk; or None.
+        residual: attention's input; the output projection adds it, otherwise the layer does.
+        qkv, proj, fc1, fc2: the links of its linear layers.
+        front: the links of the linear layer, in the same model chunk, whose output is directly this layer's input; or
+            None.
     """
 
     __slots__ = ("fc1", "fc2", "front", "proj", "qkv", "residual")
@@ -88,18 +95,18 @@ class LayerLinks:
         self.front = front
 
     def kept_transposes(self) -> Iterator[KeptTranspose]:
-        """Those of its weights."""
+        """The kept transposes of its weights."""
         for linear in (self.qkv, self.proj, self.fc1, self.fc2):
             if linear.kept_transpose is not None:
                 yield linear.kept_transpose
 
 
 def model_links(are_fp8: Sequence[bool], *, num_kept_transposes: int = 0) -> list[LayerLinks | None]:
-    """The links of a model chunk's layers, in their order; None for a layer in 16 bits.
+    """The links of a model chunk's layers, in order; None for a 16-bit layer.
 
     Args:
-        are_fp8: of each layer.
-        num_kept_transposes: layers, from the first on, that keep the transposes of their weights within a step.
+        are_fp8: whether each layer is in FP8.
+        num_kept_transposes: how many layers, counted from the first, keep their weights' transposes within a step.
     """
     links: list[LayerLinks | None] = []
     front: LinearLinks | None = None

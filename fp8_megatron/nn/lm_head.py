@@ -1,13 +1,14 @@
 """The end of the model as one FP8 function: final norm → LM head → cross-entropy, cast to FP8 at every arrow.
 
-The weight stays in 16 bits (a tied head's is the embedding) and is cast where a GEMM takes it. The vocabulary is taken
-in n parts, as tensor-parallel ranks share it. A part's logits [T, V / n] stay in BF16 until backward casts their
-gradient into both layouts, 2 bytes an element again, and lets go of them: dgrad takes one layout at once and adds the
-parts up, the other waits until all logits are gone, and wgrad writes each part's rows of the weight gradient.
+The weight stays in 16 bits (a tied head's weight is the embedding) and is cast where a GEMM takes it. The vocabulary is
+cut into n parts, the way tensor-parallel ranks share it. A part's logits [T, V / n] stay in BF16 until backward.
+Backward casts their gradient into both layouts, 2 bytes an element in all, and frees the logits. dgrad takes the first
+layout at once and sums over parts. The second waits until all logits are freed; then wgrad writes each part's rows of
+the weight gradient.
 
-For T tokens of width h the most is held as the first part is cast: 2TV bytes of logits and 2TV/n of gradient. (In BF16:
-2TV + 2hV + 2Th, wgrad's output beside the logits.) Of the weight no more than a part, hV/n, is there in FP8, in one
-layout. Forward moves 5 bytes a parameter for its casts, backward 3.
+For T tokens of width h, memory peaks when the first part is cast: 2TV bytes of logits and 2TV/n of gradient. (In BF16
+the peak is 2TV + 2hV + 2Th: wgrad's output and the logits.) At most one part of the weight, hV/n bytes in one layout,
+exists in FP8. Forward moves 5 bytes a parameter for its casts, backward 3.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .gemms import Computed
 from .normed import NormParams, norm_backward, quantized_norm, start_norm_columns
 from .parallelism import Local
 
-#: Columns of the vocabulary in one part, about: memory falls with smaller parts, and dgrad adds up more of them.
+#: About how many vocabulary columns a part has. Smaller parts take less memory, but dgrad sums over more of them.
 _PART_COLUMNS = 16384
 _PART_MULTIPLE = 128
 
@@ -40,19 +41,20 @@ def fp8_norm_head_loss(
     quantizers: HeadQuantizers,
     parallelism: Local,
 ) -> Tensor:
-    """−log softmax(norm(x)·Wᵀ)[label] of every token, its GEMMs in FP8.
+    """−log softmax(norm(x)·Wᵀ)[label] of every token, with FP8 GEMMs.
 
     The gradient of the logits needs no amax: each token's upstream gradient bounds it (see
-    `cross_entropy.cross_entropy_backward_quantize`), under delayed scaling too, where a history could only be wrong.
+    `cross_entropy.reference.cross_entropy_backward_quantize`). The same holds under delayed scaling, where a history
+    could only be wrong.
 
     Args:
-        x: BF16 [s, b, h], before the norm; of `SequenceColumn` [s/tp, b, h].
+        x: BF16 [s, b, h], before the norm; with `SequenceColumn` [s/tp, b, h].
         weight: 16-bit [V/tp, h], this rank's rows; its gradient goes through autograd, as an embedding's does.
         labels: int64 [s, b], over the whole vocabulary.
-        quantizers: what it casts; in formats with one scale for the tensor.
+        quantizers: the casts of the head; each format has one scale for the tensor.
 
     Returns:
-        FP32 [s, b], alike on all ranks of the group. Backward works once: it gives the logits up.
+        FP32 [s, b], equal on all ranks of the group. Backward can run once, because it frees the logits.
     """
     return _FP8NormHeadLoss.apply(
         x,
@@ -70,7 +72,7 @@ def fp8_norm_head_loss(
 def fp8_norm_head_logits(
     x: Tensor, norm: NormParams, weight: Tensor, quantizers: HeadQuantizers, parallelism: Local
 ) -> Tensor:
-    """norm(x)·Wᵀ, BF16 [s, b, V/tp], the same as in the loss; for evaluation, without gradient."""
+    """norm(x)·Wᵀ, BF16 [s, b, V/tp]: the loss's logits, without gradient, for evaluation."""
     with torch.no_grad():
         rows, _ = quantized_norm(x, norm, quantizers.input, parallelism)
         operand = rows.whole()
@@ -107,7 +109,7 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         log_sum_exp, target = agree_on_statistics(*_merged(statistics), parallelism.group)
         if needs_backward:
             ctx.save_for_backward(x, weight, local, log_sum_exp, *kept)
-            # Not saved as the others: each is let go of when its gradient is made.
+            # Kept outside save_for_backward: each part is freed when its gradient is made.
             ctx.logits, ctx.weight_scales = all_logits, weight_scales
             ctx.norm, ctx.quantizers, ctx.parallelism = norm, quantizers, parallelism
         return (log_sum_exp - target).view(labels.shape)
@@ -163,7 +165,7 @@ def _logits(operand: Quantized, part: Tensor, format: Format, dtype: torch.dtype
 
 
 def _merged(statistics: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.cross_entropy_statistics` of all parts from those of each."""
+    """`ops.cross_entropy_statistics` of the whole, from the statistics of each part."""
     if len(statistics) == 1:
         return statistics[0]
     largest, total, target = (torch.stack(tensors) for tensors in zip(*statistics, strict=True))
@@ -172,7 +174,7 @@ def _merged(statistics: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Te
 
 
 def _weight_gradient(grads_t: list[Quantized], x_t: Quantized, weight: Tensor) -> Tensor:
-    """grad_weight [V, h] from the gradients [part, T] of the logits, which it lets go of, and `x_t` [h, T]."""
+    """grad_weight [V, h] from the gradients [part, T] of the logits, which it frees, and `x_t` [h, T]."""
     grad_weight = torch.empty_like(weight)
     for rows in grad_weight.split([grad_t.payload.shape[0] for grad_t in grads_t]):
         multiply_into_(rows, grads_t.pop(0), x_t)

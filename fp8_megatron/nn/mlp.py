@@ -1,8 +1,8 @@
 """The MLP of a transformer layer as one FP8 function: norm → fc1 → activation → fc2, cast to FP8 at every arrow.
 
-Backward keeps x (the residual stream holds it anyway) and fc1's output z in 16 bits; the norm's output, the activation
-and z's gradient exist in FP8 only. Between the GEMMs of backward one kernel reads z and the activation's gradient and
-writes z's gradient in both layouts, the activation again, transposed, and the gradient of fc1's bias.
+Forward keeps x (the residual stream holds it anyway) and fc1's output z in 16 bits. The norm's output, the activation
+and z's gradient exist in FP8 only. Between the GEMMs of backward, one kernel reads z and the activation's gradient. It
+writes z's gradient in both layouts, the transposed activation, and the gradient of fc1's bias.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def fp8_norm_mlp(
     """fc2(activation(fc1(norm(x)))) in FP8; the weight gradients go to their ``main_grad`` (see `wgrad`).
 
     Args:
-        x: BF16 [s, b, h]; where fc1 is `SequenceColumn` (and fc2 `SequenceRow`) [s/tp, b, h].
+        x: BF16 [s, b, h]; [s/tp, b, h] if fc1 is `SequenceColumn` (and fc2 `SequenceRow`).
         activation: ``gelu`` or ``swiglu`` (see `kernels.activation`).
-        adds_input: x, the residual branch, is added inside; not where the output is this rank's part of a sum.
+        adds_input: add x, the residual branch, inside. Not possible if the output is this rank's summand.
 
     Returns:
-        BF16, the shape of x, and, unless it was added, x again for the residual branch: what comes back along it is
-        added inside the norm's backward.
+        BF16 of x's shape. Unless `adds_input`, also x for the residual branch; the branch's gradient is added inside
+        the norm's backward.
     """
     return _FP8NormMLP.apply(
         x,

@@ -17,9 +17,9 @@ from .linear import fp8_linear
 class FP8Linear(torch.nn.Module):
     """y = x·Wᵀ + b with W at rest in FP8 and all three GEMMs in FP8.
 
-    There is no copy of the weight in 16 bits. Its gradient goes to ``weight.main_grad`` where the weight has one
-    (`sharding` puts it there, and `optimizer` reads it), else to ``weight.grad`` in the output's dtype. torch's own
-    optimizers cannot update a weight in FP8: `ScaledTensor` raises where they would compute with it.
+    The weight has no 16-bit copy. Its gradient goes to ``weight.main_grad`` if that exists (`sharding` sets it and
+    `optimizer` reads it), otherwise to ``weight.grad`` in the output's dtype. torch's own optimizers cannot update an
+    FP8 weight: `ScaledTensor` raises an error if they compute with it.
 
     Example:
         >>> recipe = Recipe("tensorwise", power_of_two=False)
@@ -27,15 +27,15 @@ class FP8Linear(torch.nn.Module):
         >>> y = model(torch.randn(32, 512, dtype=torch.bfloat16))
 
     Args:
-        in_features, out_features: multiples of 16; under the blockwise recipe of 128.
-        bias: whether there is one, in BF16.
-        recipe: formats and scaling of the operands, tensorwise current scaling by default. One recipe with a history
-            serves all layers: build them, then call ``recipe.history.allocate(device)`` once and
-            ``recipe.history.update(group)`` after each step.
-        device: of the parameters.
+        in_features, out_features: multiples of 16; multiples of 128 under the blockwise recipe.
+        bias: whether the layer has a bias, in BF16.
+        recipe: formats and scaling of the operands; the default is tensorwise current scaling. For delayed scaling
+            give all layers one recipe with a history. Build the layers, then call
+            ``recipe.history.allocate(device)`` once and ``recipe.history.update(group)`` after each step.
+        device: where the parameters are.
 
     Raises:
-        ValueError: a size that an FP8 GEMM does not take.
+        ValueError: an FP8 GEMM does not take this size.
     """
 
     weight: ScaledTensor
@@ -56,7 +56,7 @@ class FP8Linear(torch.nn.Module):
             if size % multiple:
                 raise ValueError(f"FP8Linear: {name}({size}) is not a multiple of {multiple}; choose one")
         self.in_features, self.out_features = in_features, out_features
-        bound = 1.0 / math.sqrt(in_features)  # as torch.nn.Linear draws them
+        bound = 1.0 / math.sqrt(in_features)  # the same distribution as torch.nn.Linear
         value = torch.empty(out_features, in_features, device=device).uniform_(-bound, bound)
         self.weight = torch.nn.Parameter(ScaledTensor.quantize(value))  # type: ignore[assignment]
         if bias:
@@ -69,7 +69,7 @@ class FP8Linear(torch.nn.Module):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, *, recipe: Recipe | None = None) -> FP8Linear:
-        """A layer with the values of `linear`, the weight rounded to FP8."""
+        """A layer with the values of `linear`; the weight is rounded to FP8."""
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -84,10 +84,10 @@ class FP8Linear(torch.nn.Module):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """BF16 [..., in_features] → BF16 [..., out_features]; the product of the leading sizes a multiple of 16."""
+        """BF16 [..., in_features] → BF16 [..., out_features]. The leading sizes' product is a multiple of 16."""
         return fp8_linear(x, LinearParams(self.weight, self.bias, self.quantizers))
 
     def extra_repr(self) -> str:
-        """Sizes, and what is cast."""
+        """Sizes and casts."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, {self.quantizers}"

@@ -1,6 +1,6 @@
-"""A norm in front of a linear layer, computed where its FP8 output is needed.
+"""A norm in front of a linear layer, fused with the cast of its output to FP8.
 
-Backward keeps the norm's input, which the residual stream holds anyway, and casts its output again.
+Forward keeps the norm's input, which the residual stream holds anyway. Backward recomputes the norm's output in FP8.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .rows import OperandRows
 
 
 class NormParams(NamedTuple):
-    """The norm in front of a linear layer: weight [K], bias [K] or None, epsilon, whether it is RMSNorm, and who
-    receives the cast of its input's gradient: the linear layer whose output the norm reads, if nothing else does."""
+    """The norm in front of a linear layer: weight [K], bias [K] or None, epsilon, whether it is RMSNorm, and the
+    receiver of its input gradient's cast: the linear layer whose output only this norm reads, or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -32,12 +32,12 @@ class NormParams(NamedTuple):
     receiver: EarlyCast | None = None
 
     def source(self, x: Tensor) -> NormSource:
-        """The norm of `x` [..., K]."""
+        """The norm of `x` [..., K], to be cast."""
         return NormSource(x.reshape(-1, x.shape[-1]), self.weight, self.bias, self.eps, self.rms)
 
 
 def norm_fprop(x: Tensor, norm: NormParams, linear: LinearParams) -> tuple[Tensor, NormStatistics]:
-    """y [T, N] = norm(x)·Wᵀ + b, T over the gathered sequence, and what backward needs beside x."""
+    """y [T, N] = norm(x)·Wᵀ + b, with T over the gathered sequence, and the statistics that backward needs."""
     rows, statistics = quantized_norm(x, norm, linear.quantizers.input, linear.parallelism)
     return fprop(rows, linear, x.dtype), statistics
 
@@ -45,7 +45,7 @@ def norm_fprop(x: Tensor, norm: NormParams, linear: LinearParams) -> tuple[Tenso
 def quantized_norm(
     x: Tensor, norm: NormParams, quantizer: Quantizer, parallelism: Local
 ) -> tuple[OperandRows, NormStatistics]:
-    """norm(x) in FP8 over the gathered sequence [T, K], and what backward needs beside x."""
+    """norm(x) in FP8 over the gathered sequence [T, K], and the statistics that backward needs."""
     operand, statistics = quantizer.quantize(norm.source(x), sync=parallelism.sync)
     return parallelism.gather(operand), statistics
 
@@ -58,7 +58,7 @@ def norm_linear_backward(
     statistics: NormStatistics,
     linear: LinearParams,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`), and of the
+    """Gradients of x (including the residual branch's), of the norm's weight and bias (see `delivered`), and of the
     layer's weight (see `wgrad`)."""
     columns = start_norm_columns(x, norm, statistics, linear.quantizers.input.format, linear.parallelism)
     grad_input = start_dgrad(g, linear, x.dtype)
@@ -69,7 +69,7 @@ def norm_linear_backward(
 def start_norm_columns(
     x: Tensor, norm: NormParams, statistics: NormStatistics, format: Format, parallelism: Local
 ) -> Callable[[], Quantized]:
-    """Start to gather norm(x), cast again, for wgrad; call the result for its columns [K, T]."""
+    """Cast norm(x) again and start to gather it for wgrad. Call the result to get its columns [K, T]."""
     transposed = parallelism.casts_columns(format)
     return parallelism.gather_columns(lambda: norm.source(x).again(statistics, format, transposed=transposed))
 
@@ -77,10 +77,10 @@ def start_norm_columns(
 def norm_backward(
     summands: Tensor, residual_grad: Tensor | None, x: Tensor, norm: NormParams, statistics: NormStatistics
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x (the residual branch's added), of the norm's weight and of its bias (see `delivered`).
+    """Gradients of x (including the residual branch's) and of the norm's weight and bias (see `delivered`).
 
     Args:
-        summands: [d, T, K], whose sum is the gradient of the norm's output.
+        summands: [d, T, K]; their sum over d is the gradient of the norm's output.
     """
     x2d = x.reshape(-1, x.shape[-1])
     residual = None if residual_grad is None else residual_grad.reshape(x2d.shape)

@@ -1,4 +1,4 @@
-"""Where a layer's gradients go, and how its output's gradient is cast."""
+"""Where a layer's gradients go, and how the gradient of its output is cast."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..quantization.weight_grad import WeightGrad
 
 
 class MainGrad(Protocol):
-    """Where a weight's gradient goes. Who owns the storage decides its form (FP8, BF16 or FP32 accumulator)."""
+    """Where a weight's gradient goes. The owner of the storage decides its form (FP8, BF16 or FP32 accumulator)."""
 
     def accumulate_(self, grad: Tensor | WeightGrad) -> None:
         """Add one micro-batch's gradient (any float dtype, the weight's shape) and mark it written.
 
-        Under a delayed scale of weight gradients it is a `WeightGrad`, which can write itself in FP8.
+        If weight gradients have a delayed scale, `grad` is a `WeightGrad`, which can write itself in FP8.
         """
 
 
@@ -31,8 +31,10 @@ def cast_grad(
     transposed: bool = True,
     sync: AmaxSync | None = None,
 ) -> CastGrad:
-    """The output gradient [..., N] in FP8, with column sums for a bias: the cast that it came with (with column sums in
-    any case), or else one made here."""
+    """The output gradient [..., N] in FP8, with column sums for a bias.
+
+    Takes the early cast if there is one (it always has column sums); otherwise casts here.
+    """
     made = None if early_cast is None else early_cast.take(grad_output)
     if made is not None:
         return made
@@ -41,8 +43,10 @@ def cast_grad(
 
 
 def delivered(grad: Tensor | None, param: Tensor | None) -> Tensor | None:
-    """Give a vector's gradient, FP32, to `param.main_grad` where there is one: None is then left for autograd, which
-    would round it to the parameter's dtype and take three launches to bring it there."""
+    """Give a vector's FP32 gradient to `param.main_grad` if that exists, and return None for autograd.
+
+    Autograd would round the gradient to the parameter's dtype and take three launches to deliver it.
+    """
     main_grad: MainGrad | None = getattr(param, "main_grad", None)
     if param is None or grad is None or main_grad is None:
         return grad if param is not None else None

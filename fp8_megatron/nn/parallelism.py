@@ -1,4 +1,4 @@
-"""What crosses tensor-parallel ranks around the GEMMs of a linear layer: one class for each way to share it.
+"""The collectives between tensor-parallel ranks around a linear layer's GEMMs: one class for each way to share it.
 
 | class | input | output | gradient of the input | gradient of the output |
 | --- | --- | --- | --- | --- |
@@ -7,8 +7,8 @@
 | `SequenceColumn` | part of the sequence, gathered in FP8 | this rank's columns | summed and scattered | its columns |
 | `SequenceRow` | this rank's columns | summed and scattered along the sequence | its columns | gathered in FP8 |
 
-A function takes one of them and never asks which it is. Under tensor parallelism without sequence parallelism a
-row-parallel layer is `Local`: its caller sums the outputs.
+Functions take any of these classes and treat them alike. Under tensor parallelism without sequence parallelism, a
+row-parallel layer is `Local` and its caller sums the outputs.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .rows import LocalRows, OperandRows, gather_operand
 
 
 class Summand(Protocol):
-    """A matrix [T, N] of this rank, which may be a summand of the ranks' sum."""
+    """A matrix [T, N] of this rank; it may be a summand of the sum over ranks."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
 
     def compute(self, addend: Tensor | None = None) -> Tensor:
-        """All of it, plus `addend` [..., N], rounded once."""
+        """The whole matrix plus `addend` [..., N], rounded once."""
 
     def write(self, rows: slice, out: Tensor, adds_bias: bool) -> None:
-        """Some rows into `out`; with the bias where this rank is the one that adds it."""
+        """Write `rows` into `out`. With `adds_bias`, this rank is the one that adds the bias."""
 
 
 class PendingSum(NamedTuple):
-    """A gradient [T, K] that is being summed over the group, perhaps in place; `wait` or `summands` once."""
+    """A gradient [T, K] while it is summed over the group, perhaps in place. Call `wait` or `summands` once."""
 
     value: Tensor
     work: torch.distributed.Work | None = None
@@ -57,20 +57,20 @@ class PendingSum(NamedTuple):
         return self.value
 
     def summands(self) -> Tensor:
-        """As `RowSum.summands`: the sum, alone."""
+        """As `RowSum.summands`; here the only summand is the sum itself."""
         return self.wait().unsqueeze(0)
 
 
 class Local:
     """Nothing crosses ranks."""
 
-    #: The tensor-parallel ranks, where there are several.
+    #: The tensor-parallel ranks if there are several, else None.
     group: Group | None = None
-    #: How the ranks whose inputs are parts of one tensor share one scale.
+    #: How ranks share one scale if their inputs are parts of one tensor.
     sync: AmaxSync | None = None
 
     def casts_columns(self, format: Format) -> bool:
-        """Whether the input's columns for wgrad come with its cast, rather than of its gathered rows."""
+        """Whether wgrad's columns of the input are made by its cast, rather than from its gathered rows."""
         return True
 
     def gather(self, part: Quantized) -> OperandRows:
@@ -78,15 +78,15 @@ class Local:
         return LocalRows(part)
 
     def gather_columns(self, cast: Callable[[], Quantized]) -> Callable[[], Quantized]:
-        """Start to gather the input for wgrad; call the result for its columns [K, T].
+        """Start to gather the input for wgrad. Call the result to get its columns [K, T].
 
         Args:
-            cast: gives this rank's part: its columns if `casts_columns`, else its rows.
+            cast: returns this rank's part: its columns if `casts_columns`, else its rows.
         """
         return lambda: cast().t
 
     def gathered_shape(self, leading: torch.Size) -> torch.Size:
-        """The leading dimensions of the output, of the input's."""
+        """The output's leading dimensions, given the input's."""
         return leading
 
     def sum(self, output: Summand, addend: Tensor | None = None) -> Tensor:
@@ -100,8 +100,8 @@ class Local:
     def cast_grad(
         self, grad_output: Tensor, quantizer: Quantizer, early_cast: EarlyCast | None, *, has_bias: bool
     ) -> tuple[OperandRows, Tensor | None]:
-        """The output's gradient [T, N] in FP8 from this rank's part [..., N], and the bias's gradient FP32 [N] of that
-        part."""
+        """The output's gradient [T, N] in FP8 from this rank's part [..., N], and that part's bias gradient, FP32
+        [N]."""
         cast = cast_grad(grad_output, quantizer, early_cast, has_bias=has_bias)
         return LocalRows(cast.operand), cast.column_sums
 
@@ -111,7 +111,7 @@ class Local:
 
 
 class Column(Local):
-    """The weight's rows are split, the input is on every rank: the gradient of the input is all-reduced."""
+    """The weight's rows are split and the input is whole on every rank. The input's gradient is all-reduced."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -122,8 +122,8 @@ class Column(Local):
 
 
 class SequenceColumn(Local):
-    """The weight's rows are split, the input is a part of the sequence: it is gathered in FP8, before fprop and again
-    before wgrad, and its gradient is reduce-scattered."""
+    """The weight's rows are split and the input is a part of the sequence. The input is gathered in FP8 before fprop
+    and again before wgrad; its gradient is reduce-scattered."""
 
     group: Group
 
@@ -148,8 +148,8 @@ class SequenceColumn(Local):
 
 
 class SequenceRow(Local):
-    """The weight's columns are split: the output is reduce-scattered along the sequence, and its gradient gathered in
-    FP8. The gathered cast is bit for bit that of the gathered gradient, for half of BF16's bytes."""
+    """The weight's columns are split. The output is reduce-scattered along the sequence, and its gradient is gathered
+    in FP8, half of BF16's bytes. Casting before the gather gives the same bits as casting after it."""
 
     group: Group
 
@@ -175,5 +175,5 @@ class SequenceRow(Local):
         return not format.transpose_keeps_scale
 
 
-#: For layers that no other rank shares; without state.
+#: For layers that ranks do not share; stateless.
 LOCAL = Local()

@@ -1,7 +1,7 @@
 """The norm in front of attention and the QKV projection as one FP8 function.
 
-Query, key and value are views of one tensor. Backward casts their three gradients to FP8 where attention left them, as
-the one gradient of the projection.
+Query, key and value are views of one tensor. Backward reads their three gradients where attention wrote them and casts
+them to FP8 as one gradient of the projection.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def fp8_norm_qkv(
     """Query, key and value of norm(x) in FP8; the weight gradient goes to ``qkv.weight.main_grad`` (see `wgrad`).
 
     Args:
-        x: BF16 [s, b, h]; of `SequenceColumn` [s/tp, b, h].
+        x: BF16 [s, b, h]; with `SequenceColumn` [s/tp, b, h].
         qkv: weight [groups · sum of widths, h], interleaved by group.
         widths: columns of query, key and value in one group.
 
     Returns:
-        BF16 [s, b, groups, width] each, and x again for the residual branch: what comes back along it is added inside
-        the norm's backward.
+        Query, key and value, BF16 [s, b, groups, width] each, and x for the residual branch. The branch's gradient is
+        added inside the norm's backward.
     """
     return _FP8NormQKV.apply(
         x, norm.weight, norm.bias, qkv.weight, qkv.bias, norm, qkv, widths, torch.is_grad_enabled()

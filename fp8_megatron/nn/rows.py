@@ -1,4 +1,4 @@
-"""An operand [T, K] whose rows tensor-parallel ranks share: here already, or on their way in FP8."""
+"""An operand [T, K] whose rows tensor-parallel ranks share: local, or gathered in FP8."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ..quantization.operand import Format, Quantized
 
 
 class OperandRows(Protocol):
-    """All ranks' rows of an operand, for GEMMs that take them part by part as they arrive."""
+    """All ranks' rows of an operand. GEMMs take them part by part, as they arrive."""
 
     num_rows: int
 
     def parts(self) -> Iterable[tuple[slice, Quantized]]:
-        """Rows and their values, each once it is there (on CUDA the stream waits, not the host)."""
+        """Each part's rows and values, once it has arrived. On CUDA the stream waits, not the host."""
 
     def whole(self) -> Quantized:
-        """[T, K], all there."""
+        """The whole operand [T, K], once all parts have arrived."""
 
     def columns(self) -> Quantized:
-        """The transpose [K, T], all there."""
+        """The whole transpose [K, T], once all parts have arrived."""
 
 
 class LocalRows:
-    """All there already."""
+    """Rows that this rank already holds."""
 
     __slots__ = ("_whole", "num_rows")
 
@@ -48,18 +48,18 @@ class LocalRows:
 
 
 def gather_operand(part: Quantized, group: Group) -> OperandRows:
-    """Start to gather every rank's `part`, in rank order along the rows. What travels is FP8, and scales where parts
-    have their own.
+    """Start to gather every rank's `part`, in rank order along the rows. FP8 travels, with scales if each part has its
+    own.
 
-    Called by every rank of `group` with parts of one shape and one format. The values may lie in memory that is used
-    again: all of them are read before the next gather of the group starts.
+    Every rank of `group` calls this, with parts of one shape and one format. The gathered values may lie in reused
+    memory: read all of them before the group's next gather starts.
 
     Args:
-        part: [n, K], of a format with one scale, which the ranks share, in its rows; of another in the layouts that are
-            to be gathered.
+        part: [n, K]. In a format with one scale, the ranks share the scale and the part has its row layout. In other
+            formats the part has the layouts to gather.
 
     Raises:
-        ValueError: columns are wanted in blocks, and n is not a multiple of 128.
+        ValueError: columns in blocks are requested, and n is not a multiple of 128.
     """
     if part.format.has_one_scale:
         return _SharedScaleRows(gather_rows(part.payload, group), part)
@@ -67,7 +67,7 @@ def gather_operand(part: Quantized, group: Group) -> OperandRows:
 
 
 class _SharedScaleRows:
-    """Rows with one scale; their transpose is made when all are there."""
+    """Rows with one scale; the transpose is made once all rows have arrived."""
 
     __slots__ = ("_part", "_rows", "num_rows")
 
@@ -87,7 +87,7 @@ class _SharedScaleRows:
 
 
 class _PartsWithScales:
-    """Parts whose scales are their own: each rank's layouts and scales travel as one run of bytes."""
+    """Parts with their own scales: each rank's layouts and scales travel as one run of bytes."""
 
     def __init__(self, part: Quantized, group: Group) -> None:
         self._format: Format = part.format
@@ -136,5 +136,5 @@ class _PartsWithScales:
 
 
 def _joined(payloads: list[Tensor], dim: int) -> Tensor:
-    """FP8 parts side by side; as bytes, because not every device joins FP8."""
+    """FP8 parts side by side, joined as bytes because not every device can concatenate FP8."""
     return torch.cat([payload.view(torch.uint8) for payload in payloads], dim=dim).view(payloads[0].dtype)

@@ -1,8 +1,8 @@
-"""Delayed scaling: the amax history of every activation and output gradient of a rank, and the scales it gives.
+"""Delayed scaling: the amax histories of a rank's activations and output gradients, and the scales derived from them
+(FP8 Formats for Deep Learning, arXiv 2209.05433, section 5; FP8-LM, arXiv 2310.18313, section 2.1).
 
-One object per model chunk holds all slots in flat tensors, so that the end of a step costs one all-reduce and a few
-small kernels however many layers there are (FP8 Formats for Deep Learning, arXiv 2209.05433, section 5; FP8-LM,
-arXiv 2310.18313, section 2.1).
+One object per model chunk holds all slots in flat tensors. The end of a step therefore costs one all-reduce and a few
+small kernels, for any number of layers.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..device.group import Group
 from ..formats import MAX_FINITE
 from ..kernels import ops
 
-#: Written amaxes of a slot that one step keeps; of more micro-batches the last ones count.
+#: Written amaxes of a slot that one step keeps. With more micro-batches, the last ones count.
 _WRITTEN_AMAXES = 8
-#: FP32 values from one scale to the next: cuBLASLt wants 16 bytes.
+#: FP32 values from one scale to the next: cuBLASLt needs 16-byte alignment.
 _STRIDE = 4
 
 
 class AmaxHistory:
     """Amaxes of the last `length` steps for a set of slots, and each slot's current scale.
 
-    Slots are added while the model is built; `allocate` then makes the tensors. Within a step the amaxes of all
-    micro-batches (and of recomputed forwards, which therefore see the same scale) go into `amax`; `update` closes the
-    step. Before the first update `is_warm` is False and quantisers take current scaling.
+    Slots are added while the model is built; `allocate` then makes the tensors. Within a step, `amax` collects the
+    amaxes of all micro-batches and of recomputed forwards, so a recomputed forward sees the same scale. `update` closes
+    the step. Before the first update, `is_warm` is False and quantisers use current scaling.
     """
 
     def __init__(self, length: int, algo: Literal["max", "most_recent"], *, power_of_two: bool) -> None:
@@ -55,7 +55,7 @@ class AmaxHistory:
         """Reserve a slot for a tensor quantised to `dtype`; returns its index.
 
         Args:
-            headroom: how many times the amax seen the largest value of the format stands for.
+            headroom: the format's largest value represents this many times the amax seen.
         """
         assert self.amax is None, "slots are added before allocate()"
         self._largest.append(MAX_FINITE[dtype] / headroom)
@@ -82,23 +82,23 @@ class AmaxHistory:
         torch.maximum(recorded, amax, out=recorded)
 
     def written_amax_of(self, slot: int) -> Tensor:
-        """FP32 [1], for a GEMM that writes an amax where the others raise one; each call gives another place."""
+        """FP32 [1], where a GEMM writes an amax of `slot` instead of raising one; each call gives another place."""
         return next(self._written_amaxes[slot])
 
     def inverse_of(self, slot: int) -> Tensor:
-        """FP32 [1], 1 / `scale_of`, as well aligned."""
+        """FP32 [1], 1 / `scale_of`, with the same alignment."""
         return self._inverses[slot]
 
     def scale_of(self, slot: int) -> Tensor:
-        """FP32 [1], the scale of `slot` in this step; 16-byte aligned, as cuBLASLt wants it.
+        """FP32 [1], the scale of `slot` in this step, 16-byte aligned for cuBLASLt.
 
-        A later step has other memory, so that a late backward still reads what its forward took; unless addresses are
-        kept.
+        Each step has its scales in new memory, so a late backward still reads the scale of its forward. After
+        `keep_addresses` the memory stays the same.
         """
         return self._scales[slot]
 
     def keep_addresses(self) -> None:
-        """From now on every step has its scales in the same memory, for a recorded step; no backward may be late."""
+        """Keep the scales of all following steps in the same memory, for a recorded step. No backward may be late."""
         self._keeps_addresses = True
 
     def _take_scales(self, scales: Tensor, inverses: Tensor) -> None:
@@ -114,13 +114,13 @@ class AmaxHistory:
         """Close a step: MAX of the amaxes over `group`, push them into the history, take the new scales.
 
         Args:
-            group: the ranks that share these tensors or hold replicas of the layer: tensor × data parallel. Not the
-                pipeline, whose stages hold other layers.
+            group: the ranks that share these tensors or hold replicas of the layer: tensor × data parallel. It excludes
+                the pipeline, because its stages hold other layers.
         """
         if self.amax is None or not self._largest:
             return
         assert self.history is not None and self._fp_max is not None and self._written is not None
-        if group is not None and group.size() > 1:  # alone, the launch below puts the two kinds of amaxes together
+        if group is not None and group.size() > 1:  # on one rank, the launch below merges the two kinds of amaxes
             torch.maximum(self.amax, self._written[:, :, 0].amax(dim=1), out=self.amax)
             torch.distributed.all_reduce(self.amax, op=torch.distributed.ReduceOp.MAX, group=group)
         scales = ops.update_amax_history_(
@@ -148,7 +148,7 @@ class AmaxHistory:
         return {"history": self.history, "scale": self.scale.contiguous()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         if not state:
             return
         assert self.history is not None and self.scale is not None

@@ -1,4 +1,4 @@
-"""A gradient's cast that the function which makes the gradient makes too, for the layer whose backward takes it."""
+"""Early casts: the function that computes a gradient also casts it, for the layer whose backward takes it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .sources import CastGrad
 
 
 class EarlyCast:
-    """The cast of one gradient, from where it is made to the next backward of the layer that it is for.
+    """Carries the cast of one gradient from the function that makes it to the layer's next backward.
 
-    It is for that gradient alone: whatever else arrives (a sum with another branch's, a changed value) has none. The
-    gradient itself is not kept alive, or autograd would copy it where it may give it away.
+    The cast is valid for that gradient only. A different gradient (summed with another branch's, or changed in value)
+    has no early cast. The gradient itself is not kept alive, because autograd would then copy it instead of reusing it.
 
     Attributes:
-        quantizer: of the layer, which sets it where all of its output is what the maker of the gradient has read; None
-            where something comes between.
-        transposed: whether the layer wants both layouts.
+        quantizer: the layer's. The layer sets it if the maker of the gradient read the layer's whole output; None if
+            something comes between.
+        transposed: whether the layer takes both layouts.
     """
 
     __slots__ = ("_cast", "_of", "_version", "quantizer", "transposed")
@@ -31,20 +31,20 @@ class EarlyCast:
         self._version = 0
 
     def expect(self, quantizer: Quantizer, *, transposed: bool) -> None:
-        """The layer takes casts from now on."""
+        """Called by the layer: it takes early casts."""
         self.quantizer, self.transposed = quantizer, transposed
 
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
-        """The scale to cast with and where the amax is to be recorded, FP32 [1] each; None where nobody is to cast."""
+        """The scale to cast with and where to record the amax, FP32 [1] each; None if no early cast is to be made."""
         return None if self.quantizer is None else self.quantizer.known_scale()
 
     def put(self, grad: Tensor, cast: CastGrad) -> None:
-        """Keep `cast`, made of all of `grad`, for the next `take`."""
+        """Keep `cast`, made from the whole of `grad`, for the next `take`."""
         self._of, self._version = StorageWeakRef(grad.untyped_storage()), grad._version
         self._cast = cast
 
     def take(self, grad: Tensor) -> CastGrad | None:
-        """What was put in for `grad`; None if that is another tensor, or was written to since."""
+        """The cast that was put in for `grad`; None if that was another tensor or has been written to."""
         cast, of = self._cast, self._of
         self._cast = self._of = None
         if cast is None or of is None:

@@ -1,8 +1,8 @@
 """A matrix in FP8 as a GEMM takes it, and what its format allows.
 
-FP8 GEMMs multiply matrices whose rows lie along the sum: a [M, K] · b [N, K]ᵀ. A matrix that two GEMMs sum over
-different dimensions therefore comes in two layouts, [M, K] and its transpose [K, M]. Some formats make one of the
-other; blocks along the sum are cast for each (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+FP8 GEMMs multiply matrices whose rows lie along the sum: a [M, K] · b [N, K]ᵀ. If two GEMMs sum over different
+dimensions of a matrix, it needs two layouts: [M, K] and its transpose [K, M]. In some formats one layout is made from
+the other. Blocks along the sum are cast separately for each layout (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Granularity(Enum):
     """Which elements of a matrix [M, K] share a scale; scales are FP32 and dequantise."""
 
     TENSOR = "tensor"
-    """All of them: [1]."""
+    """All elements: [1]."""
     BLOCK = "1×128"
     """128 along K: [K / 128, M]."""
     TILE = "128×128"
@@ -38,17 +38,17 @@ class Format:
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether one scale stands for the whole matrix: ranks that hold parts of it agree on its amax."""
+        """Whether the whole matrix has one scale. Ranks that hold parts of the matrix then agree on its amax."""
         return self.granularity is Granularity.TENSOR
 
     @property
     def transpose_keeps_scale(self) -> bool:
-        """Whether the transpose has the same payload elements, so that it is made of what was cast."""
+        """Whether the transpose has the same payload elements, so that it can be made from the first layout."""
         return self.granularity is not Granularity.BLOCK
 
     @property
     def size_multiple(self) -> int:
-        """What sizes along a GEMM's sum are multiples of, on every rank: blocks then end where shards do."""
+        """Sizes along a GEMM's sum are multiples of this on every rank, so that no block crosses two ranks' parts."""
         return FP8_GEMM_MULTIPLE if self.granularity is Granularity.TENSOR else GEMM_BLOCK
 
     def __str__(self) -> str:
@@ -62,12 +62,12 @@ class Quantized:
     Attributes:
         payload: FP8 [M, K], or None. payload_t: FP8 [K, M], contiguous, or None.
         scale: FP32, of `payload`; its shape is `Granularity`'s.
-        scale_t: FP32, of `payload_t`, where one scale does not stand for the whole matrix.
+        scale_t: FP32, of `payload_t`; only in formats with more than one scale.
     """
 
     __slots__ = ("format", "payload", "payload_t", "scale", "scale_t")
 
-    # Both are Optional; typed as what a GEMM finds, because every caller asks for the layout that it takes.
+    # Both are Optional at run time. They are typed as Tensor, because callers only read the layout that they requested.
     payload: Tensor
     payload_t: Tensor
 
@@ -84,7 +84,7 @@ class Quantized:
 
     @property
     def t(self) -> Quantized:
-        """The transpose [K, M]; nothing is computed, so that its `payload` is there where `payload_t` is."""
+        """The transpose [K, M] without computing anything: its `payload` is this one's `payload_t`, perhaps None."""
         scale_t = self.scale_t
         if scale_t is None:
             return Quantized(self.payload_t, self.payload, self.scale, self.format)
@@ -92,21 +92,21 @@ class Quantized:
 
     @property
     def shared_scale(self) -> Tensor | None:
-        """The scale FP32 [1] that casts the same values to the same bits again; None where values give their scales."""
+        """The scale FP32 [1] that casts the same values to the same bits again; None if the values give the scales."""
         return self.scale if self.format.has_one_scale else None
 
     @property
     def has_transpose(self) -> bool:
-        """Whether `payload_t` is there."""
+        """Whether `payload_t` exists."""
         return self.payload_t is not None
 
     @property
     def rowwise(self) -> Quantized:
-        """Without the transpose."""
+        """The same matrix without its transpose."""
         return Quantized(self.payload, None, self.scale, self.format)
 
     def transposed(self) -> Quantized:
-        """The transpose [K, M] with its payload, which is made of this one's.
+        """The transpose [K, M] with its payload, which is made from this one's.
 
         Raises:
             ValueError: the transpose has scales of its own.
@@ -129,7 +129,7 @@ class Quantized:
 
 
 def quantize(x: Tensor, format: Format, *, rowwise: bool = True, transposed: bool = False) -> Quantized:
-    """`x` [M, K], any float dtype, cast with scales from its own values, in the layouts asked for."""
+    """Cast `x` [M, K], any float dtype, with scales from its own values, in the requested layouts."""
     kind, dtype, power_of_two = format.granularity, format.dtype, format.power_of_two
     scale_t: Tensor | None = None
     if kind is Granularity.TENSOR:
@@ -148,7 +148,7 @@ def quantize(x: Tensor, format: Format, *, rowwise: bool = True, transposed: boo
 
 
 def with_one_scale(payload: Tensor, scale: Tensor, format: Format) -> Quantized:
-    """FP8 `payload` [N, K] with one scale FP32 [1] as a matrix of `format`: every tile has that scale, exactly."""
+    """FP8 `payload` [N, K] with one scale FP32 [1] as a matrix of `format`. Exact: every tile has that scale."""
     if format.has_one_scale:
         return Quantized(payload, None, scale, format)
     assert format.granularity is Granularity.TILE, f"one scale is not blocks' ({format})"
@@ -174,7 +174,7 @@ def multiply_into_(
             out, a.payload, b.payload, a.scale, b.scale, bias=bias, use_fast_accum=use_fast_accum, addend=addend
         )
         return
-    # cuBLASLt has no fast accumulation with block scales: it promotes each block's sum to FP32 anyway.
+    # cuBLASLt has no fast accumulation with block scales: it promotes each block's sum to FP32.
     ops.block_scaled_mm_into_(out, a.payload, b.payload, a.scale, b.scale, bias=bias, addend=addend)
 
 

@@ -1,7 +1,7 @@
-"""What a linear layer's three GEMMs take in FP8: the format of each role, and where its scale comes from.
+"""The FP8 operands of a linear layer's three GEMMs: the format of each role, and the source of its scale.
 
-fprop: y = x·Wᵀ; dgrad: grad_input = g·W; wgrad: grad_weight = gᵀ·x, with x and W in E4M3 and, under one scale a
-tensor, g in E5M2 (arXiv 2209.05433; FP8-LM, arXiv 2310.18313, section 2).
+fprop: y = x·Wᵀ; dgrad: grad_input = g·W; wgrad: grad_weight = gᵀ·x. x and W are E4M3. With one scale per tensor, g is
+E5M2 (arXiv 2209.05433; FP8-LM, arXiv 2310.18313, section 2).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .operand import Format, Granularity
 from .sources import Cast, Source
 from .weight_grad import DelayedGradScale
 
-#: What a weight gradient may grow by over the amaxes of the last steps before it saturates.
+#: A weight gradient may exceed the amaxes of the last steps by this factor before it saturates.
 WEIGHT_GRAD_HEADROOM = 4.0
 
-#: Raises an amax FP32 [1] to its maximum over the ranks that will share the scale, in place.
+#: Raises an amax FP32 [1], in place, to its maximum over the ranks that will share the scale.
 AmaxSync = Callable[[Tensor], None]
 
 RecipeName = Literal["tensorwise", "delayed", "blockwise"]
@@ -42,9 +42,9 @@ class Roles(NamedTuple):
 def roles_of(name: RecipeName, power_of_two: bool) -> Roles:
     """The formats of a recipe.
 
-    ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437, section 3.3): 128 elements along the sum share a scale, of a
-    weight 128×128, and all roles are E4M3. `power_of_two` rounds the scales of all that is cast in blocks; else those
-    of activations and their gradients.
+    ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437, section 3.3): 128 elements along the sum share a scale, in a
+    weight 128×128 elements, and all roles are E4M3. `power_of_two` rounds scales up to powers of two. Under
+    ``blockwise`` this applies to all scales of blocks and tiles; otherwise to those of activations and their gradients.
     """
     if name == "blockwise":
         blocks = Format(E4M3, Granularity.BLOCK, power_of_two)
@@ -60,7 +60,7 @@ def roles_of(name: RecipeName, power_of_two: bool) -> Roles:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Casts one role of one layer; with a history its scale is delayed, else it comes from the values."""
+    """Casts one role of one layer. With a history the scale is delayed; otherwise it comes from the values."""
 
     format: Format
     history: AmaxHistory | None = None
@@ -70,8 +70,8 @@ class Quantizer:
         """Cast `source`.
 
         Args:
-            sync: shares the amax over a tensor-parallel group whose ranks hold parts of one tensor. Delayed scales
-                are shared already, because the history is reduced over that group; blocks share none.
+            sync: shares the amax over a tensor-parallel group whose ranks hold parts of one tensor. Not used for
+                delayed scales (the history is reduced over that group) and for blocks (ranks share no scales).
         """
         history, format = self.history, self.format
         known = self.known_scale()
@@ -88,7 +88,7 @@ class Quantizer:
         return source.quantize(format, ops.scale_from_amax(amax, format.dtype, power_of_two=format.power_of_two))
 
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
-        """The delayed scale and where the amax is to be recorded, FP32 [1] each; None where the values come first."""
+        """The delayed scale and where to record the amax, FP32 [1] each; None if the scale comes from the values."""
         if self.history is None or not self.history.is_warm:
             return None
         return self.history.scale_of(self.slot), self.history.amax_of(self.slot)
@@ -99,7 +99,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class LinearQuantizers:
-    """What one linear layer casts, by GEMM role; without `weight_grad` whoever stores its gradient casts it."""
+    """A linear layer's quantisers, by GEMM role. If `weight_grad` is None, the gradient's storage casts it."""
 
     input: Quantizer
     weight: Format
@@ -113,7 +113,7 @@ class LinearQuantizers:
 
 @dataclass(frozen=True)
 class HeadQuantizers:
-    """What the LM head casts, by GEMM role; the upstream gradient gives the scale of `grad_output`."""
+    """The LM head's casts, by GEMM role. The scale of `grad_output` follows from the upstream gradient."""
 
     input: Quantizer
     weight: Format
@@ -127,7 +127,7 @@ class HeadQuantizers:
 class Recipe:
     """Formats and scaling of the GEMMs' operands, shared by all layers of a model chunk.
 
-    `history` is None unless scaling is delayed. `delays_weight_grads`: weight gradients have a delayed scale each, too.
+    `history` is None unless scaling is delayed. `delays_weight_grads`: each weight gradient has a delayed scale too.
     """
 
     name: RecipeName
@@ -142,19 +142,19 @@ class Recipe:
 
     @property
     def size_multiple(self) -> int:
-        """What both sizes of a weight, and a micro-batch's tokens, are multiples of."""
+        """Both sizes of a weight, and the tokens of a micro-batch, are multiples of this."""
         return self.roles.input.size_multiple
 
     def linear_quantizers(self) -> LinearQuantizers:
-        """Quantisers of a new layer; under delayed scaling they take two or three slots of the history."""
+        """Quantisers of a new layer. Under delayed scaling they take two or three slots of the history."""
         roles = self.roles
         return LinearQuantizers(
             self.quantizer(roles.input), roles.weight, self.quantizer(roles.grad_output), self._weight_grad_scale()
         )
 
     def head_quantizers(self) -> HeadQuantizers:
-        """Quantisers of an LM head, one scale a tensor under every recipe: the kernel that casts the gradient of the
-        logits writes one. Under delayed scaling they take one slot of the history."""
+        """Quantisers of an LM head. They use one scale per tensor under every recipe, because the kernel that casts the
+        logits' gradient writes one. Under delayed scaling they take one slot of the history."""
         roles = roles_of("tensorwise", self.power_of_two)
         return HeadQuantizers(self.quantizer(roles.input), roles.weight, roles.grad_output)
 
@@ -165,7 +165,7 @@ class Recipe:
         return DelayedGradScale(self.history, slot)
 
     def quantizer(self, format: Format) -> Quantizer:
-        """A new quantiser; under delayed scaling it takes a slot of the history."""
+        """A new quantiser. Under delayed scaling it takes a slot of the history."""
         if self.history is None:
             return Quantizer(format)
         return Quantizer(format, self.history, self.history.add_slot(format.dtype))

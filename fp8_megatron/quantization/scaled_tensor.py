@@ -1,9 +1,10 @@
-"""ScaledTensor: a weight that is stored as a low-precision payload and FP32 scales, and nothing else.
+"""ScaledTensor: a weight that is stored only as a low-precision payload and FP32 scales.
 
-A real ``torch.Tensor`` wrapper subclass: it can be an ``nn.Parameter`` with ``requires_grad=True``, passes through
-megatron-core's attribute tagging and ``state_dict``, and advertises BF16, so that ``.bfloat16()``, ``Float16Module``
-and other casts leave the payload alone. There is no hidden high-precision copy. Arithmetic on it raises: a layer asks
-for the FP8 operand of its GEMM (`gemm_operand`), everything else says `dequantize` and sees what it pays.
+It is a ``torch.Tensor`` wrapper subclass. It can be an ``nn.Parameter`` with ``requires_grad=True``, and it passes
+through megatron-core's attribute tagging and ``state_dict``. It advertises BF16, so that ``.bfloat16()``,
+``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy. Arithmetic on it
+raises an error: layers call `gemm_operand` for the FP8 operand of a GEMM, and other code calls `dequantize`, which
+makes the cost of the copy visible.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class ScaledTensor(torch.Tensor):
     """x ≈ payload · scale.
 
     Args:
-        payload: E4M3 or FP16 (under --params-dtype any 16- or 32-bit dtype), of the tensor's shape, contiguous.
-        scale: FP32, [1] for the whole tensor (1 where it is stored unscaled), or [numel / block] for runs of the
-            flattened tensor (FP16).
+        payload: E4M3 or FP16 (with --params-dtype any 16- or 32-bit dtype), of the tensor's shape, contiguous.
+        scale: FP32, [1] for the whole tensor (its value is 1 if the tensor is unscaled), or [numel / block] for blocks
+            of the flattened tensor (FP16).
         dtype: the dtype it advertises.
     """
 
@@ -69,7 +70,7 @@ class ScaledTensor(torch.Tensor):
         self._scale = scale
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """payload · scale as a plain tensor: a new copy in high precision."""
+        """payload · scale as a plain tensor; a new high-precision copy."""
         if self._scale.numel() == 1:
             return ops.decode(self._payload, self._scale).to(dtype)
         return ops.dequantize_blockwise(self._payload.view(-1), self._scale).view(self.shape).to(dtype)
@@ -77,8 +78,8 @@ class ScaledTensor(torch.Tensor):
     def gemm_operand(self, format: Format) -> Quantized:
         """The weight [N, K] in `format`, for an FP8 GEMM.
 
-        FP8 weights are it: their one scale is every tile's too. Others (FP16 at levels O1, O2) are cast to it here, at
-        each use, and not kept.
+        An FP8 weight is used as it is: in a format with tiles, every tile has its one scale. Other weights (FP16 at
+        levels O1 and O2) are cast here at each use; the cast is not kept.
         """
         if self._payload.dtype in FP8_DTYPES:
             return with_one_scale(self._payload, self._scale, format)
@@ -129,7 +130,7 @@ class ScaledTensor(torch.Tensor):
                 destination._assign(source)
                 return destination
             return destination.copy_(source.dequantize())
-        # Lists of tensors come first in some (cat).
+        # The first argument of some functions (cat) is a list of tensors.
         scaled = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ScaledTensor))
         raise NotImplementedError(
             f"{func} is not defined on a ScaledTensor of shape {tuple(scaled.shape)}: call .dequantize() for values or "

@@ -1,8 +1,8 @@
-"""What can be cast: a tensor, or a computation whose result becomes FP8 without being written in 16 bits first.
+"""Sources of a cast: a tensor, or a computation whose result becomes FP8 without being written in 16 bits first.
 
 A `recipe.Quantizer` decides where the scale comes from and asks its source for the cast. The kernels that compute and
-cast in one pass write one scale for the whole tensor. For other formats the computation runs in 16 bits (`unfused`)
-and is then cast.
+cast in one pass write one scale for the whole tensor. For other formats the computation runs in 16 bits (`unfused`) and
+its result is then cast.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Cast = TypeVar("Cast", covariant=True)
 
 
 class Source(Protocol[Cast]):
-    """Gives its amax, and itself in FP8."""
+    """Computes its amax and casts itself to FP8."""
 
     def amax(self) -> Tensor:
         """FP32 [1], without writing the values."""
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Cast:
-        """Cast with `scale` FP32 [1], or with scales from the values when it is None.
+        """Cast with `scale` FP32 [1], or with scales from the values if it is None.
 
         Args:
-            amax_out: FP32 [1], raised to the amax of the values; with a scale alone.
+            amax_out: FP32 [1], raised to the amax of the values; only with a given scale.
         """
 
 
@@ -42,8 +42,8 @@ class CastGrad(NamedTuple):
 
 
 class NormStatistics(NamedTuple):
-    """What casts a norm's output again from its input: mean (empty under RMSNorm), rstd FP32 [T], and the scale that
-    the cast had, FP32 [1], or None where the values give it."""
+    """What is needed to cast a norm's output again from its input: mean (empty under RMSNorm) and rstd, FP32 [T], and
+    the scale of the first cast, FP32 [1], or None if the values give it."""
 
     mean: Tensor
     rstd: Tensor
@@ -51,15 +51,15 @@ class NormStatistics(NamedTuple):
 
 
 class CastNorm(NamedTuple):
-    """A norm's output [T, K] in FP8, and what casts it again."""
+    """A norm's output [T, K] in FP8, and the statistics to cast it again."""
 
     operand: Quantized
     statistics: NormStatistics
 
 
 class CastActivationGrad(NamedTuple):
-    """The gradient of an activation's input [T, Z] in both layouts, the activation again (its transpose [F, T] alone)
-    and, for a bias, column sums FP32 [Z]."""
+    """The gradient of an activation's input [T, Z] in both layouts, the activation's transpose [F, T] and, for a bias,
+    column sums FP32 [Z]."""
 
     operand: Quantized
     activation: Quantized
@@ -68,7 +68,7 @@ class CastActivationGrad(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSource:
-    """`x` [M, K] as it is, in the layouts asked for."""
+    """A tensor `x` [M, K], cast in the requested layouts."""
 
     x: Tensor
     rowwise: bool = True
@@ -88,7 +88,7 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class GradSource:
-    """An output gradient `g` [M, K], in both layouts or with `transposed` off in its own; `column_sums` for a bias."""
+    """An output gradient `g` [M, K], in both layouts, or in its own without `transposed`. `column_sums`: for a bias."""
 
     g: Tensor
     column_sums: bool = False
@@ -125,7 +125,7 @@ class GradSource:
 
 @dataclass(frozen=True)
 class QKVGradSource:
-    """Gradients of query [s, b, groups, heads a group · d], key and value [s, b, groups, d], of any strides."""
+    """Gradients of query [s, b, groups, heads per group · d], key and value [s, b, groups, d], with any strides."""
 
     grads: list[Tensor]
     column_sums: bool = False
@@ -182,7 +182,7 @@ class NormSource:
         return CastNorm(Quantized(payload, None, used, format), NormStatistics(mean, rstd, used))
 
     def again(self, statistics: NormStatistics, format: Format, *, transposed: bool) -> Quantized:
-        """The same cast once more, bit for bit: its rows [T, K] or, `transposed`, its columns [K, T] alone."""
+        """Repeat the cast bit for bit: only the rows [T, K], or with `transposed` only the columns [K, T]."""
         mean, rstd, scale = statistics
         if scale is None:
             value = unfused.norm_of_statistics(self.x, self.weight, self.bias, mean, rstd)
@@ -216,8 +216,8 @@ class ActivationSource:
 class ActivationGradSource:
     """The gradient of `z`, from the gradient [T, F] of its activation.
 
-    The activation is cast again, for the weight gradient: in `activation_format`, with the scale that it had FP32 [1],
-    or None where the values give it.
+    The activation is cast again for the weight gradient, in `activation_format`. Its scale is that of the first cast,
+    FP32 [1], or None if the values give it.
     """
 
     grad: Tensor

@@ -1,4 +1,4 @@
-"""How good a low-precision value is."""
+"""The accuracy of low-precision values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def snr_db(value: Tensor, reference_value: Tensor) -> float:
-    """10·log10(Σ ref² / Σ (value − ref)²) in FP64; inf where they are equal, −inf or NaN never pass a lower bound."""
+    """10·log10(Σ ref² / Σ (value − ref)²) in FP64; inf if both are equal. −inf and NaN never pass a lower bound."""
     expected = reference_value.detach().double()
     noise = (value.detach().double() - expected).square().sum().item()
     signal = expected.square().sum().item()

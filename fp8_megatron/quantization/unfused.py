@@ -1,7 +1,7 @@
-"""Norms and activations in 16 bits, for formats that no kernel computes and casts in one pass.
+"""Norms and activations in 16 bits, for formats without a kernel that computes and casts in one pass.
 
-All arithmetic is FP32 and rounded once, to the input's dtype. Backward's cast again takes the same operations on the
-same numbers, so that it gives the same bits.
+All arithmetic is FP32 and rounded once, to the input's dtype. Backward repeats the same operations on the same numbers,
+so its second cast gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: boo
 
 
 def norm_of_statistics(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> Tensor:
-    """`norm` of `x` once more, from its statistics."""
+    """Recompute `norm` of `x` from its statistics."""
     wide = x.float()
     centred = wide if mean.numel() == 0 else wide - mean[:, None]
     return _normed(centred, weight, bias, rstd).to(x.dtype)

@@ -1,7 +1,7 @@
-"""A weight's gradient as the operands of its GEMM: who stores it says whether it comes in 16 bits or in FP8.
+"""A weight's gradient as the operands of its GEMM. Its storage decides whether it is computed in 16 bits or in FP8.
 
-With a delayed scale the GEMM itself writes FP8, straight into a send buffer: the gradient never exists in 16 bits, and
-no kernel casts it (FP8-LM, arXiv 2310.18313, section 2.1, scales by tensor too, with an amax of its own).
+With a delayed scale the GEMM itself writes FP8 into a send buffer: the gradient never exists in 16 bits, and no kernel
+casts it. (FP8-LM, arXiv 2310.18313, section 2.1, also has one scale per tensor, from the gradient's own amax.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .operand import Quantized, multiply
 
 
 class DelayedGradScale(NamedTuple):
-    """The slot of the amax history that gives a weight gradient's scale, known after the first step of a run."""
+    """The amax-history slot that gives a weight gradient's scale. The scale is known after a run's first step."""
 
     history: AmaxHistory
     slot: int
@@ -26,12 +26,12 @@ class DelayedGradScale(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightGrad:
-    """grad_weight [N, K] = gᵀ·x of one micro-batch, not computed yet; compute it once.
+    """grad_weight [N, K] = gᵀ·x of one micro-batch, computed on demand. Compute it only once.
 
     Attributes:
         g_t: the output gradient's transpose [N, T]. x_t: the input's [K, T].
-        dtype: what `wide` gives.
-        scale: None: FP8 takes the gradient from `wide`, with a scale for each block.
+        dtype: the dtype of `wide`.
+        scale: the delayed scale. If it is None, an FP8 gradient is cast from `wide`, with a scale for each block.
     """
 
     g_t: Quantized
@@ -53,11 +53,11 @@ class WeightGrad:
 
     @property
     def writes_fp8(self) -> bool:
-        """Whether `write_fp8_` can be had."""
+        """Whether `write_fp8_` is available."""
         return self.scale is not None and self.scale.history.is_warm
 
     def write_fp8_(self, payload: Tensor, scales: Tensor) -> None:
-        """Write the gradient to flat E4M3 `payload` [≥ N·K], the rest zero, and its scale to all of `scales`."""
+        """Write the gradient to flat E4M3 `payload` [≥ N·K], zeros behind it, and its scale to all of `scales`."""
         assert self.scale is not None and self.g_t.format.has_one_scale, (self.scale, self.g_t.format)
         history, slot = self.scale
         numel = self.shape.numel()

@@ -3,8 +3,8 @@
 ``gelu``: z · σ(2u), u = √(2/π) · (z + 0.044715 z³), the tanh form of GELU (arXiv 1606.08415), as in GPT-2.
 ``swiglu``: z holds gate and up side by side; SiLU(gate) · up (arXiv 2002.05202).
 
-Everything up to the cast is FP32; neither the activation nor the gradient of z is written in 16 bits. Backward keeps z
-only: the activation is quantised again, with the scale of the forward, where the weight gradient wants it.
+Everything up to the cast is FP32; neither the activation nor the gradient of z is written in 16 bits. Only z is kept
+for backward. The weight gradient quantises the activation again, with the scale of the forward.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def activation_backward_quantize(
     activation_scale: Tensor,
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradient of z in FP8, in both layouts, and the activation again in FP8, transposed: all from one read.
+    """From one read: the gradient of z in FP8 in both layouts, and the transposed activation in FP8.
 
     Args:
         grad: gradient of the activation, [T, F].
-        scale, power_of_two, amax_out: of the gradient of z, as in `activation_quantize`.
+        scale, power_of_two, amax_out: for the gradient of z, as in `activation_quantize`.
         activation_scale: the scale that quantised the activation in the forward.
         column_sums: also sum the gradient of z over the tokens (a bias's gradient).
 

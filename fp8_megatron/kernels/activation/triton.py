@@ -1,8 +1,8 @@
 """GELU and SwiGLU fused with their casts to FP8, and their backward, in Triton: the operators of `activation`.
 
-Bytes an element of the activation, in 16 bits, GELU / SwiGLU: forward 3 / 5; backward 4 + 3 / 6 + 5. Under current
-scaling the inputs are read once more for the amax. σ is computed with the GPU's fast exponential (2 ulp): payloads
-differ from the specification's where a value falls beside a rounding boundary.
+Bytes per element of a 16-bit activation, GELU / SwiGLU: forward 3 / 5; backward 4 + 3 / 6 + 5. Under current scaling
+the inputs are read once more for the amax. σ is computed with the GPU's fast exponential (2 ulp), so payloads can
+differ from the specification's at rounding boundaries.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -41,7 +41,7 @@ _COLUMNS = 1024
 # GELU's forward: elements of a tile, tiles of a program, tiles loaded ahead.
 _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES = 2048, 8, 3
 # Backward: rows and warps of a tile, tiles of a program one below the other, tiles loaded ahead. Column sums cross
-# threads once a program; where the tiles of a program were not loaded ahead, one tile of half the size was faster.
+# threads once per program. Without loading ahead, one tile of half the size was faster.
 _TILE_K = 64
 _GELU_BACKWARD = (64, 4, 4, 2)
 _SWIGLU_BACKWARD, _SWIGLU_BACKWARD_SUMMED = (64, 4, 1, 1), (32, 2, 1, 1)
@@ -66,7 +66,7 @@ def _load_inputs(z, rows, columns, mask, F, GATED: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + e⁻ˣ) in two special-function instructions: the backward kernel has few to spare."""
+    """1 / (1 + e⁻ˣ) in two special-function instructions. The backward kernel has few to spare."""
     denominator = 1.0 + tl.exp2(-_LOG2_E * x)
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
@@ -146,7 +146,7 @@ def _gelu_quantize(
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD_AMAX: tl.constexpr,
     EVEN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """Over the elements in one row: no column means more than another."""
+    """Treats the elements as one row, because columns do not matter."""
     offsets = tl.max_contiguous(tl.arange(0, TILE), 8)
     start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (TILE * TILES)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
@@ -173,9 +173,10 @@ def _grad_rows(
     FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, RECORD_AMAX: tl.constexpr, SUM_COLUMNS: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr, activation_dtype: tl.constexpr,
 ):  # fmt: skip
-    """One in four rows of a tile: (activation, gradient by first, by second) in FP8, amax and column sums moved on.
+    """Every fourth row of a tile: (activation, gradient by first, by second) in FP8, and the updated amax and column
+    sums.
 
-    Writes the gradients' payload. Amax and sums are taken here so that no FP32 value lives on.
+    Writes the gradients' payload. Amax and sums are taken here so that no FP32 values stay in registers.
     """
     first = load_inside(z + z_offsets, mask, EVEN).to(tl.float32)
     second = first
@@ -211,7 +212,7 @@ def _activation_backward_tiles(
     RECORD_AMAX: tl.constexpr, SUM_COLUMNS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """`TILES` tiles, one below the other. Offsets in them are of 32 bits."""
+    """`TILES` tiles, one below the other, with 32-bit offsets inside."""
     k0 = tl.program_id(0) * TILE_K
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # from the end: what the amax pass read last is still in L2
     first_row = block * (TILES * TILE_M)
@@ -334,11 +335,11 @@ def activation_backward_quantize(
     activation_scale: Tensor,
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`reference.activation_backward_quantize`: one launch (two under current scaling), and one that adds the tiles'
-    column sums up.
+    """`reference.activation_backward_quantize`: one launch (two under current scaling), and one that adds up the tiles'
+    column sums.
 
     Raises:
-        ValueError: a number of rows that is not a multiple of 4, or of columns that is not one of 16.
+        ValueError: the number of rows is not a multiple of 4, or of columns not a multiple of 16.
     """
     grad, z = grad.contiguous(), z.contiguous()
     (T, Z), F = z.shape, grad.shape[1]

@@ -1,7 +1,7 @@
 """`reference.adamw_step_` in Triton, bit for bit, for moments that are companded.
 
-A code is chosen by comparing what rounding left, so the arithmetic is the reference's, operation by operation, without
-contraction. Its more than 200 instructions an element, not the 9 bytes, are the time.
+A code is chosen by comparing rounding remainders, so the arithmetic repeats the reference's, operation by operation,
+without contraction. The time goes to its more than 200 instructions per element, not to the 9 bytes.
 """
 
 # The parameters of a Triton kernel have no Python types.

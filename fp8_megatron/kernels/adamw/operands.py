@@ -12,7 +12,7 @@ class FlatState(NamedTuple):
 
     Attributes:
         payload: [n], in any storage dtype.
-        scales: FP32 [n / block], the block scales; None for a dtype without.
+        scales: FP32 [n / block], the block scales; None for a dtype without scales.
     """
 
     payload: Tensor
@@ -20,7 +20,8 @@ class FlatState(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """What a step of Adam reads and moves, flat [n] each, in its own storage dtype. The gradient is only read."""
+    """The state that a step of Adam reads and updates, flat [n] each, in its own storage dtype. The gradient is only
+    read."""
 
     grad: FlatState
     exp_avg: FlatState
@@ -33,8 +34,8 @@ class SplitAdamState(NamedTuple):
 
     Attributes:
         weight: flat E4M3 [n]. correction: flat int8 [n].
-        weight_scales: FP32 [num_tensors], what `weight` is stored with; becomes `new_weight_scales`.
-        new_weight_scales: FP32 [num_tensors], what the step writes `weight` with; only read.
+        weight_scales: FP32 [num_tensors], the scales of the stored `weight`; overwritten with `new_weight_scales`.
+        new_weight_scales: FP32 [num_tensors], the scales that the step writes `weight` with; only read.
         chunk_tensor: int32 [n / chunk], the tensor of each chunk.
     """
 
@@ -52,7 +53,7 @@ class AdamHyper(NamedTuple):
     """The numbers of a step.
 
     Attributes:
-        decoupled: weight decay apart from the gradient (AdamW), else as the L2 term in it (Adam).
+        decoupled: weight decay is separate from the gradient (AdamW); otherwise it is the gradient's L2 term (Adam).
     """
 
     lr: float

@@ -28,15 +28,15 @@ def adamw_step_(
     weight: Tensor | None,
     chunk_amax: Tensor | None,
 ) -> None:
-    """One Adam(W) step over flat storage, computed in FP32, every operand in its own storage dtype, in place.
+    """One Adam(W) step over flat storage, in place. It is computed in FP32; each operand has its own storage dtype.
 
-    AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2; `AdamHyper.decoupled`) or Adam with the L2 term in the
+    AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2; `AdamHyper.decoupled`), or Adam with the L2 term in the
     gradient, which enters both moments. The update uses the moments before they are rounded to storage. Moments in int8
     and uint8 are rounded stochastically, by a hash of (element of this flat storage, `step`).
 
     Args:
-        grad_factor: FP32 [1], multiplies the gradient (clipping, averaging). Where it is not finite, nothing is
-            written: the step is skipped on the device, with no host synchronisation.
+        grad_factor: FP32 [1], multiplies the gradient (clipping, averaging). If it is not finite, nothing is written:
+            the step is skipped on the device, without host synchronisation.
         step: FP32 [1], the number of this step counted from 1 over steps that were not skipped.
         weight: flat [n] 16- or 32-bit copy that receives the new value as the master stores it, or None (FP8 weights
             are derived afterwards with `chunk_amax`; with no separate master, the master is the weight).
@@ -60,7 +60,7 @@ def adamw_step_(
 def adam_update_(
     g: Tensor, p: Tensor, exp_avg: FlatState, exp_avg_sq: FlatState, step: Tensor, hyper: AdamHyper
 ) -> Tensor:
-    """The new FP32 parameters [n] from the scaled gradient `g` and the old ones `p`; moments move in place."""
+    """The new FP32 parameters [n] from the scaled gradient `g` and the old ones `p`; moments are updated in place."""
     lr, beta1, beta2, eps, weight_decay, decoupled = hyper
     if decoupled:
         p = p * (1.0 - lr * weight_decay)
@@ -83,9 +83,9 @@ def _store_moment_(value: Tensor, moment: FlatState, step: Tensor, stream: int) 
 
 
 def update_where_finite(factor: Tensor, written: Sequence[Tensor | None], update: Callable[[], None]) -> None:
-    """Run `update`, which writes the tensors `written`; where `factor` [1] is not finite they stay as they were.
+    """Run `update`, which writes the tensors `written`. If `factor` [1] is not finite, they keep their values.
 
-    On a GPU nothing waits: the update runs in any case and is taken back there (one copy of `written`).
+    On a GPU the host does not wait: the update always runs, and the GPU undoes it (from one copy of `written`).
     """
     if factor.device.type == "cpu":
         if bool(torch.isfinite(factor)):

@@ -1,13 +1,15 @@
-"""The split master, in plain PyTorch: a master weight that is the FP8 weight and one byte of correction.
+"""The split master, in plain PyTorch: a master weight stored as the FP8 weight and one byte of correction.
 
-The master is a float of 16 bits, E4M11: E4M3 with eight more bits of mantissa. Numbers of a float format are counted by
-their bits, so the master's magnitude as an integer, 256 · k + c with c in [-128, 127], splits into the bits k of the
-nearest E4M3 number, which is the weight that the model computes with, and a correction c of one byte. (FlashOptim,
-arXiv 2602.23349, section 3.1, splits masters so under BF16 weights.) One bit finer than FP16, two bytes in all.
+The master is a 16-bit float, E4M11: E4M3 with eight more bits of mantissa. The bits of a float format count its
+numbers. The master's magnitude as an integer is therefore 256 · k + c with c in [-128, 127]. k are the bits of the
+nearest E4M3 number, which is the weight that the model computes with; c is a correction of one byte. (FlashOptim,
+arXiv 2602.23349, section 3.1, splits masters in this way under BF16 weights.) The master takes two bytes in all and is
+one bit finer than FP16.
 
-The weight has one scale per tensor, which must be known before a step writes and cannot be taken from what it writes
-without a second pass. So it is foretold: Adam's update is bounded, and `next_weight_scales` adds the bound to the amax
-of the step before. Scales are powers of two, so that a new scale moves no value (but below E4M3's normal range).
+The weight has one scale per tensor. The scale must be known before a step writes, and taking it from the written values
+would need a second pass. It is therefore predicted: Adam's update is bounded, and `next_weight_scales` adds the bound
+to the amax of the previous step. Scales are powers of two, so a new scale changes no value, except below E4M3's normal
+range.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .operands import AdamHyper, SplitAdamState
 from .reference import adam_update_, update_where_finite
 
 _MANTISSA_BITS, _BIAS = 11, 7
-#: How far past the bound of Adam's update with exact moments the foretold scale reaches: moments in 8 bits are rounded.
+#: Factor on the bound of Adam's update for exact moments, because moments in 8 bits are rounded.
 _UPDATE_MARGIN = 4.0
 
 
@@ -34,7 +36,7 @@ def split_master(value: Tensor, scale: Tensor, noise: Tensor | None = None) -> t
     """FP32 `value` → E4M3 payload and int8 correction.
 
     `value` / `scale` is rounded to E4M11, by at most 2⁻¹² of its power of two (2⁻¹⁸ below 2⁻⁶), or twice that with
-    noise. The payload is the E4M3 number nearest to the result; of two as near, the larger magnitude.
+    noise. The payload is the E4M3 number nearest to the result; a tie goes to the larger magnitude.
 
     Args:
         scale: FP32, broadcasts; magnitudes beyond 448 · scale saturate. A `value` that is not finite gives NaN.
@@ -43,7 +45,7 @@ def split_master(value: Tensor, scale: Tensor, noise: Tensor | None = None) -> t
     magnitude = (value.float() * scale.reciprocal()).abs()
     is_nan = ~torch.isfinite(value) | magnitude.isnan()
     magnitude = magnitude.nan_to_num(nan=0.0).clamp_(max=MAX_FINITE[E4M3])
-    # The exponent field of E4M11, at least 1: below it numbers keep the distance they have there.
+    # The exponent field of E4M11, at least 1: below it, numbers have the same spacing as at 1.
     exponent = ((magnitude.view(torch.int32) >> 23) - (127 - _BIAS)).clamp_(min=1)
     count = magnitude * _power_of_two(_BIAS + _MANTISSA_BITS - exponent)
     count = count.round() if noise is None else count.floor() + (noise < count.frac())
@@ -55,7 +57,7 @@ def split_master(value: Tensor, scale: Tensor, noise: Tensor | None = None) -> t
 
 
 def join_master(payload: Tensor, correction: Tensor, scale: Tensor) -> Tensor:
-    """FP32 master weights of what `split_master` gave; exact where `scale` is a power of two."""
+    """FP32 master weights from the result of `split_master`; exact if `scale` is a power of two."""
     code = payload.view(torch.uint8).int()
     bits = ((code & 0x7F) << 8) + correction.int()
     exponent = bits >> _MANTISSA_BITS
@@ -77,12 +79,12 @@ def next_weight_scales(
 
     With β₁² < β₂ the update of Adam is at most ``lr · (1-β₁) / √((1-β₂)(1-β₁²/β₂))`` (Cauchy-Schwarz on the two sums
     over past gradients), 1.17 lr at (0.9, 0.95), 7.3 lr at (0.9, 0.999); weight decay only shrinks. Four times that is
-    added to the amax. Too large a scale costs nothing but range at the bottom: the numbers float.
+    added to the amax. A scale that is too large only costs range at the bottom, because the numbers are floats.
 
     Args:
-        amax: FP32 [num_tensors], largest magnitudes of the master now.
-        lr: of the coming step. With L2 decay in the gradient (Adam) the bound holds as well.
-        previous: FP32 [num_tensors], kept where `amax` is not finite; None gives NaN there.
+        amax: FP32 [num_tensors], largest magnitudes of the current master.
+        lr: the next step's. With L2 decay in the gradient (Adam) the bound also holds.
+        previous: FP32 [num_tensors], kept if `amax` is not finite; None gives NaN there.
     """
     if beta1 > 0.0 and beta1 * beta1 >= beta2:
         raise ValueError(
@@ -104,12 +106,12 @@ def adamw_split_step_(
 ) -> None:
     """`reference.adamw_step_` with a split master: the weights are read, moved and written in one pass, in place.
 
-    The master is rounded stochastically: an update below half its last bit is not lost, but made now and then. An
-    update beyond the bound that the new scales were foretold from is cut off at 448 · scale.
+    The master is rounded stochastically, so an update below half its last bit is not lost but applied with some
+    probability. An update beyond the bound that the new scales were predicted from saturates at 448 · scale.
 
     Args:
-        grad_factor, step: as in `reference.adamw_step_`. Where the factor is not finite nothing is written, the scales
-            neither.
+        grad_factor, step: as in `reference.adamw_step_`. If the factor is not finite, nothing is written, including the
+            scales.
         chunk_amax: FP32 [n / chunk] receives the largest magnitude of each chunk of the new master.
     """
     weight, correction = state.weight, state.correction

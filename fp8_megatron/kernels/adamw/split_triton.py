@@ -1,7 +1,7 @@
 """`split_master.adamw_split_step_` in Triton, bit for bit: FP8 weights with a byte of correction, one pass.
 
-A master is a count of 15 bits and a sign (E4M11): joining and splitting are integer arithmetic, and shifted to FP32's
-place the count is a float that 2¹²⁰ moves to its exponent, subnormal numbers too.
+A master is a count of 15 bits and a sign (E4M11). Joining and splitting are integer arithmetic. Shifted to FP32's bit
+position, the count is a float; multiplying it by 2¹²⁰ gives the right exponent, for subnormal numbers too.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -24,7 +24,7 @@ from .state_triton import Tiling, adam_arguments, chunk_size, fp_max_bits, load_
 
 _MASTER_STREAM = tl.constexpr(MASTER_STREAM)
 _INF_BITS = tl.constexpr(0x7F800000)
-# The count of 448, and what stands for a NaN: E4M3's NaN without a correction.
+# The count of 448, and the count that represents NaN: E4M3's NaN without a correction.
 _LARGEST_COUNT = tl.constexpr(0x7E00)
 _NAN_COUNT = tl.constexpr(0x7F00)
 _ADOPTED = 1024
@@ -163,7 +163,7 @@ def adamw_split_step_(
 ) -> None:
     """`split_master.adamw_split_step_` in two launches: the step, one program a chunk; then the scales it wrote with.
 
-    The second one cannot be part of the first, whose programs read the old scales until the last has begun.
+    The second cannot be part of the first, because programs of the first still read the old scales.
 
     Raises:
         ValueError: more than two sizes of scale block, or chunks that are not whole blocks.

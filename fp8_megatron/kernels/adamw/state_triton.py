@@ -1,7 +1,7 @@
-"""Flat state of the fused optimizer in Triton: a tile of an operand read and written in any storage dtype.
+"""Flat state of the fused optimizer in Triton: reads and writes a tile of an operand in any storage dtype.
 
-These functions are what `quantize.blockwise.load_state` and `store_state_` are to the specification. One program owns
-whole scale blocks of every operand, so a step is one read and one write of each.
+These functions correspond to the specification's `quantize.blockwise.load_state` and `store_state_`. One program owns
+whole scale blocks of every operand, so a step reads and writes each operand once.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -25,7 +25,7 @@ from .operands import AdamHyper, FlatState
 # Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8. Few warps, so barriers are cheap.
 _TILE = 1024
 _ELEMENTS_PER_WARP = 256
-# Elements of a program where no chunk says: enough to spread the bias corrections over.
+# Elements of a program if no chunk determines it: enough to spread the cost of the bias corrections.
 _DEFAULT_CHUNK = 4096
 
 # How an operand's scales lie over a tile [SPLIT, ROWS, BLOCK] (the large blocks are its rows, each of SPLIT small
@@ -75,7 +75,7 @@ def load_tile(
         elif EXACT:
             return value.to(tl.float32) * scale * coefficient
         else:
-            # Scales are powers of two, so the order of the products does not matter; this one is done once a block.
+            # Scales are powers of two, so the order of the products does not matter; this product is made once a block.
             return value.to(tl.float32) * (scale * coefficient)
     return value.to(tl.float32) * coefficient
 
@@ -105,8 +105,8 @@ def store_tile(
 ):
     """Store FP32 values in the operand's own dtype, companded ones rounded by the noise of (`num_step`, `STREAM`).
 
-    Returns what was stored, in FP32, and stored magnitudes (bits) that include the tile's largest; of a companded
-    operand what was given.
+    Returns the stored values in FP32, and stored magnitudes (bits) that include the tile's largest. For a companded
+    operand it returns the given values.
     """
     mask = None
     if not EVEN:
@@ -158,7 +158,7 @@ class Tiling:
 
     @classmethod
     def of(cls, operands: Sequence[FlatState], chunk: int) -> Tiling:
-        """For these operands and programs of `chunk` elements.
+        """The tiling for these operands and programs of `chunk` elements.
 
         Raises:
             ValueError: more than two block sizes, or a chunk that is not made of whole blocks.
@@ -193,7 +193,7 @@ class Tiling:
 
 
 def chunk_size(n: int, per_chunk: Tensor | None) -> int:
-    """Elements of a program: of a chunk where one value a chunk is read or written."""
+    """Elements of a program: a chunk, if one value per chunk is read or written."""
     if per_chunk is None:
         return _DEFAULT_CHUNK
     assert n % per_chunk.numel() == 0, (n, per_chunk.numel())
@@ -201,12 +201,12 @@ def chunk_size(n: int, per_chunk: Tensor | None) -> int:
 
 
 def pointers(operands: Sequence[FlatState]) -> list[Tensor]:
-    """Payload and scales of each; a kernel that is told that there are no scales is given the payload for them."""
+    """Payload and scales of each operand. If there are no scales, the payload stands in for them; it is not read."""
     return [tensor for payload, scales in operands for tensor in (payload, payload if scales is None else scales)]
 
 
 def fp_max_bits(*operands: FlatState) -> Iterator[int]:
-    """`FP_MAX_BITS` of each; 0 for a dtype that is not scaled."""
+    """`FP_MAX_BITS` of each operand; 0 for a dtype that is not scaled."""
     return (FP_MAX_BITS.get(operand.payload.dtype, 0) for operand in operands)
 
 

@@ -1,7 +1,7 @@
 """The fused optimizer in Triton: `reference.adamw_step_` and `derive_fp8_weights_`.
 
-One read and one write of every operand is the whole cost (12 bytes a parameter at level O3, scales not counted), so one
-program owns whole scale blocks of every operand and, when the new master's amax is wanted, one whole chunk.
+The whole cost is one read and one write of every operand (12 bytes a parameter at level O3, without scales). One
+program therefore owns whole scale blocks of every operand and, if the new master's amax is requested, one whole chunk.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -163,9 +163,9 @@ def adamw_step_(
     weight: Tensor | None,
     chunk_amax: Tensor | None,
 ) -> None:
-    """`reference.adamw_step_`, one launch. Products may be fused with sums; √ and ÷ are good to 2 ulp.
+    """`reference.adamw_step_`, one launch. Products may be fused with sums; √ and ÷ are accurate to 2 ulp.
 
-    Companded moments take the exact `companded_triton.companded_adamw_step_`.
+    For companded moments it calls the exact `companded_triton.companded_adamw_step_`.
 
     Raises:
         ValueError: more than two sizes of scale block, or chunks that are not whole blocks.

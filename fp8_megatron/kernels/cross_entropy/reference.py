@@ -1,7 +1,7 @@
 """The specification of cross-entropy over a sharded vocabulary, in plain PyTorch.
 
-One pass over the logits gives what the ranks need to agree on log Σ exp; the gradient replaces the logits in place, so
-that nothing of the size of the logits is allocated beside them.
+One pass over the logits gives the statistics from which the ranks compute log Σ exp. The gradient replaces the logits
+in place, so nothing else of the logits' size is allocated.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..shapes import fp32, layouts, taken_scale
 
 @operator(gpu=".triton", fake=lambda a: tuple(fp32(a.logits, len(a.logits)) for _ in range(3)))
 def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row of `logits` [T, V]: its maximum m, Σ exp(logits − m), and the logit of the label; FP32 [T] each.
+    """For every row of `logits` [T, V]: its maximum m, Σ exp(logits − m), and the logit of the label; FP32 [T] each.
 
     Args:
-        labels: int64 [T], counted from this rank's first column; one outside [0, V) is another rank's and gives 0.
+        labels: int64 [T], counted from this rank's first column. A label outside [0, V) is another rank's and gives 0.
     """
     values = logits.float()
     largest = values.amax(dim=1)
@@ -52,11 +52,11 @@ def cross_entropy_backward_quantize(
     """The gradient of `cross_entropy_backward_` cast to FP8 in both layouts from one read of `logits` [T, V].
 
     Args:
-        dtype: E5M2, for the range that a given `scale` or the bound below asks for.
-        scale: FP32 [1]; None takes one from the largest magnitude of `grad`. A probability less 1 or 0 is at most 1,
-            so this bounds the gradient, and no pass over the logits has to look for its amax. A bound that is never
-            reached costs a floating-point format nothing but range at its lower end: E5M2's steps stay relative down
-            to 2⁻²⁹·⁸ of it, and only probabilities below 2⁻³²·⁸ become zero: of 50,304 less than 10⁻⁵ in all.
+        dtype: E5M2, for the range that a given `scale` or the bound below needs.
+        scale: FP32 [1]; None takes one from the largest magnitude of `grad`. A probability minus 1 or 0 is at most 1 in
+            magnitude, so this bounds the gradient, and no pass over the logits is needed for its amax. If the bound is
+            never reached, a floating-point format only loses range at its lower end. E5M2's steps stay relative down to
+            2⁻²⁹·⁸ of the bound. Only probabilities below 2⁻³²·⁸ become zero; 50,304 of these sum to less than 10⁻⁵.
 
     Returns:
         payload [T, V], its transpose [V, T], the scale taken FP32 [1] (empty if it was given).

@@ -1,8 +1,8 @@
 """Cross-entropy in Triton: the operators of `cross_entropy`.
 
-Logits in 16 bits are read once for the loss, and read and written once for the gradient: 6 bytes an element, where a
-loss computed in FP32 by separate kernels moves some 30. The gradient in FP8, in both layouts, takes as many bytes as in
-16 bits.
+16-bit logits are read once for the loss, and read and written once for the gradient: 6 bytes per element. A loss
+computed in FP32 by separate kernels moves about 30. The FP8 gradient in both layouts takes as many bytes as a 16-bit
+one.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -46,7 +46,7 @@ def _cross_entropy_statistics(logits, labels, largest, total, target, V, BLOCK: 
     for start in range(0, V, BLOCK):
         value = tl.load(base + start + columns, mask=start + columns < V, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(running, tl.max(value, axis=0))
-        # A row of −inf so far would give inf − inf.
+        # A row that is −inf up to here would give inf − inf.
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         sums = sums * tl.exp2((running - shift) * _LOG2_E) + tl.exp2((value - shift) * _LOG2_E)
         running = higher
@@ -74,7 +74,7 @@ def _quantize_rows(
     logits, labels, log_sum_exp, grad, payload, rows, columns, T, V, inverse,
     FP_MAX: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """One in four rows of a tile: the gradient in FP8, its payload written."""
+    """Every fourth row of a tile: computes the gradient in FP8 and writes its payload."""
     is_row = rows < T
     mask = is_row & (columns < V)
     offsets = rows.to(tl.int64) * V + columns
@@ -118,7 +118,7 @@ def _cross_entropy_backward_tiles(
 
 
 def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.cross_entropy_statistics`: one launch, a row a program."""
+    """`reference.cross_entropy_statistics`: one launch, one program per row."""
     T, V = logits.shape
     largest, total, target = (torch.empty(T, dtype=torch.float32, device=logits.device) for _ in range(3))
     _cross_entropy_statistics[(T,)](logits, labels, largest, total, target, V, _BLOCK, num_warps=_NUM_WARPS)
@@ -143,7 +143,7 @@ def cross_entropy_backward_quantize(
     """`reference.cross_entropy_backward_quantize`: one launch, and one over the tokens' gradients for their bound.
 
     Raises:
-        ValueError: a number of tokens that is not a multiple of 4, or of columns that is not one of 16.
+        ValueError: the number of tokens is not a multiple of 4, or of columns not a multiple of 16.
     """
     T, V = logits.shape
     check_layouts(T, V)

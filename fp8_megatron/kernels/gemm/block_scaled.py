@@ -13,11 +13,11 @@ _fine: set[tuple[object, ...]] = set()
 
 
 def check_block_scaled_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor) -> None:
-    """Hold a GEMM a [M, K] · b [N, K]ᵀ to what cuBLASLt runs, on every device (a CPU would accept more).
+    """Check a GEMM a [M, K] · b [N, K]ᵀ against cuBLASLt's limits, on every device (a CPU would accept more).
 
     Raises:
-        ValueError: operands not FP8, both E5M2, not contiguous, of other sizes than cuBLASLt takes, with scales of
-            another shape than `quantize.blocks` gives, or both with scales of tiles.
+        ValueError: operands that are not FP8, both E5M2, not contiguous, of sizes that cuBLASLt does not take, with
+            scales of another shape than in `quantize.blocks`, or both with scales of tiles.
     """
     key = (a.dtype, b.dtype, a.shape, b.shape, scales_a.shape, scales_b.shape)
     if key in _fine and all(tensor.is_contiguous() for tensor in (a, b, scales_a, scales_b)):
@@ -45,14 +45,14 @@ def block_scaled_mm_into_(
 ) -> None:
     """``Σ_j (a_j b_jᵀ) · scales_a_j · scales_b_j (+ bias) (+ addend)`` over the blocks j of 128 along K, into `out`.
 
-    Accumulated in FP32, rounded to `out`'s dtype once. The specification multiplies by a scale before the sum over a
-    block, Hopper after it: they differ by FP32's rounding.
+    Accumulated in FP32 and rounded to `out`'s dtype once. The specification multiplies by a scale before the sum over a
+    block; Hopper multiplies after it. The results differ by FP32's rounding.
 
     Args:
         out: contiguous [M, N] in BF16, FP16 or FP32.
         a, b: FP8 [M, K] and [N, K], contiguous; all sizes are multiples of 16. The last block along K may be shorter.
-        scales_a, scales_b: of `quantize.blocks`: blocks or tiles, their shape says which; not tiles for both.
-        bias: [N] in `out`'s dtype, or None; none with an FP32 `out`.
+        scales_a, scales_b: from `quantize.blocks`, of blocks or tiles; the shape tells which. Not tiles for both.
+        bias: [N] in `out`'s dtype, or None. It must be None with an FP32 `out`.
         addend: contiguous [M, N] in `out`'s dtype, or None.
     """
     product = dequantize_blocks(a, scales_a) @ dequantize_blocks(b, scales_b).t()

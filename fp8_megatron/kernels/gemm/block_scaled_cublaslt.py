@@ -16,10 +16,10 @@ from . import cublaslt
 def block_scaled_mm_into_(
     out: Tensor, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, bias: Tensor | None, addend: Tensor | None
 ) -> None:
-    """`block_scaled.block_scaled_mm_into_` on cuBLASLt: bias and addend are added in the GEMM.
+    """`block_scaled.block_scaled_mm_into_` on cuBLASLt. The GEMM adds bias and addend.
 
     Raises:
-        UnsupportedDeviceError: no Hopper, or a cuBLASLt without block scaling.
+        UnsupportedDeviceError: the GPU is no Hopper, or cuBLASLt has no block scaling.
     """
     check_device(a.get_device())
     cublaslt.matmul(

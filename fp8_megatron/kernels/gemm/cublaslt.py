@@ -1,13 +1,14 @@
 """FP8 GEMMs through cuBLASLt's own interface, with the algorithm of every shape chosen once.
 
-``torch._scaled_mm`` asks cuBLASLt's heuristic anew at each call: 110 µs of the host, where a launch with a kept plan
-takes 18. Here descriptors, layouts and algorithm are kept in a plan for each shape; a call sets the scale pointers and
-launches. The library is the one that torch has loaded, reached with ctypes: nothing is compiled.
+``torch._scaled_mm`` asks cuBLASLt's heuristic again at each call, which takes 110 µs of the host; a launch with a kept
+plan takes 18. Here a plan for each shape keeps descriptors, layouts and algorithm. A call sets the scale pointers and
+launches. The library is the one that torch has loaded, called with ctypes; nothing is compiled.
 
-A plan takes the algorithm that the heuristic names first. Timing its others for GPT-7B's shapes gained 1.3% in all, not
-more than two timings of one algorithm differ, and would take the same run to other roundings each time.
+A plan takes the algorithm that the heuristic names first. Timing the other algorithms for GPT-7B's shapes gained 1.3%
+in all. That is no more than the difference between two timings of one algorithm, and the choice by timing would round
+differently from run to run.
 
-The names and values of the constants are those of cublasLt.h.
+The constants have the names and values of cublasLt.h.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ class _Heuristic(ctypes.Structure):
 
 
 def is_available() -> bool:
-    """Whether torch's cuBLASLt can be reached."""
+    """Whether torch's cuBLASLt can be called."""
     return _library() is not None
 
 
 @functools.cache
 def version() -> int:
-    """cuBLASLt's, as 10000 · major + 100 · minor + patch; 0 if it cannot be reached."""
+    """cuBLASLt's version as 10000 · major + 100 · minor + patch; 0 if it cannot be called."""
     library = _library()
     return 0 if library is None else int(library.cublasLtGetVersion())
 
@@ -87,20 +88,21 @@ def matmul(
     scale_mode_a: int = TENSOR_SCALE,
     scale_mode_b: int = TENSOR_SCALE,
 ) -> None:
-    """``out = scale_a · scale_b · a bᵀ (+ bias) (+ addend)`` on the current stream; one launch, nothing waits.
+    """``out = scale_a · scale_b · a bᵀ (+ bias) (+ addend)`` on the current stream; one launch without host sync.
 
     Args:
         a, b: FP8 [M, K] and [N, K], contiguous; scale_a, scale_b: FP32 [1], 16-byte aligned.
         bias: [N] in `out`'s dtype, or None.
         addend: [M, N], contiguous, in `out`'s dtype, which is no FP8, or None.
-        out: [M, N], contiguous, BF16, FP16 or FP32; or FP8, with
-        inverse: FP32 [1], what the result is multiplied by before the cast, and
-        amax: FP32 [1], which takes the result's amax; both 16-byte aligned.
-        scale_mode_a, scale_mode_b: what `scale_a` and `scale_b` hold. Anything but `TENSOR_SCALE` needs Hopper, version
-            `BLOCK_SCALES_VERSION`, scales as in `quantize.blocks`, an `out` that is not FP8, no fast accumulation.
+        out: [M, N], contiguous, BF16, FP16, FP32 or FP8. An FP8 `out` needs `inverse` and `amax`.
+        inverse: FP32 [1], 16-byte aligned; the result is multiplied by it before the cast.
+        amax: FP32 [1], 16-byte aligned; the result's amax is written to it.
+        scale_mode_a, scale_mode_b: what `scale_a` and `scale_b` hold. Modes other than `TENSOR_SCALE` need Hopper,
+            version `BLOCK_SCALES_VERSION`, scales as in `quantize.blocks`, an `out` that is not FP8, and no fast
+            accumulation.
 
     Raises:
-        RuntimeError: cuBLASLt refuses, with its status and the shape.
+        RuntimeError: cuBLASLt refuses; the text has its status and the shape.
     """
     a_pointer, b_pointer, out_pointer = a.data_ptr(), b.data_ptr(), out.data_ptr()
     addend_pointer = 0 if addend is None else addend.data_ptr()
@@ -125,7 +127,7 @@ def matmul(
     with _lock:
         if plan is None:
             plan = _plans[problem] = _Plan(_Problem(*problem))
-        # The heuristic looks at what is set, cuBLASLt reads it when it launches.
+        # The heuristic checks that it is set; cuBLASLt reads it at the launch.
         plan.point_at(_A_SCALE, scale_b)
         plan.point_at(_B_SCALE, scale_a)
         if bias is not None:
@@ -139,7 +141,8 @@ def matmul(
 
 @dataclass(frozen=True)
 class _Problem:
-    """What one plan serves. (Plans are found by its fields as a tuple: making one takes longer than a launch.)"""
+    """The problem that one plan solves. (Plans are looked up by a tuple of its fields, because making a `_Problem`
+    takes longer than a launch.)"""
 
     a_shape: torch.Size
     b_shape: torch.Size
@@ -159,7 +162,7 @@ class _Problem:
 
 
 class _Plan:
-    """cuBLASLt's descriptors of one problem. It is column-major: what it calls A is b, transposed, and D is outᵀ."""
+    """cuBLASLt's descriptors of one problem. cuBLASLt is column-major: its A is b, transposed, and its D is outᵀ."""
 
     def __init__(self, problem: _Problem) -> None:
         self.problem = problem
@@ -213,7 +216,7 @@ class _Plan:
         )
 
     def point_at(self, index: int, tensor: Tensor) -> None:
-        """Set what changes from call to call: where one of `_POINTERS` is."""
+        """Set the address of one of `_POINTERS`, which changes from call to call."""
         address = tensor.data_ptr()
         pointer = self._pointers[index]
         if pointer.value != address:
@@ -259,7 +262,7 @@ class _Plan:
         )
 
     def _first_algorithm(self) -> _Algorithm:
-        """What the heuristic would try first."""
+        """The heuristic's first choice."""
         preference = _create(self._library.cublasLtMatmulPreferenceCreate)
         limits: list[tuple[int, ctypes._SimpleCData[Any]]] = [
             (_PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(_WORKSPACE_BYTES))
@@ -291,7 +294,7 @@ class _Plan:
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
-# The scale pointers of a plan are set and read by two calls; forward and backward are different threads.
+# Two calls set and read the scale pointers of a plan, and forward and backward are different threads.
 _lock = threading.Lock()
 
 
@@ -339,7 +342,7 @@ def _handle(device: int) -> ctypes.c_void_p:
 
 @functools.cache
 def _workspace(device: int, stream: int) -> Tensor:
-    """One for each stream: GEMMs of a stream follow each other."""
+    """The workspace of a stream. GEMMs of one stream run one after another, so they share it."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
 
 

@@ -1,4 +1,4 @@
-"""The FP8 GEMM on CUDA: cuBLASLt's (see `cublaslt`), or ``torch._scaled_mm`` where that cannot be reached directly."""
+"""The FP8 GEMM on CUDA: cuBLASLt's (see `cublaslt`), or ``torch._scaled_mm`` if cuBLASLt cannot be called directly."""
 
 from __future__ import annotations
 

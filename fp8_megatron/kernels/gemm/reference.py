@@ -1,4 +1,4 @@
-"""The specification of the FP8 GEMM in plain PyTorch, and the limits of Hopper's, which hold on every device."""
+"""The specification of the FP8 GEMM in plain PyTorch. The limits of Hopper's GEMM hold on every device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _fine: set[tuple[torch.dtype, torch.dtype, torch.Size, torch.Size]] = set()
 
 
 def check_scaled_mm(a: Tensor, b: Tensor) -> None:
-    """Hold a GEMM a [M, K] · b [N, K]ᵀ to what Hopper runs, on every device (a CPU would accept more).
+    """Check a GEMM a [M, K] · b [N, K]ᵀ against Hopper's limits, on every device (a CPU would accept more).
 
     Raises:
         ValueError: operands not FP8, both E5M2, not K-major, or a size that is not a multiple of 16.
@@ -87,9 +87,9 @@ def scaled_mm_to_fp8_(
     """`scaled_mm` with its FP32 result cast to FP8 by the given scale, saturated, in place.
 
     Args:
-        out: FP8 [M, N], takes the product times `inverse`.
-        amax: FP32 [1], takes the amax of the product.
-        inverse: FP32 [1], the reciprocal of the scale that `out` is decoded by.
+        out: FP8 [M, N]; the product times `inverse` is written to it.
+        amax: FP32 [1]; the amax of the product is written to it.
+        inverse: FP32 [1], the reciprocal of the scale that decodes `out`.
     """
     product = scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=torch.float32, use_fast_accum=False)
     amax.copy_(product.abs().amax())

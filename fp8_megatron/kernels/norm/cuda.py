@@ -1,7 +1,7 @@
-"""`reference.norm_backward_quantize` on a GPU: one launch of csrc/norm_backward_quantize.cu, or what Triton has for it.
+"""`reference.norm_backward_quantize` on a GPU: one launch of csrc/norm_backward_quantize.cu, or two of Triton kernels.
 
-The CUDA kernel wants Hopper's bulk copies and its shared memory; elsewhere, and for rows that it is not made for, the
-norm's backward and the cast of its result are two launches.
+The CUDA kernel needs Hopper's bulk copies and its shared memory. On other GPUs, and for row lengths that the kernel
+does not take, the norm's backward and the cast of its result are two launches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _SOURCE, _FUNCTION = "norm_backward_quantize.cu", "norm_backward_quantize"
 _PARAMETERS = [*[ctypes.c_uint64] * 12, ctypes.c_long]
 _FIRST_CAPABILITY = (9, 0)
-#: Bytes, of every operand: vectors and bulk copies.
+#: Alignment of every operand in bytes, for vectors and bulk copies.
 _ALIGNMENT = 16
 
 
@@ -42,10 +42,10 @@ def norm_backward_quantize(
     amax_out: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`reference.norm_backward_quantize`: one launch, and one that adds the blocks' column sums up.
+    """`reference.norm_backward_quantize`: one launch, and a second that adds up the blocks' column sums.
 
     Raises:
-        ValueError: a number of rows that is not a multiple of 4, or of columns that is not one of 16.
+        ValueError: the number of rows is not a multiple of 4, or of columns not a multiple of 16.
     """
     T, columns = x.shape
     kernel = None

@@ -1,18 +1,18 @@
-"""How csrc/norm_backward_quantize.cu is cut for a shape: threads, rows at once, what of shared memory a block takes."""
+"""How csrc/norm_backward_quantize.cu is cut for a shape: threads, rows at once, and a block's shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Columns of a thread, the best first, and the threads of a block that have registers for three sums of each. 32 are
-#: for rows that are long and yet no more than 128 threads'.
+#: Columns of a thread, best first, and the threads of a block that have registers for three sums per column. 32 is for
+#: long rows that still need no more than 128 threads.
 _COLUMNS_A_THREAD = {16: 512, 24: 256, 8: 512}
 _MANY_COLUMNS, _MANY_COLUMNS_THREADS, _LONG_ROW = 32, 256, 2048
 _MOST_GROUPS = 4
 _TRANSPOSED_ROWS = 32
 _FEWEST_STAGES, _MOST_STAGES = 2, 6
 _BARRIER_BYTES = _SLOT_BYTES = 8
-#: Of columns: of the norm's weight, of its bias, of the result.
+#: Column sums: for the norm's weight, for its bias, of the result.
 NUM_SUMS = 3
 
 
@@ -21,7 +21,7 @@ class Plan:
     """The kernel's macros that follow from the shape; see csrc for what they mean.
 
     Attributes:
-        shared_bytes: what a block takes of shared memory.
+        shared_bytes: a block's shared memory.
     """
 
     columns: int
@@ -35,11 +35,11 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return self.row_threads * self.groups
 
     def macros(self, *, rms: bool, has_bias: bool, has_residual: bool) -> dict[str, int]:
-        """All of the kernel's."""
+        """All macros of the kernel."""
         return {
             "COLUMNS": self.columns,
             "PARTS": self.parts,
@@ -55,10 +55,10 @@ class Plan:
 
 
 def plan(columns: int, parts: int, *, transposed: bool, shared_bytes: int) -> Plan | None:
-    """For rows of `columns` elements, a gradient of so many summands and what a block may take of shared memory.
+    """The plan for rows of `columns` elements, a number of summands of the gradient, and a block's shared memory.
 
-    None where the kernel is not made for the shape: a thread has whole vectors of 8 columns, a row whole warps, and two
-    rows fit ahead beside the tile.
+    None if the kernel does not take the shape. It needs whole vectors of 8 columns per thread, whole warps per row, and
+    shared memory for two rows ahead beside the tile.
     """
     shape = _threads(columns)
     if shape is None or (transposed and columns % 128):

@@ -1,8 +1,8 @@
 """The specification of normalisation fused with its cast to FP8, in plain PyTorch.
 
 LayerNorm: y = (x − mean) · rstd · weight + bias. RMSNorm: y = x · rstd · weight (+ bias if there is one). Statistics
-and everything up to the cast are FP32; y is never written in 16 bits. Backward keeps x and the statistics only: y is
-quantised again, with the scale of the forward, where the weight gradient wants it.
+and everything up to the cast are FP32; y is never written in 16 bits. Only x and the statistics are kept for backward.
+The weight gradient quantises y again, with the scale of the forward.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def norm_requantize(
     dtype: torch.dtype,
     transposed: bool,
 ) -> Tensor:
-    """The payload that `norm_quantize` gave, from its statistics and scale: [T, K], or `transposed` [K, T]."""
+    """Recompute the payload of `norm_quantize` from its statistics and scale: [T, K], or with `transposed` [K, T]."""
     quantized = encode(_affine(_normalized(x, mean, rstd), weight, bias), scale, dtype)
     return quantized.t().contiguous() if transposed else quantized
 
@@ -115,11 +115,11 @@ def norm_backward(
     rstd: Tensor,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the norm, with the gradient of the residual branch beside it added in the same pass.
+    """Gradients of the norm. The residual branch's gradient is added in the same pass.
 
     Args:
-        grad: of y, [d, T, K], to be summed over d as `wire.reference.sum_of_rows` does.
-        residual_grad: [T, K], what reaches x past the norm; None if nothing does.
+        grad: the gradient of y, [d, T, K], to be summed over d as `wire.reference.sum_of_rows` does.
+        residual_grad: [T, K], the gradient that reaches x through the residual branch; None if there is none.
 
     Returns:
         grad of x [T, K] in its dtype; of the weight FP32 [K]; of the bias FP32 [K] (empty unless `has_bias`).
@@ -156,14 +156,14 @@ def norm_backward_quantize(
     amax_out: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`norm_backward`, and its gradient of x as `quantize.reference.quantize_grad_output` casts it with a known scale.
+    """`norm_backward`, and its gradient of x cast as in `quantize.reference.quantize_grad_output`, with a known scale.
 
     Args:
         scale: FP32 [1]. amax_out: FP32 [1], raised to the gradient's amax when given.
 
     Returns:
-        What `norm_backward` does; the gradient of x in FP8 [T, K]; `transposed` [K, T], else empty; its column sums
-        FP32 [K].
+        The outputs of `norm_backward`; the gradient of x in FP8 [T, K]; its transpose [K, T] (empty unless
+        `transposed`); its column sums FP32 [K].
     """
     grads = norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
     quantized, quantized_t, column_sums, _ = quantize_grad_output(grads[0], dtype, scale, False, amax_out, transposed)

@@ -1,9 +1,9 @@
 """LayerNorm and RMSNorm fused with their cast to FP8, and their backward, in Triton: the operators of `norm`.
 
-A program takes whole rows into registers, so x is read once a launch. Bytes an element of x in 16 bits: forward 3 (5
-under current scaling, which reads x once more for the amax), backward 6 (8 with a residual gradient) and 3 for the
-transposed payload. Sums over a row are in another order than the specification's: payloads differ from it where a value
-falls beside a rounding boundary.
+A program takes whole rows into registers, so a launch reads x once. Bytes per element of a 16-bit x: forward 3 (5 under
+current scaling, which reads x once more for the amax), backward 6 (8 with a residual gradient), and 3 for the
+transposed payload. Sums over a row have another order than in the specification, so payloads can differ at rounding
+boundaries.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -174,8 +174,8 @@ def _norm_backward(
     RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
     NUM_PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Both means of a row cross threads together. `FLAT`: rows are added up as they come, else apart until the end,
-    because their sum may cross warps."""
+    """Both means of a row cross threads together. With `FLAT`, rows are summed as they come; otherwise they are kept
+    separate until the end, because their sum may cross warps."""
     columns = tl.arange(0, BLOCK)[None, :]
     lane = tl.arange(0, ROWS)[:, None]
     offsets = lane * K + columns
@@ -290,7 +290,7 @@ def norm_quantize(
     T, K = x.shape
     rows, block = _block(K, _FORWARD_ELEMENTS)
     is_even = block == K and T % rows == 0
-    # As many as a multiprocessor has registers for: programs beyond these would come after the others, not beside them.
+    # As many as a multiprocessor has registers for: any further programs would run after the others, not beside them.
     a_multiprocessor = 1 if block > _FORWARD_ELEMENTS else 3 if is_even else 2
     most = a_multiprocessor * num_multiprocessors(x.device.index)
     payload = torch.empty((T, K), dtype=dtype, device=x.device)
@@ -338,7 +338,7 @@ def norm_requantize(
     """`reference.norm_requantize`: one launch.
 
     Raises:
-        ValueError: `transposed` with a number of rows that is not a multiple of 4, or of columns that is not one of 16.
+        ValueError: `transposed`, and the number of rows is not a multiple of 4, or of columns not a multiple of 16.
     """
     x = x.contiguous()
     T, K = x.shape
@@ -367,7 +367,7 @@ def norm_backward(
     rstd: Tensor,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.norm_backward`: one launch, and one that adds the programs' sums for weight and bias up."""
+    """`reference.norm_backward`: one launch, and a second that adds up the programs' sums for weight and bias."""
     x, grad = x.contiguous(), grad.contiguous()
     T, K = x.shape
     is_flat = next_power_of_2(K) >= _FLAT_FROM

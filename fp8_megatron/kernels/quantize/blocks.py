@@ -1,11 +1,11 @@
 """The specification of the block-scaled GEMM's operands: FP8 with a scale for each 1×128 block or each 128×128 tile.
 
 The recipe is DeepSeek-V3's (arXiv 2412.19437, section 3.3). Activations and gradients have a scale for each 128
-elements along the GEMM's K, weights one for each 128×128 tile. The matrix may cut a last block short; it counts as
-filled up with zeros. A scale is FP32 and dequantises. `reference.scale_from_amax` takes it: a block of zeros has scale
-1, a block with an inf or a NaN has scale NaN.
+elements along the GEMM's K, weights one for each 128×128 tile. The last block may be shorter; it counts as padded with
+zeros. A scale is FP32 and dequantises. `reference.scale_from_amax` computes it: a block of zeros has scale 1, a block
+with an inf or a NaN has scale NaN.
 
-Scales lie as cuBLASLt reads them ("128-element 1D and 128x128 2D block scaling" of its manual), with L = ⌈K / 128⌉:
+Scales are laid out for cuBLASLt ("128-element 1D and 128x128 2D block scaling" of its manual), with L = ⌈K / 128⌉:
 
 - of blocks, FP32 [L, R] for an operand [R, K]: ``scales[j, i]`` belongs to ``x[i, 128j : 128j + 128]``;
 - of tiles, FP32 [⌈R / 128⌉, L rounded up to a multiple of 4]: ``scales[i, j]`` belongs to
@@ -39,7 +39,7 @@ def tile_scales_shape(rows: int, columns: int) -> tuple[int, int]:
 
 
 def _blocks(x: Tensor, dtype: torch.dtype, *, wanted: bool) -> tuple[Tensor, Tensor]:
-    """A cast of `x` without values; empty unless it is `wanted`."""
+    """A cast of `x` without values; empty unless `wanted`."""
     return payload_like(x, x.shape, dtype, wanted=wanted), fp32(x, *(block_scales_shape(*x.shape) if wanted else (0,)))
 
 
@@ -58,9 +58,9 @@ def _tiles(w: Tensor, dtype: torch.dtype, *, wanted: bool = True) -> tuple[Tenso
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, column_sums: bool, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Quantise `x` [M, K] with a scale for each block of 128 along K, its transpose with one for each 128 along M.
+    """Quantise `x` [M, K] with a scale for each block of 128 along K, and its transpose with one for each 128 along M.
 
-    The two layouts hold different numbers: a block of one crosses 128 blocks of the other.
+    The two layouts hold different numbers, because a block of one crosses 128 blocks of the other.
 
     Args:
         x: BF16, FP16 or FP32.
@@ -113,13 +113,13 @@ def _cast_tiles(w: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tens
 
 @operator(gpu=".blocks_triton", fake=lambda a: _tiles(a.payload.t(), a.payload.dtype))
 def transpose_tiles(payload: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N, K] of `quantize_tiles` and its scales → its transpose [K, N] and the scales of that, bit for bit."""
+    """A weight [N, K] of `quantize_tiles` and its scales → its transpose [K, N] and the transpose's scales, exactly."""
     num_columns = cdiv(payload.shape[1], GEMM_BLOCK)
     return payload.t().contiguous(), _padded(scales[:, :num_columns].t())
 
 
 def dequantize_blocks(payload: Tensor, scales: Tensor) -> Tensor:
-    """An operand [R, K] with scales of blocks or of tiles (their shape says which) → FP32 [R, K].
+    """An operand [R, K] with scales of blocks or of tiles (the shape tells which) → FP32 [R, K].
 
     Raises:
         ValueError: the scales have neither shape.
@@ -135,7 +135,7 @@ def dequantize_blocks(payload: Tensor, scales: Tensor) -> Tensor:
 def has_tile_scales(payload: Tensor, scales: Tensor) -> bool:
     """Whether an operand's scales are those of tiles rather than of blocks, by their shape.
 
-    No operand with a multiple of 16 rows has one shape for both.
+    If the number of rows is a multiple of 16, the two shapes always differ.
 
     Raises:
         ValueError: the scales have neither shape, or are not contiguous FP32.
@@ -154,7 +154,7 @@ def has_tile_scales(payload: Tensor, scales: Tensor) -> bool:
 
 
 def _filled_up(x: Tensor, *, rows_too: bool) -> Tensor:
-    """`x` with zeros to whole blocks along K, and along its rows where asked for."""
+    """`x` padded with zeros to whole blocks along K and, if requested, along its rows."""
     rows, columns = x.shape
     below = round_up(rows, GEMM_BLOCK) - rows if rows_too else 0
     return F.pad(x, (0, round_up(columns, GEMM_BLOCK) - columns, 0, below))

@@ -1,11 +1,11 @@
 """Operands of the block-scaled GEMM in Triton: `blocks.quantize_blocks`, `quantize_tiles` and `transpose_tiles`.
 
-Bitwise the specification's, as in `triton`. The two layouts of blocks have different scales and share nothing but the
-input. A program takes some rows of a tile of 128×128 for the one, or some of its columns for the other. The programs of
-a tile are neighbours: one reads the input from memory, the other finds it in L2. The two layouts of a weight's tile are
-the same bytes, and one program writes both.
+Bitwise equal to the specification, as in `triton`. The two layouts of blocks have different scales and share only the
+input. A program casts some rows of a 128×128 tile for one layout, or some of its columns for the other. The programs of
+a tile are neighbours: one reads the input from memory, the other finds it in L2. The two layouts of a weight's tile
+have the same bytes, and one program writes both.
 
-The rows 4i, 4i+1, 4i+2 and 4i+3 of what a program reads are apart, as `triton.store_transposed` needs them.
+A program holds its rows 4i, 4i+1, 4i+2 and 4i+3 in separate tensors, as `triton.store_transposed` needs them.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -32,7 +32,7 @@ from .triton import (
     sum_of_programs,
 )
 
-#: Rows, or columns, of a tile that a program casts: few enough that several programs fit on a multiprocessor.
+#: Rows, or columns, of a tile that a program casts. Few, so that several programs fit on a multiprocessor.
 _PART = 32
 _BLOCKS_NUM_WARPS = 2
 _TILES_NUM_WARPS = 8
@@ -40,7 +40,7 @@ _TILES_NUM_WARPS = 8
 
 @triton.jit
 def _store_inside(pointers, value, mask, EVEN: tl.constexpr):
-    """Store what lies inside; `EVEN`: all of it does, and there is no mask."""
+    """Store the elements that lie inside. With `EVEN` all of them do, and no mask is needed."""
     if EVEN:
         tl.store(pointers, value)
     else:
@@ -55,7 +55,7 @@ def _interleaved(v0, v1, v2, v3, LENGTH: tl.constexpr):
 
 @triton.jit
 def _load_tile(x, m0, k0, M, K, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows 4i, 4i+1, 4i+2 and 4i+3 of a tile, the offsets of the first, and what of it lies inside."""
+    """The rows 4i, 4i+1, 4i+2 and 4i+3 of a tile, the offsets of the first, and the mask of its elements inside."""
     rows = m0 + 4 * tl.arange(0, ROWS // 4)[:, None]
     columns = k0 + tl.arange(0, COLUMNS)[None, :]
     offsets = rows.to(tl.int64) * K + columns
@@ -139,7 +139,7 @@ def _cast_blocks(
     FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWWISE: tl.constexpr, TRANSPOSED: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """A part of one layout of a tile. Every program of a tile is a neighbour of the others; odd ones are transposed."""
+    """A part of one layout of a tile. A tile's programs are neighbours; odd ones write the transpose."""
     PARTS: tl.constexpr = BLOCK // PART
     layouts: tl.constexpr = ROWWISE + TRANSPOSED
     tile = tl.program_id(0) // (PARTS * layouts)
@@ -183,7 +183,7 @@ def _cast_tiles(
     FP_MAX: tl.constexpr, CAST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWWISE: tl.constexpr,
     TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a weight; without `CAST`, `w` is FP8 already and is moved with the scale that it was given."""
+    """One tile of a weight. Without `CAST`, `w` is already FP8 and is copied with its given scale."""
     tiles_n, tiles_k = tl.cdiv(N, BLOCK), tl.cdiv(K, BLOCK)
     tile_n, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
     n0, k0 = tile_n * BLOCK, tile_k * BLOCK
@@ -213,7 +213,7 @@ def _cast_tiles(
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, column_sums: bool, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`blocks.quantize_blocks` in one launch; column sums take a second, small one."""
+    """`blocks.quantize_blocks` in one launch; column sums need a second, small one."""
     x = x.contiguous()
     (M, K), device = x.shape, x.device
     no_payload, no_scales = no_values(dtype, device), no_values(torch.float32, device)

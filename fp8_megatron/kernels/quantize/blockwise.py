@@ -16,8 +16,8 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
     """Quantise flat `x` [n] into `payload` [n] (FP8, FP16 or a companded integer) and its FP32 `scales`, in place.
 
     Args:
-        x: may be shorter than `payload`, whose rest becomes zero.
-        scales: [n / block], powers of two, or of integers the amax; the block is ``payload.numel() / scales.numel()``.
+        x: may be shorter than `payload`; the rest of `payload` becomes zero.
+        scales: [n / block]: powers of two, for integers the amax. The block is ``payload.numel() / scales.numel()``.
     """
     if x.numel() != payload.numel():
         x = torch.nn.functional.pad(x.reshape(-1), (0, payload.numel() - x.numel()))
@@ -56,5 +56,5 @@ def store_state_(value: Tensor, payload: Tensor, scales: Tensor | None, noise: T
 @operator(gpu=".blockwise_triton", fake=lambda a: fp32(a.payload, 1))
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     """Σ x² of flat `payload` [n] (with its block scales, if any), FP32 [1]; NaN or inf where any element is."""
-    # Not torch.dot: some processors' BLAS adds one after the other, with an error that grows with n.
+    # Not torch.dot: some processors' BLAS adds sequentially, with an error that grows with n.
     return load_state(payload, scales).square().sum().reshape(1)

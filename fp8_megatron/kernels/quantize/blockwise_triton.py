@@ -39,12 +39,12 @@ def block_amax_bits(value, axis: tl.constexpr):
 
 @triton.jit
 def block_scale(bits, FP_MAX_BITS: tl.constexpr):
-    """`reference.scale_from_amax` rounded up to a power of two, of an amax given as bits; and its reciprocal.
+    """`reference.scale_from_amax` rounded up to a power of two, for an amax given as bits; and the scale's reciprocal.
 
-    ``amax / fp_max`` is above 2ᵏ just where the mantissa of amax is above that of fp_max. (That holds for the rounded
+    ``amax / fp_max`` is above 2ᵏ exactly if the mantissa of amax is above that of fp_max. (This holds for the rounded
     quotient too: with fp_max = 1.75·2ᵉ, or FP16's 1.999·2ᵉ, the next amax after fp_max·2ᵏ gives a quotient that is more
-    than half a unit above 2ᵏ.) So scale and reciprocal are integer arithmetic on exponents. What is encoded with them
-    cannot exceed fp_max, and needs no clamp.
+    than half a unit above 2ᵏ.) Scale and reciprocal are therefore integer arithmetic on exponents. Values encoded with
+    them cannot exceed fp_max and need no clamp.
     """
     up = (bits + (0x7FFFFF - (FP_MAX_BITS & 0x7FFFFF))) & 0x7F800000
     scale = tl.maximum(up - ((FP_MAX_BITS & 0x7F800000) - _ONE_BITS), 0x00800000)

@@ -1,7 +1,7 @@
 """Output gradients cast to FP8 in both layouts, with a bias's gradient from the same read, in Triton.
 
-One kernel for a plain gradient and for the three that attention leaves of a QKV projection, which it reads in whatever
-layout they have and writes interleaved by group: 4 bytes an element, where concatenating first costs 4 more.
+One kernel serves a plain gradient and the three gradients of a QKV projection. It reads the three in any layout and
+writes them interleaved by group. This moves 4 bytes per element; concatenating first would cost 4 more.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -74,7 +74,7 @@ def _quantize_grad_tiles(
     q1 = encode(x1, inverse, FP_MAX, dtype)
     q2 = encode(x2, inverse, FP_MAX, dtype)
     q3 = encode(x3, inverse, FP_MAX, dtype)
-    # Taken before the stores, so that no FP32 value lives on.
+    # Taken before the stores, so that no FP32 values stay in registers.
     largest = larger_magnitude(larger_magnitude(larger_magnitude(tl.abs(x0), x1), x2), x3)
     sums = (x0 + x1) + (x2 + x3)
     target = payload + rows.to(tl.int64) * columns_total + k0 + columns
@@ -99,7 +99,7 @@ def quantize_grad_output(
     amax_out: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`reference.quantize_grad_output`: the cast, and one small launch that adds the programs' column sums up.
+    """`reference.quantize_grad_output`: the cast, and one small launch that adds up the programs' column sums.
 
     Raises:
         ValueError: M is not a multiple of 4, or K not of 16.
@@ -116,11 +116,11 @@ def quantize_qkv_grad(
     amax_out: Tensor | None,
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`reference.quantize_qkv_grad`: a launch for each of query, key and value (and as many for amaxes, under current
-    scaling).
+    """`reference.quantize_qkv_grad`: a launch for each of query, key and value; under current scaling, three more for
+    their amaxes.
 
     Raises:
-        ValueError: a number of tokens that is not a multiple of 4, or a width that is not one of 16.
+        ValueError: the number of tokens is not a multiple of 4, or a width not a multiple of 16.
     """
     return _quantize_grads(grads, dtype, scale, power_of_two, amax_out, column_sums=column_sums, transposed=True)
 
@@ -162,10 +162,10 @@ def _quantize_grads(
 
 
 def check_layouts(num_tokens: int, *widths: int) -> None:
-    """Refuse what the FP8 GEMM refuses too: ptxas 12.8 miscompiles the narrower stores that such widths need.
+    """Refuse sizes that the FP8 GEMM also refuses: ptxas 12.8 miscompiles the narrower stores that they need.
 
     Raises:
-        ValueError: with the number.
+        ValueError: the size is refused; the text has the number.
     """
     if num_tokens % 4:
         raise ValueError(f"a transposed FP8 payload needs M={num_tokens} to be a multiple of 4 (the FP8 GEMM: of 16)")
@@ -175,7 +175,7 @@ def check_layouts(num_tokens: int, *widths: int) -> None:
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """`grad` itself if its heads are contiguous and it fills its memory, in whatever order, else a copy."""
+    """`grad` itself if its heads are contiguous and it fills its memory, in any order of dimensions; else a copy."""
     return grad if _is_dense(grad.shape, grad.stride()) else grad.contiguous()
 
 

@@ -1,7 +1,7 @@
 """The specification of casts to FP8 with one scale for the tensor, in plain PyTorch.
 
-The QKV projection's output holds, group by group, the query heads of the group, its key and its value
-(megatron-core's layout). Attention gives back the gradients of the three apart; `quantize_qkv_grad` casts them.
+The QKV projection's output holds, group by group, the group's query heads, its key and its value (megatron-core's
+layout). Attention returns the three gradients separately; `quantize_qkv_grad` casts them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def quantize_with_scale(
     """Quantise `x` [M, K] with a given FP32 scale [1], in either layout or both; values beyond it saturate.
 
     Args:
-        amax_out: FP32 [1]; raised to the amax of `x` when given (delayed scaling records it in the same pass).
+        amax_out: FP32 [1]; if given, raised to the amax of `x`. Delayed scaling records it in the same pass.
 
     Returns:
         payload [M, K] (empty unless `rowwise`), its transpose [K, M] (empty unless `transposed`).
@@ -134,10 +134,10 @@ def quantize_qkv_grad(
     """`quantize_grad_output` of the interleaved gradients [T, N], in one read of each.
 
     Args:
-        grads: of query [s, b, groups, heads a group · d], key and value [s, b, groups, d], of any strides.
+        grads: of query [s, b, groups, heads per group · d], key and value [s, b, groups, d], with any strides.
 
     Returns:
-        payload [T, N], its transpose, column sums FP32 [N] (empty unless asked for), the scale taken (empty if given).
+        payload [T, N], its transpose, column sums FP32 [N] (empty unless requested), the scale taken (empty if given).
     """
     payload, payload_t, sums, taken = quantize_grad_output(
         interleaved(grads), dtype, scale, power_of_two, amax_out, transposed=True

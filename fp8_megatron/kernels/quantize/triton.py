@@ -1,12 +1,12 @@
 """Tensorwise FP8 quantisation in Triton: `reference.amax`, `quantize_current`, `quantize_with_scale` and `transpose`.
 
-Every result is bitwise the reference's (computed on a CPU, where a division by a constant is a division): the amax is
-a maximum over integers, which no order of reduction changes; scale and reciprocal are IEEE divisions; the product is
-one FP32 multiplication.
+Every result is bitwise equal to the reference's (computed on a CPU, where a division by a constant is a division). The
+amax is a maximum over integers, so the order of reduction does not matter. Scale and reciprocal are IEEE divisions, and
+the product is one FP32 multiplication.
 
-A tensor is read once for each launch, both layouts are written from the same registers. Four rows of a tile are loaded
-apart, so that the bytes of one column are packed into 32-bit words before the tile is transposed through shared memory:
-a quarter of the shared-memory accesses of a transposition byte by byte.
+Each launch reads a tensor once and writes both layouts from the same registers. Four rows of a tile are loaded
+separately, so that the bytes of one column are packed into 32-bit words before the tile is transposed through shared
+memory. This takes a quarter of the shared-memory accesses of a bytewise transposition.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -24,8 +24,8 @@ from torch import Tensor
 from ...formats import MAX_FINITE
 from ..sizes import cdiv
 
-# Programs of the amax pass. Few enough that each program of the cast reduces all of their results again (4 KiB from
-# L2) in place of a third launch; 1024 programs of 256 threads are one wave on 132 multiprocessors.
+# Programs of the amax pass. They are few enough that each program of the cast can reduce all of their results again
+# (4 KiB from L2), which saves a third launch. 1024 programs of 256 threads are one wave on 132 multiprocessors.
 MAX_PARTIALS = 1024
 _AMAX_TILE = 8192
 _CAST_TILE = 8192
@@ -48,7 +48,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def load_inside(pointers, mask, EVEN: tl.constexpr):
-    """What lies inside, 0 where `mask` does not; `EVEN`: all of it does, and there is no mask."""
+    """Load the elements that lie inside, and 0 outside `mask`. With `EVEN` all lie inside, and no mask is needed."""
     if EVEN:
         return tl.load(pointers)
     else:
@@ -125,7 +125,7 @@ def take_scale(
     POWER_OF_TWO: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
 ):
-    """The scale: given, or (`CURRENT`) taken from the partial amaxes and written by the first program."""
+    """The given scale, or with `CURRENT` one from the partial amaxes, which the first program writes."""
     if CURRENT:
         value = scale_from_amax_bits(_reduce_partials(partials, num_partials, MAX_PARTIALS), FP_MAX, POWER_OF_TWO)
         if tl.program_id(0) == 0:
@@ -278,12 +278,12 @@ def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.
 
 @cache
 def no_values(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[0], always the same: making one takes the host 1 µs, and a layer returns a dozen."""
+    """An empty tensor [0], made once: making one takes the host 1 µs, and a layer returns a dozen."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
 def room_for_scale(current: bool, device: torch.device) -> Tensor:
-    """FP32 [1], room for the scale that a kernel takes; empty where it is given one."""
+    """FP32 [1], memory for the scale that a kernel takes; empty if the scale is given."""
     return torch.empty(1, dtype=torch.float32, device=device) if current else no_values(torch.float32, device)
 
 
@@ -314,7 +314,7 @@ def _sum_rows(partials, out, R, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def sum_of_programs(partials: Tensor) -> Tensor:
-    """FP32 [N, C]: sums of programs' FP32 partial sums [N, R, C], always in one order; half of torch's time."""
+    """FP32 [N, C]: sums over R of programs' FP32 partial sums [N, R, C], in a fixed order, in half of torch's time."""
     N, R, C = partials.shape
     out = torch.empty((N, C), dtype=torch.float32, device=partials.device)
     if C:
@@ -402,7 +402,7 @@ def quantize_current(
     """`reference.quantize_current` in two launches: partial amaxes, then the cast.
 
     Raises:
-        ValueError: `transposed` with M not a multiple of 4, or neither layout asked for.
+        ValueError: `transposed` with M not a multiple of 4, or neither layout requested.
     """
     x = x.contiguous()
     partials, num_partials = partial_amaxes(x)
@@ -419,7 +419,7 @@ def quantize_with_scale(
     """`reference.quantize_with_scale` in one launch; the amax is an atomic maximum over magnitude bits.
 
     Raises:
-        ValueError: `transposed` with M not a multiple of 4, or neither layout asked for.
+        ValueError: `transposed` with M not a multiple of 4, or neither layout requested.
     """
     return _quantize(x.contiguous(), scale, scale, 0, dtype, False, False, rowwise, transposed, amax_out)
 

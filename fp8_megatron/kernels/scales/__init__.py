@@ -1,1 +1,1 @@
-"""Scales from amax histories, counts of underflow."""
+"""Scales from amax histories, and counts of underflow."""

@@ -37,7 +37,7 @@ def _update_amax_history(
     offsets = rows * n + slots[None, :]
     kept = (rows < LENGTH - 1) & inside[None, :]
     older = magnitude_bits(tl.load(history + offsets, mask=kept, other=0.0))
-    tl.debug_barrier()  # every thread has read what others are about to write over
+    tl.debug_barrier()  # every thread has read the values that others overwrite next
     tl.store(history + n + offsets, older.to(tl.float32, bitcast=True), mask=kept)
     tl.store(history + slots, newest.to(tl.float32, bitcast=True), mask=inside)
     counted = newest

@@ -1,4 +1,4 @@
-"""The specification of amax histories and of counts of what a cast makes zero, in plain PyTorch."""
+"""The specification of amax histories and of underflow counts (values that a cast makes zero), in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..reference import round_up_to_power_of_two
 from ..registration import operator
 
-#: From this many elements on, one block of 128 in 16 is looked at: all of GPT-7B's gradients would be read once more.
+#: From this many elements on, only every 16th block of 128 is counted. Counting all reads GPT-7B's gradients again.
 SAMPLED_FROM = 2**20
 SAMPLE_BLOCK, SAMPLE_EVERY = 128, 16
 
@@ -27,17 +27,17 @@ def update_amax_history_(
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Push a step's amaxes into the history, forget them, and give the next step's scales (delayed scaling).
+    """Push a step's amaxes into the history, reset them, and return the next step's scales (delayed scaling).
 
-    A scale stands where its amax is 0 or not finite: `previous` then stays.
+    If an amax is 0 or not finite, its scale stays that of `previous`.
 
     Args:
-        amax: FP32 [n], the step's amaxes, and `written` FP32 [n, places, stride], others of the same slots in
-            ``[..., 0]``: the larger counts. Both become 0.
-        history: FP32 [length, n], the latest first; the oldest row leaves.
-        fp_max: FP32 [n], what an amax is to become.
+        amax: FP32 [n], the step's amaxes. `written`, FP32 [n, places, stride], has other amaxes of the same slots in
+            ``[..., 0]``; the largest counts. Both are set to 0.
+        history: FP32 [length, n], the latest first; the oldest row is dropped.
+        fp_max: FP32 [n], the payload magnitude that an amax is mapped to.
         previous: FP32 [n, stride], the last scales in column 0.
-        keeps_largest: scales come from the largest finite amax of the history, else from the step's.
+        keeps_largest: scales come from the largest finite amax of the history; otherwise from the step's amax.
         power_of_two: scales are rounded up to powers of two.
 
     Returns:
@@ -58,9 +58,9 @@ def update_amax_history_(
 
 
 def sampling(numel: int) -> tuple[int, int]:
-    """Blocks of `SAMPLE_BLOCK` elements looked at of a flat tensor, and the distance from one to the next in blocks.
+    """How many blocks of `SAMPLE_BLOCK` elements of a flat tensor are counted, and the distance between them in blocks.
 
-    The last block of a tensor that is looked at whole may be a part of one; a part is never in a sample.
+    If the whole tensor is counted, its last block may be partial. A sample has no partial block.
     """
     if numel < SAMPLED_FROM:
         return -(-numel // SAMPLE_BLOCK), 1
@@ -69,9 +69,10 @@ def sampling(numel: int) -> tuple[int, int]:
 
 @operator(gpu=".underflow_triton", mutates=["counts"])
 def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
-    """Add to `counts` the non-zero elements of `value`, and how many of them are zero in `payload`; nothing waits.
+    """Add to `counts` the number of non-zero elements of `value`, and how many of them are zero in `payload`. No host
+    sync.
 
-    From `SAMPLED_FROM` elements on both are of an even sample: blocks 0, 16, 32, … (see `sampling`).
+    From `SAMPLED_FROM` elements on, both count an even sample: blocks 0, 16, 32, … (see `sampling`).
 
     Args:
         value: flat [n], any float dtype; payload: FP8 [n].

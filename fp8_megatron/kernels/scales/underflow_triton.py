@@ -1,6 +1,6 @@
-"""Counting what a cast made zero, in Triton: `reference.count_underflow_` in one launch.
+"""Counts values that a cast made zero, in Triton: `reference.count_underflow_` in one launch.
 
-Integers are added, so the counts are exact in any order.
+The counts are integers, so they are exact in any order of addition.
 """
 
 # The parameters of a Triton kernel have no Python types.

@@ -1,1 +1,1 @@
-"""Sums of the rows that ranks send each other."""
+"""Sums of rows received from other ranks."""

@@ -1,4 +1,4 @@
-"""The specification of the sums of rows that ranks send each other, in plain PyTorch."""
+"""The specification of the sums of rows received from other ranks, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..registration import operator
 
 
 def sum_of_rows(rows: Tensor) -> Tensor:
-    """The sum [...] of `rows` [d, ...] in FP32 and in their order, rounded to their dtype once."""
+    """The sum [...] of `rows` [d, ...] in FP32, in row order, rounded once to the rows' dtype."""
     total = rows[0].float()
     for row in rows[1:]:
         total = total + row.float()
@@ -30,15 +30,15 @@ def accumulate_rows_(
 ) -> None:
     """``accumulator (+)= Σ_r payload_r · (scales_r · factor)`` in FP32, one row after another, in place.
 
-    A BF16 accumulator is rounded to once, at the end; with an addend, before it is added and after.
+    A BF16 accumulator is rounded once, at the end. With an addend, it is rounded before and after the addition.
 
     Args:
-        payload: flat FP8 [d · n], one version of the sum's n elements after another; or BF16 or FP32, without
+        payload: flat FP8 [d · n], the d rows one after another; or BF16 or FP32, without scales.
         scales: FP32 [d · n / block], the block scales of each row.
-        accumulator: FP32 or BF16 [n], n a multiple of the block. Unless `add`, row 0 takes the place of what it holds.
-        factor: rounded to FP32; multiplies the scales, or where there are none the values.
+        accumulator: FP32 or BF16 [n], n a multiple of the block. Its old values are dropped unless `add`.
+        factor: rounded to FP32; multiplies the scales, or the values if there are no scales.
         own_row: index of a row that lies elsewhere, in `own_payload` [n] and `own_scales` [n / block]; -1 if none does.
-        addend: [n] in the accumulator's dtype, added to the rounded sum as an addition after a reduction is.
+        addend: [n] in the accumulator's dtype, added to the rounded sum, like an addition after a reduction.
     """
     num_rows = payload.numel() // accumulator.numel()
     every_scale = [None] * num_rows if scales is None else list(scales.view(num_rows, -1))

@@ -1,8 +1,8 @@
 """The sum over ranks of a gradient reduction in Triton: `reference.accumulate_rows_`.
 
-Every received byte is read once and the accumulator once each way: d · (1 + 4/128) + 4 bytes an element of the shard, 4
-more to add (2 and 2 in BF16); d · 2 for rows in BF16. Bitwise the reference's: products and sums are rounded apart (no
-contraction), in the order of the rows.
+Every received byte is read once; the accumulator is written once and, to add, read once. Per element of the shard this
+is d · (1 + 4/128) + 4 bytes, and 4 more to add (2 and 2 with a BF16 accumulator); BF16 rows take d · 2. Bitwise equal
+to the reference: products and sums are rounded separately (no contraction), in row order.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -18,7 +18,7 @@ from ...formats import GRAD_BLOCK
 from ..quantize.blockwise_triton import block_size
 from ..sizes import cdiv
 
-# Four elements a thread: whole lines of every operand for a warp, no exchange between threads, one scale a row.
+# Four elements per thread: a warp takes whole lines of every operand, threads exchange nothing, a row has one scale.
 _TILE = 1024
 _NUM_WARPS = 8
 # Rows whose loads are in flight together.
