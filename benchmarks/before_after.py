@@ -1,12 +1,12 @@
-"""Is training the same before and after a change? Two trees run the same flags: losses bit for bit, step times, memory.
+"""Compare training before and after a change. Two trees run the same flags: losses bit for bit, step times, memory.
 
     python benchmarks/before_after.py --base HEAD~1                      # tiny models on the CPU, two minutes
     python benchmarks/before_after.py --base v0.1 --cases gpu            # GPT-345M on one GPU, for the bits
     python benchmarks/before_after.py --base v0.1 --cases gpu-speed      # times: the trees in turn, twice
 
-Steps of the bitwise cases run in deterministic mode; those of the speed cases do not, so their bits may differ. The
-change's tree is this checkout as it lies; the base is a commit of it, checked out into a temporary folder. The exit
-status is 1 if a bitwise case differs or a run fails.
+Bitwise cases run in deterministic mode. Speed cases do not, so their bits may differ. The changed tree is this checkout
+with its uncommitted changes. The base is one of its commits, checked out into a temporary folder. The exit status is 1
+if a bitwise case differs or a run fails.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ CASES = {
             f"{_345M} configs/fast.yaml --micro-batch-size 16 --global-batch-size 32 --train-iters 30",
             bitwise=False,
         ),
-        # Steps of one small micro-batch, launched by Python: the host's time.
+        # Steps of one small micro-batch, launched by Python, measure the host's time.
         Case(
             "host",
             1,
@@ -114,7 +114,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One case in both trees: what the last step's (loss, gradient norm) were, median step and peak memory."""
+    """One case in both trees: (loss, gradient norm) of the last step, median step time and peak memory."""
 
     name: str
     flags: str

@@ -1,16 +1,16 @@
-"""Time saving and loading a checkpoint beside raw writes and reads of as many bytes, and say where the time goes.
+"""Time saving and loading a checkpoint against raw writes and reads of as many bytes, and break the time down.
 
 torchrun --nproc-per-node 1 benchmarks/checkpoint_io.py --folder /scratch/io --output io.json -- \
     --config configs/gpt_345m.yaml --mock-data
 
 Everything after -- are flags of pretrain_gpt.py. Reports, from the slowest rank, in GB of 10^9 bytes: two saves at once
 (the first one also allocates pinned memory), the stall of a save in the background while training steps go on, and a
-load (the page cache holds the files). Beside them raw writes (synced) and reads: of files as large and as many as a
-rank's, from as many threads, and of one file from one thread.
+load (the page cache holds the files). For comparison it times raw writes (synced) and reads: of as many files of the
+same size as a rank's, with as many threads, and of one file with one thread.
 
-Stages are the first rank's, in seconds added up over its threads: together they may take longer than what they are part
-of. Their CPU seconds stay as they are when other work shares the cores; they are of the thread that asks, torch's own
-helpers left out. A stage that calls another one does not count it. On a GPU `distribute` is the time to launch.
+Stages are the first rank's, in seconds added up over its threads, so their sum may exceed the total. CPU seconds do not
+depend on other work on the cores. They cover the calling thread, without torch's helper threads. A stage's time
+excludes the stages that it calls. On a GPU `distribute` is the time to launch.
 """
 
 # ruff: noqa: E402  # cuDNN comes before the other imports
@@ -182,9 +182,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 @contextmanager
 def _stages(stages: dict[str, list[tuple[Any, str]]]) -> Iterator[dict[str, complex]]:
-    """Seconds (real) and CPU seconds (imaginary) by stage inside of the block, added up over threads.
+    """Seconds (real part) and CPU seconds (imaginary part) by stage inside the block, added up over threads.
 
-    An inner stage's count to it alone.
+    The time of an inner stage counts for that stage alone.
     """
     spent: dict[str, complex] = defaultdict(complex)
     lock, inner = threading.Lock(), threading.local()

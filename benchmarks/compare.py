@@ -1,13 +1,14 @@
-"""Train one model in turn as this project, in BF16 and with its peers, on the same GPUs, and compare them side by side.
+"""Train one model with this project, in BF16 and with peers, one after another on the same GPUs, and compare the runs.
 
 python benchmarks/compare.py --model 7b --nproc-per-node 4 --micro-batch-size 4 --num-micro-batches 4 \
     --runs O3 O3-fast bf16 megatron-te-delayed torchao-tensorwise --output-dir runs/compare-7b
 
 Runs are flags of this project (`RUNS`) and programs of benchmarks/peers (`PEERS`). All train the same tokens from the
-same initial weights. Without --runs: those above, of the peers those that are installed and take the layout.
-Everything after -- goes to all of them as flags of pretrain_gpt.py (data, for instance; without any, random tokens).
+same initial weights. The default of --runs is the list above, without peers that are not installed or do not support
+the layout. Everything after -- goes to all runs as flags of pretrain_gpt.py (for instance data; the default is random
+tokens).
 
-A peer that is another program takes part too: ``--peer "name=command"``, whose output has a line
+Another program can be a peer: ``--peer "name=command"``. Its output must have a line
 ``JSON {"tok_s_gpu": …, "step_ms": …, "tflops_gpu": …, "tflops_causal": …, "mem_gb": …, "losses": […]}``.
 
 Writes comparison.json (commands, commit, versions, every figure, time by kind of kernel), comparison.md and
@@ -73,13 +74,13 @@ RUNS = {
     "te-tensorwise": ["--precision", "te", "--fp8-recipe", "tensorwise"],
     "te-blockwise": ["--precision", "te", "--fp8-recipe", "blockwise"],
 }
-#: What is compared where no runs are named.
+#: The default runs.
 DEFAULT_RUNS = ["O3", "O3-fast", "bf16", "megatron-te-delayed", "torchao-tensorwise"]
 #: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.
 WARM_UP_STEPS = 5
-#: What torchrun needs to end its ranks.
+#: Seconds that torchrun needs to end its ranks.
 _LAUNCHER_SECONDS = 45
-#: What a peer's JSON line must have.
+#: Keys that a peer's JSON line must have.
 _PEER_FIGURES = ("tok_s_gpu", "step_ms", "tflops_gpu", "tflops_causal", "mem_gb", "losses")
 
 
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, command in (own | peers).items():
         _remove(args.output_dir / name, METRICS_FILE, "profile_rank*.json")
         ended = _run(name, command, args.output_dir / f"{name}.log", args.timeout)
-        # A run of this project that was stopped after all its steps has its figures.
+        # A run of this project that was stopped after its last step still has all figures.
         if ended or name in own:
             try:
                 results.append(_own_result(args, name, command) if name in own else _peer_result(args, name, command))
@@ -180,7 +181,7 @@ def _peer(text: str) -> tuple[str, str]:
 
 
 def _remove(folder: Path, *patterns: str) -> None:
-    """Remove what an older run left: where this one fails, it would be taken for its figures."""
+    """Remove an older run's files: if this run fails, they would be taken for its figures."""
     for path in [path for pattern in patterns for path in folder.glob(pattern)]:
         path.unlink()
 
@@ -190,7 +191,7 @@ def _config_file(args: argparse.Namespace) -> Path:
 
 
 def _work_flags(args: argparse.Namespace) -> list[str]:
-    """What all runs train: flags of pretrain_gpt.py."""
+    """Flags of pretrain_gpt.py for all runs: what they train."""
     parallel = args.parallel
     replicas = args.nproc_per_node // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     batch = args.micro_batch_size * args.num_micro_batches * replicas
@@ -247,7 +248,7 @@ def _run(name: str, command: list[str], log: Path, timeout: int) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a run and, through its launcher, its ranks: they would be in the way of the next one."""
+    """End a run and, through its launcher, its ranks, which would disturb the next run."""
     process.terminate()
     try:
         process.wait(_LAUNCHER_SECONDS)
@@ -257,7 +258,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _has_every_figure(args: argparse.Namespace, name: str) -> bool:
-    """Whether a run, even one that was stopped, has come to the end of its steps and of its profile."""
+    """Whether a run, even a stopped one, has finished its steps and its profile."""
     metrics = args.output_dir / name / METRICS_FILE
     if not all(path.exists() for path in (metrics, *_profiles(args, name))):
         return False
@@ -265,7 +266,7 @@ def _has_every_figure(args: argparse.Namespace, name: str) -> bool:
 
 
 def _profiles(args: argparse.Namespace, name: str) -> list[Path]:
-    """What the ranks of a run leave, where steps are profiled."""
+    """Profiles that the ranks of a run write, if steps are profiled."""
     ranks = range(args.nproc_per_node if args.profiled_steps else 0)
     return [args.output_dir / name / f"profile_rank{rank}.json" for rank in ranks]
 
@@ -278,7 +279,7 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
     """Figures of a run from its metrics and its profile. The profiled steps and the one before are not timed.
 
     Raises:
-        ValueError: the run has not come to the end of its steps or of its profile.
+        ValueError: the run has not finished its steps or its profile.
     """
     folder = args.output_dir / name
     if not _has_every_figure(args, name):
@@ -315,7 +316,7 @@ def _peer_result(args: argparse.Namespace, name: str, command: list[str]) -> Res
     """Figures of a peer from its output.
 
     Raises:
-        ValueError: it has no line of them, or not all.
+        ValueError: the line of figures is missing or incomplete.
     """
     log = args.output_dir / f"{name}.log"
     line = next((line for line in log.read_text().splitlines() if line.startswith("JSON ")), None)

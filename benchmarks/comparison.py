@@ -1,4 +1,4 @@
-"""What compare.py makes of its runs: a table, a chart, and a file of every figure."""
+"""Output of compare.py: a table, a chart, and a file with every figure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Result:
     """One run. Memory in 10^9 bytes; TFLOP/s count attention in full (Megatron's convention) and causally. A loss that
     is not finite is None.
 
-    The profiled steps are by rank (compute, communication that none covers, idle), the kinds of kernel rank 0's.
+    Profiled steps are by rank (compute, communication without overlap, idle). Times by kind of kernel are rank 0's.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Result:
 
     @property
     def broken_steps(self) -> list[int]:
-        """Steps, from 1, without a finite loss: their speed is of no training."""
+        """Steps, from 1, without a finite loss: their speed means nothing."""
         return [step for step, loss in enumerate(self.losses, 1) if loss is None]
 
 
@@ -91,7 +91,7 @@ def write_report(args: argparse.Namespace, results: list[Result]) -> None:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that are there."""
+    """Versions of the installed packages."""
     versions = {}
     for package in _PACKAGES:
         try:

@@ -1,6 +1,6 @@
-"""Cases of `kernels.py` for kernels that compute something and cast it to FP8 in the same pass, and for the loss.
+"""Cases of `kernels.py` for kernels that compute and cast to FP8 in one pass, and for the loss.
 
-With a known scale (delayed scaling) an operand is read once; current scaling reads it once more for the amax.
+With a known scale (delayed scaling) an operand is read once. Current scaling reads it a second time for the amax.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8_megatron.kernels.activation import reference as activation
 
 
 class _Scaling:
-    """A known scale with room for the amax, or none: what the operators take beside their operands."""
+    """Arguments of the operators beside their operands: a known scale with storage for the amax, or none."""
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.full((1,), 0.01, device=device)
@@ -109,7 +109,7 @@ def _grad_output(name: str, g: Rotating, scale: dict[str, Any], num_bytes: float
 
 
 def qkv_gradients(device: torch.device, tokens: int, hidden: int, *, head_dim: int = 128) -> Iterator[Case]:
-    """Gradients of query, key and value as the projection's one gradient, from either layout that attention leaves."""
+    """Gradients of query, key and value as one gradient of the projection, from either layout of attention's output."""
     batch, heads = 4, hidden // head_dim
     seq, n, at = tokens // batch, 3 * tokens * hidden, f"3 × {tokens}×{hidden}"
     by_head = [torch.randn(batch, heads, seq, head_dim, device=device).bfloat16().permute(2, 0, 1, 3) for _ in range(3)]
@@ -166,7 +166,7 @@ def _activation_backward(
 
 
 def cross_entropy(device: torch.device, tokens: int, vocab_size: int) -> Iterator[Case]:
-    """The loss: what a row of logits is reduced to, and the gradient in place of the logits."""
+    """The loss: the reduction of each row of logits, and the gradient in place of the logits."""
     at = f"{tokens}×{vocab_size}"
     logits = torch.randn(tokens, vocab_size, device=device, dtype=torch.bfloat16)
     labels = torch.randint(vocab_size, (tokens,), device=device)

@@ -1,12 +1,13 @@
-"""The headline table in one command: this project by default and at its fastest beside Transformer Engine, BF16 and
-torchao, one after another on the GPUs of this machine.
+"""The headline table in one command: this project with default and fastest flags, Transformer Engine, BF16 and torchao,
+one after another on the GPUs of this machine.
 
 python benchmarks/headline.py --output-dir runs/headline
 
 One GPU trains GPT-345M with 2 × 16 sequences of 1,024 tokens a step. Several train GPT-7B, data-parallel, with 4 × 4
-sequences of 2,048 on each. Other work: ``--model``, ``--micro-batch-size``, ``--num-micro-batches``. Other rows:
-``--runs``. Everything after -- goes to all rows as flags of pretrain_gpt.py. Peers that are not installed are left out
-by name; benchmarks/README.md installs them. Writes comparison.json, comparison.md and comparison.png.
+sequences of 2,048 on each. ``--model``, ``--micro-batch-size`` and ``--num-micro-batches`` choose other work,
+``--runs`` other rows. Everything after -- goes to all rows as flags of pretrain_gpt.py. Peers that are not installed
+are named and left out; benchmarks/README.md says how to install them. Writes comparison.json, comparison.md and
+comparison.png.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import compare
 from fp8_megatron.config.io import own_and_run_flags
 
-#: This project's default, its fastest flags, and whom they are set beside.
+#: This project's default, its fastest flags, and the peers.
 RUNS = ["O3", "O3-fast", "megatron-te-delayed", "bf16", "megatron-bf16", "torchao-tensorwise"]
 #: Model, micro-batch size and micro-batches a step, on one GPU and on several.
 _ONE_GPU, _SEVERAL = ("345m", 16, 2), ("7b", 4, 4)
@@ -30,7 +31,7 @@ _TRAIN_ITERS = 13
 
 
 def comparison_flags(argv: list[str], num_gpus: int) -> list[str]:
-    """What compare.py is given for this command line."""
+    """Flags of compare.py for this command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--gpus", type=int, default=num_gpus, help="default: all that this machine has")
     parser.add_argument("--model", choices=list(compare.MODELS))

@@ -1,10 +1,10 @@
-"""What a call of an operator costs the host: `python benchmarks/host_overhead.py`.
+"""Measure the host's time for a call of each operator: `python benchmarks/host_overhead.py`.
 
-With a GPU: the time to queue each operator's kernels, launches included, at a size whose kernels end sooner than the
-host queues the next ones. Without, or with `--no-op`: the time up to the kernels, which do nothing. Operands then say
-that they are on a GPU, so a call takes the same way: the checks of `kernels.ops`, and what picks the variant.
+With a GPU: the time to queue each operator's kernels, launches included. The size is small, so kernels finish before
+the host queues the next ones. Without a GPU, or with `--no-op`: the time up to the kernels, which do nothing. Operands
+then claim to be on a GPU, so a call takes the same path: the checks of `kernels.ops`, and the choice of the variant.
 
-Times are CPU seconds of this thread, so that other programs on the machine count little; the least of several runs.
+Times are CPU seconds of this thread, the minimum of several runs, so other programs on the machine matter little.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Row:
 
     Attributes:
         direct_us: microseconds of the host for operands that are plain tensors of a GPU.
-        dispatched_us: through torch's dispatcher, as tracing, fake tensors and other devices go; measured with no-op
-            kernels alone.
+        dispatched_us: through torch's dispatcher, the path of tracing, fake tensors and other devices; measured only
+            with no-op kernels.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Row:
 
 
 class _OnGpu(Tensor):
-    """A CPU tensor that says it is on a GPU, and costs no more than a plain one to ask."""
+    """A CPU tensor that claims to be on a GPU; asking it costs no more than asking a plain tensor."""
 
     is_cuda = True  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -63,13 +63,13 @@ class _NoKernels(ModuleType):
 
 
 def calls(make: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], Any]]:
-    """Operator → a call of it; `make` puts an operand where it shall be."""
+    """Operator → a call of it; `make` puts an operand on its device."""
     x, grads = (make(torch.randn(*shape).bfloat16()) for shape in ((TOKENS, HIDDEN), (1, TOKENS, HIDDEN)))
     weight, vector = make(torch.rand(HIDDEN).bfloat16()), make(torch.rand(TOKENS))
     scale, amax, one = (make(torch.full((1,), value)) for value in (0.01, 0.0, 1.0))
     a = make(torch.randn(TOKENS, HIDDEN).to(E4M3))
     out = make(torch.empty(TOKENS, TOKENS).bfloat16())
-    scales = [make(torch.ones(4))[:1] for _ in range(2)]  # 16-byte aligned, as cuBLASLt wants them
+    scales = [make(torch.ones(4))[:1] for _ in range(2)]  # 16-byte aligned, as cuBLASLt requires
 
     def stored(dtype: torch.dtype, block: int) -> ops.FlatState:
         return ops.FlatState(make(torch.rand(NUMEL).to(dtype)), make(torch.ones(NUMEL // block)))
@@ -101,7 +101,7 @@ def calls(make: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], Any]]:
 
 
 def microseconds(call: Callable[[], Any], after_run: Callable[[], object] = lambda: None) -> float:
-    """The least of several runs, a call; `after_run` lets a GPU catch up, its time apart."""
+    """Microseconds of a call, the minimum of several runs; `after_run` lets a GPU catch up and is not timed."""
     call()
     timer = timeit.Timer(call, timer=time.thread_time)
     best = float("inf")
@@ -113,7 +113,9 @@ def microseconds(call: Callable[[], Any], after_run: Callable[[], object] = lamb
 
 
 def without_kernels() -> list[Row]:
-    """Every operator's two ways with kernels that do nothing. Changes the operators of this process for good."""
+    """Time both paths of every operator with kernels that do nothing. Permanently changes the operators of this
+    process.
+    """
     library = torch.library.Library(registration.NAMESPACE, "IMPL")
     for name, declared in registration.operators().items():
         if declared.gpu_module is not None:

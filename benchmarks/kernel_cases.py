@@ -1,4 +1,4 @@
-"""Cases of `kernels.py` that were there before any fusion: casts, block-scaled storage, the optimizer's step, GEMMs."""
+"""Cases of `kernels.py` without fusion: casts, block-scaled storage, the optimizer's step, GEMMs."""
 
 from __future__ import annotations
 

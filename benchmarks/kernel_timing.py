@@ -1,4 +1,4 @@
-"""How `kernels.py` takes a time, and what it keeps of it."""
+"""How `kernels.py` measures and records times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _CALLS_PER_RUN = 12
-#: Runs of which the median is taken: slow kernels, whose times scatter less, get fewer.
+#: Number of runs for the median. Slow kernels scatter less and get fewer runs.
 _LEAST_RUNS, _MOST_RUNS = 5, 15
 _SECONDS_PER_ROW = 0.1
 _HOST_RUNS, _CALLS_PER_HOST_RUN = 5, 20
@@ -74,7 +74,7 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def host_seconds_per_call(call: Callable[[int], object]) -> float:
-    """What a call costs the host: few enough calls that the launch queue does not fill."""
+    """Host time of a call, from few enough calls that the launch queue does not fill."""
     times = []
     for _ in range(_HOST_RUNS):
         torch.cuda.synchronize()
@@ -92,14 +92,14 @@ def reason(error: Exception) -> str:
 
 
 class Bench:
-    """Measures cases against the copy bandwidth that it measures first. A case that fails is a row with its error."""
+    """Measures cases against the copy bandwidth that it measures first. A failed case becomes a row with its error."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
         source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
         target = torch.empty_like(source)
         num_bytes = 2 * source.numel() * source.element_size()
-        # Outside a graph: a captured copy took half as long again.
+        # Outside a graph: a captured copy took 1.5 times as long.
         seconds = seconds_per_call(lambda _: target.copy_(source), graph=False)
         self.copy_bytes_per_second = num_bytes / seconds
         self.rows.append(Row("copy", "device copy, 2 GiB", seconds * 1e6, seconds * 1e6, num_bytes / seconds / 1e9))

@@ -1,9 +1,10 @@
 """Time every kernel on the GPU against the fewest bytes it must move: `python benchmarks/kernels.py`.
 
-A row's floor is its bytes over the bandwidth of a large device-to-device copy, measured in the same run; a GEMM has the
-same GEMM in BF16 beside it, a linear layer BF16's and Transformer Engine's. The time is that of one call in a CUDA
-graph of several, which leaves out the gaps between launches; inputs rotate through more memory than L2 holds. What a
-call costs the host is timed apart. What fails is a row with its error; the others are measured.
+A row's floor is its bytes over the bandwidth of a large device-to-device copy, measured in the same run. A GEMM is
+compared with the same GEMM in BF16, a linear layer with BF16's and Transformer Engine's. The time is that of one call
+in a CUDA graph of several calls, which excludes the gaps between launches. Inputs rotate through more memory than L2
+holds. Host time per call is measured separately. A failed case becomes a row with its error; the others are still
+measured.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """What the figures depend on beside the commit."""
+    """Versions that the figures depend on, beside the commit."""
     found: dict[str, str | None] = {"torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "transformer_engine"):
         try:
@@ -129,7 +130,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit status: 1 if a row failed (Transformer Engine's, where it is not installed, apart)."""
+    """Exit status: 1 if a row failed. Rows of Transformer Engine do not count if it is not installed."""
     arguments = parse(words)
     if not torch.cuda.is_available():
         print("benchmarks/kernels.py times GPU kernels, and there is no GPU here", file=sys.stderr)

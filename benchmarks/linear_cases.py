@@ -1,14 +1,14 @@
 """Forward and backward of one linear layer: this project's FP8 with all quantisation, BF16, and Transformer Engine.
 
-Each call is y = x·Wᵀ + b and the gradients of x, W and b from one output gradient. What is in the time:
+Each call is y = x·Wᵀ + b and the gradients of x, W and b from one output gradient. The time includes:
 
 - FP8: casts of x and of the output gradient in both layouts, W from its FP8 storage and transposed on demand, the
   weight gradient quantised into FP8 storage (or, with a delayed scale too, written so by its GEMM), the bias's
-  gradient; under delayed scaling the amax history's update, which a training step makes once for all layers and is paid
-  here for one.
+  gradient; under delayed scaling the amax history's update. A training step makes that update once for all layers; here
+  one layer pays for it.
 - BF16: `torch.nn.functional.linear`.
-- Transformer Engine: `te.Linear` in `fp8_autocast` with its delayed recipe, its own amax update in it; W in BF16, cast
-  at each forward as in a step of one micro-batch, or cast once and kept (`is_first_microbatch=False`).
+- Transformer Engine: `te.Linear` in `fp8_autocast` with its delayed recipe, including its amax update. W is in BF16:
+  cast at each forward, as in a step of one micro-batch, or cast once and kept (`is_first_microbatch=False`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BF16, TE, TE_CACHED = "BF16", "Transformer Engine, delayed", "Transformer Engine
 FP8_DELAYED, FP8_CURRENT = "FP8, delayed", "FP8, current"
 FP8_FAST = "FP8, delayed, weight gradient too"
 ALL_SHAPES = "all"
-#: What FP8 (delayed) is to reach: this many times BF16's speed, and Transformer Engine's.
+#: Targets of FP8 (delayed): speed relative to BF16, and to Transformer Engine.
 TARGETS = {BF16: 1.65, TE: 1.0}
 
 Step = Callable[[int], object]
@@ -51,7 +51,7 @@ class LinearRow:
     over_bf16: float | None = None
     over_te: float | None = None
     timing: str | None = None
-    """graph, or events where the calls cannot be captured (host time may then be in it)."""
+    """graph, or events if the calls cannot be captured (the time may then include host time)."""
     error: str | None = None
 
 
@@ -132,7 +132,7 @@ def _operands(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.T
     return x, bias, 1e-3 * torch.randn(shape.tokens, shape.out_features, device=device).bfloat16()
 
 
-#: In the order in which they are timed: what another library may break is last.
+#: In the order of timing: layers that another library may break come last.
 STEPS: dict[str, Callable[[Shape, torch.device], Step]] = {
     BF16: bf16_step,
     FP8_DELAYED: partial(fp8_step, delayed=True),
@@ -157,7 +157,7 @@ def time_step(step: Step) -> tuple[float, str]:
 def measure(
     shapes: Sequence[Shape], device: torch.device, timer: Callable[[Step], tuple[float, str]] = time_step
 ) -> Iterator[LinearRow]:
-    """One row a shape and layer, then the sums over the shapes; what fails is a row with its error."""
+    """One row per shape and layer, then sums over the shapes. A failed case becomes a row with its error."""
     rows = [_measure_one(name, shape, device, timer) for name in STEPS for shape in shapes]
     for shape in shapes:
         yield from with_ratios([row for row in rows if row.shape == str(shape)])

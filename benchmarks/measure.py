@@ -1,4 +1,4 @@
-"""Measure again what README.md and docs/performance.md quote, a part at a time:
+"""Measure the figures of README.md and docs/performance.md again, one part at a time:
 
 python benchmarks/measure.py small 7b --output-dir runs/measured
 
@@ -23,16 +23,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.peers.runs import PEERS
 
-#: Whom comparisons set beside this project.
+#: The peer in comparisons.
 PEER = "megatron-te-delayed"
 _HERE = Path(__file__).parent
-#: Seconds for one run of a comparison: the largest models take a minute to start and end.
+#: Time limit of one run of a comparison, seconds: the largest models take a minute to start and end.
 _TIMEOUT = 150
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a part writes, and whether the peer takes part."""
+    """Where a part writes, and whether it runs the peer."""
 
     folder: Path
     with_peer: bool
@@ -71,7 +71,7 @@ _TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 #: recorded by default, within 55 (launched by Python, 36 are).
 _KEEP_7B = ("--keep-fp8-transpose-cache", "10")
 _KEEP_13B = ("--keep-fp8-transpose-cache", "16")
-#: Where steps are recorded by default; elsewhere O3-graph is the one with a graph.
+#: Models whose steps are recorded by default; for the others O3-graph is the run with a graph.
 _WITH_AND_WITHOUT_GRAPH = ("O3-fast", "O3-no-graph", "bf16", "bf16-no-graph")
 
 PARTS = {
@@ -135,7 +135,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Run the parts in turn, each to its end whatever became of the one before; returns the exit status."""
+    """Run the parts in turn; a failed part does not stop the next ones. Returns the exit status."""
     args = _parse()
     status = 0
     for name in args.parts:
@@ -150,7 +150,7 @@ def main() -> int:
 
 
 def resolved(command: Sequence[str]) -> list[str]:
-    """A part's command as one that can be run from the repository's root."""
+    """A part's command in a form that runs from the repository's root."""
     if command[0] == "torchrun":
         _, ranks, script, *flags = command
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]

@@ -3,7 +3,7 @@
 python benchmarks/plot_results.py
 
 `--result` names another file of benchmarks/results (what compare.py writes), `--runs` its runs as NAME=LABEL. The image
-carries the SHA-256 of the figures that it shows, so that a test finds a chart that is older than its results.
+carries the SHA-256 of its figures, so that a test finds a chart that is older than its results.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_bars(result: Path, runs: dict[str, str]) -> list[Bar]:
 
 
 def digest(bars: list[Bar]) -> str:
-    """SHA-256 of the figures as the chart shows them."""
+    """SHA-256 of the figures in the chart."""
     shown = [(bar.label, f"{bar.tokens_per_second_per_gpu:,.0f}", f"{bar.peak_gb:.1f}") for bar in bars]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 

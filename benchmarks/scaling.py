@@ -8,7 +8,7 @@ TP      the most GPUs, each layer over 2 and 4 of them with sequence parallelism
 
 Everything after -- goes to pretrain_gpt.py. Speed is per GPU; efficiency is against the fewest GPUs of the same run and
 kind (TP: against the same GPUs without it). Writes scaling.json and scaling.md; every run's own files lie beside them.
---side-by-side runs points that need few GPUs at once, each on its own, which shares nothing but the host.
+--side-by-side runs points that need few GPUs at the same time, each on separate GPUs; they share only the host.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def plan(gpus: Sequence[int], tensor_parallel: Sequence[int], num_micro_batches:
     """Every point, each once: the most GPUs are the same in weak and strong scaling.
 
     Raises:
-        ValueError: a number that the most GPUs are no multiple of.
+        ValueError: a number of GPUs that does not divide the largest.
     """
     most = max(gpus)
     for number in (*gpus, *tensor_parallel):
@@ -68,7 +68,7 @@ def plan(gpus: Sequence[int], tensor_parallel: Sequence[int], num_micro_batches:
 
 
 def rounds(layouts: Sequence[Layout], most: int, *, side_by_side: bool) -> list[list[tuple[Layout, list[int]]]]:
-    """Which points run at once, each with the indices of its GPUs; side by side the largest come first."""
+    """Which points run at the same time, each with the indices of its GPUs; side by side, the largest come first."""
     if not side_by_side:
         return [[(layout, list(range(layout.num_gpus)))] for layout in layouts]
     planned: list[list[tuple[Layout, list[int]]]] = []
@@ -130,7 +130,7 @@ def main() -> int:
         processes = []
         for layout, gpus in at_once:
             command = _command(args, layout, args.output_dir / layout.name)
-            # An older one would be taken for this point's where compare.py fails.
+            # If compare.py fails, an older file would be taken for this point's.
             (args.output_dir / layout.name / "comparison.json").unlink(missing_ok=True)
             commands[layout.name] = shlex.join(["python", *command[1:]])
             processes.append(subprocess.Popen(command, env=_environment(gpus)))
@@ -169,7 +169,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _environment(gpus: Sequence[int]) -> dict[str, str]:
-    """This process's, with these of its GPUs."""
+    """This process's environment, limited to these of its GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(max(gpus) + 1)]
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in gpus)}

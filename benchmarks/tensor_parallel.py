@@ -1,12 +1,11 @@
-"""Time FP8 GEMMs with the rows they gather or sum over tensor-parallel ranks:
+"""Time FP8 GEMMs that gather or sum rows over tensor-parallel ranks:
 
 torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --output runs/tensor_parallel.json
 
 Each GEMM alone, with collectives (NCCL; gloo on a CPU) and, between the GPUs of a node, part by part over copy engines
-(`collectives.row_exchange`); what a call takes of the device and of the host, and whether the results are equal. Where
-rows are gathered also from BF16 on, over collectives: cast, gathered in FP8 and multiplied, beside gathered in BF16,
-cast and multiplied. Then the bytes are checked while other copies keep the engines busy and memory is used again as
-soon as it may be.
+(`collectives.row_exchange`); device and host time of a call, and whether the results are equal. Gathered rows are also
+timed from BF16, over collectives: cast, gather in FP8 and multiply, against gather in BF16, cast and multiply. Then the
+bytes are checked while other copies keep the engines busy and memory is reused as early as allowed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from fp8_megatron.mcore.runtime import runtime
 
 Group = torch.distributed.ProcessGroup
 _WARM_UP_CALLS, _CALLS = 6, 30
-#: Of each rank, gathered beside the checked rows.
+#: Rows of each rank, gathered beside the checked rows.
 _LOAD_BYTES = 64 * 2**20
 
 
@@ -58,13 +57,13 @@ class Row:
 def main() -> int:
     """Measure, check, print and write; returns the exit status."""
     args = _parse()
-    # One queue would make every stream wait for a stream that waits.
+    # With one queue every stream would wait for any stream that waits.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = select_device()
     torch.distributed.init_process_group(
         distributed_backend(device), device_id=device if device.type == "cuda" else None
     )
-    # A rank that fails leaves without meeting the others again: torchrun ends them.
+    # A failed rank leaves without meeting the others again: torchrun ends them.
     group = torch.distributed.group.WORLD
     assert group is not None
     with runtime(device):
@@ -132,11 +131,11 @@ class _Case:
         self._scale = torch.ones(1, device=device)
 
     def alone(self) -> Tensor:
-        """As many rows, all there, nothing to sum."""
+        """The GEMM alone: as many rows, all present, no sum."""
         return ops.scaled_mm(self._whole, self._weight, self._scale, self._scale)
 
     def expected(self) -> Tensor:
-        """What `exchange` gives by parts, from collectives of whole matrices: a sum in FP32 and in rank order."""
+        """The result of `exchange`, from collectives of whole matrices; sums are FP32 in rank order."""
         if self.gathers:
             return self.exchange()
         own = self.alone()
@@ -158,11 +157,11 @@ class _Case:
         return self._gathered_product(self._x)
 
     def cast_then_gathered(self) -> Tensor:
-        """As `exchange`, from this rank's rows in BF16 on: one byte an element travels."""
+        """As `exchange`, from this rank's rows in BF16: one byte an element travels."""
         return self._gathered_product(self._cast(self._wide))
 
     def gathered_then_cast(self) -> Tensor:
-        """The same bits; two bytes an element travel, and every rank casts all rows."""
+        """The same bits, but two bytes an element travel and every rank casts all rows."""
         whole = self._wide.new_empty(self._tokens, self.k)
         torch.distributed.all_gather_into_tensor(whole, self._wide, group=self._group)
         y = torch.empty((self._tokens, self.n), dtype=torch.bfloat16, device=self._x.device)
@@ -204,8 +203,8 @@ def _time(call: Callable[[], object], group: Group, device: torch.device) -> tup
 def _wrong_exchanges(count: int, group: Group, device: torch.device) -> int:
     """How many of `count` gathers and sums of fresh values are wrong on some rank.
 
-    Copies that the ranks make beside keep the engines busy, and what was given to an exchange is let go of, and its
-    memory filled with something else, as soon as the interface allows.
+    Concurrent copies keep the engines busy. As soon as the interface allows, an exchange's operands are released and
+    their memory is overwritten.
     """
     rank, size = group.rank(), group.size()
     n, k = 64 * size, 4096

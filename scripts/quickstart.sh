@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job on a CPU: raw text → tokenizer → token files → FP8 training on two ranks → loss curve and a few words.
-# Everything lands under runs/quickstart/. `make quickstart` sets up .venv and calls this.
+# Output goes to runs/quickstart/. `make quickstart` sets up .venv and calls this.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv and install the project into it. Called by make; reads PYTHON, TORCH and VENV_ARGS as the Makefile says.
-# VENV names another folder. ANY_TORCH=1 installs TORCH whatever pyproject.toml allows, to try a new version.
+# VENV names another folder. ANY_TORCH=1 ignores the versions of torch in pyproject.toml, to try a new TORCH.
 # torch comes from wherever pip is set up to look: to take a CPU build, point PIP_INDEX_URL or PIP_FIND_LINKS at one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 say() { printf '[%3d s] %s\n' "$SECONDS" "$*"; }
 
-# A command may exist and still not run (a version manager's shim), or lack venv: ask it.
+# A command may exist but not run (a version manager's shim), or lack venv: try it.
 usable() {
   "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1
 }

@@ -1,4 +1,4 @@
-"""What a user sees when something is wrong: one clear error that names the value and the fix, and a status ≠ 0."""
+"""Errors that a user sees: one clear message that names the value and the fix, and a status ≠ 0."""
 
 from __future__ import annotations
 
@@ -177,6 +177,6 @@ def test_exit_status_of_the_program(tmp_path: Path) -> None:
     result = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=root, timeout=120, check=False
     )
-    assert result.returncode == 1  # torchrun's own, whatever the ranks' was
+    assert result.returncode == 1  # torchrun's own status, for any status of the ranks
     assert "error: tensor_model_parallel_size(2)" in result.stderr
     assert "trainer.py" not in result.stderr

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A corpus that is on every machine: the sources and texts of the running Python's standard library, as JSON lines.
+"""Build a corpus that every machine has: sources and texts of the running Python's standard library, as JSON lines.
 
     python tools/build_quickstart_corpus.py --output corpus.jsonl --max-mb 8
 
-For trying out a training run, not for a model worth keeping. The order is a seeded shuffle, and the same Python gives
-the same file.
+The corpus is for trying out training, not for a useful model. Its order is a seeded shuffle; the same Python gives the
+same file.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SKIPPED_FOLDERS = frozenset(
 )
 _MIN_BYTES = 200
 _MAX_BYTES = 400_000
-#: Tables of numbers and escapes have fewer letters among their visible characters than prose and code (0.7 and more).
+#: Minimal share of letters among visible characters. Prose and code have 0.7 and more; tables of numbers have less.
 _MIN_LETTER_SHARE = 0.55
 
 
 def library_documents(root: Path) -> Iterator[tuple[str, str]]:
-    """(path below `root`, text) of every file worth reading, sorted by path, each text once."""
+    """(path below `root`, text) of every useful file, sorted by path, each text once."""
     paths = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
@@ -58,7 +58,7 @@ def _is_language(text: str) -> bool:
 
 
 def build(root: Path, output: Path, max_bytes: int, seed: int) -> tuple[int, int]:
-    """Write the corpus; (documents, bytes of text), the latter at most `max_bytes`."""
+    """Write the corpus. Returns (documents, bytes of text); the latter is at most `max_bytes`."""
     documents = list(library_documents(root))
     random.Random(seed).shuffle(documents)
     lines = []

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train one tiny GPT with the optimizer's state in one dtype after another, beside FP32 AdamW, on the CPU.
+"""Compare dtypes of optimizer state with FP32 AdamW: train one tiny GPT with each of them, on the CPU.
 
     OMP_NUM_THREADS=1 python -m tools.compare_optimizers --output benchmarks/results/optimizer_dtypes_cpu.json
 
-A byte-level GPT of 109,000 parameters learns the sources of Python's standard library. Every setting has the same
-initial weights, the same batches and the same learning rates as FP32 AdamW under the same seed; it differs in how the
-optimizer's kernel (`kernels.ops.adamw_step_`, the reference here) reads and writes its operands. Activations are FP32
-throughout, so that what is seen is the optimizer. Prints a table and writes JSON.
+A byte-level GPT of 109,000 parameters learns the sources of Python's standard library. For one seed, every setting has
+the same initial weights, batches and learning rates as FP32 AdamW. It differs in how the optimizer's kernel
+(`kernels.ops.adamw_step_`, the reference here) reads and writes its operands. Activations are always FP32, so
+differences come from the optimizer. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LINEAR = {
 }
 MATRIX = {"embedding": (VOCAB_SIZE, WIDTH), "position": (SEQ_LENGTH, WIDTH)}
 CLIP_GRAD, WARM_UP_STEPS = 1.0, 100
-#: Steps at which the parameters are compared: before chance perturbations have grown, and after.
+#: Steps at which the parameters are compared: before and after chance perturbations have grown.
 SNAPSHOT_STEPS = (100, 500)
 
 
@@ -97,7 +97,7 @@ def load_tokens(max_bytes: int = 3_000_000, valid_bytes: int = 200_000) -> tuple
 
 @dataclass
 class Run:
-    """One seed of one setting; losses are None where training ended in something that is not finite."""
+    """One seed of one setting; losses are None if training ended with non-finite values."""
 
     seed: int
     train_loss: float | None = None
@@ -243,7 +243,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     console = Console(width=120)
     groups = arguments.groups
-    # FP32 AdamW itself is what everything is compared with, whatever groups are asked for.
+    # Every group is compared with FP32 AdamW, so it always runs.
     settings = [setting for setting in SETTINGS if not groups or setting.group in groups or setting.is_exact]
     rows = summary(compare(settings, arguments.seeds, arguments.steps, arguments.lr, arguments.jobs, console))
     print_table(rows, console)

@@ -1,10 +1,10 @@
-"""How much of a gradient survives each way of reducing it: signal-to-noise ratios against FP64, on a CPU.
+"""Signal-to-noise ratio of each way of reducing gradients, against FP64, on a CPU.
 
 python tools/compare_reductions.py --output benchmarks/results/reduction_snr_cpu.json
 
-Ranks are virtual: the collectives' own functions round and sum, and only the wire is missing. Mode nccl is the
-emulated ring. The gradient has eight tensors whose sizes lie a decade apart and blocks of 128 that spread over two
-decades within each; what is printed is the worst tensor's ratio.
+Ranks are virtual: the collectives' own functions round and sum; only the wire is missing. Mode nccl is the emulated
+ring. The gradient has eight tensors whose magnitudes lie a decade apart. Within each, blocks of 128 spread over two
+decades. The worst tensor's ratio is printed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fp8_megatron.quantization.stats import snr_db
 NUM_RANKS = (2, 4, 8, 16, 32, 64)
 NUM_TENSORS = 8
 BLOCKS_PER_TENSOR = 64
-#: Power of each rank's own noise beside a shared gradient of power 1 where gradients are correlated.
+#: Power of each rank's own noise in correlated gradients; the shared gradient has power 1.
 NOISE_POWER = 0.25
 RANKS_PER_NODE = 8
 #: Reductions of one gradient after which mode nccl's μ has settled: from 1 to about 1/64 it halves six times.
@@ -98,7 +98,7 @@ _KINDS = ("uncorrelated", "correlated")
 
 
 class GradientSource:
-    """Random gradients, each element with a magnitude of its own that stays, from one seed.
+    """Random gradients from one seed; each element has its own fixed magnitude.
 
     Attributes:
         numel: elements of a gradient: eight tensors of `blocks_per_tensor` blocks.
@@ -113,8 +113,9 @@ class GradientSource:
         self._common = torch.randn(self.numel, generator=self._generator) if correlated else None
 
     def draw(self, num_ranks: int) -> Tensor:
-        """The next gradient of each rank, FP32 [num_ranks, numel]: independent, or the common one with noise of power
-        `NOISE_POWER`."""
+        """The next gradient of each rank, FP32 [num_ranks, numel]: independent, or a common gradient with noise of
+        power `NOISE_POWER`.
+        """
         values = torch.randn(num_ranks, self.numel, generator=self._generator)
         if self._common is not None:
             values = self._common + NOISE_POWER**0.5 * values
@@ -130,7 +131,7 @@ def worst_snr_db(value: Tensor, exact: Tensor) -> float:
 def measure_reductions(
     num_ranks: list[int], *, correlated: bool, blocks_per_tensor: int = BLOCKS_PER_TENSOR
 ) -> dict[str, dict[str, float]]:
-    """dB by way of reducing and number of ranks."""
+    """SNR in dB, by way of reducing and number of ranks."""
     table: dict[str, dict[str, float]] = {name: {} for name in REDUCTIONS}
     for ranks in num_ranks:
         values = GradientSource(correlated=correlated, blocks_per_tensor=blocks_per_tensor).draw(ranks)
@@ -152,7 +153,7 @@ def reduce_all_to_all(values: Tensor, dtype: StorageDtype = StorageDtype.FP8, *,
 
 
 def reduce_hierarchical(values: Tensor, intra: StorageDtype) -> Tensor:
-    """What `hierarchical_reduce_scatter_mean` computes, on nodes of 8 ranks, or on two nodes if there are fewer."""
+    """What `hierarchical_reduce_scatter_mean` computes on nodes of 8 ranks, or on two nodes for fewer than 16 ranks."""
     num_ranks = values.shape[0]
     nodes = values.split(min(RANKS_PER_NODE, num_ranks // 2))
     partial = torch.stack([reduce_all_to_all(node, intra, factor=1.0) for node in nodes])
@@ -201,8 +202,9 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def measure_accumulation(
     num_micro_batches: int, *, correlated: bool, blocks_per_tensor: int = BLOCKS_PER_TENSOR
 ) -> dict[str, float]:
-    """dB of the mean over micro-batches and ranks by way of accumulating; all but the last two ways add on each rank
-    and reduce once, in E4M3."""
+    """SNR in dB of the mean over micro-batches and ranks, by way of accumulating. The last two ways reduce every
+    micro-batch; the others add on each rank and reduce once, in E4M3.
+    """
     source = GradientSource(correlated=correlated, blocks_per_tensor=blocks_per_tensor)
     numel = source.numel
     in_e4m3 = WireTensor.empty(ACCUMULATION_RANKS * numel, StorageDtype.FP8, CPU)

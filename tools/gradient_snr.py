@@ -1,12 +1,13 @@
-"""What FP8 leaves of weight gradients in a real run: pretrain_gpt.py, with a sample of its gradients measured.
+"""Precision of FP8 weight gradients in a real run: pretrain_gpt.py, with a sample of its gradients measured.
 
 python -m tools.gradient_snr runs/snr.json --config configs/gpt_345m.yaml --fp8-recipe delayed \
     --fp8-weight-grad-scaling delayed --mock-data --train-iters 100
 
-The first argument is the file to write, on rank 0; the others are pretrain_gpt.py's. Of every 97th gradient (so that
-all layers have their turn) the FP32 product of the same FP8 operands is compared with the gradient as the run sends it
-and as blocks of 128 with a scale each would: signal-to-noise ratio in dB, and the share of elements that saturate.
-Measuring is Python's work, so steps are not recorded (--cuda-graph-impl none).
+The first argument is the file that rank 0 writes; the others go to pretrain_gpt.py. Every 97th gradient is measured, so
+that all layers have their turn. Its reference is the FP32 product of the same FP8 operands. Two roundings are compared
+with it: the gradient as the run sends it, and blocks of 128 with one scale each. The figures are signal-to-noise ratio
+in dB, and the share of elements that saturate. Python does the measuring, so steps are not recorded (--cuda-graph-impl
+none).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Sample:
     saturated: list[float] = field(default_factory=list)
 
     def take(self, grad: WeightGrad, payload: Tensor, scales: Tensor) -> None:
-        """Measure a gradient [N, K] that has been written as flat `payload` with `scales`, if it is its turn."""
+        """If its turn has come, measure a gradient [N, K] that was written as flat `payload` with `scales`."""
         self.num_seen += 1
         if self.num_seen % _EVERY:
             return
@@ -61,7 +62,7 @@ class Sample:
         self.saturated.append((exact.abs() > largest).float().mean().item())
 
     def summary(self) -> dict[str, object]:
-        """What the file says."""
+        """The figures for the file."""
         if not self.delayed_db:
             return {"gradients": 0}
         return {

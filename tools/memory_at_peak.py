@@ -1,12 +1,12 @@
-"""What holds a GPU's memory at its peak: pretrain_gpt.py with the allocator's history on.
+"""Show which allocations hold a GPU's memory at its peak: pretrain_gpt.py with the allocator's history on.
 
 torchrun --nproc-per-node 4 -m tools.memory_at_peak runs/memory.txt --config configs/gpt_7b.yaml --mock-data \
     --train-iters 3 --eval-interval 0
 
-The first argument is the file to write, on rank 0: the allocations that were alive when the most was allocated, added
-up by the code that made them, largest first. The others are pretrain_gpt.py's. Recording every stack slows a run down.
-Buffers that ranks share (--dp-transport copy_engine) are not torch's allocator's: choose nccl to see them too. What a
-recorded step keeps between its launches counts as free: give --cuda-graph-impl none where that matters.
+The first argument is the file that rank 0 writes: the allocations alive at the peak, added up by the code that made
+them, largest first. The other arguments go to pretrain_gpt.py. Recording every stack slows a run down. Buffers that
+ranks share (--dp-transport copy_engine) are outside torch's allocator: choose nccl to see them. Memory that a recorded
+step keeps between launches counts as free: use --cuda-graph-impl none if that matters.
 """
 
 from __future__ import annotations

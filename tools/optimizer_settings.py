@@ -1,7 +1,7 @@
-"""What `tools.compare_optimizers` compares: AdamW with each operand in the storage that a setting names.
+"""Settings that `tools.compare_optimizers` compares: AdamW with each operand in the named storage.
 
-Drives the optimizer's kernels on flat storage, laid out as the package does: linear weights in one space, embeddings
-(which FP8 settings keep in BF16) in another, every tensor on its own chunks.
+The optimizer's kernels run on flat storage with the package's layout: linear weights in one space, embeddings (BF16
+under FP8 settings) in another, every tensor on its own chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BETA1, EPS, WEIGHT_DECAY = 0.9, 1e-8, 0.1
 
 @dataclass(frozen=True)
 class Setting:
-    """Storage of the state: a `StorageDtype` of the package, "split", or one of `EMULATED`, which it does not offer."""
+    """Storage of the state: a `StorageDtype` of the package, "split", or one of `EMULATED` (not in the package)."""
 
     name: str
     group: str
@@ -34,7 +34,7 @@ class Setting:
     fp8_model: bool = False
     """Linear weights and their gradients in FP8, as at level O3; else both are FP32."""
     perturbation: float = 0.0
-    """Relative error of the initial weights: what an error that never happens again grows to."""
+    """Relative error of the initial weights, to see how a single early error grows."""
 
     @property
     def is_exact(self) -> bool:
@@ -136,7 +136,7 @@ def _int8_softsign(x: Tensor) -> Tensor:
     return (code / (2 - code.abs())).mul(amax).view(-1)
 
 
-#: What the package does not offer: FP32 that goes through the storage after each step. The arithmetic is the same.
+#: Storages outside the package: FP32 state is rounded through them after each step. The arithmetic is the same.
 EMULATED: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8 amax": _fp8_amax,
     "fp8 tensor": _fp8_tensorwise,
@@ -164,7 +164,7 @@ class State:
         self.emulate()
 
     def emulate(self) -> None:
-        """Let an emulated storage round what the step wrote."""
+        """Round the step's result to an emulated storage."""
         if self.round_trip:
             for tensor in self.tensors:
                 self.payload[tensor] = self.round_trip(self.payload[tensor])
@@ -203,7 +203,7 @@ class Space:
             weight, correction = ops.split_master(master.view(-1, CHUNK), self._chunk_scales(self.weight_scales))
             self.weight, self.correction = weight.view(-1), correction.view(-1)
         else:
-            # As in the package, a split master is for FP8 weights: the 16-bit rest has an FP16 master beside it.
+            # As in the package, only FP8 weights have a split master; the 16-bit rest has a separate FP16 master.
             storage = "fp16" if setting.master == "split" else setting.master
             self.master = State(master, storage, self.tensors)
 

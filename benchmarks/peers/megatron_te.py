@@ -5,8 +5,8 @@ Transformer Engine's layers in BF16 or FP8.
         --config configs/gpt_7b.yaml --mock-data --micro-batch-size 4 --global-batch-size 64 --train-iters 14 \\
         --lr-warmup-iters 2 --eval-interval 0
 
-Needs ``pip install "transformer_engine[pytorch]"``; ``--recipe bf16`` goes without, with megatron-core's own layers and
-unfused attention. Set ``CUDA_DEVICE_MAX_CONNECTIONS=1`` as Megatron-LM asks its users to.
+Needs ``pip install "transformer_engine[pytorch]"``. ``--recipe bf16`` does not: without it, megatron-core's own layers
+run, with unfused attention. Set ``CUDA_DEVICE_MAX_CONNECTIONS=1`` as Megatron-LM asks its users to.
 
 Gradients are added up and reduced in FP32, weights are BF16 with an FP32 master and FP32 moments; ``te-delayed-lean``
 stores FP8 weights with an FP16 master and 8- and 16-bit moments instead (Megatron's precision-aware optimizer).
@@ -47,10 +47,10 @@ FP8_RECIPES = {
 
 
 def check(config: Config, recipe: str) -> None:
-    """Refuse what this peer cannot do.
+    """Refuse configurations that this peer does not support.
 
     Raises:
-        ConfigError: Transformer Engine is missing, or a layout that this program does not build.
+        ConfigError: Transformer Engine is missing, or this program does not build the layout.
     """
     if FP8_RECIPES[recipe] is not None:
         require("transformer_engine", "transformer_engine[pytorch]")
@@ -61,7 +61,7 @@ def check(config: Config, recipe: str) -> None:
 def train(work: Work, output: Path | None) -> None:
     """Train, and report on rank 0."""
     config, device = work.config, work.device
-    # Groups alone: this project's transports are no part of the peer.
+    # Only the groups: this project's transports are not part of the peer.
     parallel = replace(config.parallel, dp_transport="nccl", tp_transport="nccl")
     with runtime(device), initialized(parallel, config.model.num_layers, device) as topology:
         tp_rank = topology.tp.rank()
@@ -284,7 +284,7 @@ def _on_gpu(work: Work, gpt: torch.nn.Module) -> Any:
 
 
 def _on_cpu(work: Work, gpt: torch.nn.Module) -> Any:
-    """The textbook loop on a CPU, where megatron-core's optimizers refuse to go: FP32 masters, torch's AdamW."""
+    """The textbook loop on a CPU, which megatron-core's optimizers do not support: FP32 masters, torch's AdamW."""
     if work.world_size > 1:
         raise ConfigError(f"{work.world_size} ranks: on a CPU this peer runs one, to be tested; start one")
     options = work.config.optimizer
@@ -321,7 +321,7 @@ def _scheduler(work: Work, optimizer: Any) -> Any:
 
 
 def _provide_wgrad_fusion() -> None:
-    """Stand in for Apex's kernel, which megatron-core's LM head adds its weight gradient with, where Apex is missing.
+    """Replace a missing Apex kernel, with which megatron-core's LM head accumulates its weight gradient.
 
     It costs one more pass over the gradient of that one weight; Transformer Engine's layers have a kernel of their own.
     """
@@ -344,7 +344,7 @@ def _has_te() -> bool:
 
 
 def _causal_mask(seq_length: int, device: torch.device) -> Tensor:
-    """bool [1, 1, s, s], True where attention may not look: megatron-core's own attention asks for it."""
+    """bool [1, 1, s, s], True where attention is masked; megatron-core's own attention needs it."""
     return torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
 
 

@@ -14,8 +14,8 @@ class Peer:
     """A program of this folder with one of its recipes.
 
     Attributes:
-        needs: the package that the recipe is nothing without, as it is imported; None for none.
-        install: what pip calls it.
+        needs: the package that the recipe requires, by its import name; None: none.
+        install: its name for pip.
     """
 
     program: str
@@ -24,19 +24,19 @@ class Peer:
     install: str | None = None
 
     def missing(self) -> str | None:
-        """What is to be installed first, in words; None if nothing is."""
+        """What must be installed first, in words; None if nothing."""
         if self.needs is None or importlib.util.find_spec(self.needs) is not None:
             return None
         return f"pip install {self.install}"
 
     def command(self, num_ranks: int, figures: Path, flags: Sequence[str]) -> list[str]:
-        """To be run from the repository's root.
+        """The command, to be run from the repository's root.
 
         Args:
             figures: the file for them.
             flags: of pretrain_gpt.py.
         """
-        # Megatron-LM asks its users for one queue; everything else starts with CUDA's default.
+        # Megatron-LM asks its users for one queue; other peers use CUDA's default.
         queues = ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"] if self.program == "megatron_te" else []
         return [
             *(*queues, sys.executable, "-m", "torch.distributed.run", "--standalone"),

@@ -4,7 +4,7 @@
         --config configs/gpt_7b.yaml --mock-data --micro-batch-size 4 --global-batch-size 64 --train-iters 14 \\
         --lr-warmup-iters 2 --eval-interval 0
 
-Needs ``pip install torchao``; ``--recipe torch-bf16`` goes without. Weights, moments and gradients are FP32 shards,
+Needs ``pip install torchao``; ``--recipe torch-bf16`` does not. Weights, moments and gradients are FP32 shards,
 layers compute in BF16 with weights that are gathered in BF16, or in FP8 with ``torchao-tensorwise``. Gathered weights
 stay until backward has used them. Each micro-batch is reduced in FP32. On a GPU the layers and the loss are compiled,
 and cuDNN's attention comes first. The LM head is BF16. Initial weights are this project's, bit for bit.
@@ -38,7 +38,9 @@ _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Rows of QKV are Megatron's: per key/value head its query heads, its key, its value."""
+    """Causal self-attention. Rows of QKV are in Megatron's order: for each key/value head its query heads, its key, its
+    value.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """GELU (tanh), or SwiGLU whose gate's rows stand before the other half's."""
+    """GELU (tanh), or SwiGLU with the gate's rows first."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -172,10 +174,10 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def check(config: Config, recipe: str) -> None:
-    """Refuse what this peer cannot do.
+    """Refuse configurations that this peer does not support.
 
     Raises:
-        ConfigError: torchao is missing, or something other than data parallelism is asked for.
+        ConfigError: torchao is missing, or the layout is not plain data parallelism.
     """
     if FLOAT8_RECIPES[recipe] is not None:
         require("torchao", "torchao")
@@ -252,7 +254,7 @@ def _sharded_model(work: Work) -> GPT:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         float8 = Float8LinearConfig.from_recipe_name(recipe)
-        # FP8 over the wire, which torchao has for one scale a tensor; a CPU has no FP8 GEMM of torchao's.
+        # FP8 on the wire: torchao has it for one scale per tensor. On a CPU torchao has no FP8 GEMM.
         float8 = replace(float8, enable_fsdp_float8_all_gather=recipe == "tensorwise", emulate=not on_gpu)
         convert_to_float8_training(model, module_filter_fn=lambda _, name: name.startswith("decoder."), config=float8)
     if on_gpu:

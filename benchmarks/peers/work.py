@@ -1,8 +1,8 @@
-"""The work that a peer is given, and the figures that it has to show.
+"""The work of a peer, and the figures that it must report.
 
-A peer takes the flags of ``pretrain_gpt.py``. So it reads the same tokens in the same order, starts from the same
-initial weights, follows the same schedule and counts its FLOPs alike. What this project does in its own way (precision,
-storage, transports, graphs) is the recipe of the peer.
+A peer takes the flags of ``pretrain_gpt.py``. It reads the same tokens in the same order, starts from the same initial
+weights, follows the same schedule and counts FLOPs in the same way. Precision, storage, transports and graphs follow
+the recipe of the peer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fp8_megatron.reporting.flops import model_flops_per_token
 
 Batch = dict[str, Tensor]
 
-#: Steps left out of the speed, as benchmarks/compare.py leaves them out.
+#: Steps left out of the speed, as in benchmarks/compare.py.
 WARM_UP_STEPS = 5
 
 
@@ -73,7 +73,7 @@ class Work:
         )
 
     def micro_batches(self, data_parallel_rank: int) -> Iterator[Batch]:
-        """This rank's micro-batches on its device: those that `pretrain_gpt.py` takes, in its order."""
+        """This rank's micro-batches on its device: the same as in `pretrain_gpt.py`, in the same order."""
         config, model = self.config, self.config.model
         tokenizer = _tokenizer(config)
         datasets = build_datasets(
@@ -130,7 +130,7 @@ def main(
     """Read the command line of a peer, train, and return the exit status.
 
     Args:
-        check: raises `ConfigError` for what the peer cannot do; called before any GPU is touched.
+        check: raises `ConfigError` for configurations that the peer does not support; called before any GPU is touched.
         train: called with (`Work`, path of the figures or None).
     """
     parser = argparse.ArgumentParser(description=description, epilog="Flags of pretrain_gpt.py follow --.")
@@ -151,10 +151,10 @@ def main(
 
 
 def require(module: str, package: str) -> None:
-    """Refuse to go on without a package that is optional to install.
+    """Raise if an optional package is not installed.
 
     Raises:
-        ConfigError: how to install it.
+        ConfigError: the message says how to install it.
     """
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"{package} is not installed: pip install {package}")
@@ -164,9 +164,9 @@ def report(work: Work, step_seconds: list[float], losses: Tensor, *, gpu_gb: flo
     """Print a peer's figures as one line ``JSON {…}``, which benchmarks/compare.py reads; called on rank 0.
 
     Args:
-        step_seconds: of every step, the first ones too.
+        step_seconds: of every step, including the first ones.
         losses: FP32 [steps], nats per token, the mean over the global batch.
-        gpu_gb: the most memory that a rank's allocator has held, 10⁹ bytes; NaN on a CPU.
+        gpu_gb: peak memory of a rank's allocator, 10⁹ bytes; NaN on a CPU.
     """
     model, training = work.config.model, work.config.training
     timed = step_seconds[WARM_UP_STEPS:] or step_seconds[-1:]
@@ -198,7 +198,7 @@ def report(work: Work, step_seconds: list[float], losses: Tensor, *, gpu_gb: flo
 
 
 def peak_gb(device: torch.device) -> float:
-    """The most memory that any rank's allocator has held, 10⁹ bytes; NaN on a CPU. Called by all ranks together."""
+    """The largest allocator peak of all ranks, 10⁹ bytes; NaN on a CPU. Called by all ranks together."""
     if device.type != "cuda":
         return math.nan
     peak = torch.tensor(torch.cuda.max_memory_allocated(device) / 1e9, device=device)
@@ -232,7 +232,7 @@ def _tokenizer(config: Config) -> Any:
 
 
 def _check(config: Config) -> None:
-    """Refuse what no peer does, so that nothing that was asked for is left out silently."""
+    """Refuse settings that no peer supports, so that none is ignored silently."""
     training, checkpoint = config.training, config.checkpoint
     asked = {
         f"--eval-interval {training.eval_interval}": 0 < training.eval_interval <= training.train_iters,

@@ -1,4 +1,4 @@
-"""Work handed to threads with a bound on the memory that it holds. Files are read and written side by side."""
+"""Run tasks on threads with a bound on the memory that they hold. Files are read and written in parallel."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
-#: Threads of a rank that read or sum up files.
+#: Threads of a rank that read files or compute their checksums.
 NUM_READERS = 8
 
 _Result = TypeVar("_Result")
 
 
 def in_order(tasks: Iterable[tuple[int, Future[_Result]]], *, limit_bytes: int) -> Iterator[_Result]:
-    """Results of tasks, in order; the next ones are drawn, and so started, while these are under way.
+    """Results of tasks, in order. Later tasks are drawn, and so started, while earlier ones run.
 
     Args:
-        tasks: (bytes that it holds until its result is taken, the task).
-        limit_bytes: of the tasks under way; a single one may hold more.
+        tasks: (bytes that the task holds until its result is taken, the task).
+        limit_bytes: for all running tasks together; a single task may hold more.
 
     Raises:
-        Exception: what a task raised, when its turn comes.
+        Exception: the error of a task, when its turn comes.
     """
     pending: deque[tuple[int, Future[_Result]]] = deque()
     held = 0

@@ -1,12 +1,13 @@
-"""Checkpoint folders on disk: written aside, synced and renamed. A kill at any instant loses nothing saved.
+"""Checkpoint folders on disk: written under a temporary name, synced and renamed. A kill at any time loses no saved
+data.
 
-``<save>/iter_0000100/`` is a checkpoint; it has this name only when it is whole.
+``<save>/iter_0000100/`` is a checkpoint; it has this name only when it is complete.
 ``<save>/latest_checkpointed_iteration.txt`` names the newest one and is replaced last. Leftovers of a kill end in
 ``.tmp``, ``.replaced`` or ``.removed``, and the next save clears them.
 
-A folder may hold more than one run: after a run went back, later checkpoints are of a branch that was left. Every
-checkpoint names those before it that are its run's own (`ancestors`). Only these are fallen back to, counted and
-removed.
+A folder may hold more than one run: if a run resumed from an older checkpoint, the later ones belong to an abandoned
+branch. Every checkpoint names the earlier ones of its own run (`ancestors`). Fall-back, counting and removal consider
+only these.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 META = "checkpoint.json"
 CONFIG = "config.yaml"
-#: In `META`: iterations that the run had saved before.
+#: Key in `META`: iterations that the run had saved before.
 ANCESTORS = "ancestors"
 
 logger = logging.getLogger(__name__)
@@ -45,17 +46,17 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def temporary_folder(folder: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """The folder where a checkpoint is written before it gets its name."""
     return folder.with_name(folder.name + ".tmp")
 
 
 def rank_file(tensor_rank: int, pipeline_rank: int, data_rank: int) -> str:
-    """Name of the file of what belongs to one rank alone: generators, amax histories, scales."""
+    """Name of the file with the state of one rank alone: generators, amax histories, scales."""
     return f"rank_tp{tensor_rank:02d}_pp{pipeline_rank:03d}_dp{data_rank:04d}.safetensors"
 
 
 def saved_iterations(root: Path) -> list[int]:
-    """Iterations that have a whole checkpoint under `root`, rising."""
+    """Iterations that have a complete checkpoint under `root`, ascending."""
     found = []
     for path in root.glob("iter_*"):
         match = _FOLDER.fullmatch(path.name)
@@ -65,9 +66,9 @@ def saved_iterations(root: Path) -> list[int]:
 
 
 def ancestors(root: Path, iteration: int) -> list[int]:
-    """Checkpoints under `root` that the run of one of them had saved before it, rising.
+    """Checkpoints under `root` that the run of the given checkpoint had saved before it, ascending.
 
-    All lower ones where it does not say: it is damaged, or of an earlier version.
+    All lower ones if it does not name them: it is damaged, or of an earlier version.
     """
     lower = [number for number in saved_iterations(root) if number < iteration]
     try:
@@ -83,16 +84,16 @@ def unfinished_folders(root: Path) -> list[str]:
 
 
 def candidates(root: Path, iteration: int | None = None) -> list[int]:
-    """Iterations to resume from, the best first: the one that the tracker names, then the older ones of its run.
+    """Iterations to resume from, best first: the one that the tracker names, then the older ones of its run.
 
-    The tracked one is not looked into: `loading` says what it lacks.
+    The tracked one is not opened here: `loading` reports what it lacks.
 
     Args:
         iteration: take this one alone (--ckpt-step).
 
     Raises:
-        CheckpointError: `iteration` is not there, the tracker is unreadable, or the checkpoint is of a format that is
-            no longer read.
+        CheckpointError: `iteration` does not exist, the tracker is unreadable, or the checkpoint has an unsupported
+            format.
     """
     _finish_replacing(root)
     saved = saved_iterations(root)
@@ -115,7 +116,7 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
 
 
 def start_writing(folder: Path) -> Path:
-    """An empty temporary folder for a checkpoint; what earlier runs left behind is cleared as far as it can be."""
+    """Make an empty temporary folder for a checkpoint. Leftovers of earlier runs are cleared where possible."""
     temporary = temporary_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _finish_replacing(folder.parent)
@@ -129,7 +130,7 @@ def start_writing(folder: Path) -> Path:
 def publish(temporary: Path, folder: Path) -> None:
     """Give a fully written folder its name, then point the tracker at it.
 
-    An older folder of that iteration is moved aside first and removed last: at no instant is there none.
+    An older folder of that iteration is moved aside first and removed last, so that one of the two always exists.
     """
     sync(temporary)
     replaced = folder.with_name(folder.name + ".replaced")
@@ -144,11 +145,11 @@ def publish(temporary: Path, folder: Path) -> None:
 
 
 def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interval: int | None) -> None:
-    """Remove all but the newest `keep_last` of a run's own checkpoints; others are left alone and not counted.
+    """Remove all but the newest `keep_last` of a run's own checkpoints. Other checkpoints are kept and not counted.
 
     Args:
-        own: iterations.
-        retain_interval: keep those of its multiples as well.
+        own: iterations of the run's own checkpoints.
+        retain_interval: also keep iterations that are multiples of this.
     """
     for iteration in sorted(set(own).intersection(saved_iterations(root)))[:-keep_last]:
         if retain_interval is not None and iteration % retain_interval == 0:
@@ -156,7 +157,7 @@ def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interva
         folder = iteration_folder(root, iteration)
         removed = folder.with_name(folder.name + ".removed")
         try:
-            os.replace(folder, removed)  # half of a checkpoint never has a checkpoint's name
+            os.replace(folder, removed)  # a partly removed folder never has a checkpoint's name
         except OSError as error:
             logger.warning("old checkpoint %s was not removed: %s", folder, error)
         else:
@@ -182,7 +183,7 @@ def sync(path: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove a folder that is no checkpoint. A file that cannot be removed (on NFS, while it is open) stays."""
+    """Remove a folder that is not a checkpoint. A file that cannot be removed (on NFS, while it is open) stays."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         try:
@@ -209,7 +210,7 @@ def _tracked_iteration(root: Path) -> int | None:
 
 
 def _finish_replacing(root: Path) -> None:
-    """Put a folder back that a kill between the two renames of `publish` left aside."""
+    """Restore a folder that a kill between the two renames of `publish` left aside."""
     for replaced in root.glob("iter_*.replaced"):
         folder = replaced.with_suffix("")
         if not folder.exists():

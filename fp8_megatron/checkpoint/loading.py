@@ -1,4 +1,4 @@
-"""Loading: verify a checkpoint, see that it is this model's, and give every rank its part, however it was saved."""
+"""Loading: verify a checkpoint, check that it fits this model, and give every rank its part, for any saved layout."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is taken from a checkpoint.
+    """What to load from a checkpoint.
 
     Attributes:
-        iteration: which one (--ckpt-step); None takes the latest whole one.
-        finetune: weights alone, and start from iteration 0.
+        iteration: which one (--ckpt-step); None takes the latest complete one.
+        finetune: load weights only, and start from iteration 0.
         optimizer: moments and step count (--no-load-optim leaves them at zero).
         rng: states of random generators (--no-load-rng).
     """
@@ -51,15 +51,15 @@ class LoadOptions:
 
 
 def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = None) -> Progress | None:
-    """Resume from a checkpoint under `root`; None where there is none. Called by all ranks together.
+    """Resume from a checkpoint under `root`; None if there is none. Called by all ranks together.
 
-    A damaged checkpoint is reported and the next older one taken. Under the layout that it was saved with, the next
-    steps are bitwise those of the run that saved it; under another one values are the same, and what belongs to a
-    layout (random states, amax histories) starts anew.
+    A damaged checkpoint is reported, and the next older one is taken. Under the layout that it was saved with, the next
+    steps are bitwise equal to those of the run that saved it. Under another layout the values are the same, but state
+    that belongs to a layout (random states, amax histories) starts anew.
 
     Raises:
-        CheckpointError: no whole checkpoint is left, or it is another model's (the first tensor or setting that
-            differs, with both shapes or values); the same on every rank.
+        CheckpointError: no complete checkpoint is left, or it belongs to another model (names the first tensor or
+            setting that differs, with both shapes or values). The error is the same on every rank.
     """
     options = options or LoadOptions()
     folder = _choose(root, state, options.iteration)
@@ -86,7 +86,7 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
 
 @dataclass(frozen=True)
 class _StateToRead:
-    """What is read at once of a rank's state; `fragment` is None for a parameter that is taken whole."""
+    """A part of a rank's state that is read at once; `fragment` is None for a parameter that is taken whole."""
 
     space: SpaceState
     slot: Slot
@@ -108,10 +108,10 @@ def _state_to_read(state: Resumable, kinds: tuple[str, ...]) -> Iterator[_StateT
 
 
 def _take(wanted: _StateToRead, value: Tensor, saved: SavedRun, state: Resumable, *, takes_scales: bool) -> None:
-    """Put FP32 [elements.length] from the CPU into its place, rounded to storage.
+    """Copy FP32 [elements.length] from the CPU to its place, rounded to the storage dtype.
 
     Args:
-        takes_scales: a split master is stored with the scale that it was saved with.
+        takes_scales: store a split master with its saved scale.
     """
     value = value.to(state.device, non_blocking=True)
     space, slot = wanted.space, wanted.slot
@@ -124,10 +124,10 @@ def _take(wanted: _StateToRead, value: Tensor, saved: SavedRun, state: Resumable
 
 
 def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tuple[str, Tensor]]:
-    """(name, FP32 value) of every parameter by its placement on this rank; a verified checkpoint of any layout.
+    """(name, FP32 value) of this rank's part of every parameter, from a verified checkpoint of any layout.
 
     Raises:
-        CheckpointError: damaged, or another model's.
+        CheckpointError: damaged, or of another model.
     """
     _raise_first([problem for record in read_manifest(folder) if (problem := problem_with(folder, record)) is not None])
     saved = SavedRun(folder)
@@ -139,7 +139,7 @@ def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tup
 
 
 def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
-    """Step count and loss scale; amax histories and μ as far as the layout lets them be told apart."""
+    """Restore step count and loss scale, and amax histories and μ as far as the layout allows."""
     optimizer = state.optimizer
     tensors = saved.rank_tensors(state, "")
     if "step_count" not in tensors:
@@ -162,7 +162,7 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
 
 
 def _restore_rng(saved: SavedRun, state: Resumable) -> None:
-    """Generators' states, where the layout and the kind of device are those that it was saved under."""
+    """Restore the generators' states if the layout and the kind of device are those of the checkpoint."""
     rng = saved.rank_tensors(state, "rng/") if saved.has_model_layout_of(state) else {}
     if rng and set_rng_states(rng, state.device):
         return
@@ -172,7 +172,9 @@ def _restore_rng(saved: SavedRun, state: Resumable) -> None:
 
 
 def _restore_autoscales(saved: SavedRun, state: Resumable) -> None:
-    """μ of every parameter. On another number of replicas N, μ·N is kept: what a sum of N gradients has room for."""
+    """Restore μ of every parameter. If the number of replicas N differs, μ·N is kept, which fixes the headroom of the
+    sum of N gradients.
+    """
     current = autoscales_of(state.optimizer)
     if not current:
         return
@@ -195,7 +197,7 @@ def _restore_autoscales(saved: SavedRun, state: Resumable) -> None:
 
 
 def _choose(root: Path, state: Resumable, iteration: int | None) -> Path | None:
-    """The best whole checkpoint, each file verified by one of the ranks; alike on every rank."""
+    """The best complete checkpoint, each file verified by one of the ranks; the same on every rank."""
     is_first = state.topology.rank == 0
     found: tuple[list[int], str | None] = ([], None)
     if is_first:
@@ -223,7 +225,7 @@ def _choose(root: Path, state: Resumable, iteration: int | None) -> Path | None:
 
 
 def _problems(folder: Path, state: Resumable) -> list[str]:
-    """What is wrong with the files of a checkpoint that this rank verifies."""
+    """Problems of the checkpoint files that this rank verifies."""
     try:
         records = read_manifest(folder)
     except CheckpointError as error:
@@ -233,7 +235,7 @@ def _problems(folder: Path, state: Resumable) -> list[str]:
 
 
 def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
-    """Raise on every rank what the first rank with a mismatch found."""
+    """Raise the error of the first rank with a mismatch on every rank."""
     placements = [placement for _, _, placement in state.slots()]
     mine = next((text for place in placements if (text := saved.mismatch(place, state.vocab_size)) is not None), None)
     setting = differing_setting(saved.folder, state.config.model, finetune=finetune)

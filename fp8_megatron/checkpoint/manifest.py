@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: size and checksum of every file, taken while writing and verified before loading.
 
-The checksum is CRC-32, from the standard library: it finds every single flipped bit and every burst of up to 32, misses
-other damage once in 4·10⁹, and runs at 2.9 GB/s on a core where BLAKE2b runs at 0.7. It guards against broken disks and
-transfers, not against forgery: a manifest is as easy to forge as the files. A forged checkpoint is harmless because
-nothing read from one is executed (`torch_dist`).
+The checksum is CRC-32 from the standard library. It finds every single flipped bit and every burst of up to 32, and
+misses other damage once in 4·10⁹. It runs at 2.9 GB/s on a core where BLAKE2b runs at 0.7. It guards against broken
+disks and transfers, not against forgery: a manifest is as easy to forge as the files. A forged checkpoint is harmless
+because nothing read from one is executed (`torch_dist`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .files import MANIFEST, CheckpointError, write_text
 
 _ALGORITHM = "crc32"
 _READ_BYTES = 1 << 20
-#: A thread sums up so much of a file at a time.
+#: Bytes of a file that one checksum task reads.
 _PIECE_BYTES = 1 << 26
-#: So much of a file is handed to the disk at a time, while more is written.
+#: Bytes after which writing back to disk is started, while more is written.
 _WRITEBACK_BYTES = 1 << 24
-#: The generator of CRC-32, bit 31 - n for x^n; x^32 left out.
+#: The generator polynomial of CRC-32, bit 31 - n for x^n; x^32 is omitted.
 _POLYNOMIAL = 0xEDB88320
 
 
@@ -42,10 +42,11 @@ class FileRecord:
 
 
 class RecordedFile:
-    """A new binary file that is summed up as it is written, and synced to disk when closed; a context manager.
+    """A new binary file. Its checksum is computed while writing, and it is synced to disk when closed. A context
+    manager.
 
-    It has what `torch.save` asks of a stream. Torch puts its own error in place of the system's; leaving the block puts
-    the system's back.
+    It has the methods that `torch.save` needs of a stream. Torch replaces the system's error with its own; leaving the
+    block restores the system's error.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -70,21 +71,21 @@ class RecordedFile:
         return written
 
     def _start_writeback(self) -> None:
-        """Let the disk begin, so that the sync at the end finds little to wait for."""
+        """Start writing to disk early, so that the final sync is short."""
         if hasattr(os, "posix_fadvise"):
-            # On Linux this starts to write dirty pages and does not wait for them.
+            # On Linux this starts to write dirty pages without waiting for them.
             length = self.size - self._handed_over
-            with suppress(OSError):  # a hint that some file systems do not know
+            with suppress(OSError):  # a hint that some file systems do not support
                 os.posix_fadvise(self._file.fileno(), self._handed_over, length, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Pass buffered bytes to the system."""
         self._file.flush()
 
     @property
     def record(self) -> FileRecord:
-        """What was written so far."""
+        """The record of the bytes written so far."""
         return FileRecord(self._name, self.size, f"{self._checksum:08x}")
 
     def __enter__(self) -> Self:
@@ -100,7 +101,7 @@ class RecordedFile:
         finally:
             try:
                 self._file.close()
-            except OSError:  # closing writes what is buffered
+            except OSError:  # closing writes buffered bytes
                 if error is None:
                     raise
         if self._failure is not None and error is not self._failure:
@@ -148,7 +149,7 @@ def _checksum_of(files: object) -> str:
 
 
 def problem_with(folder: Path, record: FileRecord) -> str | None:
-    """What is wrong with a file, None where nothing is; reads all of it."""
+    """The problem of a file, or None; reads the whole file."""
     path = folder / record.name
     try:
         size = path.stat().st_size
@@ -167,7 +168,7 @@ def problem_with(folder: Path, record: FileRecord) -> str | None:
 
 
 def _checksum_of_file(path: Path, size: int) -> int:
-    """CRC-32 of a file's first `size` bytes, from several threads."""
+    """CRC-32 of a file's first `size` bytes, computed by several threads."""
     starts = range(0, size, _PIECE_BYTES)
     sizes = [min(_PIECE_BYTES, size - start) for start in starts]
     with ThreadPoolExecutor(NUM_READERS) as threads:
@@ -195,7 +196,7 @@ def _checksum_of_piece(path: Path, start: int, size: int) -> int:
 def combined_checksum(first: int, second: int, second_size: int) -> int:
     """CRC-32 of two runs of bytes, one after the other, from the CRC-32 of each and the second's number of bytes.
 
-    A CRC is a remainder modulo a polynomial over GF(2): the first run is worth x^(8 · second_size) times as much.
+    A CRC is a remainder modulo a polynomial over GF(2): the first run's is multiplied by x^(8 · second_size).
     """
     factor, power = 1 << 31, 1 << 23  # x^0, x^8
     while second_size:

@@ -2,7 +2,7 @@
 
 megatron-core stacks the layers of a model along a new first axis (``decoder.layers.mlp.linear_fc2.weight`` is
 [layers, hidden, ffn]) and names a layer's norms as if they were fused into the linear layer that follows them, so that
-its plain and its Transformer Engine layers read each other's checkpoints. So do this project's.
+its plain and its Transformer Engine layers read each other's checkpoints. This project's layers do the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..mcore.layer_spec import CHECKPOINT_KEYS
 Shape = tuple[int, ...]
 Sharding = tuple[int, int] | None
 
-#: The rows of these are the vocabulary, padded to what the tensor-parallel size needs.
+#: Tensors whose rows are the vocabulary, padded for the tensor-parallel size.
 VOCABULARY_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 _LAYER = re.compile(r"(?P<block>.*\blayers)\.(?P<index>\d+)\.(?P<rest>.*)")
@@ -47,7 +47,7 @@ class Placement:
     Args:
         local_shape: the rank's part, one- or two-dimensional.
         layer: (index, number of layers), None outside the layers.
-        sharding: (axis, stride) along which tensor parallelism cuts; stride 2 cuts each half of the axis (SwiGLU).
+        sharding: (axis, stride) of the tensor-parallel cut; stride 2 cuts each half of the axis (SwiGLU).
         rank, size: of the tensor-parallel group.
     """
 
@@ -72,9 +72,10 @@ class Placement:
         return self.key in VOCABULARY_KEYS
 
     def rectangles(self, start: int, length: int) -> Iterator[Rectangle]:
-        """The elements [start, start + length) of the flattened local parameter, padding after its end left out.
+        """Rectangles of the elements [start, start + length) of the flattened local parameter, without the padding
+        after its end.
 
-        At most a partial row, full rows (twice where a half of the axis ends between them) and a partial row.
+        At most a partial row, full rows (two runs if a half of the axis ends between them) and a partial row.
         """
         columns = math.prod(self.local_shape[1:])
         stop = min(start + length, math.prod(self.local_shape))
@@ -112,7 +113,7 @@ def placement_of(
     """Where a rank's parameter lies.
 
     Args:
-        name: in the whole model (`models.initialization.named_parameters_of_model`).
+        name: in the whole model (`mcore.initialization.named_parameters_of_model`).
     """
     match = _LAYER.fullmatch(name)
     key = f"{match['block']}.{_fused(match['rest'])}" if match else name
@@ -124,7 +125,7 @@ def placement_of(
 
 
 def _fused(name: str) -> str:
-    """A name inside a layer as checkpoints have it."""
+    """The checkpoint's form of a name inside a layer."""
     for ours, theirs in CHECKPOINT_KEYS.items():
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)

@@ -1,9 +1,10 @@
-"""What a rank puts into a checkpoint: its part of the model and of the moments in FP32, and its own tensors.
+"""What a rank writes to a checkpoint: its part of the model and of the moments in FP32, and the tensors of the rank
+itself.
 
-The stored forms (FP8, scaled FP16, companded integers, a split master) are not written. Decoded to FP32 and encoded
-again they have the same values, because scales are powers of two or amaxes (tests/checkpoint/test_resume.py holds every
-form to it). One representation therefore serves every layout and every level, and resuming is bitwise. A file of the
-rank holds what values do not tell, above all the scales of split masters.
+The stored forms (FP8, scaled FP16, companded integers, a split master) are not written. Decoding to FP32 and encoding
+again gives the same values, because scales are powers of two or amaxes (tests/checkpoint/test_resume.py tests every
+form). One representation therefore serves every layout and every level, and resuming is bitwise. A file of the rank
+holds what the values do not determine, mainly the scales of split masters.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from .torch_dist import Chunk
 
 FORMAT_VERSION = 3
 
-#: What is stored of a parameter by kind of state, and the prefix of its key.
+#: Kinds of a parameter's state, and the prefix of each kind's key.
 PREFIXES = {"master": "", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
 
-#: Elements of a chunk that is written, unless a row has more.
+#: Elements of a written chunk, unless a row has more.
 _CHUNK_NUMEL = 1 << 22
 
-#: Linear layers inside a layer, for each of which megatron-core keeps an (empty) object.
+#: Linear layers of a layer; megatron-core keeps an (empty) object for each.
 _LINEAR_LAYERS = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
@@ -56,7 +57,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Resumable:
-    """Everything of a run that a checkpoint holds besides its progress.
+    """Everything of a run that a checkpoint holds, except its progress.
 
     Attributes:
         vocab_size: the tokenizer's; padded_vocab_size: rows of the embedding.
@@ -71,7 +72,7 @@ class Resumable:
     padded_vocab_size: int
 
     def slots(self) -> Iterator[tuple[SpaceState, Slot, Placement]]:
-        """Every parameter of this model-parallel rank, with where it lies in the model."""
+        """Every parameter of this model-parallel rank, with its placement in the model."""
         for state, slot in self.optimizer.slots():
             yield state, slot, self.placement(slot)
 
@@ -88,7 +89,7 @@ class Resumable:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's part of a checkpoint, frozen on the CPU: training may go on while it is written."""
+    """A rank's part of a checkpoint, copied to the CPU so that training may continue while it is written."""
 
     slots: list[tuple[SpaceState, Slot, Placement]]
     rank_tensors: dict[str, Tensor]
@@ -100,17 +101,17 @@ class Snapshot:
         """Copy what this rank writes; on a GPU this waits for the step and the copies."""
         frozen = {id(space): space.on_cpu() for space in state.optimizer.states}
         slots = [(frozen[id(space)], slot, placement) for space, slot, placement in state.slots()]
-        # Tensors that are on the CPU already would go on changing.
+        # Tensors that are already on the CPU would keep changing.
         rank_tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank_tensors_of(state).items()}
         if state.device.type == "cuda":
             torch.cuda.current_stream(state.device).synchronize()
         return cls(slots, rank_tensors, describe(state, progress), state.config)
 
     def chunks(self) -> Iterator[Chunk | str]:
-        """What this rank writes of the model's tensors, one piece of a fragment in FP32 at a time."""
+        """This rank's part of the model's tensors, one FP32 piece of a fragment at a time."""
         for space, slot, placement in self.slots:
             if not space.space.sharing.counts_in_norm:
-                continue  # another rank's copy of the parameter is written
+                continue  # another rank writes the parameter
             columns = math.prod(placement.local_shape[1:])
             for piece in (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, columns)):
                 for kind, prefix in PREFIXES.items():
@@ -128,8 +129,9 @@ class Snapshot:
 
 
 def _pieces(fragment: Fragment, columns: int) -> Iterator[Fragment]:
-    """A fragment cut at multiples of rows of `columns` elements and of scale blocks: small enough to be read and
-    written side by side, and so that other layouts do not read much more than their part."""
+    """Cut a fragment at multiples of rows of `columns` elements and of scale blocks. Pieces are small enough to be read
+    and written in parallel, and other layouts read little beyond their part.
+    """
     unit = math.lcm(columns, STATE_BLOCK)
     step = max(1, _CHUNK_NUMEL // unit) * unit
     start, end = fragment.slot_start, fragment.slot_start + fragment.length
@@ -173,10 +175,10 @@ def topology_of(topology: Topology) -> dict[str, int | None]:
 
 
 def rank_tensors_of(state: Resumable) -> dict[str, Tensor]:
-    """What belongs to this rank alone, or to all ranks alike, by name; views of the running state.
+    """Tensors of this rank alone, or equal on all ranks, by name; views of the running state.
 
     ``step_count``, ``loss_scale/…``; ``weight_scale/<parameter>`` of split masters; ``autoscale/<parameter>`` FP32
-    [2, buckets]: μ and what saturated last; ``amax_history.<chunk>/…``; ``rng/…``.
+    [2, buckets]: μ and the last saturated fraction; ``amax_history.<chunk>/…``; ``rng/…``.
     """
     optimizer = state.optimizer
     tensors = {"step_count": optimizer.step_count}
@@ -192,7 +194,7 @@ def rank_tensors_of(state: Resumable) -> dict[str, Tensor]:
 
 
 def autoscales_of(optimizer: FP8DistributedOptimizer) -> dict[str, list[Tensor]]:
-    """By parameter, for each bucket that holds a part of it: FP32 [2], μ and what saturated last (copies)."""
+    """By parameter, for each bucket that holds a part of it: FP32 [2], μ and the last saturated fraction (copies)."""
     found: dict[str, list[Tensor]] = {}
     for buffer in optimizer.buffers:
         if isinstance(buffer, ShardedGradBuffer):
@@ -203,7 +205,7 @@ def autoscales_of(optimizer: FP8DistributedOptimizer) -> dict[str, list[Tensor]]
 
 
 def set_autoscales(optimizer: FP8DistributedOptimizer, name: str, saved: Tensor) -> None:
-    """Put a parameter's auto-scaling state back; `saved` is FP32 [2, buckets]."""
+    """Restore a parameter's auto-scaling state; `saved` is FP32 [2, buckets]."""
     part = 0
     for buffer in optimizer.buffers:
         if not isinstance(buffer, ShardedGradBuffer):
@@ -226,8 +228,9 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_states(states: dict[str, Tensor], device: torch.device) -> bool:
-    """Put back what `rng_states` gave; False, and nothing is set, where that was on a CPU and this is a GPU, or the
-    other way round: generators of one cannot take the other's states."""
+    """Restore the result of `rng_states`. Returns False and sets nothing if the states are from a CPU and this is a
+    GPU, or the reverse: generators of one cannot take the other's states.
+    """
     if ("cuda" in states) != (device.type == "cuda"):
         return False
     torch.set_rng_state(states["cpu"])

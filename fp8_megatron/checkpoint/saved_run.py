@@ -22,7 +22,7 @@ from .placement import Placement
 from .run_state import FORMAT_VERSION, PREFIXES, Resumable, below, topology_of
 from .torch_dist import TorchDistReader, Wanted
 
-#: Bytes that are read ahead of their turn; the last read may exceed them.
+#: Bytes that are read ahead; the last read may exceed this.
 _READ_AHEAD_BYTES = 1 << 28
 
 
@@ -57,10 +57,10 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = False) -> str | None:
-    """The first setting beside a checkpoint that changes what weights of the same shapes compute, and differs.
+    """The first saved setting that differs from this run's and changes what weights of the same shapes compute.
 
-    What cannot be read there, as in an earlier version's file, is taken as equal. Heads fix the other widths of
-    attention, given the shapes. Fine-tuning may take another rotary base, for a longer context.
+    A setting that cannot be read, for instance in an earlier version's file, counts as equal. Given the shapes, the
+    number of heads fixes the other widths of attention. Fine-tuning may use another rotary base, for a longer context.
     """
     names = ["num_attention_heads", "norm_epsilon"]
     if model.position_embedding_type == "rope":
@@ -77,7 +77,7 @@ def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = Fals
 
 
 def _saved_settings(folder: Path) -> dict[str, Any]:
-    """The model section of ``config.yaml`` as it is; empty where it is not there or is none."""
+    """The model section of ``config.yaml``, unchecked; empty if it is missing or not a mapping."""
     try:
         content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -112,7 +112,7 @@ class SavedRun:
         return all(self.topology[name] == own[name] for name in own if name != "data_parallel_size")
 
     def mismatch(self, placement: Placement, vocab_size: int | None) -> str | None:
-        """Why a parameter cannot be taken from here; a vocabulary may be padded otherwise."""
+        """Why a parameter cannot be read from this checkpoint. A vocabulary may be padded differently."""
         shape = self.reader.shapes.get(placement.key)
         own = placement.global_shape
         if shape is None:
@@ -128,13 +128,13 @@ class SavedRun:
         )
 
     def read(self, wanted: Iterable[Elements], *, pinned: bool = False) -> Iterator[Tensor]:
-        """FP32 [length] on the CPU of each, in order; the next ones are read while one is used.
+        """FP32 [length] of each, on the CPU and in order. The next ones are read while one is used.
 
-        Padding after a parameter's end is zero. Rows of a vocabulary that was padded less are those of the last padding
-        row, or zeros where there was none.
+        Padding after a parameter's end is zero. If the saved vocabulary has fewer padding rows, the missing ones repeat
+        its last padding row, or are zero if it has none.
 
         Args:
-            pinned: in pinned memory, for copies to a GPU.
+            pinned: use pinned memory, for copies to a GPU.
         """
         with ThreadPoolExecutor(NUM_READERS) as threads:
 
@@ -174,7 +174,9 @@ class SavedRun:
         return flat
 
     def rank_tensors(self, state: Resumable, prefix: str) -> dict[str, Tensor]:
-        """What the rank in this one's place saved under a prefix; replicas share all but what they saw saturate."""
+        """The tensors that the rank in this rank's place saved under a prefix. Replicas share them, except for
+        saturated fractions.
+        """
         ours, topology = state.topology, self.topology
         same_replicas = topology["data_parallel_size"] == ours.dp.size()
         place = (ours.tp.rank(), ours.pp.rank(), ours.dp.rank() if same_replicas else 0)
@@ -183,17 +185,17 @@ class SavedRun:
         return below(prefix, self._tensors_of(*place))
 
     def rank_tensor(self, state: Resumable, name: str) -> Tensor | None:
-        """One of them, if it is there."""
+        """One of these tensors, or None."""
         return self.rank_tensors(state, name).get("")
 
     def stage_tensors(self, stage: int, prefix: str) -> dict[str, Tensor]:
-        """What the first rank of a pipeline stage saved under a prefix."""
+        """The tensors that the first rank of a pipeline stage saved under a prefix."""
         return below(prefix, self._tensors_of(0, stage, 0))
 
     def _tensors_of(self, tensor_rank: int, pipeline_rank: int, data_rank: int) -> dict[str, Tensor]:
         name = rank_file(tensor_rank, pipeline_rank, data_rank)
         if name not in self._files:
-            return {}  # a converted model's
+            return {}  # a converted model has none
         if name not in self._rank_tensors:
             path = self.folder / name
             try:

@@ -1,8 +1,8 @@
-"""Saving: every rank writes its part, and the first one describes and publishes the whole.
+"""Saving: every rank writes its part, and the first rank describes and publishes the checkpoint.
 
-A save runs at once or in the background. Ranks meet in a gloo group of their own, apart from training's collectives.
-They meet three times: when the folder is there, when every rank has written, and to hear how it ended. A rank that
-cannot write says so there, and no rank waits for it.
+A save runs in the foreground or in the background. Ranks meet in a separate gloo group, apart from training's
+collectives. They meet three times: when the folder exists, when every rank has written, and to learn the result. A rank
+that cannot write reports it at a meeting, and no rank waits for it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from .torch_dist import NUM_FILES, Written, write_chunks, write_metadata
 
 logger = logging.getLogger(__name__)
 
-#: Ranks wait so long for the slowest writer.
+#: How long ranks wait for the slowest writer.
 _TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which of a run's checkpoints stay: the newest `keep_last` (None: all), and the multiples of `retain_interval`."""
+    """Which of a run's checkpoints are kept: the newest `keep_last` (None: all), and multiples of `retain_interval`."""
 
     keep_last: int | None = None
     retain_interval: int | None = None
@@ -65,13 +65,13 @@ class Retention:
 
 
 class CheckpointWriter:
-    """Saves a run's checkpoints under one folder; every rank makes one and calls the same methods in the same order.
+    """Saves a run's checkpoints under one folder. Every rank makes one and calls the same methods in the same order.
 
     Args:
-        in_background: `save` returns as soon as the state is copied; one save is written at a time.
-        resumed_at: iteration of the checkpoint under `root` that the run goes on from; 0: from none of them. Others
-            than that one and its ancestors are neither counted nor removed, until the run itself saves their
-            iterations. None: all that are there are the run's.
+        in_background: `save` returns as soon as the state is copied. One save is written at a time.
+        resumed_at: iteration of the checkpoint under `root` that the run resumed from; 0: none. Only this checkpoint
+            and its ancestors are counted and removed; others are left until the run itself saves their iterations.
+            None: all existing checkpoints belong to the run.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is under way in the background of this rank."""
+        """Whether this rank is saving in the background."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, state: Resumable, progress: Progress) -> float:
@@ -104,7 +104,7 @@ class CheckpointWriter:
         unless a later one succeeds.
 
         Returns:
-            Seconds that training stood still.
+            Seconds that training was stopped.
         """
         started = time.monotonic()
         self._join()
@@ -129,7 +129,7 @@ class CheckpointWriter:
             raise self._error
 
     def _own_at_start(self, resumed_at: int | None) -> list[int]:
-        """Iterations of the checkpoints that the run goes on from; a warning names the others."""
+        """Iterations of the checkpoints that belong to the run at its start; a warning names the others."""
         saved = saved_iterations(self.root)
         if resumed_at is None:
             return saved
@@ -168,13 +168,13 @@ class CheckpointWriter:
     def _write_together(self, snapshot: Snapshot, folder: Path) -> None:
         temporary = temporary_folder(folder)
         self._ranks.first_does(lambda: start_writing(folder))
-        # In the background one thread: four slowed the steps beside them by 70%.
+        # One thread in the background: four slowed concurrent steps by 70%.
         num_files = 1 if self._in_background else NUM_FILES
         outputs = self._ranks.gather(lambda: _write_own(temporary, snapshot, self._topology, num_files))
         self._ranks.first_does(lambda: self._complete(snapshot, temporary, folder, outputs))
 
     def _complete(self, snapshot: Snapshot, temporary: Path, folder: Path, outputs: list[_RankOutput | str]) -> None:
-        """On the first rank, when all have written."""
+        """Publish on the first rank, when all have written."""
         try:
             failures = [f"rank {rank}: {output}" for rank, output in enumerate(outputs) if isinstance(output, str)]
             if failures:
@@ -186,7 +186,7 @@ class CheckpointWriter:
             _write_description(temporary, description, snapshot.config, written)
             publish(temporary, folder)
         except BaseException:
-            with suppress(OSError):  # room for what else wants to be written
+            with suppress(OSError):  # frees disk space for other writers
                 shutil.rmtree(temporary)
             raise
         self._own = [*earlier, iteration]
@@ -201,7 +201,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _RankOutput:
-    """What one rank wrote."""
+    """The files that one rank wrote."""
 
     written: list[Written]
     records: list[FileRecord]
@@ -215,7 +215,7 @@ def _write_own(folder: Path, snapshot: Snapshot, topology: Topology, num_files: 
 
 
 def _write_description(folder: Path, description: dict[str, Any], config: Config, outputs: list[_RankOutput]) -> None:
-    """Everything that stands in a checkpoint once, the manifest last."""
+    """Write everything that a checkpoint holds once, the manifest last."""
     records = [record for output in outputs for record in output.records]
     written = [item for output in outputs for item in output.written]
     common = {"checkpoint_version": 3.0, "iteration": description["iteration"], "content_metadata": description}
@@ -249,7 +249,7 @@ class _Ranks:
             self._group = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT, group_desc=BACKGROUND_GROUP)
 
     def first_does(self, action: Callable[[], Any]) -> None:
-        """Let the first rank do something; where it fails, every rank raises."""
+        """Run an action on the first rank; if it fails, every rank raises."""
         outcome: list[str | None] = [None]
         error: Exception | None = None
         if self._rank == 0:
@@ -263,7 +263,9 @@ class _Ranks:
             raise error or OSError(outcome[0])
 
     def gather(self, action: Callable[[], Any]) -> list[Any]:
-        """Every rank does something: on the first rank all results by rank, an error as its text; else nothing."""
+        """Run an action on every rank. The first rank gets all results by rank, with errors as text; other ranks get
+        nothing.
+        """
         result: Any
         try:
             result = action()

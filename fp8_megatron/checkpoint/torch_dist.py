@@ -1,12 +1,12 @@
-"""megatron-core's ``torch_dist`` format: written so that its readers open it, read so that nothing in it is executed.
+"""megatron-core's ``torch_dist`` format: megatron-core can read what is written here, and reading executes nothing.
 
-A folder holds ``*.distcp`` files of tensors one after the other, each as `torch.save` writes it, and ``.metadata``: a
+A folder holds ``*.distcp`` files of concatenated tensors, each as `torch.save` writes it, and ``.metadata``: a
 pickle of torch.distributed.checkpoint's `Metadata` that says which rectangle of which tensor is where. megatron-core
 adds ``metadata.json``, the format's name, and ``common.pt``.
 
-`megatron.core.dist_checkpointing.save` is not used: it calls CUDA on a CPU and starts processes for each save. They
-outlive a killed trainer and may write into the next one's folder; without psutil they hang. torch's reader is not used
-because it reads ``.metadata`` with plain `pickle`.
+`megatron.core.dist_checkpointing.save` is not used: it calls CUDA on a CPU and starts processes for each save. These
+processes outlive a killed trainer and may write into the next one's folder; without psutil they hang. torch's reader is
+not used because it reads ``.metadata`` with plain `pickle`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 METADATA = ".metadata"
-#: A rank writes so many files side by side; a further one is begun when those before have so many bytes.
+#: A rank writes this many files in parallel; the next file is started when the earlier ones have this many bytes.
 NUM_FILES = 4
 _MIN_FILE_BYTES = 1 << 24
-#: Chunks that wait to be written hold no more than this, but for the last of them.
+#: Bytes of chunks waiting to be written; the last chunk may exceed this.
 _UNWRITTEN_BYTES = 1 << 27
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -72,7 +72,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Written:
-    """Where something was written; `global_shape` is None for an object, which has no rectangle."""
+    """Where a tensor's chunk or an object was written; `global_shape` is None for an object, which has no rectangle."""
 
     key: str
     global_shape: Shape | None
@@ -86,12 +86,12 @@ class Written:
 def write_chunks(
     folder: Path, rank: int, chunks: Iterable[Chunk | str], *, num_files: int = NUM_FILES
 ) -> tuple[list[Written], list[FileRecord]]:
-    """Write a rank's files, each from a thread of its own; without chunks there is none.
+    """Write a rank's files, each in a separate thread; without chunks there are no files.
 
     Args:
-        num_files: at most. Each thread takes Python's lock from training in turn, if that goes on beside.
-        chunks: rectangles; a string is the key of an empty object (megatron-core keeps one per linear layer). The next
-            ones are drawn while these are written.
+        num_files: upper limit. Each thread competes with concurrent training for Python's lock.
+        chunks: rectangles; a string is the key of an empty object (megatron-core keeps one per linear layer). Chunks
+            are drawn while earlier ones are written.
     """
     files: list[_ChunkFile] = []
     with ExitStack() as open_files, ExitStack() as threads:
@@ -112,7 +112,7 @@ class _ChunkFile:
     """A file that a thread appends chunks to.
 
     Args:
-        open_files, threads: close the file and end the thread; the thread has to end first.
+        open_files, threads: exit stacks that close the file and end the thread. The thread must end first.
     """
 
     def __init__(self, folder: Path, name: str, open_files: ExitStack, threads: ExitStack) -> None:
@@ -126,7 +126,7 @@ class _ChunkFile:
         return self._file.record
 
     def submit(self, chunk: Chunk | str) -> tuple[int, Future[Written]]:
-        """Have a chunk written: its bytes, and where it is."""
+        """Queue a chunk for writing: its bytes, and where it will be."""
         num_bytes = 0 if isinstance(chunk, str) else chunk.value.nbytes
         self.num_bytes += num_bytes
         return num_bytes, self._thread.submit(self._write, chunk)
@@ -138,7 +138,7 @@ class _ChunkFile:
             return Written(chunk, None, (), (), self._name, start, self._file.size - start)
         value = chunk.value
         if value.untyped_storage().nbytes() != value.nbytes:
-            value = value.clone()  # torch saves the whole storage of a view
+            value = value.clone()  # torch would save the whole storage of a view
         torch.save(value, self._file)  # type: ignore[arg-type]
         sizes = tuple(value.shape)
         length = self._file.size - start
@@ -148,10 +148,10 @@ class _ChunkFile:
 def write_metadata(
     folder: Path, written: Iterable[Written], *, common: dict[str, Any], checkpoint_id: str
 ) -> list[FileRecord]:
-    """Write what describes all ranks' files, from one rank.
+    """Write the description of all ranks' files; called on one rank.
 
     Args:
-        common: plain numbers and strings for ``common.pt``, which megatron-core's readers want.
+        common: plain numbers and strings for ``common.pt``, which megatron-core's readers require.
     """
     tensors: dict[str, Any] = {}
     storage = {}
@@ -177,7 +177,7 @@ def write_metadata(
 
 
 class _AnyTorchPickler(pickle.Pickler):
-    """Writes `TensorProperties` as every supported torch reads them: without the strides that torch 2.14 added."""
+    """Writes `TensorProperties` so that every supported torch reads them: without the strides that torch 2.14 added."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TensorProperties):
@@ -191,7 +191,7 @@ def _pickled(metadata: Metadata) -> bytes:
     return stream.getvalue()
 
 
-#: All that a pickle of `Metadata` names; of these only constructors of data are callable.
+#: All names in a pickle of `Metadata`; the only callables are constructors of data.
 _DTYPES = "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 uint8 int8 int16 int32 int64 bool".split()
 _ADMITTED = {
     ("torch", "Size"),
@@ -211,7 +211,7 @@ _ADMITTED = {
             "_MEM_FORMAT_ENCODING",
         )
     ),
-    # What megatron-core's own writer adds.
+    # Added by megatron-core's own writer.
     ("pathlib", "PosixPath"),
     *(
         ("torch.distributed.checkpoint.planner", name)
@@ -233,7 +233,7 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """A checkpoint's ``.metadata``; classes outside a short list are refused before anything is made of them.
+    """Read a checkpoint's ``.metadata``. Classes outside a short list are refused before any object is built.
 
     Raises:
         CheckpointError: missing, damaged, or not a description of tensors.
@@ -253,7 +253,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A rectangle to read: `target`, flat, takes its elements in order."""
+    """A rectangle to read: its elements are written to `target`, flat and in order."""
 
     offset: Shape
     sizes: Shape
@@ -261,10 +261,11 @@ class Wanted:
 
 
 class TorchDistReader:
-    """Reads rectangles of the tensors of a checkpoint, however it was cut; a rank for itself, from several threads.
+    """Reads rectangles of the tensors of a checkpoint, however it was cut. Each rank reads for itself, with several
+    threads.
 
     Args:
-        files: names that may be read (the manifest's); None admits what is in the folder.
+        files: names that may be read (the manifest's); None allows all in the folder.
 
     Attributes:
         shapes: of every tensor.
@@ -298,12 +299,12 @@ class TorchDistReader:
             item = Written(
                 key, shape, tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length
             )
-            # By the first axis, so that a layer's chunks are found among hundreds of layers'.
+            # Indexed by the first axis, to find a layer's chunks among those of hundreds of layers.
             first = item.offset[0] if len(shape) > 1 and item.sizes[0] == 1 else -1
             self._chunks[key][first].append(item)
 
     def read(self, key: str, wanted: list[Wanted]) -> None:
-        """Fill every target; every saved chunk that has a part of any is read once.
+        """Fill every target. Every saved chunk that overlaps a target is read once.
 
         Raises:
             CheckpointError: a part was not saved, or a file is damaged.
@@ -345,7 +346,9 @@ class TorchDistReader:
 
 
 class _PartOfFile(io.RawIOBase):
-    """Bytes [start, start + length) of an open file as a stream; torch reads a tensor's straight into its storage."""
+    """Bytes [start, start + length) of an open file as a stream; torch reads a tensor's bytes directly into its
+    storage.
+    """
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
@@ -363,7 +366,7 @@ class _PartOfFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill as much of `buffer` as there is; a system call alone stops at 2 GiB."""
+        """Fill `buffer` as far as there are bytes; a single system call stops at 2 GiB."""
         view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
         self._file.seek(self._start + self._position)
         filled = 0
@@ -374,7 +377,7 @@ class _PartOfFile(io.RawIOBase):
 
 
 def _overlap(item: Written, want: Wanted) -> tuple[Shape, Shape] | None:
-    """(offset, sizes) of what a saved chunk and a wanted rectangle share."""
+    """(offset, sizes) of the overlap of a saved chunk and a wanted rectangle."""
     offset = tuple(max(a, b) for a, b in zip(item.offset, want.offset, strict=True))
     stop = tuple(min(a + n, b + m) for a, n, b, m in zip(item.offset, item.sizes, want.offset, want.sizes, strict=True))
     sizes = tuple(end - start for start, end in zip(offset, stop, strict=True))

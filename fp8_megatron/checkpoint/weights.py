@@ -1,8 +1,8 @@
 """A model's weights by megatron-core's standard checkpoint keys, read one layer at a time.
 
 megatron-core stacks the decoder's layers: ``decoder.layers.mlp.linear_fc2.weight`` is one tensor
-[layers, hidden, ffn]. Norms in front of a linear layer carry that layer's name, whichever module holds them, so that
-one checkpoint serves specs with fused and with separate norms.
+[layers, hidden, ffn]. A norm in front of a linear layer carries that layer's name, whichever module holds it. One
+checkpoint thus serves specs with fused and with separate norms.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MLP_NORM = LAYERS + "mlp.linear_fc1.layer_norm_"
 FC1 = LAYERS + "mlp.linear_fc1."
 FC2 = LAYERS + "mlp.linear_fc2."
 
-#: Linear layers of a decoder layer: what FP8 covers.
+#: Linear layers of a decoder layer: the ones in FP8.
 LINEAR_WEIGHTS = tuple(prefix + "weight" for prefix in (QKV, PROJECTION, FC1, FC2))
 
 # Standard prefix → what a spec with separate norms (megatron-core's "local" one, this project's) calls its module.
@@ -46,12 +46,12 @@ class WeightReader(Protocol):
         ...
 
     def read(self, key: str, layer: int | None) -> Tensor:
-        """One weight in FP32: of `layer` for a key of the decoder's layers, else whole (`layer` None)."""
+        """One weight in FP32: of `layer` for a key of the decoder's layers, else the whole tensor (`layer` None)."""
         ...
 
 
 def standard_key(key: str) -> str:
-    """The standard key of one that names a separate norm by its module."""
+    """The standard key of a key that names a separate norm by its module."""
     for standard, module in _MODULE_NAMES.items():
         if key.startswith(module):
             return standard + key.removeprefix(module)
@@ -94,7 +94,7 @@ def weight_shapes(model: ModelConfig, padded_vocab_size: int) -> dict[str, tuple
 
 
 def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int | None]]:
-    """(key, layer) of every weight in the order of the forward pass: a layer's weights follow each other."""
+    """(key, layer) of every weight in the order of the forward pass: a layer's weights are consecutive."""
     keys = list(shapes)
     stacked = [key for key in keys if key.startswith(LAYERS)]
     if not stacked:

@@ -28,20 +28,20 @@ class AllGatherWork:
 
 
 def all_gather_into(full: Tensor, shard: Tensor, group: Group) -> AllGatherWork:
-    """Start to gather every rank's `shard` into `full`, in rank order, bit by bit: b·(d−1) bytes leave each rank.
+    """Start to gather every rank's `shard` into `full`, in rank order and bit for bit: b·(d−1) bytes leave each rank.
 
     Called by every rank of `group` with shards of one size and dtype.
 
     Args:
-        full: [d · n] elements, any shape, contiguous; the caller's, overwritten.
-        shard: [n] elements of the same dtype, contiguous: a tensor of its own, or the view of this rank's part of
-            `full` (no other part). Left alone until the handle was waited for.
+        full: [d · n] elements, any shape, contiguous; the caller owns it; overwritten.
+        shard: [n] elements of the same dtype, contiguous: a separate tensor, or a view of this rank's own part of
+            `full`. The caller must not change it before waiting for the handle.
     """
     return all_gather_each([(full, shard)], group)[0]
 
 
 def all_gather_each(pairs: Sequence[tuple[Tensor, Tensor]], group: Group) -> list[AllGatherWork]:
-    """Start `all_gather_into` for every (full, shard), in order; handles are waited for in any order, all of them.
+    """Start `all_gather_into` for every (full, shard), in order. Every handle must be waited for, in any order.
 
     Where every `full` lies in memory that the ranks share (`copy_engine.allocate`), copy engines move the bytes.
     """

@@ -2,9 +2,9 @@
 
 A sum of N gradients at one scale may overflow, and a gradient divided by N beforehand may underflow. The paper sends
 g' = μ·g and lets the data move μ between the two: it halves after a step in which more than 0.001% of a tensor's
-elements were at E4M3's largest value, and else grows so that it doubles over 1,000 steps.
+elements were at E4M3's largest value. Otherwise it grows so that it doubles over 1,000 steps.
 
-Here μ takes part in the scale and nowhere else. With S = amax / 448 over all ranks, the common dequantising scale of
+Here μ enters only the scale. With S = amax / 448 over all ranks, the common dequantising scale of
 the payloads of μ·g is D = S/μ, rounded up to a power of two; each rank sends ``round(g / D)``, and the mean is
 ``D · sum / N``. The same D encodes and decodes: μ cannot enter the result twice or inverted, for any amax. A power of
 two moves E4M3 blocks to the shared scale without rounding them again, as long as they do not
@@ -28,20 +28,20 @@ _MAX_CODE = 0x7E  # E4M3's 448, sign removed; 0x7F is NaN
 _MAGNITUDE = 0x7F
 #: Blocks requantised at a time, which bounds the FP32 copy (64 MiB).
 _CHUNK_BLOCKS = 1 << 17
-#: Marks a tensor of which nothing was seen: μ stays. Below every fraction, so that a MAX over ranks prefers those.
+#: Marks a tensor without any observation: μ stays. It is below every fraction, so a MAX over ranks prefers fractions.
 _UNSEEN = -1.0
 
 
 class AutoScale:
-    """μ of every tensor in one flat gradient, moved by what saturated; nothing waits for the device.
+    """μ of every tensor in one flat gradient, adjusted by saturation; the host never waits for the device.
 
     A reduction calls, in this order: `measure`, a MAX of its result over the ranks, `update`, `requantize_`, then the
     sum in FP8, then `note_sum`. One reduction of an object is in flight at a time. Every rank holds the same μ, because
-    it moves only by values that all ranks share.
+    only values shared by all ranks change it.
 
     Args:
         num_tensors: T. block_tensor: integer [n / 128], the tensor that each block of 128 elements belongs to; padding
-            may count as any tensor's.
+            may be assigned to any tensor.
         device: where the gradient is.
         initial_mu: μ before the first reduction. 1 is the paper's post-scaling, whose sum may overflow at first; 1/N
             its pre-scaling, which cannot.
@@ -49,9 +49,9 @@ class AutoScale:
 
     Attributes:
         mu: FP32 [T].
-        saturated_fraction: FP32 [T], the last reduction's largest fraction at ±448 on any rank, of what was sent or of
-            its sum, 0…1; −1 where the tensor was all zero. As of `update`, so one reduction late.
-        underflow_fraction: FP32 [T], of this rank's non-zero elements, those that the shared scale made zero.
+        saturated_fraction: FP32 [T], the last reduction's largest fraction at ±448 on any rank, of the sent elements or
+            of their sum, 0…1; −1 if the tensor was all zero. `update` sets it, so it is one reduction late.
+        underflow_fraction: FP32 [T], the fraction of this rank's non-zero elements that the shared scale made zero.
         block_scales: FP32 [n / 128], D of the reduction in flight.
     """
 
@@ -74,8 +74,8 @@ class AutoScale:
         self._seen = torch.full_like(self.mu, _UNSEEN)
 
     def measure(self, payload: Tensor, scales: Tensor) -> Tensor:
-        """FP32 [2, T]: each tensor's amax, and what was last seen to saturate here; the MAX of both over the ranks
-        goes to `update`. Blocks that are not finite have no part in the amax.
+        """FP32 [2, T]: each tensor's amax, and its last saturated fraction on this rank. `update` takes the MAX of both
+        over the ranks. Blocks that are not finite are left out of the amax.
 
         Args:
             payload: E4M3 [n]. scales: FP32 [n / 128], dequantising.
@@ -87,10 +87,10 @@ class AutoScale:
         return torch.stack([amax, self._seen])
 
     def update(self, shared: Tensor) -> None:
-        """Move μ by what saturated in the last reduction, and take this one's scales.
+        """Adjust μ by the saturation of the last reduction, and compute the scales of this one.
 
         Args:
-            shared: the MAX over the ranks of what `measure` gave.
+            shared: the MAX over the ranks of the result of `measure`.
         """
         amax, saturated = shared
         self.saturated_fraction.copy_(saturated)
@@ -103,7 +103,7 @@ class AutoScale:
     def requantize_(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
         """Move E4M3 blocks to the scales of their tensors: ``out = clamp(payload · scales / block_scales)``.
 
-        A block whose scale is NaN becomes NaN. Counts what saturates and what underflows.
+        A block whose scale is NaN becomes NaN. Counts saturated and underflowed elements.
 
         Args:
             payload, scales: as for `measure`. out: E4M3 [n], other memory; overwritten.
@@ -125,7 +125,7 @@ class AutoScale:
         self.underflow_fraction.copy_(self._per_tensor(torch.cat(lost), blocks) / num_nonzero.clamp_min(1))
 
     def note_sum(self, payload: Tensor, first_block: int) -> None:
-        """Count what saturates in this rank's shard of the sum.
+        """Count saturated elements in this rank's shard of the sum.
 
         Args:
             payload: E4M3 [shard]. first_block: the place of its first block in the gradient.
@@ -137,11 +137,11 @@ class AutoScale:
         torch.maximum(self._seen, self._fraction_or_unseen(at_max, blocks, num_nonzero), out=self._seen)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """μ and what was seen since it last moved (of this rank), for a checkpoint."""
+        """μ, and the saturated fractions of this rank since μ last moved, for a checkpoint."""
         return {"mu": self.mu, "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore `state_dict`."""
         self.mu.copy_(state["mu"])
         self._seen.copy_(state["seen"])
 

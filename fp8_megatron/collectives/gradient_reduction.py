@@ -23,8 +23,8 @@ class GradReducer:
             rounded to E4M3.
 
     Raises:
-        ValueError: hierarchical without `node_groups`, with other ranks than `group`'s, or with a dtype it cannot send;
-            nccl with an NCCL that has no FP8 sum.
+        ValueError: hierarchical without `node_groups`, with node groups of other ranks than `group`, or with a dtype
+            that it cannot send; nccl with an NCCL that lacks the FP8 sum.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class GradReducer:
 
     @property
     def wire_dtype(self) -> StorageDtype:
-        """What `start` wants to send: fp8, or mode hierarchical's `intra`."""
+        """Dtype that `start` expects: fp8, or mode hierarchical's `intra`."""
         return self._intra if self.mode is GradReduceMode.HIERARCHICAL else StorageDtype.FP8
 
     @property
     def needs_autoscale(self) -> bool:
-        """Whether `start` wants an `AutoScale` for tensors in `wire_dtype`."""
+        """Whether `start` needs an `AutoScale` for tensors in `wire_dtype`."""
         return self.mode is GradReduceMode.NCCL
 
     def start(self, sent: WireTensor, received: WireTensor, autoscale: AutoScale | None = None) -> ReduceScatterWork:
@@ -74,7 +74,7 @@ class GradReducer:
         gradients by its dtype: give the rest a reducer of its own, with inter bf16.
 
         Args:
-            sent: [n], n = d · shard, shard a multiple of 128. What it holds after the wait is undefined.
+            sent: [n], n = d · shard, shard a multiple of 128. Its content after the wait is undefined.
             received: [n] of the same dtype; overwritten. Both belong to this reduction until the handle was waited for.
             autoscale: mode nccl: that of the tensors in `sent`.
         """
@@ -94,8 +94,8 @@ def build_reducer(
 ) -> GradReducer:
     """The reducer of gradients that travel in `wire`.
 
-    FP8 is reduced as `mode` says. Wider gradients are never rounded to E4M3: BF16 takes two stages where there are
-    `nodes`, everything else one all-to-all in its own dtype.
+    FP8 is reduced as `mode` says. Wider gradients are never rounded to E4M3: BF16 takes two stages if `nodes` is given;
+    other dtypes take one all-to-all in their own dtype.
 
     Args:
         nodes: the ranks of `group` by node, or None.

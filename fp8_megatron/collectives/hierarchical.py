@@ -1,8 +1,8 @@
 """The reduce-scatter in two stages, for several nodes: inside each node over the fast links, then across nodes.
 
 A flat all-to-all sends every rank's version of a shard across the network. Here a node adds its ranks' versions first,
-and 1/ranks_per_node of the bytes cross, each between ranks of one local index (one rail). The node's sum is rounded
-once more.
+and 1/ranks_per_node of the bytes cross, each between ranks of one local index (one rail). The node's sum is rounded a
+second time.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def new_node_groups(
 
     Args:
         dp_groups: the global ranks of each data-parallel group, in the group's order; together they hold this rank.
-        ranks_per_node: ranks of one data-parallel group on a node (with tensor parallelism fewer than its devices);
-            they follow each other in the group.
+        ranks_per_node: ranks of one data-parallel group on a node (with tensor parallelism, fewer than the node's
+            devices); they are consecutive in the group.
 
     Raises:
-        ValueError: a group is no whole number of nodes.
+        ValueError: a group is not a whole number of nodes.
     """
     own = None
     this_rank = torch.distributed.get_rank()
@@ -82,22 +82,23 @@ def hierarchical_reduce_scatter_mean(
     intra: StorageDtype,
     inter: StorageDtype = StorageDtype.FP8,
 ) -> ReduceScatterWork:
-    """Start the mean of `sent` over a data-parallel group, inside its nodes first; shards lie as in the flat form.
+    """Start the mean of `sent` over a data-parallel group, inside its nodes first. Shards are placed as in
+    `reduce_scatter_mean`.
 
     Called by every rank of the group; handles are waited for in the order of the starts. Both sums are FP32 and in
     rank order; between them the node's sum is rounded to `inter`. A NaN or inf in a block of 128 makes that block of
     the result NaN.
 
     On CUDA the stages run on a side stream and the current stream only waits for the last; on a CPU the second stage
-    runs when the handle is waited for. Nothing is allocated but one FP32 row at a time: the second stage lives in the
-    memory of `sent` and `received`, which also keeps calls in flight apart.
+    runs when the handle is waited for. No more than one FP32 row is allocated at a time. The second stage uses the
+    memory of `sent` and `received`, which also keeps concurrent calls apart.
 
     Args:
         sent: [n] in `intra`, n = d · shard, shard a multiple of 128; **overwritten**.
         received: [n] in `intra`; overwritten.
         intra: fp8 (1.03 bytes an element inside the node, rounded twice in all) or bf16 (2 bytes, rounded to E4M3
             once).
-        inter: what crosses nodes; bf16 for what is not to be rounded to E4M3 at all.
+        inter: dtype across nodes; bf16 for gradients that must never be rounded to E4M3.
 
     Returns:
         A handle whose `wait` gives this rank's elements [rank · shard, (rank + 1) · shard) of the mean.
@@ -130,8 +131,8 @@ def hierarchical_reduce_scatter_mean(
 class _Stages:
     """One call in flight, between two nodes or more.
 
-    The first stage leaves its rows in one of the two buffers; their sums go into the other, and what the second stage
-    brings goes over the rows.
+    The first stage leaves its rows in one of the two buffers. Their sums go into the other buffer. The second stage
+    receives over the rows.
     """
 
     sent: WireTensor
@@ -157,7 +158,7 @@ class _Stages:
         return self.sent if self._ranks_per_node > 1 else self.received
 
     def _second_stage(self, memory: WireTensor) -> WireTensor:
-        """Room for one shard per node, [num_nodes · shard]."""
+        """Memory for one shard per node, [num_nodes · shard]."""
         return memory.carve(self._num_nodes * self.shard, self.inter)
 
     def _of_node(self, tensor: WireTensor, node: int) -> WireTensor:
@@ -166,9 +167,9 @@ class _Stages:
         return tensor.slice(node * size, (node + 1) * size)
 
     def start_intra(self) -> list[Work]:
-        """Local rank l gets what its node's ranks have for the shards of rank l of every node.
+        """Local rank l receives its node's versions of the shards that rank l of every node will own.
 
-        One all-to-all per node of final owners: its shards are contiguous in `sent`, so that nothing is repacked.
+        One all-to-all per node of final owners: its shards are contiguous in `sent`, so nothing is repacked.
         """
         works = []
         for node in range(self._num_nodes if self._ranks_per_node > 1 else 0):

@@ -30,7 +30,7 @@ class ReduceScatterWork:
     Attributes:
         shard: elements this rank gets.
         device: where they are.
-        pending: what the current stream (on a CPU: the host) waits for.
+        pending: the work that the current stream (on a CPU: the host) waits for.
         finish: called after that with (accumulator FP32 or BF16 [shard], add); writes or adds the mean.
     """
 
@@ -40,16 +40,18 @@ class ReduceScatterWork:
     finish: Callable[[Tensor, bool], None]
 
     def wait(self) -> Tensor:
-        """Wait (on CUDA the current stream does, not the host): this rank's shard of the mean, a new FP32 [shard]."""
+        """Wait (on CUDA the current stream does, not the host): returns this rank's shard of the mean, a new FP32
+        [shard].
+        """
         mean = torch.empty(self.shard, dtype=torch.float32, device=self.device)
         self.wait_into(mean, add=False)
         return mean
 
     def wait_into(self, accumulator: Tensor, *, add: bool) -> None:
-        """Wait as `wait` does, and write the mean into `accumulator` (FP32 or BF16 [shard]) or add it; buffers are then
+        """Wait as `wait` does, and write or add the mean to `accumulator` (FP32 or BF16 [shard]). The buffers are then
         free.
 
-        Bitwise the same on each call with the same bytes.
+        Deterministic: the same bytes give the same bits.
         """
         for work in self.pending:
             work.wait()
@@ -64,13 +66,13 @@ def start_all_to_all(
     *,
     copies_own: bool = True,
 ) -> list[Work]:
-    """Start to bring row r of `sent` to rank r and row r of `received` from it: payload, then scales.
+    """Start to send row r of `sent` to rank r and to receive row r of `received` from it: payload, then scales.
 
     Where `sent` lies in memory that the ranks share (`copy_engine.allocate`), copy engines move the bytes.
 
     Args:
         sent, received: [d · n] of one dtype, different memory.
-        copies_own: False: what `received` holds in this rank's own row is undefined.
+        copies_own: False leaves this rank's own row of `received` undefined.
     """
     pairs = list(zip(sent.byte_views(), received.byte_views(), strict=True))
     for source, _ in pairs:
@@ -101,8 +103,8 @@ def reduce_scatter_mean(sent: WireTensor, received: WireTensor, group: Group) ->
     inf in any rank's block of 128 makes that block of the result NaN; in BF16 and FP32 it concerns its element only.
 
     Args:
-        sent: [n], n = d · shard, shard a multiple of 128; left alone until the handle was waited for.
-        received: [n] of the same dtype; overwritten. It is the caller's, so that nothing is allocated here.
+        sent: [n], n = d · shard, shard a multiple of 128; the caller must not change it before waiting for the handle.
+        received: [n] of the same dtype; overwritten. The caller owns it, so nothing is allocated here.
 
     Returns:
         A handle whose `wait` gives this rank's elements [rank · shard, (rank + 1) · shard) of the mean.

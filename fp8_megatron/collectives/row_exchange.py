@@ -1,11 +1,12 @@
-"""Rows of a matrix between tensor-parallel ranks, part by part, so that a GEMM works on one part as another travels.
+"""Rows of a matrix between tensor-parallel ranks, part by part, so that a GEMM works on one part while another travels.
 
-Under sequence parallelism a rank holds its part of the rows (tokens). A GEMM needs all of them (all-gather), or leaves
-on every rank a summand of all of them (reduce-scatter). Its rows do not depend on each other, so it goes part by part:
-of gathered rows the rank's own first, of a sum the other ranks' first, and what is on its way has a GEMM beside it.
+Under sequence parallelism a rank holds its part of the rows (tokens). A GEMM needs all rows (all-gather), or leaves a
+summand of all rows on every rank (reduce-scatter). The rows are independent, so the GEMM runs part by part: for
+gathered rows it starts with the rank's own part, for a sum with the other ranks' parts. Parts in flight overlap with a
+GEMM.
 
 Where the ranks share memory (`share_memory`) their copy engines carry the parts, and no multiprocessor waits for
-another rank. Elsewhere one NCCL or gloo collective carries all rows as one part.
+another rank. Otherwise one NCCL or gloo collective carries all rows as one part.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from .transport import copy_engine, recording
 from .transport.peer_link import Link, PeerLink
 from .transport.stream_barrier import StreamBarrier
 
-#: Writes rows [rows, N] of a rank's matrix into a tensor; told, for one of the ranks, to add what the sum has once.
+#: Writes rows [rows, N] of a rank's matrix into a tensor. One rank is told to add the terms that the sum has once.
 WriteRows = Callable[[slice, Tensor, bool], None]
-#: Memory of so many bytes that the ranks map, by rank; called by all of them in one order.
+#: Memory of this many bytes that the ranks map, by rank; all ranks call it in the same order.
 Allocate = Callable[[int], Sequence[Tensor]]
 
 #: Buffers that exchanges of a kind take in turn.
 _NUM_BUFFERS = 2
 _GATHERS, _SUMS = 0, 1
-#: Channels; when recorded, an exchange takes that of its kind and this many further.
+#: Channels of unrecorded exchanges. A recorded exchange uses the channel of its kind plus this offset.
 _NUM_CHANNELS = 2
 
 
@@ -44,7 +45,7 @@ class Work(Protocol):
     """What the current stream (on a CPU: the host) can wait for."""
 
     def wait(self) -> object:
-        """Once more does no harm."""
+        """May be called again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +53,8 @@ class Rows:
     """A matrix [T, K] whose rows may still be on their way; `whole` is their memory, read through `parts` or `wait`.
 
     Attributes:
-        arrivals: (rows, their values, what to wait for before), in the order to take them.
-        complete: what to wait for before `whole`.
+        arrivals: (rows, their values, the work to wait for first), in the order of use.
+        complete: the work to wait for before reading `whole`.
     """
 
     whole: Tensor
@@ -62,13 +63,13 @@ class Rows:
 
     @staticmethod
     def local(whole: Tensor) -> Rows:
-        """All there already."""
+        """Rows that are all present."""
         return Rows(whole, [(slice(0, whole.shape[0]), whole, None)])
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Each part once it is there (on CUDA the current stream waits, not the host).
 
-        When all were taken, what this rank gave has been sent: its memory may be used again.
+        After the last part, this rank's own rows have been sent and their memory may be reused.
         """
         for rows, part, work in self.arrivals:
             if work is not None:
@@ -77,7 +78,7 @@ class Rows:
         self.wait()
 
     def wait(self) -> Tensor:
-        """[T, K], all there."""
+        """[T, K], after all rows have arrived."""
         for work in self.complete:
             work.wait()
         return self.whole
@@ -94,16 +95,17 @@ class RowSum:
         return _sum(self.arrive(), addend)
 
     def summands(self) -> Tensor:
-        """This rank's part of every rank's matrix [d, T/d, N], to be read before the next sum of the group starts; or
-        [1, T/d, N], if they were summed on their way."""
+        """This rank's part of every rank's matrix [d, T/d, N], to be read before the next sum of the group starts. [1,
+        T/d, N] if the transport has summed them.
+        """
         return self.arrive()
 
 
 def gather_rows(shard: Tensor, group: Group) -> Rows:
     """Start to gather every rank's FP8 `shard` [n, K], contiguous, as the rows [d · n, K] in rank order.
 
-    Called by every rank of `group` with a shard of one shape and one (shared) scale. The rows may lie in memory that is
-    used again: all of them are waited for, and read, before the next gather of the group starts.
+    Called by every rank of `group` with a shard of one shape and one (shared) scale. The rows may lie in reused memory:
+    wait for and read all of them before the next gather of the group starts.
     """
     exchange = _exchanges.get(group.group_name)
     if exchange is not None:
@@ -119,14 +121,14 @@ def sum_rows(
 ) -> RowSum:
     """Start the sum of every rank's matrix [T, N]; rank r gets rows [r · T/d, (r + 1) · T/d) of it.
 
-    Called by every rank of `group` with one shape and dtype. A matrix is rounded to `dtype` once; where ranks share
-    memory the sum is taken in FP32, in rank order, else as the backend takes it.
+    Called by every rank of `group` with one shape and dtype. A matrix is rounded to `dtype` once. If ranks share
+    memory, the sum is FP32 in rank order; otherwise the backend decides.
 
     Args:
-        write: called before this returns, for some rows of this rank's matrix or all, with where to write them.
+        write: called before this returns, for some or all rows of this rank's matrix, with the tensor to write them to.
 
     Returns:
-        A handle; it is waited for before the next sum of the group starts.
+        A handle; wait for it before the next sum of the group starts.
     """
     exchange = _exchanges.get(group.group_name)
     if exchange is not None:
@@ -144,7 +146,7 @@ def sum_rows(
 
 
 def share_memory(group: Group, device: torch.device) -> None:
-    """Let copy engines carry the rows of `group` from here on; called by all its ranks. They are on one node."""
+    """Let copy engines carry the rows of `group` from here on. Called by all its ranks, which are on one node."""
     nbytes = (2 * _NUM_CHANNELS + 1) * 4 * group.size()
     counters = [own.view(torch.int32).view(-1, group.size()) for own in copy_engine.mapped(nbytes, group, device)]
     allocate = partial(copy_engine.mapped, group=group, device=device)
@@ -163,7 +165,7 @@ def share_memory(group: Group, device: torch.device) -> None:
 
 
 def register(group: Group, exchange: RowExchange) -> None:
-    """Let `gather_rows` and `sum_rows` of `group` find `exchange`."""
+    """Make `gather_rows` and `sum_rows` of `group` use `exchange`."""
     _exchanges[group.group_name] = exchange
 
 
@@ -171,8 +173,8 @@ class RowExchange:
     """`gather_rows` and `sum_rows` of one group over its ranks' shared memory.
 
     A part is sent into the reader's buffer and announced there; the reader's stream waits where it reads. No rank asks
-    whether a buffer is free, because there are two of each kind: a rank starts exchange n + 2 of a kind when it has
-    every rank's part of n + 1, and a rank that sent that had read all of n.
+    whether a buffer is free, because each kind has two buffers. A rank starts exchange n + 2 of a kind after it has
+    every rank's part of n + 1; a rank that sent its part of n + 1 had read all of n.
 
     Args:
         rank, num_ranks: of the group.
@@ -181,7 +183,7 @@ class RowExchange:
     def __init__(self, rank: int, num_ranks: int, allocate: Allocate, link: Link) -> None:
         self._rank, self._num_ranks, self._link = rank, num_ranks, link
         self._gathers, self._sums = _Ring(allocate, _GATHERS), _Ring(allocate, _SUMS)
-        # At each step every rank sends to one and hears of one.
+        # At each step every rank sends to one rank and receives from one.
         self._readers = [(rank - step) % num_ranks for step in range(1, num_ranks)]
         self._sources = [(rank + step) % num_ranks for step in range(1, num_ranks)]
 
@@ -208,7 +210,7 @@ class RowExchange:
         link, own = self._link, self._rank
         part_shape = (shape[0] // self._num_ranks, shape[1])
         rows = _rows(self._num_ranks, part_shape[0])
-        # By reader, and there by source.
+        # By reader, then by source.
         number, memories = self._sums.next((self._num_ranks, *part_shape), dtype)
         summands = []
         for reader in self._readers:
@@ -227,23 +229,23 @@ class RowExchange:
             for arrival in arrivals:
                 arrival.wait()
             sent.wait()
-            summands.clear()  # this stream may have their memory again
+            summands.clear()  # this stream may reuse their memory
             return received.view(self._num_ranks, *part_shape)
 
         return RowSum(arrive)
 
     def begin_recording(self) -> None:
-        """Number exchanges from 1, in channels of their own; what was started before has been waited for."""
+        """Number exchanges from 1, in separate channels. All earlier exchanges have been waited for."""
         self._gathers.begin_recording()
         self._sums.begin_recording()
 
     def end_recording(self) -> None:
-        """Go on with the numbers from before."""
+        """Continue with the numbers from before the recording."""
         self._gathers.end_recording()
         self._sums.end_recording()
 
     def _arrivals(self, ring: _Ring, number: int) -> list[_Arrival]:
-        """What the others send to this rank, in the order in which they do."""
+        """What the other ranks send to this rank, in the order of sending."""
         ring.pending = [_Arrival(self._link, source, ring.channel, number) for source in self._sources]
         return ring.pending
 
@@ -253,7 +255,7 @@ def _sum(parts: Tensor, addend: Tensor | None) -> Tensor:
     if len(parts) == 1:
         return parts[0] if addend is None else parts[0].add_(addend)
     if len(parts) == 2 and addend is None:
-        return parts[0] + parts[1]  # the same, for less of the host's time
+        return parts[0] + parts[1]  # the same result, with less host time
     total = torch.empty_like(parts[0])
     flat = None if addend is None else addend.view(-1)
     ops.accumulate_rows_(parts.view(-1), None, total.view(-1), factor=1.0, add=False, addend=flat)
@@ -261,7 +263,7 @@ def _sum(parts: Tensor, addend: Tensor | None) -> Tensor:
 
 
 class _Arrival:
-    """A part that another rank sends: the first wait is the stream's, later ones know."""
+    """A part that another rank sends. The first wait queues a wait on the stream; later ones do nothing."""
 
     def __init__(self, link: Link, source: int, channel: int, number: int) -> None:
         self._link, self._source, self._channel, self._number = link, source, channel, number
@@ -281,17 +283,19 @@ class _Memory(NamedTuple):
 
 
 class _Ring:
-    """Numbered exchanges of one kind and the buffers they take in turn, made when first needed, anew when too small."""
+    """Numbered exchanges of one kind, and the buffers they use in turn. Buffers are made when first needed, and remade
+    when too small.
+    """
 
     def __init__(self, allocate: Allocate, channel: int) -> None:
         self._allocate = allocate
         self._buffers: list[Sequence[Tensor]] = []
-        #: Never let go of: a graph has their addresses, should larger ones take their place.
+        #: Never freed: a graph keeps their addresses even after larger buffers replace them.
         self._recorded_buffers: list[Sequence[Tensor]] = []
         self._nbytes = self._number = self._number_before = 0
         self.channel = channel
         self.pending: list[_Arrival] = []
-        #: Making views costs the host more than sending does.
+        #: Cached, because making views costs the host more than sending.
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[_Memory]] = {}
 
     def begin_recording(self) -> None:

@@ -53,7 +53,9 @@ _active: list[Traffic] = []
 
 @contextmanager
 def counted_traffic() -> Iterator[Traffic]:
-    """Count what this process sends in the block, on every thread. Counters may nest; each sees all of its block."""
+    """Count the bytes that this process sends in the block, on every thread. Counters may nest; each counts its whole
+    block.
+    """
     traffic = Traffic()
     _active.append(traffic)
     try:

@@ -90,7 +90,9 @@ class WireTensor:
         return WireTensor(self.payload[start:stop], self.scales[start // GRAD_BLOCK : stop // GRAD_BLOCK])
 
     def carve(self, numel: int, dtype: StorageDtype) -> WireTensor:
-        """Storage for `numel` elements (a multiple of 128) of `dtype` in this tensor's memory, over what it holds."""
+        """Storage for `numel` elements (a multiple of 128) of `dtype` in this tensor's memory; it overwrites the
+        contents.
+        """
         assert numel % GRAD_BLOCK == 0, numel
         if dtype is StorageDtype.FP8 and self.scales is not None:
             return self.slice(0, numel)
@@ -104,7 +106,7 @@ class WireTensor:
 
 
 class OwnRow(NamedTuple):
-    """One of several rows that lies elsewhere: its number, and its values [n]."""
+    """One of several rows that is stored elsewhere: its number, and its values [n]."""
 
     row: int
     values: WireTensor
@@ -123,7 +125,7 @@ def accumulate_rows_(
         factor: 1/d for a mean; rounded to FP32 once, and exact where d is a power of two. In E4M3 it multiplies the
             scales, else the values.
         add: False overwrites what the accumulator holds.
-        own: stands for the row of its index; the values in `rows` are not read.
+        own: replaces the row of its index; that row of `rows` is not read.
     """
     n = accumulator.numel()
     assert rows.numel == num_rows * n, (accumulator.shape, rows.numel, num_rows)

@@ -1,10 +1,10 @@
-"""Which cuDNN this process runs: PyTorch's own, also where another one is installed.
+"""Which cuDNN this process runs: PyTorch's own, even if another one is installed.
 
-megatron-core imports Transformer Engine where there is one. Its library is linked to all of cuDNN's libraries, and
-PyTorch loads most of them only when it needs them. Without care the system's come first, and PyTorch runs those. Before
-9.15.1 cuDNN's attention backward in a CUDA graph reads and writes where it must not, if the sequence is no multiple of
-128 (release notes of cudnn-frontend 1.16.0). On an H200 a system's 9.14.0 gave gradients of NaN or ended with an
-illegal memory access. PyTorch's 9.19.0 was bit for bit right, and 2 to 4% faster.
+megatron-core imports Transformer Engine if it is installed. Transformer Engine's library is linked to all of cuDNN's
+libraries, while PyTorch loads most of them on demand. By default the system's libraries are then loaded first, and
+PyTorch runs them. Before 9.15.1, cuDNN's attention backward in a CUDA graph accesses memory out of bounds if the
+sequence length is not a multiple of 128 (release notes of cudnn-frontend 1.16.0). On an H200, a system's 9.14.0 gave
+NaN gradients or an illegal memory access. PyTorch's 9.19.0 was bitwise correct, and 2 to 4% faster.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-#: Where Transformer Engine looks before the system's, in its order.
+#: Where Transformer Engine looks for cuDNN before it takes the system's, in its order.
 VARIABLES = ("CUDNN_HOME", "CUDNN_PATH")
-#: Loaded first, and in the order of their names: the rest is linked to them, by name alone.
+#: Loaded first, in the order of their names: the other libraries are linked to them, by name alone.
 _LINKED_BY_OTHERS = ("libcudnn_graph.", "libcudnn_ops.")
 _RECORDS_ANY_SEQUENCE = 91501
 _RECORDED_MULTIPLE = 128
-#: Of `VARIABLES` what `load_bundled` has set.
+#: The `VARIABLES` that `load_bundled` has set.
 _home: str | None = None
 
 
 def load_bundled() -> None:
     """Load all of the cuDNN that was installed with PyTorch, so that Transformer Engine runs it too.
 
-    Called before megatron-core is imported. Does nothing without Transformer Engine, where the user names another
-    cuDNN (`VARIABLES`), or where PyTorch has brought none with it.
+    Called before megatron-core is imported. Does nothing without Transformer Engine, if the user names another cuDNN
+    (`VARIABLES`), or if PyTorch has no cuDNN of its own.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
@@ -44,7 +44,7 @@ def load_bundled() -> None:
     if any(os.environ.get(name, home) != home for name in VARIABLES):
         return
     libraries.sort(key=lambda library: (not library.name.startswith(_LINKED_BY_OTHERS), library.name))
-    # A library that is loaded is taken for every later one of its name, wherever that one lies.
+    # A loaded library is used for every later request of the same name, from any path.
     for library in libraries:
         try:
             ctypes.CDLL(str(library))
@@ -55,12 +55,12 @@ def load_bundled() -> None:
 
 
 def users_environment() -> dict[str, str]:
-    """The environment without what `load_bundled` has set, for other programs."""
+    """The environment without the variables that `load_bundled` has set, for other programs."""
     return {name: value for name, value in os.environ.items() if name != VARIABLES[0] or value != _home}
 
 
 def problem() -> str | None:
-    """What is wrong with the cuDNN that is loaded: that it is older than the one PyTorch was built with."""
+    """The problem of the loaded cuDNN, if it is older than the one that PyTorch was built with."""
     try:
         torch.backends.cudnn.version()
     except RuntimeError as error:

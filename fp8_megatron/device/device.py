@@ -1,4 +1,4 @@
-"""The device a rank runs on: which one, what it can do, and what CUDA reads when it starts."""
+"""The device a rank runs on: its selection, its capabilities, and the environment that CUDA reads at start."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class UnsupportedDeviceError(UserError):
 
 
 def prepare_cuda_environment(*, needs_launch_order: bool, records_graphs: bool = False) -> str | None:
-    """Set what CUDA reads once, when it starts; a variable that the user has set stays as it is.
+    """Set the variables that CUDA reads once, at start. Variables that the user has set are kept.
 
-    - ``CUDA_DEVICE_MAX_CONNECTIONS``: with one queue (Megatron's advice) a collective that waits for another one holds
-      up every kernel launched after it: a fifth of a step of data-parallel training. Tensor parallelism over NCCL
-      relies on that order to start its collectives before the GEMM that hides them, and gets one; else 32.
-    - ``PYTORCH_CUDA_ALLOC_CONF``: segments that grow, so that blocks of different sizes do not fragment memory.
-    - ``NCCL_GRAPH_REGISTER``: off where collectives are recorded into graphs. NCCL registers their buffers meanwhile,
-      which hangs where these lie in such segments (pytorch/pytorch#158029; measured with NCCL 2.28.9).
+    - ``CUDA_DEVICE_MAX_CONNECTIONS``: with one queue (Megatron's advice), a collective that waits for another one
+      delays every kernel launched after it: a fifth of a step of data-parallel training. Tensor parallelism over NCCL
+      relies on that order to start its collectives before the GEMM that hides them, and gets 1; otherwise 32.
+    - ``PYTORCH_CUDA_ALLOC_CONF``: expandable segments, so that blocks of different sizes do not fragment memory.
+    - ``NCCL_GRAPH_REGISTER``: off where collectives are recorded into graphs. During recording NCCL registers their
+      buffers, which hangs if they lie in expandable segments (pytorch/pytorch#158029; measured with NCCL 2.28.9).
 
     Args:
         needs_launch_order: see `transport.needs_launch_order`.
@@ -80,13 +80,13 @@ def select_device() -> torch.device:
 
 
 def check_fp8_support(device: torch.device, capability: tuple[int, int] | None = None) -> None:
-    """Refuse FP8 on a GPU whose tensor cores do not have it; a CPU runs the reference kernels.
+    """Refuse FP8 on a GPU whose tensor cores lack it. A CPU runs the reference kernels.
 
     Args:
         capability: the GPU's compute capability; read from the device when None.
 
     Raises:
-        UnsupportedDeviceError: with what does run there.
+        UnsupportedDeviceError: the message names the precisions that do run.
     """
     if device.type != "cuda":
         return
@@ -101,10 +101,10 @@ def check_fp8_support(device: torch.device, capability: tuple[int, int] | None =
 
 
 def check_cuda_graph_support(device: torch.device) -> None:
-    """Refuse CUDA graphs where there is no CUDA.
+    """Refuse CUDA graphs without CUDA.
 
     Raises:
-        UnsupportedDeviceError: with the fix.
+        UnsupportedDeviceError: the message names the fix.
     """
     if device.type != "cuda":
         raise UnsupportedDeviceError("--cuda-graph-impl local needs a GPU, and there is none here; drop it")

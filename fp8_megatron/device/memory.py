@@ -1,4 +1,4 @@
-"""Memory that a process holds: torch's allocator, and what lies beside it."""
+"""Memory that a process holds: in torch's allocator and beside it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ _earlier_peak_gib = 0.0
 
 
 def count_memory_beside_allocator(nbytes: int) -> None:
-    """Add what lasting memory takes beside what torch's allocator counts."""
+    """Count lasting memory that torch's allocator does not count."""
     global _bytes_beside_allocator
     _bytes_beside_allocator += nbytes
 
 
 def peak_used_share(device: torch.device) -> float:
-    """The most of a GPU's memory that was in use: by torch's allocator at its peak, and by all else (CUDA and NCCL
-    themselves, buffers that ranks share, other processes) now."""
+    """Share of a GPU's memory in use: the peak of torch's allocator, plus the current use by everything else (CUDA and
+    NCCL themselves, buffers that ranks share, other processes).
+    """
     free, total = torch.cuda.mem_get_info(device)
     beside_allocator = total - free - torch.cuda.memory_reserved(device)
     return (beside_allocator + torch.cuda.max_memory_reserved(device)) / total
 
 
 def begin_another_peak(device: torch.device) -> None:
-    """Bytes that are counted beside the allocator from here on add to a later peak, not to what was held before."""
+    """From here on, bytes counted beside the allocator add to a later peak, not to the earlier one."""
     global _earlier_peak_gib
     _earlier_peak_gib = peak_memory_gib(device)
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory this process has held, GiB: on a GPU the allocator's peak, buffers shared with other ranks and what
-    CUDA graphs keep; on a CPU the resident set."""
+    """Peak memory this process has held, GiB. On a GPU: the allocator's peak, buffers shared with other ranks, and
+    memory that CUDA graphs keep. On a CPU: the resident set.
+    """
     if device.type == "cuda":
         return max(_earlier_peak_gib, (torch.cuda.max_memory_allocated(device) + _bytes_beside_allocator) / 2**30)
     import resource

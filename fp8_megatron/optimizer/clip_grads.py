@@ -14,8 +14,8 @@ from ..sharding.grad_buffer import GradBuffer
 def global_grad_norm(buffers: Iterable[GradBuffer], world: Group | None, device: torch.device) -> Tensor:
     """L2 norm of all gradients of the model, FP32 [1] on the device; each parameter counts once.
 
-    Called by every rank of `world` after gradients were averaged over replicas. Each rank holds another shard of
-    another part of the model, so one all-reduce (SUM) has it all. NaN or inf where any gradient is.
+    Called by every rank of `world` after gradients were averaged over replicas. Each rank holds a different part of the
+    model, so one all-reduce (SUM) gives the norm. It is NaN or inf if any gradient is.
 
     Args:
         world: the ranks that hold the model between them; None for one rank without a process group.
@@ -34,7 +34,7 @@ def global_grad_norm(buffers: Iterable[GradBuffer], world: Group | None, device:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What gradients are multiplied by, FP32 [1]: min(1, max_norm / norm), 1 if max_norm is 0, NaN for a bad norm.
 
-    The NaN makes the optimizer step write nothing (`ops.adamw_step_`).
+    With NaN the optimizer step writes nothing (`ops.adamw_step_`).
     """
     factor = torch.ones_like(norm) if max_norm <= 0 else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return torch.where(torch.isfinite(norm), factor, torch.full_like(norm, torch.nan))

@@ -1,7 +1,8 @@
 """The optimizer of a rank: clip, update the shards that the rank owns, send the weights.
 
-Every replica owns an even share of every bucket, so state and work are 1/d of the model's on each of d replicas. One
-replica is the case d = 1 of the same code. Clipping, the non-finite check and the step count stay on the device.
+Every replica owns an even share of every bucket. Each of d replicas thus holds 1/d of the state and does 1/d of the
+work. A single replica runs the same code with d = 1. Clipping, the non-finite check and the step count stay on the
+device.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class FP8DistributedOptimizer:
         model: this rank's model chunks; their parameters have no values until `load_weights`.
         storage: what the chunks were built with.
         world: the ranks that hold the whole model between them and share the gradient norm; None for one rank.
-        device: where step count and norm are.
-        loss_scale: what the loss was multiplied by; None: by nothing.
+        device: of the step count and the norm.
+        loss_scale: the factor of the loss; None: 1.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class FP8DistributedOptimizer:
         ]
         self.step_count = torch.zeros(1, device=device)
         self._world = world
-        # Alike on all ranks, where one rank may have no linear weight in FP8.
+        # The same on all ranks, although one rank may have no linear weight in FP8.
         self._releases = storage.releases_gradients
         self._take_released()
 
     @property
     def learning_rate(self) -> float:
-        """What the schedule set for the next step."""
+        """The learning rate that the schedule set for the next step."""
         return float(self.param_groups[0]["lr"])
 
     def slots(self) -> Iterator[tuple[SpaceState, Slot]]:
@@ -117,7 +118,7 @@ class FP8DistributedOptimizer:
             state.derive_weights()
 
     def _take_released(self) -> None:
-        """Let each parameter of a released space be updated when its gradient is there."""
+        """Update each parameter of a released space as soon as its gradient is written."""
         for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
             if isinstance(buffer, ReleasedGradBuffer):
                 assert self.config.clip_grad == 0, (
@@ -132,7 +133,7 @@ class FP8DistributedOptimizer:
         state.update_slot(grad, group, self.config, grad_factor=factor, step_count=self.step_count + 1)
 
     def _moved(self, factor: Tensor) -> Tensor:
-        """bool [1], alike on all ranks: whether anything is updated in this step."""
+        """bool [1], the same on all ranks: whether this step updates anything."""
         moved = torch.isfinite(factor)
         if not self._releases:
             return moved
@@ -146,8 +147,9 @@ class FP8DistributedOptimizer:
         return moved
 
     def _by_first_use(self) -> list[tuple[GradBuffer, SpaceState, dict[str, Any]]]:
-        """Buffers, states and groups with the weights that the next forward needs first (embedding, norms) in front:
-        what is updated first is gathered first."""
+        """Buffers, states and groups, ordered by when the next forward needs the weights (embedding and norms first):
+        the order of updates is the order of gathers.
+        """
         together = zip(self.buffers, self.states, self.param_groups, strict=True)
         return sorted(together, key=lambda three: _first_use(three[1].space.storage))
 
@@ -155,8 +157,8 @@ class FP8DistributedOptimizer:
     def step(self) -> Tensor:
         """Clip, update and send the weights; returns the gradient norm before clipping, FP32 [1] on the device.
 
-        A norm that is not finite skips the step on the device: nothing changes, nothing waits. Spaces whose gradients
-        are released were updated during backward, each parameter that had a finite gradient.
+        A norm that is not finite skips the step on the device: nothing changes, nothing waits. Spaces with released
+        gradients were updated during backward; there, only parameters with a finite gradient changed.
         """
         norm = global_grad_norm(self.buffers, self._world, self.device)
         factor = clip_factor(norm, self.config.clip_grad)

@@ -1,4 +1,4 @@
-"""Settings of the optimizer that stay the same for a run."""
+"""Settings of the optimizer that are constant over a run."""
 
 from __future__ import annotations
 

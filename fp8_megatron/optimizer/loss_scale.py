@@ -1,6 +1,6 @@
 """Loss scaling for FP16. Its gradients underflow below 6e-8; BF16 and FP8 (E5M2 with a scale a tensor) need none.
 
-The scale is on the device. A step that overflowed halves it and a run of good steps doubles it; the host does not wait
+The scale is on the device. A step that overflowed halves it; a run of good steps doubles it. The host does not wait
 (Micikevicius et al., arXiv 1710.03740, section 3.2, with Megatron's hysteresis).
 """
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class LossScale:
-    """What the loss is multiplied by, and so all gradients until the optimizer divides by it; FP32 [1] on the device.
+    """The factor of the loss, and so of all gradients until the optimizer divides by it; FP32 [1] on the device.
 
     Args:
         initial: scale of the first step.
         window: steps without an overflow after which it doubles; None keeps it constant.
-        hysteresis: overflows that are forgiven before it halves, until it doubles again.
+        hysteresis: it halves from this many overflows on. The count restarts when it doubles.
         minimum: it never falls below this.
     """
 
@@ -51,6 +51,6 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self._good_steps, "forgiven": self._forgiven}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from `state_dict`."""
+        """Restore `state_dict`."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])

@@ -1,7 +1,7 @@
 """State of a space whose master is split: the FP8 weight and one byte of correction (`kernels.split_master`).
 
-The weight at rest is the upper half of its master and there is no other copy: 2 bytes instead of level O3's 3. Each
-tensor's scale is predicted from its amax after the step before, over all ranks.
+The stored weight is the upper half of its master; there is no other copy. Together they take 2 bytes instead of level
+O3's 3. Each tensor's scale is predicted from its amax over all ranks after the previous step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SplitSpaceState(SpaceState):
     """`SpaceState` with `master` holding the corrections alone, int8 [shard_numel].
 
     Attributes:
-        tensor_amax: FP32 [num_slots], the largest magnitude of each master now, over all ranks.
+        tensor_amax: FP32 [num_slots], the largest magnitude of each master over all ranks.
     """
 
     def __init__(self, space: ParamSpace, formats: StorageFormats) -> None:
@@ -59,7 +59,7 @@ class SplitSpaceState(SpaceState):
         return frozen
 
     def set_master(self, slot: Slot, value: Tensor, scale: Tensor | None = None) -> None:
-        """As `SpaceState.set_master`; every rank writes the whole weight, so nothing has to be gathered.
+        """As `SpaceState.set_master`. Every rank writes the whole weight, so no gather is needed.
 
         Args:
             scale: FP32 [1], the scale that the value was stored with; None takes one from its amax.
@@ -77,7 +77,7 @@ class SplitSpaceState(SpaceState):
             self.master.part(fragment).payload.copy_(correction[start : start + fragment.length])
 
     def derive_weights(self) -> None:
-        """The amaxes of masters that came from elsewhere than the optimizer kernel; the weights are in place."""
+        """Take the amaxes of masters that the optimizer kernel did not write. Their weights are already in place."""
         assert self.chunk_amax is not None
         shard, scales = self._own_weights(), self.scales[self.chunk_slots.long()]
         for piece in self._pieces():
@@ -98,7 +98,7 @@ class SplitSpaceState(SpaceState):
     ) -> None:
         hyper = hyperparameters(group, config)
         shard = self._own_weights()
-        scales = self.scales.contiguous()  # a kernel counts tensors, not the four floats that each one's scale takes
+        scales = self.scales.contiguous()  # a kernel indexes by tensor; each scale takes four floats
         self._split_step(
             Fragment(0, 0, self.space.shard_numel),
             buffer,
@@ -122,7 +122,7 @@ class SplitSpaceState(SpaceState):
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
-        """As `SpaceState.update_slot`; the weight itself is new when this returns, and its scale."""
+        """As `SpaceState.update_slot`. The weight and its scale are updated when this returns."""
         hyper = hyperparameters(group, config)
         if self._next_scales is None:
             self._next_scales = self._foretold_scales(hyper)
@@ -178,7 +178,7 @@ class SplitSpaceState(SpaceState):
         self.tensor_amax.copy_(self._tensor_amax())
 
     def _foretold_scales(self, hyper: ops.AdamHyper) -> Tensor:
-        """FP32 [num_slots], what this step's weights are written with."""
+        """FP32 [num_slots], the predicted scales of this step's weights."""
         return ops.next_weight_scales(
             self.tensor_amax, lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, previous=self.scales
         )

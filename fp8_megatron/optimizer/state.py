@@ -53,7 +53,7 @@ class StateTensor(ops.FlatState):
         return ops.load_state(self.payload, self.scales)
 
     def store_(self, value: Tensor) -> None:
-        """Take on `value` [n], rounded to storage."""
+        """Store `value` [n], rounded to the storage dtype."""
         if self.scales is None:
             self.payload.copy_(value)
         else:
@@ -102,8 +102,8 @@ def whole(slot: Slot) -> Fragment:
 class SpaceState:
     """Master and moments of this rank's shard of one space, and all weights of the space.
 
-    Points every parameter of the space at flat weight storage. With one replica the shard is the space, and a weight
-    that is its own master shares the master's storage.
+    Every parameter of the space becomes a view of flat weight storage. With one replica the shard is the space. A
+    weight that is its own master shares the master's storage.
 
     Attributes:
         gather: sends the shard's weights to the other replicas; None with one replica.
@@ -127,7 +127,7 @@ class SpaceState:
             self.weight_scales = torch.ones(len(space.slots), 4, device=device)
             self.chunk_amax = torch.zeros(n // CHUNK, device=device)
             self.chunk_slots = space.shard_chunk_slots()
-        # Before there is any state: this frees the storage that the model was built with.
+        # Before state is allocated: this frees the storage that the model was built with.
         for index, slot in enumerate(space.slots):
             self._point_at_weight(slot, index)
         is_shared = is_own_master and space.num_shards == 1
@@ -174,7 +174,7 @@ class SpaceState:
         return stored.part(fragment)
 
     def on_cpu(self) -> SpaceState:
-        """A copy of this shard's masters and moments on the CPU, to be read through `part` while training continues.
+        """A CPU copy of this shard's masters and moments. Read it through `part` while training continues.
 
         On CUDA it is complete once the current stream is synchronised.
         """
@@ -192,7 +192,7 @@ class SpaceState:
     def _weights_to_write(self) -> Tensor | None:
         """Where the optimizer kernel writes this shard's weights, [shard_numel]; None if they are derived or gathered.
 
-        A skipped step writes nothing, so it holds the present weights.
+        It holds the present weights, because a skipped step writes nothing.
         """
         return None if self.derives_fp8 or self.formats.master_weight is None else self._own_weights()
 
@@ -211,7 +211,7 @@ class SpaceState:
         return own
 
     def derive_weights(self) -> None:
-        """Weights from the masters, when these came from elsewhere than the optimizer kernel."""
+        """Derive the weights from masters that the optimizer kernel did not write."""
         written = self._weights_to_write()
         for piece in self._pieces():
             start, stop = piece.shard_start, piece.shard_start + piece.length
@@ -223,7 +223,7 @@ class SpaceState:
         self._publish_weights(written)
 
     def _pieces(self) -> Iterator[Fragment]:
-        """The shard in pieces small enough to be held in FP32 beside it."""
+        """The shard in pieces whose FP32 copies fit beside it."""
         for start in range(0, self.space.shard_numel, _PIECE):
             yield Fragment(start, start, min(_PIECE, self.space.shard_numel - start))
 
@@ -257,7 +257,7 @@ class SpaceState:
         Args:
             buffer: the space's gradients, finished.
             group: the space's parameter group; `lr` and `weight_decay` are read.
-            grad_factor: FP32 [1]; where it is not finite nothing changes (`ops.adamw_step_`).
+            grad_factor: FP32 [1]; if it is not finite, nothing changes (`ops.adamw_step_`).
             step_count: FP32 [1], this step's number.
         """
         written = self._weights_to_write()
@@ -274,7 +274,7 @@ class SpaceState:
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
-        """`update` of one parameter, during backward; after all of a step's, `finish_update`. For one replica.
+        """Update one parameter during backward, for one replica. Call `finish_update` after the last one of a step.
 
         Bitwise equal to `update`, except for stochastically rounded state: its random numbers depend on the element's
         offset in what the operator is given.
@@ -283,7 +283,7 @@ class SpaceState:
         self._step(whole(grad.slot), grad, written, hyperparameters(group, config), grad_factor, step_count)
 
     def finish_update(self) -> None:
-        """What `update_slot` leaves for the end of a step: FP8 weights from the new masters."""
+        """Derive FP8 weights from the new masters, after all `update_slot` calls of a step."""
         self._publish_weights(self._weights_to_write())
 
     def _step(
@@ -334,7 +334,9 @@ class SpaceState:
         return amax
 
     def byte_counts(self) -> dict[str, int]:
-        """Bytes held, by kind: weight, master_weight, exp_avg, exp_avg_sq (payloads) and scales (everything small)."""
+        """Bytes held, by kind: weight, master_weight, exp_avg and exp_avg_sq (payloads), and scales (with other small
+        tensors).
+        """
         shares_master = self.weight is self.master
         scales = self.exp_avg.scale_bytes + self.exp_avg_sq.scale_bytes + self.master.scale_bytes
         scales += 0 if shares_master else self.weight.scale_bytes

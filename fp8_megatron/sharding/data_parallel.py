@@ -1,6 +1,6 @@
 """Data parallelism over flat spaces for any module: gradients leave during backward, weights arrive during forward.
 
-It stands on torch alone. A one-rank run is the case of one replica of the same code.
+It needs torch alone. A one-rank run uses the same code with one replica.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Exchange:
         whole_linears: no linear weight lies in two buckets.
         reduction: how FP8 gradients are summed.
         wire_in_node: what they travel in inside a node under `GradReduceMode.HIERARCHICAL`, bf16 or fp8.
-        overlaps_reduce: buckets are reduced during backward; False waits for each at once, to measure what that hides.
-        overlaps_gather: modules wait for their own weights; False waits for all of them, to measure what that hides.
+        overlaps_reduce: buckets are reduced during backward. False waits for each one, to measure what overlap hides.
+        overlaps_gather: modules wait for their own weights. False waits for all weights, to measure what overlap hides.
     """
 
     bucket_numel: int = 40_000_000
@@ -47,14 +47,14 @@ class Exchange:
 class DataParallelModule:
     """A module's parameters in flat spaces, with their gradient buffers and weight gathers.
 
-    FP8 layers write the gradients of their weights, biases and norms themselves (`main_grad.accumulate_`). What
-    autograd leaves in ``.grad`` (of embeddings, and of layers in 16 bits) is moved to `main_grad` as soon as it is
-    there. The optimizer gives the parameters their storage and their values.
+    FP8 layers write the gradients of their weights, biases and norms themselves (`main_grad.accumulate_`). Embeddings
+    and 16-bit layers get their gradients from autograd in ``.grad``; these are moved to `main_grad` immediately. The
+    optimizer gives the parameters their storage and their values.
 
     Args:
         module: a submodule that reads other submodules' parameters lists them as `reads_weights_of`.
-        named_params: its parameters by the names that checkpoints and errors use; None: torch's names.
-        sharing_of: how ranks share a parameter; None: this rank alone has all of them.
+        named_params: its parameters, with the names for checkpoints and errors. None: torch's names.
+        sharing_of: how ranks share a parameter; None: this rank alone holds all parameters.
         staging: send and receive buffers; the modules of a rank share them.
         on_reset: called when a step starts, for what layers keep of weights within a step.
     """
@@ -101,7 +101,7 @@ class DataParallelModule:
             forget()
 
     def finish_reductions(self) -> None:
-        """After the last backward of a step: each buffer ends with this rank's shard of the mean over replicas."""
+        """After a step's last backward: each buffer gets this rank's shard of the mean over replicas."""
         for buffer in self.grad_buffers:
             buffer.finish()
 
@@ -213,6 +213,6 @@ class _Await:
 
 def _move_grad_to_main_grad(param: torch.Tensor) -> None:
     if param.grad is None:
-        return  # the layer gave it to main_grad itself, and autograd nothing
+        return  # the layer wrote it to main_grad; autograd has none
     param.main_grad.accumulate_(param.grad)  # type: ignore[attr-defined]
     param.grad = None

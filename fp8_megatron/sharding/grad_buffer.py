@@ -2,11 +2,11 @@
 
 The owner of the storage decides its form. Layers only write (`main_grad.accumulate_`).
 
-- `LocalGradBuffer`, one replica: all of the space. FP8 takes one micro-batch, quantised once, straight from wgrad. Over
-  several micro-batches gradients are added in BF16 or FP32, never in FP8 (256 of them added in E4M3 keep 10.6 dB).
+- `LocalGradBuffer`, one replica: all of the space. FP8 holds the gradient of one micro-batch, quantised once in wgrad.
+  Several micro-batches are added in BF16 or FP32, never in FP8 (256 gradients added in E4M3 keep 10.6 dB).
 - `ShardedGradBuffer`, several replicas: wgrad is quantised straight into the send buffer of its bucket, the bucket is
   reduced as soon as its last gradient is written, during backward, and every micro-batch's mean is added to this rank's
-  shard, in FP32 or BF16. Or gradients are first added locally, and reduced once a step.
+  shard, in FP32 or BF16. Alternatively, gradients are added locally and reduced once a step.
 - `released_grads.ReleasedGradBuffer`, one replica: no storage, the optimizer takes each gradient as it is written.
 """
 
@@ -52,7 +52,7 @@ class GradBuffer(ABC):
 
     def __init__(self, space: ParamSpace) -> None:
         self.space = space
-        #: int64 [2] while underflow is measured: non-zero elements given, and how many of them became zero.
+        #: int64 [2] while underflow is measured: non-zero elements before the cast, and how many of them became zero.
         self.underflow: Tensor | None = None
 
     def become_main_grad(self) -> None:
@@ -68,27 +68,27 @@ class GradBuffer(ABC):
         self._write(slot, grad if isinstance(grad, WeightGrad) else grad.reshape(-1))
 
     def _takes_fp8(self, slot: Slot) -> bool:
-        """Whether a gradient of `slot` goes as it is to one place in FP8."""
+        """Whether a gradient of `slot` is written once, in FP8, to one place."""
         return False
 
     @abstractmethod
     def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        """Write or add a flat gradient, or (where `_takes_fp8`) one that writes itself in FP8."""
+        """Write or add a flat gradient. Where `_takes_fp8`, the gradient may write itself in FP8."""
 
     @abstractmethod
     def reset(self, *, measures_underflow: bool = False) -> None:
-        """Forget the gradients; the next ones are written, not added, so nothing needs zeroing.
+        """Drop the gradients. The next ones overwrite them, so nothing is zeroed.
 
         Args:
-            measures_underflow: count, in FP8 storage, what the cast of the next step's gradients makes zero.
+            measures_underflow: count the elements of the next step's gradients that the FP8 cast makes zero.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """After the last backward of a step: zero what no gradient reached, and reduce what is left to reduce."""
+        """After a step's last backward: zero the slots without a gradient, and reduce the remaining buckets."""
 
     def squared_norm(self) -> Tensor:
-        """After `finish`: Σ x² of this rank's shard, FP32 [1]; NaN or inf where any element is."""
+        """After `finish`: Σ x² of this rank's shard, FP32 [1]; NaN or inf if any element is."""
         return ops.squared_norm(self.payload, self.scales)
 
     @property
@@ -109,13 +109,13 @@ class GradBuffer(ABC):
         self.underflow = torch.zeros(2, dtype=torch.int64, device=self.payload.device) if measures else None
 
     def _quantize(self, grad: Tensor | WeightGrad, payload: Tensor, scales: Tensor) -> None:
-        """Write flat `grad` to FP8 storage that may be longer: the rest becomes zero."""
+        """Write flat `grad` to FP8 storage. The storage may be longer: its rest becomes zero."""
         if isinstance(grad, WeightGrad):
             grad.write_fp8_(payload, scales)
         else:
             ops.quantize_blockwise_(grad, payload, scales)
         if self.underflow is not None:
-            # Measuring costs a gradient that writes itself a second GEMM.
+            # While underflow is measured, a gradient that writes itself takes a second GEMM.
             flat = grad.wide().view(-1) if isinstance(grad, WeightGrad) else grad
             ops.count_underflow_(flat, payload[: flat.numel()], self.underflow)
 
@@ -190,7 +190,7 @@ def _zero(wire: WireTensor) -> None:
 
 
 class _BucketState:
-    """What is known of one bucket during a step."""
+    """State of one bucket during a step."""
 
     def __init__(self, bucket: Bucket, spans: list[Span], accumulator: Tensor, autoscale: AutoScale | None) -> None:
         self.bucket = bucket
@@ -215,10 +215,10 @@ class ShardedGradBuffer(GradBuffer):
     Args:
         dtype: of the shard, FP32 or BF16; sums over ranks are FP32, and rounded once a micro-batch.
         reducer: the collective.
-        pool: buffers in the reducer's wire dtype (any wider one, for gradients that are not reduced in FP8).
-        local: adds the micro-batches up on this rank before one reduction a step; None reduces each of them.
+        pool: buffers in the reducer's wire dtype; for gradients that are not reduced in FP8, any wider dtype.
+        local: adds up the micro-batches on this rank before one reduction a step. None reduces each micro-batch.
         num_micro_batches: gradients that each parameter receives per step, needed with `local`.
-        overlap: False waits for each reduction at once, for measurements.
+        overlap: False waits for each reduction after its start, for measurements.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class ShardedGradBuffer(GradBuffer):
                 self._reduce(state)
 
     def _stage(self, state: _BucketState, span: Span, grad: Tensor | WeightGrad | None) -> None:
-        """Write a span to the send buffer: of `grad` [slot.numel], or zeros."""
+        """Write a span of `grad` [slot.numel], or zeros, to the send buffer."""
         if state.staging is None:
             state.staging = self._pool.take()
         state.written.add(span.slot.offset)
@@ -302,7 +302,7 @@ class ShardedGradBuffer(GradBuffer):
             sent.payload[values.numel() :].zero_()
 
     def _reduce_local(self, state: _BucketState) -> None:
-        """Stage and reduce what was added up locally."""
+        """Stage and reduce the locally added gradients."""
         assert self.local is not None
         for span in state.spans:
             self.local.zero_if_unwritten(span.slot)
@@ -310,7 +310,7 @@ class ShardedGradBuffer(GradBuffer):
         self._reduce(state)
 
     def _reduce(self, state: _BucketState) -> None:
-        """Start the reduction of a bucket whose send buffer is as full as it gets."""
+        """Start the reduction of a bucket whose send buffer is complete."""
         for span in state.spans:
             if span.slot.offset not in state.written:
                 self._stage(state, span, None)

@@ -1,7 +1,7 @@
 """Flat spaces: how a model chunk's parameters are laid out for gradients and optimizer state, and cut over replicas.
 
-Parameters that are stored and reduced alike form one flat space each, so that the gradient norm and the optimizer step
-are a few kernels however many layers there are. Every parameter starts on a boundary that is a multiple of all scale
+Parameters that are stored and reduced alike form one flat space. The gradient norm and the optimizer step then take a
+few kernels, independent of the number of layers. Every parameter starts on a boundary that is a multiple of all scale
 blocks (linear weights: of a chunk), so no block crosses two parameters.
 
 A space is cut into buckets of one size (or of whole parameters), and every bucket evenly over the space's replicas:
@@ -43,7 +43,7 @@ class StorageClass(Enum):
 
     @property
     def alignment(self) -> int:
-        """Elements that every parameter of the class, and every rank's part of a bucket, is a multiple of."""
+        """Every parameter of the class, and every rank's part of a bucket, is a multiple of this many elements."""
         return {StorageClass.LINEAR: CHUNK, StorageClass.MATRIX: STATE_BLOCK, StorageClass.VECTOR: GRAD_BLOCK}[self]
 
 
@@ -133,7 +133,7 @@ class ParamSpace:
     """Parameters that are stored and reduced alike, in one flat index space of `numel` elements.
 
     Attributes:
-        sharing: the ranks that the space is replicated and cut over, and those that share it beside them.
+        sharing: the replicas that the space is cut over, and the other ranks that share it.
     """
 
     storage: StorageClass
@@ -179,7 +179,7 @@ class ParamSpace:
         return spans
 
     def fragments(self, slot: Slot) -> list[Fragment]:
-        """The slot's parts that this rank owns, in order; none where it lies in other ranks' parts."""
+        """The slot's parts that this rank owns, in order; empty if other ranks own all of it."""
         fragments = []
         for bucket in self.buckets:
             owned = bucket.start + self.shard_index * bucket.shard_numel
@@ -241,7 +241,7 @@ def partition(
     Args:
         sharing_of: how ranks share a parameter; None: this rank alone has all of them.
         bucket_numel: elements of a bucket, rounded to what the cut needs.
-        whole_linears: no linear weight lies in two buckets: one that is larger than a bucket makes a larger bucket.
+        whole_linears: no linear weight lies in two buckets. A weight larger than a bucket makes a larger bucket.
     """
     grouped: dict[tuple[StorageClass, Sharing], list[Slot]] = {}
     for name, param in named_params:
@@ -277,7 +277,7 @@ def _cut(numel: int, bucket_numel: int, num_shards: int) -> tuple[Bucket, ...]:
 
 
 def _cut_between(slot_starts: list[int], numel: int, bucket_numel: int, num_shards: int) -> tuple[Bucket, ...]:
-    """Buckets of whole slots, as many as `bucket_numel` holds or one, filled from the end."""
+    """Buckets of whole slots, filled from the end: as many slots as fit in `bucket_numel`, and at least one."""
     starts = [numel]
     for slot_start, before in zip(reversed(slot_starts), [*reversed(slot_starts[:-1]), None], strict=True):
         if before is None or starts[0] - before > bucket_numel:

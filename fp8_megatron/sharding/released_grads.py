@@ -1,7 +1,7 @@
-"""Gradients that the optimizer takes as soon as backward has written them; none is stored.
+"""Released gradients: the optimizer takes each one as soon as backward has written it. None is stored.
 
-The gradient of one parameter exists between its GEMM and its update. Nothing is known of all gradients before the
-first update, so they are not clipped by their norm and a step is not skipped as a whole.
+The gradient of one parameter exists between its GEMM and its update. The norm of all gradients is not known before the
+first update, so gradients are not clipped by it and a step is not skipped as a whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReleasedGrad:
 
 
 class ReleasedGradBuffer(GradBuffer):
-    """`LocalGradBuffer` without the storage: every gradient is handed on when it is written, once per step.
+    """`LocalGradBuffer` without storage: every gradient is passed on when it is written, once per step.
 
     `main_grad.accumulate_` calls the receiver of `release_to`, which may change the weight. A layer therefore reads a
     weight for the last time in a step before it writes the weight's gradient.
@@ -56,7 +56,9 @@ class ReleasedGradBuffer(GradBuffer):
         self._receive: Callable[[ReleasedGrad], None] | None = None
 
     def release_to(self, receive: Callable[[ReleasedGrad], None]) -> None:
-        """Hand every gradient to `receive`, which is done with it when it returns (on CUDA: has queued all of it)."""
+        """Pass every gradient to `receive`, which must be done with it when it returns (on CUDA: have queued all its
+        work).
+        """
         self._receive = receive
 
     def _takes_fp8(self, slot: Slot) -> bool:

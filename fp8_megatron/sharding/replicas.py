@@ -1,6 +1,6 @@
 """Which ranks share a parameter: its replicas, its duplicates, and ranks that hold parts of its gradient.
 
-This is all that the core knows of a run's layout. Reduction, clipping, update and gather ask a parameter's space for
+The core knows nothing else of a run's layout. Reduction, clipping, update and gather ask a parameter's space for
 its groups. Parameters of one model may have different groups: under expert parallelism experts have fewer replicas
 than the layers around them.
 """
@@ -55,11 +55,11 @@ class Sharing:
 
     Attributes:
         replicas: ranks that hold the same parameter and average its gradients.
-        duplicates: ranks outside `replicas` that hold the same parameter; the first of them counts it in the gradient
-            norm. None: there are none.
+        duplicates: ranks outside `replicas` that hold the same parameter; the first one counts it in the gradient norm.
+            None: no such ranks.
         summed_over: ranks outside `replicas` that each hold a summand of the gradient; every rank gets the sum.
-        grad_factor: what the mean over `replicas` is multiplied by to be the gradient of the batch's mean loss. It is
-            replicas / batch ranks for an expert that sees the tokens of more ranks than replicate it.
+        grad_factor: mean over `replicas` times this factor = gradient of the batch's mean loss. It is replicas / batch
+            ranks for an expert that receives tokens from more ranks than replicate it.
     """
 
     replicas: Replicas

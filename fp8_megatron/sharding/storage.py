@@ -1,4 +1,4 @@
-"""What every space of a model is stored in: weights, gradients and optimizer state, by storage class."""
+"""Storage formats of every space of a model: weights, gradients and optimizer state, by storage class."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class GradFormats:
     Attributes:
         local: storage of all gradients on the rank that computes them.
         shard: storage of one rank's shard of the mean over several replicas.
-        wire: what travels between replicas.
-        adds_locally: several replicas add micro-batches up in `local` and reduce once a step; else each micro-batch is
-            reduced, and `local` is not used.
+        wire: dtype between replicas.
+        adds_locally: several replicas add micro-batches in `local` and reduce once a step. Otherwise each micro-batch
+            is reduced, and `local` is not used.
         is_released: gradients go into the optimizer as soon as they are written and are not stored.
     """
 
@@ -38,7 +38,8 @@ class ModelStorage:
             16-bit tensors with FP32 gradients.
         num_micro_batches: gradients that each parameter receives per step.
         adds_locally: FP8 weight gradients of several micro-batches are added up on each rank, then reduced once a step.
-        accumulator: what FP8 weight gradients are added up in; None: FP32 in shards over several replicas, else BF16.
+        accumulator: dtype in which FP8 weight gradients are added. None: FP32 in shards over several replicas, else
+            BF16.
         releases_gradients: linear weights are updated during backward.
     """
 
@@ -81,7 +82,7 @@ class ModelStorage:
         """Whether several replicas add a space's micro-batches up before one reduction a step.
 
         The 16-bit rest always does: its gradients are small beside the linear weights'. An embedding's gradients come
-        when a backward ends, with nothing left to hide their reduction.
+        at the end of backward, when no compute is left to hide their reduction.
         """
         if not self.has_fp8_layers:
             return True

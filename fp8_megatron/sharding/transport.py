@@ -1,7 +1,7 @@
 """How bytes travel between ranks: through NCCL (gloo on a CPU), or by the copy engines inside a node.
 
-Between replicas the choice is one of memory: what `SendMemory` allocates, the collectives move
-(`transport.copy_engine`). Between tensor-parallel ranks it is one of their group (`collectives.row_exchange`).
+Between replicas the memory decides: the collectives move buffers of `SendMemory` accordingly
+(`collectives.transport.copy_engine`). Between tensor-parallel ranks the group decides (`collectives.row_exchange`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _PROBE_BYTES = 1024
 
 
 class TransportError(UserError):
-    """The transport that was asked for does not work between these ranks."""
+    """The requested transport does not work between these ranks."""
 
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """What may carry bytes between the ranks of a group.
+    """Which transports may carry bytes between the ranks of a group.
 
     Attributes:
         wanted: nccl; copy_engine; or auto: copy engines if a trial works on every rank.
         setting: the name under which the user chose it, for errors.
-        launches_in_order: kernels of all streams run in the order of their launch. Then auto is nccl: ranks that wait
-            for each other would hold up every kernel launched after that.
+        launches_in_order: kernels of all streams run in the order of their launch. Then auto means nccl: ranks that
+            wait for each other would delay every kernel launched later.
     """
 
     wanted: Literal["auto", "nccl", "copy_engine"] = "auto"
@@ -43,7 +43,7 @@ class TransportChoice:
 
 @dataclass(frozen=True)
 class SendMemory:
-    """Allocates what a rank sends to a group.
+    """Allocates the memory from which a rank sends to a group.
 
     Attributes:
         group: ranks of one node that copy from each other's memory; None: plain memory.

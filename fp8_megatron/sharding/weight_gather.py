@@ -30,7 +30,7 @@ class WeightGather:
         self._storages = storages
         self._group = group
         self._works: list[list[AllGatherWork]] = [[] for _ in space.buckets]
-        #: By bucket, what a recorded forward waits for; none before the first recording.
+        #: By bucket, what a recorded forward waits for; empty before the first recording.
         self._arrivals: list[torch.cuda.Event] = []
         self._unawaited: set[int] = set()
         self._room: Tensor | None = None
@@ -38,7 +38,7 @@ class WeightGather:
     def start(self, shards: list[Tensor]) -> None:
         """Send this rank's shard of each storage, [space.shard_numel / elements of a value].
 
-        Where steps are recorded a shard lies in memory that lasts (`room`, or the state itself).
+        Where steps are recorded, a shard must lie in lasting memory (`room`, or the state itself).
         """
         self.wait()
         pairs = [
@@ -58,9 +58,9 @@ class WeightGather:
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Where to write a shard for `start`, [numel].
 
-        It is new memory, which the allocator reuses after the send. Where steps are recorded it is always the same:
-        a graph's memory is its own, and neither the allocator nor NCCL knows when a launch has waited for it. This
-        call waits for what was sent from there.
+        This is new memory, which the allocator reuses after the send. Where steps are recorded it is always the same
+        memory: a graph owns its memory, and neither the allocator nor NCCL knows when a launch has waited for it. This
+        call then waits for the last send from it.
         """
         if not self._arrivals:
             return torch.empty(numel, dtype=dtype, device=self.space.device)
@@ -75,7 +75,7 @@ class WeightGather:
         if not self._arrivals:
             self._arrivals = [torch.cuda.Event(external=True) for _ in self.space.buckets]
         for arrival in self._arrivals:
-            arrival.record()  # what has been sent so far is there
+            arrival.record()  # everything sent so far has arrived
         self._unawaited = set(range(len(self._arrivals)))
 
     def wait_for(self, bucket: int) -> None:

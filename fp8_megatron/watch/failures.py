@@ -33,7 +33,7 @@ from .heartbeat import Heartbeat, Pace, Record, Sighting, State
 #: Exit status of a rank that ended because of another one: sysexits' "temporary failure, try again".
 EXIT_STATUS = 75
 
-#: To find the cause of an error, say it, and leave the process groups.
+#: Seconds to find the cause of an error, report it, and leave the process groups.
 _LEAVE_WITHIN_SECONDS = 60.0
 _BROKEN_COLLECTIVE = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
@@ -41,7 +41,7 @@ _BROKEN_COLLECTIVE = re.compile(
 
 
 class RankFailure(RuntimeError):
-    """Another rank is gone; the message names it, and the collective in which this rank missed it."""
+    """Another rank is gone. The message names it, and the collective in which this rank waited for it."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def watched_world(
 
     Args:
         world: joins the process group when it is entered (`topology.initialized`).
-        output_dir: of the run; the flight recorder writes there.
+        output_dir: of the run; the flight recorder writes to it.
         timeout_seconds: what a collective may take.
 
     Raises:
@@ -74,8 +74,8 @@ def watched_world(
 class RankWatch:
     """Watches the other ranks while this one trains, and ends this one if it hangs because of them.
 
-    A context: leaving it after an error says so to the others, and finds out whether they are the cause; leaving it
-    again does nothing. Until `start` it watches nobody, and stays so in a world of one.
+    A context manager. Leaving it after an error tells the other ranks, and finds out whether they are the cause.
+    Leaving it again does nothing. Before `start`, and in a world of one rank, it watches nobody.
 
     Args:
         timeout_seconds: what a collective may take.
@@ -93,29 +93,29 @@ class RankWatch:
         self._told = ""
 
     def start(self, rank: int, world_size: int) -> None:
-        """Begin; the default process group exists. Not collective."""
+        """Begin to watch. The default process group must exist. Not collective."""
         self._rank = rank
         self._main_thread = threading.current_thread()
-        # Held until the end: the server is in it on the rank that keeps the store.
+        # Kept until the end: on the rank that hosts the store it contains the server.
         self._store = torch.distributed.distributed_c10d._get_default_store()
         record = Record(host=socket.gethostname(), process=os.getpid())
         self._heartbeat = Heartbeat(self._store, rank, world_size, self.pace, record)
         threading.Thread(target=self._guard, name="rank watch", daemon=True).start()
 
     def at(self, iteration: int, doing: str) -> None:
-        """This rank's main thread is at this, for the messages of all ranks; costs nothing."""
+        """Note what this rank's main thread is doing, for the messages of all ranks. Costs nothing."""
         if self._heartbeat is not None:
             before = self._heartbeat.record
             record = replace(before, iteration=iteration, doing=doing, patient=False)
             if before.patient:
-                # Without waiting: until the others know, they would be patient with this rank.
+                # Published at once: until the other ranks know, they would be patient with this rank.
                 self._heartbeat.publish(record, timeout_seconds=0.0)
             else:
                 self._heartbeat.note(record)
 
     @contextmanager
     def patiently(self, doing: str) -> Iterator[None]:
-        """For work that may hold Python's lock for long, so that no thread of this rank can speak."""
+        """For work that may hold Python's lock for long, so that no thread of this rank can send heartbeats."""
         if self._heartbeat is None:
             yield
             return
@@ -126,7 +126,7 @@ class RankWatch:
         self._heartbeat.publish(after, timeout_seconds=0.0)
 
     def stop(self) -> None:
-        """No thread of this watch acts after this."""
+        """Stop watching. No thread of this watch acts afterwards."""
         self._stopped.set()
         if self._heartbeat is not None:
             self._heartbeat.close()
@@ -174,14 +174,14 @@ class RankWatch:
             elif causes := self._silent() or self._lost_store() or self._overdue():
                 self._end_process(_join(causes))
             else:
-                # Ranks that spoke of an error: this one's own error is on its way, unless it hangs.
+                # Some ranks reported an error: this rank will raise its own soon, unless it hangs.
                 causes = self._failed() or self._ended()
                 waited = waited + elapsed if causes else 0.0
                 if waited > 5 * self.pace.interval:
                     self._end_process(_join(causes))
 
     def _search_for_causes(self) -> str:
-        """After a collective failed here: who is gone. Waits until somebody is, or everyone has answered."""
+        """Find who is gone, after a collective failed here. Waits until a rank is gone or every rank has answered."""
         assert self._heartbeat is not None
         self._heartbeat.watch_everyone()
         deadline = time.monotonic() + 6 * self.pace.interval
@@ -198,15 +198,15 @@ class RankWatch:
         return [(rank, seen) for rank, seen in self._heartbeat.others().items() if seen.record and seen.state is state]
 
     def _failed(self) -> list[str]:
-        """Ranks that said that they failed."""
+        """Ranks that reported a failure."""
         return [f"{_name(rank, seen)} failed: {seen.because}" for rank, seen in self._in_state(State.FAILED)]
 
     def _ended(self) -> list[str]:
-        """One rank that said that it ended because of others."""
+        """One rank that reported that it ended because of others."""
         return [f"{_name(rank, seen)} ended because {seen.because}" for rank, seen in self._in_state(State.ENDED)][:1]
 
     def _silent(self, limit: float | None = None) -> list[str]:
-        """Ranks that have been silent for `limit` seconds; None: for longer than each may."""
+        """Ranks that have been silent for `limit` seconds. None: for longer than their own limit."""
         assert self._heartbeat is not None
         return [
             f"{_name(rank, seen)} has not answered for {seen.silence:.0f} s"
@@ -215,10 +215,12 @@ class RankWatch:
         ]
 
     def _lost_store(self, limit: float | None = None) -> list[str]:
-        """Whoever keeps the store, if that has not answered for `limit` seconds, or as long as a rank may be silent."""
+        """The host of the store, if it has not answered for `limit` seconds (None: for as long as a rank may be
+        silent).
+        """
         heartbeat = self._heartbeat
         assert heartbeat is not None
-        # Once a collective has failed as well, a store that refuses a connection is gone: no need to wait.
+        # After a failed collective, a store that refuses a connection is gone: no need to wait.
         refused = limit is not None and heartbeat.store_error
         if not refused and heartbeat.store_silence < (limit or self.pace.dead_after):
             return []
@@ -229,7 +231,7 @@ class RankWatch:
         return [f"{_name(0, heartbeat.others().get(0, Sighting()))}, which keeps the rendezvous store, is gone ({how})"]
 
     def _overdue(self) -> list[str]:
-        """What copy engines or a CUDA graph do, if it takes longer than a collective may; torch ends NCCL's own."""
+        """Work of copy engines or a CUDA graph that takes longer than a collective may. Torch ends NCCL's own work."""
         work = copy_engine.unfinished()
         if work is None or time.monotonic() - work.queued_at < self._timeout_seconds:
             return []
@@ -252,7 +254,7 @@ class RankWatch:
         return "; ".join(places[:8]) + ("; …" if len(places) > 8 else "")
 
     def _say_goodbye(self) -> None:
-        """Say that this rank is done; the rank that keeps the store waits for the others to have said so."""
+        """Report that this rank is done. The rank that hosts the store waits until the others have reported it."""
         heartbeat = self._heartbeat
         assert heartbeat is not None
         record = replace(heartbeat.record, state=State.LEFT)
@@ -277,12 +279,12 @@ class RankWatch:
             for seen in heartbeat.others().values()
         )
         if listening and self._keeps_store():
-            # The store ends with this process: the others need the time to read it.
+            # The store ends with this process: the other ranks need time to read it.
             time.sleep(2 * self.pace.interval)
 
     def _end_process(self, causes: str) -> None:
-        """Say why, and leave without the main thread, which hangs in native code."""
-        # Should anything below hang as well. A thread of C, which does not need Python's lock.
+        """Report why, and end the process without the main thread, which hangs in native code."""
+        # In case anything below hangs as well: a C thread, which does not need Python's lock.
         faulthandler.dump_traceback_later(self.pace.dead_after, exit=True)
         print(f"error on rank {self._rank}: {causes}.", file=sys.stderr, flush=True)
         self._say_last_words(State.ENDED, causes)
@@ -299,14 +301,14 @@ class RankWatch:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether an error may come from another rank's end, not from this rank's own doing."""
+    """Whether an error may be caused by the end of another rank, not by this rank."""
     if isinstance(error, torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and _BROKEN_COLLECTIVE.search(str(error)) is not None
 
 
 def _torchrun_keeps_store() -> bool:
-    """Whether the rendezvous store is torchrun's; it is rank 0's where ranks were started without it."""
+    """Whether torchrun hosts the rendezvous store; rank 0 hosts it if ranks were started without torchrun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

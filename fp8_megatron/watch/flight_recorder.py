@@ -1,4 +1,4 @@
-"""Torch's flight recorder. It is on during a run and says, when the run breaks, which collective this rank was in."""
+"""Torch's flight recorder. It is on during a run. When the run breaks, it tells which collective this rank was in."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 
 from ..collectives.transport import copy_engine
 
-#: Description of groups whose collectives threads wait in while training goes on: nobody hangs in them.
+#: Description of groups in whose collectives background threads wait while training goes on: that is not a hang.
 BACKGROUND_GROUP = "background"
 #: Collectives each rank remembers. Torch's own default; written out so that the run does not depend on it.
 _NUM_ENTRIES = "2000"
-#: A setting's name now and in older releases.
+#: A setting's name in current and in older releases.
 _FILE_PREFIX = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _UNRECORDED = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _PACKAGES = ("fp8_megatron", "megatron")
@@ -32,7 +32,7 @@ _PACKAGES = ("fp8_megatron", "megatron")
 def recording(folder: Path) -> Iterator[None]:
     """Record collectives, and write the record into `folder` when one fails; entered before the process group is made.
 
-    What the environment already says stays; the rest is put back at the end. Every rank's file is
+    Variables that the environment already sets stay; the others are restored at the end. Every rank's file is
     ``flight_recorder_rank_N``; torch's own NCCL watchdog writes the same file at a timeout.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def recording(folder: Path) -> Iterator[None]:
 
 
 def write(rank: int) -> Path | None:
-    """Write this rank's record; None where there is none or it cannot be written."""
+    """Write this rank's record. None if there is no record or it cannot be written."""
     prefix = next((os.environ[name] for name in _FILE_PREFIX if name in os.environ), None)
     dump = _dump()
     if prefix is None or dump is None:
@@ -69,7 +69,7 @@ class CallSite:
     """Where Python called a collective.
 
     Attributes:
-        collective: the function of torch.distributed; empty where Python waits for one that was started before.
+        collective: the function of torch.distributed; empty if Python waits for one that was started earlier.
         caller: the innermost function of this package or of megatron-core, with file and line.
     """
 
@@ -108,9 +108,9 @@ class CallSite:
 def describe_collective(site: CallSite) -> str:
     """The collective this rank is in or failed in, in words.
 
-    The oldest one that has not ended is where the device, or gloo, is stuck. Where none is recorded (gloo closes the
-    entry of a collective that failed, and records no send or receive), it is what Python was calling, or the last one
-    that was started: Python may be waiting for that.
+    The oldest one that has not ended is where the device, or gloo, is stuck. If none is recorded (gloo closes the entry
+    of a failed collective, and records no send or receive), it is the one that Python was calling, or the last one
+    started, for which Python may be waiting.
 
     Args:
         site: where Python was.
@@ -124,7 +124,7 @@ def describe_collective(site: CallSite) -> str:
         ),
         None,
     )
-    waiting = f"; Python is in {site.caller}" if site.caller else ""  # on CUDA it has mostly gone on
+    waiting = f"; Python is in {site.caller}" if site.caller else ""  # on CUDA Python has usually gone on
     copied = copy_engine.unfinished()
     if copied is not None and (running is None or copied.queued_at < _queued_at(running)):
         ranks = torch.distributed.get_process_group_ranks(copied.group)
@@ -151,7 +151,7 @@ def _describe(entry: dict[str, Any], operation: str = "") -> str:
 
 
 def _queued_at(entry: dict[str, Any]) -> float:
-    """Of ``time.monotonic``; the record has nanoseconds since the epoch."""
+    """In ``time.monotonic`` seconds; the record has nanoseconds since the epoch."""
     return time.monotonic() - (time.time() - entry["time_created_ns"] / 1e9)
 
 
@@ -178,16 +178,16 @@ def _ranks_of_group(name: str) -> list[int]:
 
 
 def _entries() -> list[dict[str, Any]]:
-    """What is recorded, oldest first."""
+    """The recorded entries, oldest first."""
     dump = _dump()
     # `pickle` of bytes that this process has just made.
     return [] if dump is None else pickle.loads(dump).get("entries", [])
 
 
 def _dump() -> bytes | None:
-    """The record as torch pickles it: NCCL's where there is NCCL, else the one that gloo fills."""
+    """The record as torch pickles it: NCCL's if there is NCCL, else gloo's."""
     module = torch._C._distributed_c10d
-    # To name the frames of a stack torch asks its compiler, which takes many seconds to import.
+    # To name stack frames torch would import its compiler, which takes many seconds.
     names_frames = "torch._inductor.codecache" in sys.modules
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
         dump = getattr(module, name, None)

@@ -1,8 +1,8 @@
-"""What every rank says of itself every few seconds in the rendezvous store, and how long a rank has been silent.
+"""Heartbeats: every rank writes its state to the rendezvous store every few seconds, and readers time its silence.
 
-A thread of each rank writes its record and reads others'. Rank 0 reads all; the others read rank 0, and it passes on
-what it finds. The thread has a connection of its own: it does not wait for collectives, and they do not wait for it.
-Clocks of machines are not compared: silence is the time in which a reader saw a record's count of beats stand still.
+A thread of each rank writes its record and reads others'. Rank 0 reads all ranks and passes on its findings; the others
+read rank 0. The thread has a separate connection, so it and collectives do not wait for each other. Clocks of machines
+are not compared: silence is how long, on the reader's clock, a record's count of beats has not changed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PREFIX = "fp8_megatron/heartbeat"
 
 @dataclass(frozen=True)
 class Pace:
-    """How often ranks speak, and how long silence is a pause; seconds.
+    """How often ranks send beats, and how much silence is tolerated; seconds.
 
     Attributes:
         interval: between two beats.
         dead_after: silence that means death.
-        patience: the same for a rank that said it may be silent: setting up and saving hold Python's lock at times.
+        patience: the same for a rank that announced silence: setup and saving sometimes hold Python's lock.
     """
 
     interval: float
@@ -37,31 +37,32 @@ class Pace:
 
     @classmethod
     def for_timeout(cls, timeout_seconds: float) -> Pace:
-        """A beat every 2 s and death after 30 s, less if a collective's own timeout is near that: the collective says
-        less about the cause, so it should not be first."""
+        """A beat every 2 s and death after 30 s; shorter if a collective's timeout is near 30 s. A collective's timeout
+        says less about the cause, so it should not come first.
+        """
         dead_after = min(_LONGEST_SILENCE, timeout_seconds / 2)
         return cls(min(_LONGEST_INTERVAL, dead_after / 10), dead_after, patience=0.8 * timeout_seconds)
 
     @property
     def suspect_after(self) -> float:
-        """Silence that is enough once a collective has failed as well."""
+        """Silence that means death once a collective has failed as well."""
         return 3 * self.interval
 
 
 class State(str, Enum):
-    """How a rank is doing, by its own account."""
+    """A rank's state, as reported by itself."""
 
     RUNNING = "running"
     LEFT = "left"
     FAILED = "failed"
-    """It raised; `Record.because` is its error."""
+    """It raised an error, `Record.because`."""
     ENDED = "ended"
-    """Others made it end; `Record.because` says who."""
+    """Other ranks made it end; `Record.because` names them."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A rank's account of itself."""
+    """A rank's report about itself."""
 
     host: str
     process: int
@@ -73,7 +74,7 @@ class Record:
     beat: int = 0
 
     def to_json(self) -> str:
-        """What is kept in the store."""
+        """The text that is kept in the store."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -85,23 +86,23 @@ class Record:
 
 @dataclass(frozen=True)
 class Sighting:
-    """What a reader knows of a rank: its last record, None before the first, and the seconds since that changed."""
+    """What a reader knows of a rank: its last record (None before the first), and the seconds since it changed."""
 
     record: Record | None = None
     silence: float = 0.0
 
     @property
     def state(self) -> State:
-        """How the rank was at last; running if it never spoke."""
+        """The rank's last reported state; running if it never reported."""
         return State.RUNNING if self.record is None else self.record.state
 
     @property
     def because(self) -> str:
-        """What the rank said of its end."""
+        """The rank's reason for its end."""
         return "" if self.record is None else self.record.because
 
     def limit(self, pace: Pace) -> float:
-        """The silence that this rank may keep."""
+        """The silence that this rank is allowed, in seconds."""
         return pace.patience if self.record is None or self.record.patient else pace.dead_after
 
 
@@ -113,7 +114,7 @@ class Heartbeat:
     """
 
     def __init__(self, store: torch.distributed.Store, rank: int, world_size: int, pace: Pace, record: Record) -> None:
-        """Args: store: the rendezvous store; it stays the caller's."""
+        """Args: store: the rendezvous store; the caller keeps owning it."""
         self._store = _clone(store)
         self._store.set_timeout(timedelta(seconds=pace.suspect_after))
         self._rank = rank
@@ -138,11 +139,11 @@ class Heartbeat:
         return self._record
 
     def note(self, record: Record) -> None:
-        """Say this with the next beat. Costs one assignment."""
+        """Report this with the next beat. Costs one assignment."""
         self._record = record
 
     def publish(self, record: Record, timeout_seconds: float) -> None:
-        """Say this at once; returns when it is said, or the time is up."""
+        """Report this immediately. Returns when it is written or the time is up."""
         with self._condition:
             self._record = record
             self._revision += 1
@@ -155,7 +156,7 @@ class Heartbeat:
         self._watched = list(range(self._world_size))
 
     def others(self) -> dict[int, Sighting]:
-        """What is known of the ranks that are read."""
+        """Sightings of the ranks that are read."""
         known = dict(self._sightings)
         return {rank: known.get(rank, Sighting()) for rank in self._watched if rank != self._rank}
 
@@ -165,11 +166,13 @@ class Heartbeat:
         return self._store_silence
 
     def tick(self, seconds: float) -> None:
-        """Another thread's time: the store may never answer this one, if the process that keeps it is stopped."""
+        """Called by another thread to count time: the store may never answer this thread, if the process that hosts it
+        is stopped.
+        """
         self._store_silence += min(seconds, 2 * self.pace.interval)
 
     def close(self) -> None:
-        """Stop. What `publish` sent last stays in the store."""
+        """Stop. The last published record stays in the store."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -182,7 +185,7 @@ class Heartbeat:
                 if self._closing:
                     return
                 record, revision = self._record, self._revision
-            # Not at once after an error: where the store is gone a collective mostly fails too, and this process ends.
+            # Wait after an error: if the store is gone, a collective usually fails too and this process ends.
             if not self.store_error or self._store_silence > self.pace.suspect_after:
                 self._beat(record, read_at)
             read_at = time.monotonic()
@@ -205,12 +208,13 @@ class Heartbeat:
             self.store_error = (str(error).splitlines() or [type(error).__name__])[0]
 
     def _read(self, last_time: float) -> None:
-        """Read the others' records. However late this comes, it counts as two intervals of silence at most: the whole
-        machine, or this process, may have been asleep, and the others get the time to say so."""
+        """Read the other ranks' records. A late read counts as two intervals of silence at most: the machine or this
+        process may have been suspended, and the others get time to report.
+        """
         elapsed = min(time.monotonic() - last_time, 2 * self.pace.interval)
         watched = [rank for rank in self._watched if rank != self._rank]
         keys = {rank: f"{_PREFIX}/{rank}" for rank in watched}
-        # Asking for a key that nobody has written would wait for it.
+        # Reading a key that nobody has written would block.
         before = {rank: self._sightings.get(rank, Sighting()) for rank in watched}
         present = [rank for rank in watched if before[rank].record or self._store.check([keys[rank]])]
         texts = self._store.multi_get([keys[rank] for rank in present]) if present else []

@@ -72,7 +72,7 @@ def test_checksums_of_runs_of_bytes_combine() -> None:
 
 @pytest.mark.parametrize("size", [999, 1000, 1001, 4 * 1000, 12_345])
 def test_a_file_is_summed_up_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """A flipped bit is found in whichever piece it is, and so is a file that shrinks while it is read."""
+    """A flipped bit is found in any piece, and so is a file that shrinks while it is read."""
     monkeypatch.setattr(manifest, "_PIECE_BYTES", 1000)
     monkeypatch.setattr(manifest, "_READ_BYTES", 300)
     monkeypatch.setattr(manifest, "_WRITEBACK_BYTES", 500)
@@ -91,7 +91,7 @@ def test_a_file_is_summed_up_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def _load_damaged(root: Path) -> list[str]:
-    """What loading says to every damage of every file; the model is as it was before."""
+    """The error of loading, for every damage of every file; the model stays unchanged."""
     folder = root / "iter_0000002"
     messages = []
     with tiny_resumable(CONFIG, 2) as (gpt, state):
@@ -135,7 +135,9 @@ def test_every_damage_of_every_file_is_found(ranks: RankPool, tmp_path: Path) ->
 def test_an_older_one_is_taken_instead(
     ranks: RankPool, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two ranks, of which one verifies the damaged file; both go back. Asked for by number, it is an error."""
+    """One of two ranks verifies the damaged file; both take the older one. A damaged one that is named by number is an
+    error.
+    """
     ranks.run(run_tiny_on_a_rank, CONFIG, 2, None, tmp_path, num_ranks=1)
     ranks.run(run_tiny_on_a_rank, CONFIG, 2, tmp_path, tmp_path, num_ranks=1)
     DAMAGES[damage](tmp_path / "iter_0000004" / "__0_0.distcp")
@@ -251,7 +253,7 @@ def test_settings_that_weights_do_not_depend_on(tmp_path: Path, saved: ModelConf
     ],
 )
 def test_settings_that_cannot_be_read(tmp_path: Path, content: str | None) -> None:
-    """Missing, another version's, or not this project's: as if they did not differ. Nothing is executed."""
+    """Settings that are missing, of another version or of another project count as equal. Nothing is executed."""
     if content is not None:
         text = content.replace("{}", str(tmp_path / "made"))
         (tmp_path / "config.yaml").write_bytes(text.encode("latin-1"))

@@ -1,4 +1,4 @@
-"""Which folder is taken, which are kept, and what a kill leaves behind."""
+"""Which folder is loaded, which are kept, and the leftovers of a kill."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_without_a_tracker_whole_folders_are_found(tmp_path: Path) -> None:
 
 
 def test_older_ones_are_of_the_same_run(tmp_path: Path) -> None:
-    """30 was saved after going back to 10; 20 is of the branch that was left, and can still be asked for."""
+    """30 was saved after going back to 10; 20 is of the abandoned branch, and can still be loaded by number."""
     save(tmp_path, 10, earlier=[])
     save(tmp_path, 20, earlier=[10])
     save(tmp_path, 30, earlier=[5, 10])
@@ -160,7 +160,7 @@ def test_a_kill_while_replacing_leaves_the_old_one(tmp_path: Path) -> None:
     ("keep_last", "interval", "kept"), [(2, None, [40, 45, 50, 90]), (1, 20, [20, 40, 45, 50, 90]), (9, None, None)]
 )
 def test_retention(tmp_path: Path, keep_last: int, interval: int | None, kept: list[int] | None) -> None:
-    """Others, of a run that was gone back from, are left alone and not counted."""
+    """Checkpoints of an abandoned branch are kept and not counted."""
     for iteration in (10, 20, 30, 40, 45, 90, 50):
         save(tmp_path, iteration)
     remove_old(tmp_path, [10, 20, 30, 35, 40, 50], keep_last=keep_last, retain_interval=interval)

@@ -40,8 +40,8 @@ def _losses(num_steps: int) -> list[float]:
 def _run(root: Path, in_background: bool, delay: float | None, victim: int) -> tuple[int, list[float], float]:
     """Resume, then twice a step and a save; the victim is killed `delay` seconds after the first save has begun.
 
-    What is known to be true is written down before it can be lost: where the run resumed, and that the first save is
-    over. Returns that iteration, the losses and the seconds from the first save's begin to the second's end.
+    Two facts are written down before the kill: where the run resumed, and that the first save is over. Returns that
+    iteration, the losses and the seconds from the first save's begin to the second's end.
     """
     with tiny_resumable(CONFIG, BATCHES) as (gpt, state):
         progress = load_checkpoint(root / "saved", state) or Progress()
@@ -75,7 +75,7 @@ def _run(root: Path, in_background: bool, delay: float | None, victim: int) -> t
 
 
 def _note(path: Path, number: int) -> None:
-    """Write a number that is whole whenever the process dies: the old one or the new one."""
+    """Write a number atomically: if the process dies, the file holds the old one or the new one."""
     aside = path.with_suffix(".new")
     aside.write_text(str(number))
     aside.replace(path)
@@ -99,7 +99,7 @@ def kill_and_resume(
             kills += 1
         before, finished = (int((root / name).read_text()) for name in ("resumed_at", "finished"))
         resumed = ranks.run(_resumes_at, root / "saved", num_ranks=num_ranks)[0]
-        # At least what the run before had finished, at most what it had begun; and training goes on from there.
+        # Between the last finished and the last begun save of the killed run; training continues from there.
         assert max(before, finished) <= resumed <= before + 2, (finished, resumed, before)
         outcomes[["first lost", "first kept", "second kept"][resumed - before]] += 1
     iteration, losses, _ = ranks.run(_run, root, in_background, None, 0, num_ranks=num_ranks)[0]
@@ -127,7 +127,7 @@ def test_many_kills_at_random_instants(
 
 
 class _DieAt:
-    """Counts calls of what changes a disk and kills the process right before or after the n-th."""
+    """Counts calls that change the disk, and kills the process right before or after the n-th."""
 
     def __init__(self, number: int) -> None:
         self.number, self.count = number, 0

@@ -1,8 +1,8 @@
-"""Any layout and level takes over what any other saved: the same values, and the same losses within tolerance.
+"""Any layout and level loads the checkpoint of any other: the same values, and the same losses within tolerance.
 
-Values. Another number of replicas or pipeline stages, or none of these, keeps every scale block: masters and moments
-are the same bits. Tensor parallelism cuts blocks elsewhere, and another level stores otherwise: masters in FP16 with a
-scale a block then lose at most 2⁻¹² of a value, or 2⁻²⁵ of the largest of its block.
+Values. Another number of replicas or pipeline stages keeps every scale block: masters and moments are bitwise equal.
+Tensor parallelism cuts blocks elsewhere, and another level has other storage: masters in FP16 with a scale a block then
+lose at most 2⁻¹² of a value, or 2⁻²⁵ of the largest of its block.
 
 Losses. Two steps go on from the same state on the same batches, so what `tests/parallel/test_layouts.py` says of first
 losses holds: 2 · 10⁻⁴ under bf16 and 10⁻³ under FP8 where layers are sharded otherwise, and another level computes

@@ -1,6 +1,6 @@
-"""Under the layout that saved, going on is bitwise what never stopping is: every storage form, every bit of state.
+"""Under the same layout, a resumed run is bitwise equal to one that never stopped: every storage form, all state.
 
-A checkpoint holds FP32 values alone, so this is the test that decoding and encoding again keep every form's values.
+A checkpoint holds only FP32 values, so this tests that decoding and encoding again keep every form's values.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _run_and_save_in_pieces(config: Config, num_steps: int, save: Path) -> TinyR
 
 @pytest.mark.parametrize(("parallel", "form"), [(BUCKETS, "O3"), (BUCKETS, "split"), (TP2, "O3")])
 def test_state_is_written_in_pieces(ranks: RankPool, tmp_path: Path, parallel: ParallelConfig, form: str) -> None:
-    """No chunk is larger than it should be, and the run goes on as if it had not stopped."""
+    """No chunk exceeds the limit, and the resumed run equals one that never stopped."""
     config = config_of(FORMS[form], parallel)
     straight = run(ranks, 2, config, 4, None, None)
     ranks.run(_run_and_save_in_pieces, config, 2, tmp_path, num_ranks=2)

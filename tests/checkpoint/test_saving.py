@@ -63,7 +63,7 @@ def _train_while_saving(root: Path, config: object) -> tuple[list[float], dict[s
 
 @pytest.mark.parametrize("config", [O3, O1, SPLIT], ids=["O3", "O1", "split"])
 def test_training_goes_on_while_a_snapshot_is_written(ranks: RankPool, tmp_path: Path, config: object) -> None:
-    """What is written is the state when `save` was called, not what it became; and nothing of training changes."""
+    """The written state is that at the call of `save`, and training is not affected."""
     straight = ranks.run(run_tiny_on_a_rank, config, 4, None, None, num_ranks=2)[0]
     losses, saved = ranks.run(_train_while_saving, tmp_path, config, num_ranks=2)[0]
     assert losses == straight.losses[2:]
@@ -77,7 +77,7 @@ def test_training_goes_on_while_a_snapshot_is_written(ranks: RankPool, tmp_path:
 
 @contextmanager
 def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """No file of this process may be larger: what a full disk does to writing, by the kernel's hand."""
+    """Limit the size of files of this process: writes then fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -89,7 +89,7 @@ def files_limited_to(num_bytes: int) -> Iterator[None]:
 
 
 def _save_on_a_full_disk(root: Path, in_background: bool, full_rank: int, limit: int) -> list[str]:
-    """Save, save where one rank cannot write, train, save again: what was logged and raised."""
+    """Save, save while one rank cannot write, train, save again. Returns what was logged and raised."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -142,7 +142,7 @@ def test_retention_in_the_background(ranks: RankPool, tmp_path: Path) -> None:
 
 
 class OneRank:
-    """What a writer asks a topology of one rank."""
+    """A topology of one rank, as far as a writer needs it."""
 
     rank, world_size = 0, 1
 
@@ -186,7 +186,7 @@ def test_a_damaged_one_does_not_push_out_a_good_one(tmp_path: Path, caplog: pyte
 
 
 def test_a_branch_that_was_left_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Gone back to 2 of 2, 4, 6, and stopped and resumed on the new branch: 4 and 6 stay, whatever is saved."""
+    """Of 2, 4, 6 the run goes back to 2, stops, and resumes on the new branch. Saves then keep 4 and 6."""
     Run(tmp_path, 0, keep_last=3).saves(2, 4, 6)
     Run(tmp_path, 2).saves(3)
     assert candidates(tmp_path) == [3, 2]
@@ -197,7 +197,7 @@ def test_a_branch_that_was_left_is_left_alone(tmp_path: Path, caplog: pytest.Log
     Run(tmp_path, 5).saves(7)
     assert saved_iterations(tmp_path) == [4, 5, 6, 7]
     assert "iter_0000004, iter_0000006; remove" in caplog.text
-    # And back to the old branch: what is not of it is left alone now.
+    # Back on the old branch: checkpoints of other branches are kept.
     Run(tmp_path, 6).saves(8, 9)
     assert saved_iterations(tmp_path) == [5, 7, 8, 9]
     assert candidates(tmp_path) == [9, 8]
@@ -210,7 +210,7 @@ def test_a_left_branch_replaced_is_the_runs_own(tmp_path: Path) -> None:
 
 
 def test_a_run_from_scratch_removes_no_others(tmp_path: Path) -> None:
-    """Nor does one that takes weights alone (--finetune) from the folder that it saves into."""
+    """The same holds for a run that takes only weights (--finetune) from the folder that it saves into."""
     Run(tmp_path, 0).saves(2, 4)
     Run(tmp_path, 0).saves(1, 3, 5)
     assert saved_iterations(tmp_path) == [2, 3, 4, 5]

@@ -1,4 +1,6 @@
-"""A vocabulary that another tensor-parallel size pads otherwise: tokens' rows stay, padding rows come and go."""
+"""A vocabulary that another tensor-parallel size pads differently: tokens' rows stay, padding rows are added or
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_padding_comes_and_goes(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_new_padding_is_the_old_paddings(ranks: RankPool, tmp_path: Path) -> None:
-    """What training made of padding rows (unlikely tokens) goes for more of them; without any they are zero."""
+    """New padding rows copy trained ones (unlikely tokens); without any they are zero."""
     fit(ranks, tmp_path, 1, save=tmp_path, train_iters=3, **SETTINGS)
     fit(ranks, tmp_path / "full", 1, save=tmp_path / "full", train_iters=3, **{**SETTINGS, "vocab_size": 48})
     for folder, last_is_padding in ((tmp_path, True), (tmp_path / "full", False)):

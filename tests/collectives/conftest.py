@@ -1,4 +1,4 @@
-"""What tests of collectives share."""
+"""Fixtures shared by tests of collectives."""
 
 from __future__ import annotations
 

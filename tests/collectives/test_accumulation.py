@@ -1,4 +1,4 @@
-"""Many micro-batches: each one reduced in E4M3 into FP32 keeps what adding them in a low precision loses.
+"""Many micro-batches: reducing each in E4M3 into FP32 keeps the precision that adding in low precision loses.
 
 Every micro-batch of every rank is rounded once, to 31.5 dB, and everything after that is FP32. Independent roundings
 and gradients add up alike: 31.5 dB remain. Where gradients share a signal and differ by noise, the roundings average
@@ -21,7 +21,7 @@ def test_256_micro_batches(correlated: bool) -> None:
     measured = measure_accumulation(256, correlated=correlated, blocks_per_tensor=8)
     ours = measured[ACCUMULATION_OF_OURS]
     assert ours > (50.0 if correlated else 30.0)
-    # So the measure can tell.
+    # The measure can tell the difference.
     assert measured["added in E4M3"] < 15.0
     assert measured["added in BF16, then E4M3 once"] < ours
 

@@ -1,4 +1,4 @@
-"""AutoScale: what it measures, when μ halves and how it grows, and that its scales encode and decode alike."""
+"""AutoScale: its measurements, when μ halves and how it grows, and that the same scales encode and decode."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_bad_block_is_left_out_of_the_amax_and_stays_bad(bad: float) -> None:
 @pytest.mark.parametrize("mu", [2.0**-8, 0.25, 0.3, 1.0])
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
 def test_the_same_scale_encodes_and_decodes(mu: float, magnitude: float) -> None:
-    """Powers of two: what is in range and above the subnormals comes back bit by bit, whatever μ and the amax are.
+    """Powers of two: values in range and above the subnormals come back bit for bit, for any μ and amax.
 
     Elements within 2⁻⁶ · 448 · μ of the amax are above the subnormals; at μ = 2⁻⁸ that is all from 2⁻⁶·2⁸ = 4/7 on, so
     there only the largest are asked for."""

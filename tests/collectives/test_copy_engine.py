@@ -1,4 +1,4 @@
-"""Which bytes a rank pulls from which peer: ranks played in one process, on plain memory."""
+"""Which bytes a rank pulls from which peer: ranks are simulated in one process, on plain memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GradReducer: the enum picks the reduction, and what is not in its wire dtype takes the plain road."""
+"""GradReducer: the enum picks the reduction, and tensors of another dtype take the plain all-to-all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_mode_and_the_dtype_pick(ranks: RankPool, mode, intra, sent, expecte
 
 
 def test_the_ways_differ() -> None:
-    """Or the test above could not tell them apart."""
+    """Otherwise the test above could not tell them apart."""
     values = gradients()
     ways = [reduce_all_to_all(values), reduce_all_to_all(values, BF16), reduce_hierarchical(values, FP8)]
     ways += [reduce_hierarchical(values, BF16), reduce_nccl(values)[0], reduce_all_to_all(values, FP32)]

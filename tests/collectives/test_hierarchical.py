@@ -1,4 +1,4 @@
-"""The two-stage reduce-scatter: shards lie as in the flat one, and only the rounding of the node's sum comes on top.
+"""The two-stage reduce-scatter: shards are placed as in the flat one, and only the rounding of the node's sum is added.
 
 With bf16 inside the node only the node's sum is rounded to E4M3: 31.5 dB, as for one rank. With fp8 inside, ranks and
 nodes round independently, once each: for independent gradients 31.5 dB − 10·log10(2) = 28.5 dB. The worst of eight

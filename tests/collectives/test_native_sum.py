@@ -1,4 +1,4 @@
-"""Mode nccl: the emulated ring and what auto-scaling makes of it. It is worse than the default, as it should be.
+"""Mode nccl: the emulated ring with auto-scaling. It is worse than the default, as expected.
 
 Each hop rounds a partial sum to E4M3: the noise of N − 1 roundings of sums of 2 … N independent gradients, against a
 signal of N of them, is (N + 1)/2 roundings' worth and one more for the gradients' own, where the all-to-all has one. So
@@ -134,7 +134,7 @@ def test_overflow_of_the_sum_halves_mu_until_it_fits(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_bad_value_makes_exactly_its_block_nan(ranks: RankPool, bad: float) -> None:
-    """And it does not enter the shared scale: what is around it is as it was."""
+    """It does not enter the shared scale: its neighbours are unchanged."""
     values = GradientSource(correlated=False, blocks_per_tensor=8).draw(2)
     clean, _ = reduced(ranks, values)
     values[1, 40 * GRAD_BLOCK + 3] = bad

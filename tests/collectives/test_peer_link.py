@@ -1,4 +1,4 @@
-"""What a link asks of the driver, played by one that does it at once and notes what it would wait for."""
+"""Operations that a link asks of the driver. A fake driver does them immediately and notes what it would wait for."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_what_is_forgotten_is_not_met(recordables: dict[str, Recordable]) -> Non
 
 
 def test_a_launch_meets_the_others_before_and_after(recordables: dict[str, Recordable]) -> None:
-    """Nobody writes a place that its owner has yet to set back, and nobody starts what comes next beside the launch."""
+    """No rank writes to a place before its owner has reset it, and no later work starts during the launch."""
     events: list[str] = []
     places = [torch.ones(2), torch.ones(2)]
     for name, own in zip("ab", places, strict=True):

@@ -34,7 +34,7 @@ def gradients(world: int, correlated: bool = False) -> Tensor:
 
 
 def virtual_mean(values: Tensor, dtype: StorageDtype = FP8) -> Tensor:
-    """What the ranks together get of values [d, n], through the code of the real collective."""
+    """The shards of all ranks for values [d, n], through the code of the real collective."""
     num_ranks, numel = values.shape
     rows = WireTensor.empty(values.numel(), dtype, CPU)
     rows.store_(values.reshape(-1))

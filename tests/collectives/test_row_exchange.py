@@ -1,4 +1,4 @@
-"""Rows between tensor-parallel ranks over shared memory: ranks played by threads that meet where a stream would."""
+"""Rows between tensor-parallel ranks over shared memory: ranks are threads that wait where a stream would."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Node:
         return buffers
 
     def dawdle(self, rank: int) -> None:
-        """Come late now and then."""
+        """Sometimes delay the caller."""
         if float(torch.rand(1, generator=self._pace[rank])) < 0.2:
             time.sleep(0.003)
 
@@ -134,7 +134,7 @@ def test_gathered_rows_arrive_part_by_part_the_own_first(num_ranks: int) -> None
 
 @pytest.mark.parametrize("takes_parts", [True, False])
 def test_a_shard_may_be_written_again_once_all_rows_were_taken(takes_parts: bool) -> None:
-    """A forward lets go of what it gathered when its GEMM is queued: the allocator gives the memory to what is next."""
+    """A forward drops the gathered rows when its GEMM is queued: the allocator then reuses their memory."""
 
     def work(rank: int, group: Any) -> None:
         memory = torch.zeros(16, 16, dtype=torch.uint8)
@@ -246,8 +246,9 @@ def test_an_exchange_before_the_last_one_was_waited_for_is_refused() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_recorded_exchanges_are_launched_between_others(num_ranks: int) -> None:
-    """A launch repeats its numbers: from 1 each time, at places that its ranks have set back, whatever number the
-    exchanges between launches have come to."""
+    """A launch counts from 1 each time, at places that its ranks have reset, for any number of exchanges between
+    launches.
+    """
     node = Node(num_ranks)
     meeting = threading.Barrier(num_ranks)
 

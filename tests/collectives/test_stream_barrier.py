@@ -1,4 +1,4 @@
-"""The barrier's memory operations, played by a driver that does them at once and notes what it would wait for."""
+"""The barrier's memory operations, on a fake driver that does them immediately and notes what it would wait for."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_step_sends_two_bytes_a_parameter(ranks: RankPool, world: int) -> None
 
 
 def test_threads_and_nested_counters() -> None:
-    """As autograd's threads would: the counter is the process's, and each sees all of its block."""
+    """As from autograd's threads: the counter belongs to the process, and each counts its whole block."""
     with counted_traffic() as outer:
         thread = threading.Thread(target=count_all_gather, args=(10, 3))
         thread.start()

@@ -1,4 +1,4 @@
-"""WireTensor: what is stored comes back within its rounding, in the bytes that are counted, and slices are views."""
+"""WireTensor: stored values come back within rounding, the byte counts are right, and slices are views."""
 
 from __future__ import annotations
 

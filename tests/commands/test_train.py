@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would have been started: (placement, flags), or ("here", flags)."""
+    """The start that was requested: (placement, flags), or ("here", flags)."""
     starts: list[Any] = []
 
     def run_ranks(module: str, words: list[str], placement: Placement) -> int:

@@ -31,7 +31,7 @@ def flag(name: str) -> str:
 
 
 def with_values(values: dict[str, Any]) -> Config:
-    """The defaults but for `values`."""
+    """The defaults with `values` replaced."""
     changes: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in values.items():
         changes[FIELDS[name][0]][name] = value
@@ -86,7 +86,7 @@ def test_a_number_outside_its_limits_is_one_line_with_flag_and_fix(name: str) ->
 
 
 def test_flags_and_files_are_held_to_the_limits(tmp_path: Path) -> None:
-    """All numbers out of range at once: as many lines, and nothing else is looked at."""
+    """All numbers out of range together give as many lines, and no other check runs."""
     values = {name: FIELDS[name][1].base(outside(FIELDS[name][1].bounds[0], FIELDS[name][1].base)) for name in NUMBERS}
     path = tmp_path / "x.yaml"
     path.write_text("".join(f"{name}: {value!r}\n" for name, value in values.items()))

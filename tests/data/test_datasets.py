@@ -135,7 +135,7 @@ def test_new_tokens_under_an_old_path_are_read(write_tokens, tmp_path, with_blen
 
 @pytest.mark.parametrize("kept", [0, 50, -1], ids=["nothing", "header", "all but a byte"])
 def test_an_index_cut_short_is_made_again(write_tokens, tmp_path, monkeypatch, caplog, kept):
-    """A run killed while it built the index, or a full disk then, does not stand in the way of the next run."""
+    """If a run is killed or the disk fills while the index is built, the next run still works."""
     monkeypatch.setattr(datasets_module, "_ABANDONED_AFTER_SECONDS", 0.2)
     prefix = write_tokens("corpus", counting(1, 1000))
     before = all_tokens(build(100, data_path=(prefix,), split="1").train)

@@ -1,4 +1,4 @@
-"""Which cuDNN is loaded beside Transformer Engine, and what is said about another one."""
+"""Which cuDNN is loaded beside Transformer Engine, and the warning about another one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_linked_to_the_systems_it_runs_the_bundled(home: Path, folder: str) -> N
 
 
 def test_a_program_that_this_one_starts_loads_it_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the parent has set is not taken for the user's."""
+    """Variables that the parent has set are not taken for the user's."""
     library = _broken_bundled(home)
     loaded: list[str] = []
     monkeypatch.setattr(cudnn.ctypes, "CDLL", loaded.append)

@@ -1,4 +1,4 @@
-"""What is set before CUDA starts."""
+"""Variables that are set before CUDA starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the documents read out of Markdown: sections, links, anchors, tagged blocks, quoted figures."""
+"""Parts of Markdown for the tests of the documents: sections, links, anchors, tagged blocks, quoted figures."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Figure:
     value: float
 
     def matches(self) -> bool:
-        """Whether the value, rounded to the digits that are quoted, is what is quoted."""
+        """Whether the value, rounded to the quoted digits, equals the quoted one."""
         text = self.quoted.replace(",", "").replace("−", "-")
         decimals = len(text.partition(".")[2])
         return abs(self.value - float(text)) <= 0.5 * 10.0**-decimals * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""docs/hardware.md says what the memory prediction and its own formula give, and that is near what was measured."""
+"""Figures of docs/hardware.md equal the memory prediction and the page's formula, and are near the measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the site changes of pages that GitHub shows as they are, and that every page is in its menu."""
+"""The site's changes to pages that GitHub shows unchanged, and that every page is in its menu."""
 
 from __future__ import annotations
 

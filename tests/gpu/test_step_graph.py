@@ -33,7 +33,7 @@ PYTHON, GRAPH = ({"cuda_graph_impl": impl} for impl in ("none", "local"))
 
 
 def fit(output_dir: Path, **overrides: object) -> list[dict]:
-    """What a run on random tokens wrote, without times."""
+    """The metrics of a run on random tokens, without times."""
     Trainer(parse_config(tiny_flags(output_dir, **{**MODEL, **overrides}))).fit()
     kept = ("kind", "iteration", "loss", "grad_norm", "loss_scale")
     return [{name: record.get(name) for name in kept} for record in read_records(output_dir / METRICS_FILE)]

@@ -1,4 +1,4 @@
-"""What tests share: ranks as processes, tiny models and runs."""
+"""Shared by tests: ranks as processes, tiny models and runs."""
 
 from fp8_megatron.device.cudnn import load_bundled
 

@@ -78,7 +78,7 @@ def random_batches(
 
 @dataclass(frozen=True)
 class TinyRun:
-    """What a run did: per step the mean loss and the gradient norm; the FP32 masters at its end, whole, by name."""
+    """Result of a run: the mean loss and gradient norm of each step; the whole FP32 masters at its end, by name."""
 
     losses: list[float]
     grad_norms: list[float]

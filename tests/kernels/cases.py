@@ -62,7 +62,7 @@ class _OnGpu(torch.Tensor):
 
 
 def claiming_a_gpu(tensor: Tensor) -> Tensor:
-    """`tensor`, saying that it is on a GPU, to see on a CPU what code does for one."""
+    """`tensor`, claiming to be on a GPU, to test on a CPU what code does for a GPU."""
     return tensor.as_subclass(_OnGpu)
 
 

@@ -33,14 +33,14 @@ def _fp8(rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:
 
 
 def samples() -> dict[str, list[tuple[Any, ...]]]:
-    """Operator → arguments of the specification; what is optional is there in one of them, and not in another."""
+    """Operator → arguments of the specification; each optional argument is given in one of them and not in another."""
     x, weight, vector = torch.randn(T, K).bfloat16(), torch.rand(K).bfloat16(), torch.rand(T)
     one, scale, amax = torch.ones(1), torch.tensor([0.01]), torch.zeros(1)
     grads, z = torch.randn(2, T, K).bfloat16(), torch.randn(T, 2 * K).bfloat16()
     qkv = [torch.randn(8, 4, 2, width).bfloat16() for width in (32, 16, 16)]
     labels, none = torch.randint(K, (T,)), torch.empty(0)
     state = ops.AdamState(_flat(E4M3, 128), _flat(torch.int8, 256), _flat(torch.uint8, 256), _flat(torch.float16, 256))
-    state.master.payload.div_(4.0)  # below its scale: the step writes another, whatever it adds
+    state.master.payload.div_(4.0)  # below its scale: the step writes another scale, for any update
     plain = ops.AdamState(*(ops.FlatState(torch.rand(N)) for _ in range(4)))
     split = ops.SplitAdamState(
         *state[:3], _fp8(1, N)[0], torch.zeros(N, dtype=torch.int8), one.clone(), 2 * one, torch.zeros(2).int()
@@ -306,7 +306,7 @@ def test_fake_version_of_the_gpu_variant(name: str) -> None:
 @pytest.mark.gpu
 @on_a_gpu
 def test_compiles_on_a_gpu() -> None:
-    """The graph holds the operators, not what launches them; it gives the bits that calling them gives."""
+    """The graph holds the operators, not their launchers; its results are bitwise those of direct calls."""
     torch.set_default_device("cuda")
     try:
         test_compiles_without_a_graph_break("aot_eager")

@@ -1,4 +1,4 @@
-"""Scale rules: what an amax of zero, infinity or NaN gives, and what is kept."""
+"""Scale rules: the scale for an amax of zero, infinity or NaN, and which values are kept."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_small_tensors_are_counted_whole() -> None:
 
 @pytest.mark.parametrize("extra", [0, 77])
 def test_large_tensors_are_sampled_evenly(extra: int) -> None:
-    """A third of the elements underflow; the sample of 2^16 elements says so within five standard deviations."""
+    """A third of the elements underflow; the sample of 2^16 elements agrees within five standard deviations."""
     value = torch.ones(SAMPLED_FROM + extra)
     value[torch.rand(value.numel(), generator=torch.Generator().manual_seed(1)) < 1 / 3] = 1e-9
     nonzero, lost = underflow_counts(value, value.to(E4M3)).tolist()

@@ -416,7 +416,7 @@ def _run_module(tp: int, sequence_parallel: bool, part_columns: int) -> dict[str
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("part_columns", [VOCAB, 128], ids=["whole", "parts"])
 def test_two_ranks_compute_what_one_does(ranks: RankPool, sequence_parallel: bool, part_columns: int) -> None:
-    """Against float64; and whole shards against two parts on one rank: the same GEMMs, but for sums of two dgrads."""
+    """Against float64; and whole shards against two parts on one rank: the same GEMMs, only dgrad is a sum of two."""
     (single,) = ranks.run(_run_module, 1, False, VOCAB // 2 if part_columns == VOCAB else part_columns, num_ranks=1)
     parts = ranks.run(_run_module, 2, sequence_parallel, part_columns, num_ranks=2)
     double = dict(parts[0])

@@ -1,4 +1,4 @@
-"""What Transformer Engine's layers read of the configuration, through megatron-core's."""
+"""Settings that Transformer Engine's layers read from the configuration, through megatron-core's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks share parameters, by what megatron-core and its layers say of them."""
+"""How ranks share parameters, according to megatron-core and its layers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ BLOCKS, TILES = (Format(E4M3, kind) for kind in (Granularity.BLOCK, Granularity.
 
 @dataclass
 class RecordingMainGrad:
-    """A `main_grad` that keeps what it was given."""
+    """A `main_grad` that records the gradients it receives."""
 
     grads: list[Tensor] = field(default_factory=list)
 

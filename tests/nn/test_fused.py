@@ -26,7 +26,7 @@ RECIPES = pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 
 @dataclass
 class RecordingMainGrad:
-    """A `main_grad` that keeps what it was given."""
+    """A `main_grad` that records the gradients it receives."""
 
     grads: list[Tensor] = field(default_factory=list)
 

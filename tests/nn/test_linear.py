@@ -33,7 +33,7 @@ SEQ, BATCH, IN, OUT = 24, 4, 160, 96
 
 @dataclass
 class RecordingMainGrad:
-    """A `main_grad` that keeps what it was given."""
+    """A `main_grad` that records the gradients it receives."""
 
     grads: list[Tensor] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Rows of an operand that ranks share: the gathered cast is the cast of what was gathered, whatever the format."""
+"""Rows of an operand that ranks share: gathering the casts equals casting the gathered rows, for every format."""
 
 from __future__ import annotations
 

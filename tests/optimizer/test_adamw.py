@@ -37,7 +37,7 @@ class Regression:
     model: DataParallelModule
 
     def values(self) -> dict[str, Tensor]:
-        """What a forward pass computes with."""
+        """The values that a forward pass computes with."""
         return {
             name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach().float()
             for name, param in self.params.items()
@@ -184,7 +184,7 @@ def test_trains_as_fp32_adamw_does(fp32_run: dict[str, Tensor], storage: str) ->
 
 
 def test_an_fp8_second_moment_does_not(fp32_run: dict[str, Tensor]) -> None:
-    """The comparison sees what must not be stored in FP8: v, whose small values round to zero under a square root."""
+    """The comparison detects that v must not be stored in FP8: its small values round to zero under a square root."""
     moved = movement(fp8(exp_avg_sq_dtype=F.FP8))
     assert min(snr_db(moved[name], fp32_run[name]) for name in ("linear", "other_linear")) < 15.0
 

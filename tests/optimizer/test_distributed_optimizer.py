@@ -36,7 +36,7 @@ NUM_STEPS = 4
 
 
 class Outcome(NamedTuple):
-    """What one rank has after the last step."""
+    """State of one rank after the last step."""
 
     norms: list[float]
     masters: dict[str, Tensor]

@@ -116,7 +116,7 @@ def test_a_released_step_is_the_step_in_any_layout(ranks: RankPool, settings: di
 
 
 def _one_step(config: Config) -> dict[str, tuple[Tensor, Tensor]]:
-    """Master and scale (1 but for a split master) of every linear weight after a step."""
+    """Master and scale (1 unless the master is split) of every linear weight after a step."""
     with runtime(CPU), initialized(ParallelConfig(), 2, CPU) as topology:
         gpt = build_tiny_gpt(config, topology, CPU, 1)
         forward_backward(gpt, config, random_batches(1, 1)[0])

@@ -1,4 +1,4 @@
-"""What is predicted from the configuration is what the tensors hold, but for padding to blocks and chunks."""
+"""The memory predicted from the configuration equals the tensors' bytes, up to padding to blocks and chunks."""
 
 from __future__ import annotations
 

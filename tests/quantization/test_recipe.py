@@ -72,7 +72,7 @@ def test_delayed_scaling_uses_the_last_steps_amax(power_of_two: bool) -> None:
     assert_is(cast(quantizers.input, first, transposed=True), first, scale_of(first, E4M3), E4M3)
     assert_is(cast(quantizers.grad_output, second, transposed=True), second, scale_of(second, E5M2), E5M2)
     history.update(None)
-    # Warm: the scale of the last step, whatever comes now; each role has its own.
+    # Warm: the last step's scale, for any new values; each role has its own.
     large = random_input(3, size=50.0)
     assert_is(cast(quantizers.input, large, transposed=True), large, scale_of(first, E4M3), E4M3)
     assert_is(cast(quantizers.grad_output, large, transposed=True), large, scale_of(second, E5M2), E5M2)

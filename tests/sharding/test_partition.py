@@ -174,7 +174,7 @@ def test_bucket_views_and_spans_agree_with_fragments(num_shards: int) -> None:
 
 
 def test_what_other_groups_share_is_a_space_of_its_own() -> None:
-    """The ranks of such a group cut it alike, whatever else they hold."""
+    """The ranks of such a group cut it alike, even if they hold other parameters too."""
     params = make_params()
     summed = Sharing(replicas(4), summed_over=OtherGroup("pipeline ends"))  # type: ignore[arg-type]
     fewer = Sharing(replicas(2), grad_factor=0.5)

@@ -1,4 +1,4 @@
-"""ShardedGradBuffer: the mean over replicas and micro-batches reaches its owner, whatever is written in what order.
+"""ShardedGradBuffer: the mean over replicas and micro-batches reaches its owner, for any order of writes.
 
 Each gradient is rounded to E4M3 once (31.5 dB for Gaussian values) and every sum is FP32. Independent roundings of
 independent gradients keep the 31.5 dB; 1.5 dB is the sample's: the smallest parameter has 256 elements.

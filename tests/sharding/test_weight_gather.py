@@ -1,4 +1,4 @@
-"""What a recorded forward waits for: external events, once for each bucket, whatever was waited for outside it."""
+"""A recorded forward waits for external events, once for each bucket, independent of waits outside it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_emulated_storages() -> None:
     assert snr_db(state.load()[CHUNK:], x[CHUNK:]) > 28.0
     # 255 even steps of each block: an error of a step / √12 beside a root mean square of 1/√3.
     assert snr_db(EMULATED["uint8 linear"](x)[:CHUNK], x[:CHUNK]) == pytest.approx(20 * math.log10(2 * 255), abs=0.5)
-    # The package's own encoding, but for the noise.
+    # The package's own encoding, without the noise.
     payload, scales = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(x.numel() // 256)
     blockwise.quantize_blockwise_(x, payload, scales)
     assert torch.equal(EMULATED["uint8 nearest"](x), blockwise.dequantize_blockwise(payload, scales))

@@ -215,7 +215,7 @@ def test_other_biases_of_attention_are_refused(
 
 
 def test_weights_do_not_follow_power_of_two_scales(llama: Path, tmp_path: Path) -> None:
-    """Training derives weights with plain scales whatever the option says of the rest."""
+    """Training derives weights with plain scales; the option affects only other tensors."""
     config = tiny_config(LLAMA_STYLE, precision=PrecisionConfig(fp8_power_of_two_scales=True))
     save_config(config, tmp_path / "run.yaml")
     flags = ("--config", str(tmp_path / "run.yaml"), "--fp8", "compressed-tensors", "--no-verify")

@@ -1,4 +1,4 @@
-"""What the inspection says, against what was saved."""
+"""The inspection's report, against what was saved."""
 
 from __future__ import annotations
 

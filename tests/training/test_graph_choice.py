@@ -1,4 +1,4 @@
-"""What --cuda-graph-impl auto records: small layers, on the GPUs of one node, where there is room."""
+"""--cuda-graph-impl auto records small layers on the GPUs of one node, if memory allows."""
 
 from __future__ import annotations
 

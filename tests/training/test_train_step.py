@@ -1,4 +1,4 @@
-"""What the ranks tell each other in a step."""
+"""Values that ranks exchange in a step."""
 
 from __future__ import annotations
 

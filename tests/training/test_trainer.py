@@ -318,7 +318,7 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_one_that_is_damaged_pushes_none_out(tmp_path: Path) -> None:
-    """Of 2, 4 and a damaged 6 the run resumes from 4; after 7 the last two are 4 and 7, and 6 is left alone."""
+    """Of 2, 4 and a damaged 6 the run resumes from 4; after 7 the last two are 4 and 7, and 6 is kept."""
     checkpoints = tmp_path / "checkpoints"
     settings = {"save": checkpoints, "save_interval": 2, "keep_last": 2, "lr_decay_iters": 9}
     fit(tmp_path / "first", train_iters=6, **settings)

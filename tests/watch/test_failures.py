@@ -1,4 +1,4 @@
-"""What a rank says, and does, when another one dies, stops, fails, or is merely slow.
+"""What a rank reports and does when another one dies, stops, fails, or is only slow.
 
 The ranks are processes on gloo at fifteen times the pace of a run; a rank "dies" here by falling silent and closing its
 connections. `test_failures_end_to_end.py` kills and stops ranks of the real program.

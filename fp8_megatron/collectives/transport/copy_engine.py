@@ -1,12 +1,12 @@
 """Bytes between the GPUs of a node by their copy engines. They take no multiprocessor from the GEMMs beside them.
 
-NCCL moves bytes with kernels, and while these wait for one another they hold multiprocessors. Here every rank maps the
+NCCL moves bytes with kernels, which occupy multiprocessors while they wait for each other. Here every rank maps the
 others' send buffers (CUDA's virtual memory, through torch's symmetric memory) and pulls its bytes with plain copies.
 The driver hands these to a copy engine. Before and after, the ranks meet by memory operations of the stream
-(`stream_barrier`). The bytes that arrive are NCCL's, bit for bit.
+(`stream_barrier`). The received bytes equal NCCL's, bit for bit.
 
-A buffer made by `allocate` takes this way in every collective of its group (`start_all_to_all`, `start_all_gathers`).
-Any other buffer goes through NCCL or gloo.
+A buffer made by `allocate` uses this transport in every collective of its group (`start_all_to_all`,
+`start_all_gathers`). Any other buffer goes through NCCL or gloo.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from . import recording
 from .side_stream import side_stream, stream_of
 from .stream_barrier import RecordableBarrier
 
-#: Of the copy stream, on which every rank meets the others in one order.
+#: Priority of the copy stream, on which every rank meets the others in the same order.
 _PRIORITY = -1
-#: Works remembered to say, when a rank hangs, in which of them.
+#: Latest works, remembered to say where a rank hangs.
 _NUM_REMEMBERED = 256
-#: Gathers that start after one barrier: the first bytes travel before the last shard is in its place.
+#: Gathers that share one barrier: the first bytes travel before the last shard is in place.
 _GATHERS_PER_BARRIER = 8
 
 
 @dataclass(frozen=True, eq=False)
 class PeerMemory:
-    """A buffer that each rank of a group has, where this rank reads those of all.
+    """A buffer that each rank of a group has; this rank can read all of them.
 
     Attributes:
         group: the ranks, on one node.
         buffers: uint8 [n] by rank; this rank's own is `buffers[group.rank()]`.
-        barrier: on the current stream, wait for the other ranks to come here too.
+        barrier: on the current stream, wait until the other ranks have come here too.
     """
 
     group: Group
     buffers: Sequence[Tensor]
     barrier: Callable[[], None]
-    #: Views made once: buffers and weights stay where they are, and making views costs the host more than the copies.
+    #: Views are cached: buffers and weights do not move, and making views costs the host more than the copies.
     _copies: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are read."""
+        """The device that reads the buffers."""
         return self.buffers[self.group.rank()].device
 
     def of_peer(self, rank: int, own: Tensor) -> Tensor:
-        """What `own`, a flat uint8 view of this rank's buffer, is in that of `rank`."""
+        """The view of `rank`'s buffer that corresponds to `own`, a flat uint8 view of this rank's buffer."""
         start = own.data_ptr() - self.buffers[self.group.rank()].data_ptr()
         return self.buffers[rank][start : start + own.numel()]
 
     def pull_rows(self, source: Tensor, destination: Tensor, *, copies_own: bool) -> None:
         """Row p of `destination` becomes this rank's row of rank p's `source`; both flat uint8 [d · bytes].
 
-        Both are buffers that last. Unless `copies_own`, this rank's own row stays as it is.
+        Both are lasting buffers. Without `copies_own` this rank's own row is not changed.
         """
         key = (source.data_ptr(), destination.data_ptr(), source.numel(), copies_own)
         copies = self._copies.get(key)
@@ -90,11 +90,11 @@ class PeerMemory:
 
 @dataclass(frozen=True, eq=False)
 class CopyWork:
-    """Handle of what was queued up to here, in the manner of ``torch.distributed.Work``.
+    """Handle of all work queued so far, with the interface of ``torch.distributed.Work``.
 
     Attributes:
-        queued_at: of ``time.monotonic``.
-        by: what does it, for messages.
+        queued_at: ``time.monotonic`` when it was queued.
+        by: what carries it out, for messages.
     """
 
     name: str
@@ -131,14 +131,14 @@ def allocate(nbytes: int, group: Group, device: torch.device) -> Tensor:
 def mapped(nbytes: int, group: Group, device: torch.device) -> list[Tensor]:
     """Zeroed memory that the ranks of `group` map: by rank, its uint8 [nbytes] as this process sees it.
 
-    Called as `allocate`; the memory is there as long as the tensors.
+    Called as `allocate`; the memory lives as long as the tensors.
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     counted = torch.cuda.memory_allocated(device)
     own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     own.zero_()
-    torch.cuda.synchronize(device)  # others write to it as soon as they have mapped it
+    torch.cuda.synchronize(device)  # other ranks write to it as soon as they have mapped it
     handle = symmetric_memory.rendezvous(own, group.group_name)
     count_memory_beside_allocator(nbytes - (torch.cuda.memory_allocated(device) - counted))
     return [
@@ -147,7 +147,7 @@ def mapped(nbytes: int, group: Group, device: torch.device) -> list[Tensor]:
 
 
 def _barrier_of(group: Group, device: torch.device) -> RecordableBarrier:
-    """The one barrier of a group: its ranks call it in one order, whichever memory they read."""
+    """The one barrier of a group: its ranks call it in the same order, for any memory."""
     barrier = _barriers.get(group.group_name)
     if barrier is None:
         counters = [buffer.view(torch.int32).view(3, -1) for buffer in mapped(3 * 4 * group.size(), group, device)]
@@ -169,7 +169,7 @@ def _name_of_barrier(group: Group) -> str:
 
 
 def register(memory: PeerMemory) -> None:
-    """Let the collectives of `memory.group` find this buffer."""
+    """Make this buffer known to the collectives of `memory.group`."""
     _memories[_address(memory.buffers[memory.group.rank()])] = memory
 
 
@@ -184,7 +184,7 @@ def start_all_to_all(
 ) -> CopyWork:
     """Start all-to-alls of (source, destination) pairs; the sources lie in `memory` (see `PeerMemory.pull_rows`).
 
-    Once the work was waited for, every rank has what it needs of this rank's sources too.
+    Waiting for the work also means that every rank has read this rank's sources.
     """
     with side_stream(memory.device, _PRIORITY):
         memory.barrier()
@@ -195,10 +195,10 @@ def start_all_to_all(
 
 
 def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> list[CopyWork]:
-    """Start all-gathers of (memory, full, shard) one after the other, of one group; flat uint8.
+    """Start all-gathers of (memory, full, shard) one after the other, all of one group; flat uint8.
 
-    Every `full` lies in its `memory`; `shard` is a tensor of its own, or this rank's part of `full`. Once the last work
-    was waited for, every rank has read this rank's shards.
+    Every `full` lies in its `memory`; `shard` is a separate tensor, or this rank's part of `full`. Waiting for the last
+    work also means that every rank has read this rank's shards.
     """
     works = []
     with side_stream(gathers[0][0].device, _PRIORITY):
@@ -219,9 +219,9 @@ def start_all_gathers(gathers: Sequence[tuple[PeerMemory, Tensor, Tensor]]) -> l
 
 
 def remember(work: CopyWork, place: Hashable) -> CopyWork:
-    """Make `work` the one that `unfinished` knows of this place; returns it.
+    """Let `unfinished` know `work` at this place; returns it.
 
-    Recorded works are left out: their launch is one work (`training.step_graph`).
+    Recorded works are left out: their launch counts as one work (`training.step_graph`).
     """
     if not recording.is_recording():
         _latest[place] = work
@@ -236,7 +236,7 @@ def unfinished() -> CopyWork | None:
 
 
 def _used_on_copy_stream(tensor: Tensor) -> None:
-    """Keep the allocator from reusing `tensor` before the copy stream has read it; the caller may drop it."""
+    """Keep the allocator from reusing `tensor` before the copy stream has read it. The caller may then drop it."""
     if tensor.device.type == "cuda":
         tensor.record_stream(stream_of(tensor.device, _PRIORITY))
 

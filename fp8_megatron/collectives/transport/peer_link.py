@@ -1,7 +1,8 @@
-"""From a rank to the others of its node: a stream that copies into their memory and tells them so.
+"""A link from a rank to the others of its node: a stream copies into their memory and signals them.
 
 No kernel takes part. A copy engine moves the bytes after what the sender's current stream has queued. Then the sending
-stream writes a number into the reader's memory. The reader's current stream waits for it where it needs the bytes.
+stream writes a number into the reader's memory. The reader's current stream waits for that number before it uses the
+bytes.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ from . import copy_engine, recording, stream_ops
 from .copy_engine import CopyWork
 from .side_stream import stream_of
 
-#: Of the sending stream: it does not wait behind gradients.
+#: Priority of the sending stream, so that it does not wait behind gradients.
 _PRIORITY = -2
 
 
 class Link(Protocol):
-    """What a rank sends and awaits. A channel carries growing numbers from each rank to each."""
+    """What a rank sends and awaits. A channel carries growing numbers between each pair of ranks."""
 
     def start(self) -> None:
-        """What is sent from here on comes after all that the current stream has queued."""
+        """Everything sent from here on follows the work that the current stream has queued."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Send `source` to a peer's `target`: of one size, contiguous, and the caller's until it was sent."""
+        """Send `source` to a peer's `target` of the same size; both contiguous. The caller keeps `source` unchanged
+        until it is sent.
+        """
 
     def tell(self, peer: int, channel: int, number: int) -> None:
-        """Tell `peer`, once everything so far was copied, that this rank has come to `number`."""
+        """Once everything so far is copied, tell `peer` that this rank has reached `number`."""
 
     def sent(self, name: str, turn: int) -> CopyWork:
-        """A handle of everything sent so far; valid until the next of this name and turn."""
+        """A handle of everything sent so far; valid until the next handle of this name and turn."""
 
     def wait(self, peer: int, channel: int, number: int) -> None:
         """Let the current stream wait until `peer` has told `number`."""
@@ -75,13 +78,13 @@ class PeerLink:
 
     def sent(self, name: str, turn: int) -> CopyWork:
         """See `Link.sent`."""
-        # An event that was recorded into a graph is asked for nothing outside it.
+        # An event that was recorded into a graph is not queried outside it.
         key = (name, turn, recording.is_recording())
         event = self._events.get(key)
         if event is None:
             event = self._events[key] = self._new_event()
         stream_ops.record(event.cuda_event, self._raw_stream)
-        # Where a stream hangs waiting for a peer, what it sends next is not over either: so the watch sees it.
+        # If a stream hangs waiting for a peer, its next send does not finish either: so the watch sees the hang.
         return copy_engine.remember(CopyWork(name, self._group, event, time.monotonic()), (name, turn))
 
     def wait(self, peer: int, channel: int, number: int) -> None:
@@ -91,7 +94,7 @@ class PeerLink:
 
     def _new_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._stream)  # torch makes it then
+        event.record(self._stream)  # torch creates it here
         return event
 
     def _address(self, owner: int, channel: int, writer: int) -> int:

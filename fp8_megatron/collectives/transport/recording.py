@@ -1,9 +1,8 @@
 """Exchanges by growing numbers inside a CUDA graph. A graph is recorded once and launched many times.
 
 Ranks of a node meet by writing the next number into each other's memory and awaiting it (`stream_barrier`,
-`peer_link`). A recorded operation always writes the same number. Recorded exchanges therefore have places of their own
-and count from 0 in each recording. A launch sets the places back, meets the other ranks, and meets them again when it
-is over.
+`peer_link`). A recorded operation always writes the same number. Recorded exchanges therefore have separate places and
+count from 0 in each recording. A launch resets the places, meets the other ranks, and meets them again at its end.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Recordable:
     """The exchanges of one group.
 
     Attributes:
-        begin: count from 0, at the recorded places, from now on.
-        end: go on as before `begin`.
+        begin: from here on, count from 0 at the recorded places.
+        end: continue as before `begin`.
         places: this rank's recorded places, which the others write to.
         meet: on the current stream, wait for the group's other ranks; called outside a recording.
     """
@@ -37,7 +36,7 @@ _is_recording = False
 
 
 def register(name: str, recordable: Recordable) -> None:
-    """Let recordings and launches know of a group's exchanges, of one name on all its ranks."""
+    """Make a group's exchanges known to recordings and launches, under the same name on all its ranks."""
     _recordables[name] = recordable
 
 
@@ -47,13 +46,13 @@ def forget(name: str) -> None:
 
 
 def is_recording() -> bool:
-    """Whether what this process queues now is recorded, not done."""
+    """Whether work that this process queues is recorded instead of run."""
     return _is_recording
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Record all exchanges of the block. The caller has waited for what it started before."""
+    """Record all exchanges of the block. The caller has waited for all earlier exchanges."""
     global _is_recording
     for recordable in _recordables.values():
         recordable.begin()
@@ -69,8 +68,8 @@ def recording() -> Iterator[None]:
 def launch(replay: Callable[[], None]) -> None:
     """Queue recorded work on the current stream; every rank of the groups in it calls this in the same order."""
     for recordable in _recordables.values():
-        recordable.places.zero_()  # all that was written there has been awaited: the last launch is over
+        recordable.places.zero_()  # the last launch is over: every number written there has been awaited
         recordable.meet()
     replay()
     for recordable in _recordables.values():
-        recordable.meet()  # before anybody sends into a buffer that another rank's launch may still read
+        recordable.meet()  # before any rank sends into a buffer that another rank's launch may still read

@@ -1,4 +1,4 @@
-"""Where the inner stages of a collective run: on CUDA a stream of their own, beside which compute continues."""
+"""The stream for the inner stages of a collective: on CUDA a separate one, so that compute continues."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def stream_of(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
 
 @contextmanager
 def side_stream(device: torch.device, priority: int = 0) -> Iterator[None]:
-    """What the block queues comes after all that the current stream has queued, and does not hold it up. On a CPU
-    nothing is special.
+    """Work of the block follows all work of the current stream, which does not wait for it. On a CPU the block just
+    runs.
 
     There is one side stream per device and priority, so blocks follow each other. Two rules keep memory safe without a
-    `record_stream`. What a block allocates, only side-stream blocks use: such memory returns to the side stream's own
-    pool. What a block uses of the caller's, the caller leaves alone until the current stream has waited for a
-    collective that the block started last; that collective follows everything in the block.
+    `record_stream`. Memory that a block allocates is used only in side-stream blocks: it returns to the side stream's
+    own pool. The caller's memory that a block uses must not be touched until the current stream has waited for the
+    block's last collective, which follows everything in the block.
     """
     if device.type != "cuda":
         yield

@@ -1,6 +1,6 @@
-"""Ranks of a node meet on a stream with no kernel: the GPU's front end writes and waits for counters in memory.
+"""Ranks of a node meet on a stream without a kernel: the GPU's front end writes and awaits counters in memory.
 
-A kernel that spins takes registers of a multiprocessor away from the GEMM beside it for as long as it waits. A stream's
+A spinning kernel would take a multiprocessor's registers away from the concurrent GEMM while it waits. A stream's
 memory operations (CUDA driver API, "Stream memory operations") wait before anything is launched.
 """
 
@@ -15,11 +15,11 @@ from .stream_ops import WriteThenWait, current_stream
 
 
 class StreamBarrier:
-    """Called by every rank on one of its streams: what follows on the stream waits until all have come this far.
+    """Called by every rank on one of its streams: later work on the stream waits until all ranks have come this far.
 
-    What a rank's stream did before the call, the others' streams see after it. Calls of one barrier are made on one
-    stream, in the same order by every rank. A wait has no end of its own: `failures.RankWatch` ends a process whose
-    exchanges do not.
+    What a rank's stream did before the call is visible to the other ranks' streams after it. Every rank calls one
+    barrier on one stream, in the same order. A wait has no timeout: `failures.RankWatch` ends a process whose exchanges
+    do not finish.
 
     Args:
         counters: by rank, its int32 [d] zeros, where element r is written by rank r; mapped into this process.
@@ -50,10 +50,10 @@ class StreamBarrier:
 
 
 class RecordableBarrier:
-    """A `StreamBarrier`, or what a CUDA graph that is recorded has in its place (`recording`).
+    """A `StreamBarrier`, or its counterpart in a CUDA graph that is being recorded (`recording`).
 
     Args:
-        counters: by rank, its int32 [3, d] zeros: of barriers, of recorded ones, of the launches of these.
+        counters: by rank, its int32 [3, d] zeros: for barriers, for recorded barriers, and for launches of these.
         rank: this one.
     """
 

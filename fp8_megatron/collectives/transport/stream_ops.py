@@ -1,6 +1,7 @@
-"""What a CUDA stream does with no kernel: write or await a number, copy bytes, meet another stream (CUDA driver API).
+"""Operations of a CUDA stream without a kernel: write or await a number, copy bytes, meet another stream (CUDA driver
+API).
 
-Through torch a copy on another stream costs the host 40 µs, here 5; a tensor-parallel layer has ten of them.
+A copy on another stream costs the host 40 µs through torch and 5 here; a tensor-parallel layer has ten of them.
 Addresses are plain numbers: the caller keeps their memory until the stream has used it.
 """
 
@@ -53,28 +54,28 @@ class WriteThenWait:
 
 
 def write_value(address: int, value: int, stream: int) -> None:
-    """After what the stream has done so far, and seen wherever it is seen, write 32 bits."""
+    """Write 32 bits after the stream's earlier work; whoever sees them sees that work too."""
     _check("cuStreamWriteValue32", _driver().cuStreamWriteValue32_v2(stream, address, value & 0xFFFFFFFF, 0))
 
 
 def wait_value(address: int, value: int, stream: int) -> None:
-    """Hold the stream until the 32 bits have come to `value`, in cyclic order."""
+    """Hold the stream until the 32 bits have reached `value`, in cyclic order."""
     status = _driver().cuStreamWaitValue32_v2(stream, address, value & 0xFFFFFFFF, _WAIT_UNTIL_REACHED)
     _check("cuStreamWaitValue32", status)
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Copy bytes between memory of this GPU or of one that is mapped here."""
+    """Copy bytes between memory of this GPU and of GPUs that are mapped here."""
     _check("cuMemcpyDtoDAsync", _driver().cuMemcpyDtoDAsync_v2(target, source, nbytes, stream))
 
 
 def record(event: int, stream: int) -> None:
-    """Let a CUDA event stand for what the stream has been given so far."""
+    """Record a CUDA event after the stream's work so far."""
     _check("cuEventRecord", _driver().cuEventRecord(event, stream))
 
 
 def wait_event(event: int, stream: int) -> None:
-    """Hold the stream until what an event stands for is over."""
+    """Hold the stream until an event's work is over."""
     _check("cuStreamWaitEvent", _driver().cuStreamWaitEvent(stream, event, 0))
 
 
