@@ -1,4 +1,4 @@
-"""The console script `fp8-megatron`: one command for everything that a user does."""
+"""The console script `fp8-megatron`: one command with a subcommand for each task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import __version__
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the module of `commands` with its `main`, and a line of help."""
+    """A subcommand: the module in `commands` that has its `main`, and one line of help."""
 
     module: str
     help: str
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns its exit status."""
+    """Run a subcommand and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="fp8-megatron",
         usage="fp8-megatron COMMAND [flags]",

@@ -1,5 +1,5 @@
-"""The programs: one module a command, with `main(words, prog)` that returns the exit status.
+"""The programs: one module per command. Its `main(words, prog)` returns the exit status.
 
-`fp8-megatron NAME`, `pretrain_gpt.py` and the programs of tools/ call them. A module imports what is heavy only inside
-its functions, so that help and errors come at once.
+`fp8-megatron NAME`, `pretrain_gpt.py` and the programs in tools/ call them. Modules import heavy packages inside
+functions, so that help and errors appear at once.
 """

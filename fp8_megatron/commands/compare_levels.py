@@ -3,9 +3,9 @@
     fp8-megatron compare --levels bf16 O1 O2 O3 --nproc-per-node 2 --output-dir runs/levels -- \
         --config configs/gpt_quickstart.yaml --train-iters 200
 
-Everything after -- is training's flags. The first level is the reference. Levels run one after another on the same
-devices; those under --speed-levels run a few steps only, for speed and memory. Writes one folder per level,
-comparison.json and comparison.png. (fp8-megatron plot draws runs that are there already.)
+All flags after -- go to training. The first level is the reference. Levels run one after another on the same devices;
+those of --speed-levels run only a few steps, for speed and memory. Writes one folder per level, comparison.json and
+comparison.png. (fp8-megatron plot draws existing runs.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WARM_UP_STEPS = 10
 
 
 def main(words: Sequence[str] | None = None, prog: str = "compare_levels.py") -> int:
-    """Exit status: 0, 1 where a level failed, or 2 after an error."""
+    """Exit status: 0, 1 if a level failed, or 2 after an error."""
     return exit_status(partial(run, _parse(sys.argv[1:] if words is None else words, prog)), OSError)
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the levels, then print the table; returns the exit status. A level that fails is left out."""
     share_import_path()
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name in ("comparison.json", "comparison.png"):  # an older comparison's
+    for name in ("comparison.json", "comparison.png"):  # from an older comparison
         (args.output_dir / name).unlink(missing_ok=True)
     results: dict[str, dict[str, Any]] = {}
     status = 0
@@ -119,11 +119,11 @@ def _command(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """A run's figures from its metrics.jsonl: final loss is the last validation's, else the mean of 10 steps. A loss
-    that is not finite is None.
+    """A run's figures from its metrics.jsonl: the final loss is the last validation's, or else the mean of 10 steps. A
+    loss that is not finite is None.
 
     Raises:
-        ValueError: no training step in it.
+        ValueError: the file has no training step.
     """
     records = read_records(folder / METRICS_FILE)
     steps = [record for record in records if record["kind"] == "train"]
@@ -149,7 +149,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _add_gaps(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
-    """Each level's final loss against the first level's; None where either has none, and for levels timed only."""
+    """Add each level's final loss minus the first level's; None if either has none or the level was only timed."""
     reference = results.get(args.levels[0], {}).get("final_loss")
     for level, result in results.items():
         loss = None if level in args.speed_levels else result["final_loss"]
@@ -171,7 +171,7 @@ def _write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None
 
 
 def _plot(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> int:
-    """Draw the losses of the levels that have some; returns the exit status."""
+    """Draw the losses of all levels that have losses; returns the exit status."""
     from ..reporting.plot import compare_losses
 
     output = args.output_dir / "comparison.png"

@@ -3,8 +3,9 @@
 fp8-megatron convert --input gpt2/ --output runs/gpt2 --to ours --precision fp8
 fp8-megatron convert --input runs/a --output exported/ --to hf --dtype bf16
 
-What --input is, is found out. Weights pass one at a time, so memory holds one weight and its converted form. At the
-end logits on random tokens are compared, before with after and this project's with transformers', one layer at a time.
+The format of --input is detected. Weights are converted one at a time, so memory holds one weight and its converted
+form. At the end, logits on random tokens are compared, one layer at a time: source with target, and this project's
+model with transformers'.
 """
 
 from __future__ import annotations
@@ -38,38 +39,38 @@ class Options:
     """Convert a checkpoint between this project, megatron-core (torch_dist) and Hugging Face (GPT-2, Llama)."""
 
     input: Path
-    """A Hugging Face model folder, what --save named, or a torch_dist folder of megatron-core."""
+    """A Hugging Face model folder, a folder given to --save, or a torch_dist folder of megatron-core."""
     output: Path
-    """Folder to make."""
+    """Folder to create."""
     to: Literal["ours", "hf", "mcore"]
     """ours: a folder for --load; hf: config.json, safetensors and tokenizer; mcore: torch_dist in FP32."""
     iteration: int | None = None
-    """Of several checkpoints in --input. Default: the latest."""
+    """Which of several checkpoints in --input. Default: the latest."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """A run's settings: the model of a megatron-core checkpoint (with vocab_size), or what config.yaml beside a
-    checkpoint of ours shall say."""
+    """Settings of a run: the model of a megatron-core checkpoint (with vocab_size), or the new config.yaml beside a
+    checkpoint of ours."""
     precision: Literal["bf16", "fp16", "te", "fp8"] | None = None
-    """To ours: precision in config.yaml."""
+    """To ours: precision for config.yaml."""
     opt_level: Literal["O1", "O2", "O3"] | None = None
-    """To ours: level in config.yaml."""
+    """To ours: level for config.yaml."""
     tensor_model_parallel_size: int | None = None
-    """To ours: in config.yaml; also what the vocabulary is padded for."""
+    """To ours: size for config.yaml. The vocabulary is padded for it."""
     pipeline_model_parallel_size: int | None = None
-    """To ours: in config.yaml."""
+    """To ours: size for config.yaml."""
     seq_length: int | None = None
-    """From hf to ours: tokens in a training sequence. Default: the model's longest."""
+    """From hf to ours: tokens in a training sequence. Default: the longest that the model takes."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """To hf: of weights, or of those that are not FP8."""
+    """To hf: dtype of weights that are not FP8."""
     fp8: Literal["compressed-tensors", "fp8"] | None = None
-    """To hf: linear weights in E4M3, one scale a weight (compressed-tensors) or a 128 × 128 block (fp8)."""
+    """To hf: linear weights in E4M3, with one scale per weight (compressed-tensors) or per 128 × 128 block (fp8)."""
     max_shard_gb: float = 5.0
     """To hf: largest file, in GB of 10⁹ bytes."""
     verify: bool = True
     """Compare logits at the end."""
     verify_tokens: int = 64
-    """Random tokens to compare logits on, 1 or more."""
+    """Number of random tokens to compare logits on, at least 1."""
     seed: int = 0
-    """Of these tokens."""
+    """Seed of these tokens."""
 
 
 def run(options: Options) -> int:
@@ -93,7 +94,7 @@ def run(options: Options) -> int:
 
 
 def to_ours(source: Source, options: Options) -> str:
-    """Write a checkpoint that --load takes; what there is to say about it."""
+    """Write a checkpoint that --load takes; returns a message for the user."""
     from ..conversion.conversion import Format, check_trainable, rewrite_ours, write_ours
     from ..data.hugging_face_tokenizer import import_tokenizer
     from ..data.tokenizer import padded_vocab_size
@@ -118,7 +119,7 @@ def to_ours(source: Source, options: Options) -> str:
 
 
 def to_megatron_core(source: Source, options: Options) -> str:
-    """Write weights alone as torch_dist."""
+    """Write only the weights, as torch_dist."""
     from ..conversion.conversion import write_megatron_core
 
     with progress("converting", num_weights(source)) as advance:
@@ -132,7 +133,7 @@ def to_hugging_face(source: Source, options: Options) -> str:
     from ..data.hugging_face_tokenizer import export_tokenizer
 
     config, vocab_size = source.config, source.vocab_size
-    # The run's choice; a run without FP8 gives all its layers.
+    # Keep layers that the run kept out of FP8. A run without FP8 exports all layers in FP8.
     layers = range(config.model.num_layers) if config.precision.is_fp8 else ()
     layers_in_16_bits = tuple(layer for layer in layers if not config.is_fp8_layer(layer))
     export = folders.Export(
@@ -157,7 +158,7 @@ def to_hugging_face(source: Source, options: Options) -> str:
                 token_ids=tokenizer.token_ids,
                 on_weight=advance,
             )
-        if output.exists():  # empty, and perhaps somebody's working directory: it is filled, not replaced
+        if output.exists():  # empty, and possibly a shell's working directory, so it is filled and not replaced
             for path in sorted(partial.iterdir(), key=lambda path: path.name == folders.CONFIG_FILE):
                 path.replace(output / path.name)
         else:
@@ -168,9 +169,9 @@ def to_hugging_face(source: Source, options: Options) -> str:
 
 
 def with_flags(config: Config, options: Options) -> Config:
-    """The configuration with what was given on the command line, and without the source run's own folders.
+    """The configuration with the command line's settings, and without the source run's folders.
 
-    One tensor-parallel rank has nothing to shard sequences over.
+    On one tensor-parallel rank, sequence parallelism is turned off.
     """
     from ..config.schema import CheckpointConfig
 
@@ -189,7 +190,7 @@ def with_flags(config: Config, options: Options) -> Config:
 
 
 def num_weights(source: Source) -> int:
-    """Weights that a conversion passes."""
+    """Number of weights that a conversion handles."""
     from ..checkpoint.weights import places
 
     return sum(1 for _ in places(source.weights.shapes))
@@ -220,7 +221,7 @@ def verify(source: Source, options: Options) -> int:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal; gives what advances it by one."""
+    """A progress bar on a terminal; yields the function that advances it by one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
@@ -228,7 +229,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def main(words: Sequence[str] | None = None, prog: str = "convert_checkpoint.py") -> int:
-    """Exit status: 0, 1 after a comparison that fails, or 2 after an error."""
+    """Exit status: 0, 1 if the comparison fails, or 2 after an error."""
     options = tyro.cli(Options, args=words, prog=prog)
     warnings.filterwarnings("ignore")
     prepare_megatron()

@@ -2,7 +2,7 @@
 
     fp8-megatron generate --load runs/quickstart/checkpoints --prompt "def " "class "
 
-A checkpoint of several tensor-parallel ranks runs on as many GPUs of this node, or on the CPU where there is none.
+A checkpoint of several tensor-parallel ranks runs on as many GPUs of this node, or on the CPU if there is no GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 
 
 def _tensor_parallel_size(checkpoint_root: Path) -> int:
-    """Ranks that the latest checkpoint wants; 1 where there is none, which `generate_text` says."""
+    """Ranks that the latest checkpoint needs. 1 if there is no checkpoint; `generate_text` reports that."""
     from ..checkpoint.files import CONFIG, candidates, iteration_folder
     from ..config.io import load_config
 

@@ -2,8 +2,8 @@
 
 fp8-megatron inspect runs/a/checkpoints --values --verify
 
-Reads this project's checkpoints, torch_dist folders of megatron-core and Hugging Face folders. Nothing in them is
-executed, and tensors are read only for --values, one at a time.
+Reads this project's checkpoints, torch_dist folders of megatron-core and Hugging Face folders. It executes no code
+from them. It reads tensors only with --values, one at a time.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Options:
     """Show what a checkpoint holds: step, layout, level, tensors with dtypes and sizes, scales, files."""
 
     path: Annotated[Path, tyro.conf.Positional]
-    """What --save named, one iteration's folder, a torch_dist folder, or a Hugging Face folder."""
+    """A folder given to --save, one iteration's folder, a torch_dist folder, or a Hugging Face folder."""
     iteration: int | None = None
-    """Of several checkpoints. Default: the latest."""
+    """Which of several checkpoints. Default: the latest."""
     filter: str = ""
-    """Only tensors whose name contains this."""
+    """Show only tensors whose name contains this."""
     values: bool = False
-    """Read tensors: amax, root mean square, the E4M3 scale that the amax gives, and what is not finite."""
+    """Read tensors and show amax, root mean square, the E4M3 scale from the amax, and non-finite values."""
     verify: bool = False
-    """Compare every file with the manifest's checksum."""
+    """Compare every file with its checksum in the manifest."""
     json: bool = False
     """Print JSON instead of tables."""
 
 
 @dataclass(frozen=True)
 class TensorLine:
-    """One tensor of a checkpoint; the last four only under --values."""
+    """One tensor of a checkpoint. The last four fields are set only with --values."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class Report:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     format: str
     folder: str
@@ -73,10 +73,10 @@ class Report:
 
 
 def report_of(options: Options) -> Report:
-    """Look into a checkpoint.
+    """Read the contents of a checkpoint.
 
     Raises:
-        CheckpointError: nothing readable.
+        CheckpointError: the path has nothing readable.
     """
     from ..conversion.conversion import Format, find_format
 
@@ -109,7 +109,7 @@ def _description(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
-    """Tensors of all ranks, then what each rank keeps for itself."""
+    """Tensors shared by all ranks, then the tensors that each rank keeps for itself."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from ..checkpoint.torch_dist import TorchDistReader, read_metadata
@@ -132,7 +132,7 @@ def _safetensors_lines(folder: Path, options: Options, problems: list[str]) -> I
 
 
 def _file_lines(path: Path, options: Options, problems: list[str], *, prefix: str = "") -> Iterator[TensorLine]:
-    """Tensors of a file; one that cannot be opened is added to `problems`."""
+    """Tensors of a file. If it cannot be opened, this is added to `problems`."""
     from ..checkpoint.files import CheckpointError
     from ..conversion.safetensors_files import open_safetensors
 
@@ -142,7 +142,7 @@ def _file_lines(path: Path, options: Options, problems: list[str], *, prefix: st
         problems.append(str(error))
         return
     with opened as file:
-        for name in file.keys():  # noqa: SIM118  # it is no mapping
+        for name in file.keys():  # noqa: SIM118  # it is not a mapping
             if options.filter not in prefix + name:
                 continue
             tensor = file.get_tensor(name)  # mapped, not read
@@ -151,7 +151,7 @@ def _file_lines(path: Path, options: Options, problems: list[str], *, prefix: st
 
 
 def _statistics(tensor: Tensor) -> dict[str, Any]:
-    """What --values shows, over the finite elements; of FP8 payloads without their scale."""
+    """The figures of --values, over finite elements. FP8 payloads are taken without their scale."""
     import torch
 
     from ..formats import E4M3, MAX_FINITE
@@ -210,7 +210,7 @@ def print_report(report: Report, console: Console, *, verified: bool) -> None:
 
 
 def sums(report: Report) -> dict[str, tuple[int, int, int]]:
-    """Kind of tensor → (tensors, elements, bytes): weights, moments, what ranks keep."""
+    """Kind of tensor → (tensors, elements, bytes): weights, moments, tensors of single ranks."""
     found: dict[str, tuple[int, int, int]] = {}
     for line in report.tensors:
         parts = line.name.split(".")
@@ -222,7 +222,7 @@ def sums(report: Report) -> dict[str, tuple[int, int, int]]:
 
 
 def main(words: Sequence[str] | None = None, prog: str = "inspect_checkpoint.py") -> int:
-    """Exit status: 0, 1 with a damaged file, or 2 after an error."""
+    """Exit status: 0, 1 if a file is damaged, or 2 after an error."""
     options = tyro.cli(Options, args=words, prog=prog)
     warnings.filterwarnings("ignore")
     prepare_megatron()
@@ -230,7 +230,7 @@ def main(words: Sequence[str] | None = None, prog: str = "inspect_checkpoint.py"
 
 
 def run(options: Options) -> int:
-    """Look and print; returns the exit status."""
+    """Read and print a checkpoint's contents; returns the exit status."""
     report = report_of(options)
     if options.json:
         print(json.dumps(asdict(report), indent=1))

@@ -1,4 +1,4 @@
-"""Several ranks on this node, through torchrun in this process, so that the exit status is the job's."""
+"""Start several ranks on this node. torchrun runs in this process, so the exit status is the job's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Placement:
 
     Attributes:
         ranks_per_node: ranks on each node.
-        on_cpu: the ranks see no GPU and talk over gloo.
-        num_nodes, node_rank, master_addr, master_port: as torchrun's.
+        on_cpu: ranks see no GPU and communicate over gloo.
+        num_nodes, node_rank, master_addr, master_port: as for torchrun.
     """
 
     ranks_per_node: int
@@ -45,7 +45,7 @@ class Placement:
 
 
 def check_gpus(placement: Placement) -> None:
-    """Raise a `UserError` where this node has fewer GPUs than ranks. Starts no CUDA."""
+    """Raise `UserError` if this node has fewer GPUs than ranks. Does not start CUDA."""
     if placement.on_cpu:
         return
     import torch
@@ -57,7 +57,7 @@ def check_gpus(placement: Placement) -> None:
 
 
 def hide_gpus() -> None:
-    """Ranks on a CPU see no GPU, and one thread each unless the user chose: several share the cores."""
+    """Hide GPUs from ranks on a CPU. Ranks share the cores, so each gets one thread unless the user chose otherwise."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -75,7 +75,7 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # Its lines about a rank that failed repeat, over forty lines, that it failed; the rank itself says why.
+    # torchrun logs over forty lines about a failed rank. The rank itself says why it failed.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets this too, and warns
     arguments = [*placement.torchrun_arguments(), "-m", module, *words]

@@ -1,6 +1,6 @@
 """Draw the losses of one run, or the curves of several: fp8-megatron plot runs/a runs/b --output losses.png
 
-Each run is an output folder or its metrics.jsonl. With several, the first is the reference that gaps are measured to.
+Each run is an output folder or its metrics.jsonl. With several runs, gaps are measured against the first.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
     """Draw; returns the exit status.
 
     Raises:
-        UserError: a file that cannot be read or written.
-        ValueError: labels that do not fit the runs, or a run without losses.
+        UserError: a file cannot be read or written.
+        ValueError: labels do not match the runs, or a run has no losses.
     """
     from ..reporting.plot import compare_losses, plot_losses
 

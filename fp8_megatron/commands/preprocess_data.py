@@ -3,8 +3,8 @@
     fp8-megatron preprocess --input corpus.jsonl.xz --tokenizer-model tokenizer.model \\
         --output-prefix data/corpus --append-eod --workers 8
 
-One JSON object a line is one document (--json-keys says where its text is). A plain-text file (.txt, .md) is one
-document, or with --split-on-blank-lines one a paragraph. The files get their names when they are complete.
+Each line with a JSON object is one document (--json-keys names the keys of its text). A plain-text file (.txt, .md)
+is one document; with --split-on-blank-lines, each paragraph is one. Files get their names when they are complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..data.documents import RawBatch, check_inputs, parse_batch, read_batches
 from ..data.tokenizer import Tokenizer, build_tokenizer
 from .program import exit_status
 
-#: Batches in flight for each worker: enough to keep it busy, few enough to bound memory.
+#: Batches in flight per worker: enough to keep it busy, few enough to limit memory.
 _BATCHES_PER_WORKER = 4
 _SHOWN_ERRORS = 5
 
@@ -54,7 +54,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """What a worker hands back: for each JSON key all token ids in a row, and the length of each document."""
+    """A worker's result: for each JSON key, all token ids concatenated and the length of each document."""
 
     tokens: dict[str, tuple[np.ndarray, np.ndarray]]
     num_documents: int
@@ -71,7 +71,7 @@ def load_tokenizer(encoding: Encoding) -> Tokenizer:
 
 
 def token_dtype(encoding: Encoding) -> type[np.number]:
-    """uint16 where the vocabulary fits, else int32 (as Megatron)."""
+    """uint16 if the vocabulary fits, otherwise int32 (as in Megatron)."""
     from megatron.core.datasets.indexed_dataset import DType
 
     return DType.optimal_dtype(load_tokenizer(encoding).vocab_size)
@@ -81,7 +81,7 @@ def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
     """Parse and tokenise one batch. Documents without tokens are left out.
 
     Raises:
-        ValueError: a malformed document (unless skipped), named by ``file:line``.
+        ValueError: a malformed document, unless it is skipped; the message names ``file:line``.
     """
     tokenizer, dtype = load_tokenizer(encoding), token_dtype(encoding)
     parsed = parse_batch(batch, encoding.json_keys, skip_errors=encoding.skip_errors)
@@ -135,7 +135,7 @@ def _leave_signals_to_parent() -> None:
 
 
 class DatasetWriter:
-    """One .bin/.idx pair, written under temporary names until `commit`; leaving the context otherwise removes them."""
+    """One .bin/.idx pair, under temporary names until `commit`. Leaving the context without it removes the files."""
 
     def __init__(self, prefix: str, dtype: type[np.number]):
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -155,7 +155,7 @@ class DatasetWriter:
             path.unlink(missing_ok=True)
 
     def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: their token ids in a row, and the length of each."""
+        """Append documents: their concatenated token ids, and the length of each."""
         self._builder.data_file.write(ids.data)
         self._builder.sequence_lengths.extend(lengths.tolist())
         self._builder.document_indices.extend(range(self.num_documents + 1, self.num_documents + len(lengths) + 1))
@@ -163,7 +163,7 @@ class DatasetWriter:
         self.num_tokens += len(ids)
 
     def commit(self) -> None:
-        """Write the index and give both files their names; at no time does an index describe another run's tokens."""
+        """Write the index and rename both files. An index never stands beside another run's tokens."""
         self._builder.finalize(str(self._temporary["idx"]))
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for kind, path in self._temporary.items():
@@ -199,7 +199,7 @@ class ProgressReport:
             print(f"{self.num_documents:,} documents, {self.rates()}, {max(left, 0):.0f} s left", file=sys.stderr)
 
     def rates(self) -> str:
-        """Documents, megabytes of input (decompressed) and tokens a second."""
+        """Documents, megabytes of decompressed input, and tokens per second."""
         seconds = max(time.monotonic() - self.start, 1e-9)
         return (
             f"{self.num_documents / seconds:,.0f} documents/s, {self.text_bytes / seconds / 1e6:.2f} MB/s, "
@@ -208,7 +208,7 @@ class ProgressReport:
 
 
 def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
-    """Read, tokenise, write; ValueError or OSError (one when `stop` is set) leaves nothing behind."""
+    """Read, tokenise and write. After a ValueError or OSError (also raised if `stop` is set) no file remains."""
     encoding = Encoding(
         tokenizer_type=arguments.tokenizer_type,
         tokenizer_model=arguments.tokenizer_model,
@@ -250,7 +250,7 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _output_prefixes(output_prefix: str, json_keys: Sequence[str], overwrite: bool) -> dict[str, str]:
-    """The prefix of each JSON key's dataset, its folder made; ValueError if it is already there."""
+    """The prefix of each JSON key's dataset. Makes its folder; raises ValueError if the dataset exists."""
     prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
     for prefix in prefixes.values():
         for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
@@ -299,10 +299,10 @@ def _positive(word: str) -> int:
 def main(words: Sequence[str] | None = None, prog: str = "preprocess_data.py") -> int:
     """Exit status: 0, 2 after an error message, or 130 after Ctrl-C."""
     arguments = parse_arguments(words, prog)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one process a core already
-    # Megatron-core, imported only when it is needed, says at length what training would like to have.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is already one process per core
+    # Megatron-core is imported late, and warns at length about packages that only training uses.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    # The handler only takes note: Python swallows what one raises while a process is being forked.
+    # The handler only sets a flag: Python swallows exceptions of a handler while a process is being forked.
     stop = threading.Event()
     previous = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:

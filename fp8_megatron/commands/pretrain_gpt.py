@@ -1,4 +1,4 @@
-"""Train on this rank: the program that torchrun starts once a rank (`fp8-megatron train` starts torchrun)."""
+"""Train on this rank: the program that torchrun starts on each rank (`fp8-megatron train` starts torchrun)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIVERGED_STATUS = 1
 
 
 def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> int:
-    """Exit status: 0; 2 after a user's error; 1 after a divergence; `watch.failures.EXIT_STATUS` where another rank
+    """Exit status: 0; 2 after a user's error; 1 after a divergence; `watch.failures.EXIT_STATUS` if another rank
     ended the run."""
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)

@@ -1,4 +1,4 @@
-"""What the programs share: how an error is shown, the exit status, and what comes before megatron-core is imported."""
+"""Shared by all programs: display of errors, exit status, and preparations for the import of megatron-core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..errors import USER_ERROR_STATUS, UserError
 
-#: torchrun ends all ranks when the first one exits: the others wait so long with an error that rank 0 shares.
+#: Seconds that other ranks wait before they exit with an error. torchrun ends all ranks when the first one exits, and
+#: rank 0, which has the same error, must print it first.
 _OTHERS_WAIT_SECONDS = 5.0
 
 
@@ -21,7 +22,7 @@ def exit_status(body: Callable[[], int], *errors: type[Exception]) -> int:
 
     Args:
         body: the program; returns its exit status.
-        errors: exceptions that are the user's besides `UserError`, such as `OSError` where files are all that it does.
+        errors: exceptions besides `UserError` that are the user's, such as `OSError` if a program only handles files.
 
     Returns:
         The exit status: that of `body`, or `USER_ERROR_STATUS` after one line on stderr for a user's error.
@@ -35,7 +36,7 @@ def exit_status(body: Callable[[], int], *errors: type[Exception]) -> int:
 
 
 def show(error: Exception) -> None:
-    """Say on stderr what is wrong, with the rank where it is not rank 0."""
+    """Print the error on stderr, with the rank unless it is rank 0."""
     rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
         time.sleep(_OTHERS_WAIT_SECONDS)
@@ -43,7 +44,7 @@ def show(error: Exception) -> None:
 
 
 def prepare_megatron() -> None:
-    """Call before the first import of megatron-core: the right cuDNN, and no word of optional packages it lacks."""
+    """Call before the first import of megatron-core. Selects the right cuDNN, hides warnings on optional packages."""
     from ..device.cudnn import load_bundled
 
     load_bundled()
@@ -52,7 +53,7 @@ def prepare_megatron() -> None:
 
 
 def share_import_path() -> None:
-    """Let Python programs that this one starts import the package of a clone that is not installed."""
+    """Let child Python programs import this package from a clone that is not installed."""
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").is_file():
         return

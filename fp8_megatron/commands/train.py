@@ -1,6 +1,6 @@
-"""Train a GPT on this node's GPUs: check the configuration here, in a second, then start one rank a GPU.
+"""Train a GPT on this node's GPUs. Checks the configuration within a second, then starts one rank per GPU.
 
-A mistake in a flag or a file ends it with one line and exit status 2, before anything is started.
+A mistake in a flag or a file prints one line and exits with status 2 before any rank starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ examples:
 
 
 def main(words: Sequence[str] | None = None, prog: str = "fp8-megatron train") -> int:
-    """Exit status: 2 after a user's error, else the job's."""
+    """Exit status: 2 after a user's error, otherwise the job's."""
     return exit_status(partial(_main, list(sys.argv[1:] if words is None else words), prog))
 
 
@@ -48,7 +48,7 @@ def _main(words: list[str], prog: str) -> int:
 
 
 def _train_here(flags: list[str], prog: str, placement: Placement, *, exact: bool) -> int:
-    """One rank needs no launcher."""
+    """Train on a single rank, in this process, without a launcher."""
     from . import pretrain_gpt
 
     if placement.on_cpu:
@@ -84,10 +84,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _placement(own: argparse.Namespace) -> Placement:
-    """Where ranks run.
+    """The placement of ranks, from the command line.
 
     Raises:
-        UserError: numbers that do not fit together.
+        UserError: a number is out of range, or numbers contradict each other.
     """
     if own.gpus is not None and own.gpus < 0:
         raise UserError(f"--gpus {own.gpus} is negative; give 0 or more")

@@ -1,10 +1,10 @@
-"""Train a SentencePiece tokenizer that gives every text back exactly, white space and all (code included).
+"""Train a SentencePiece tokenizer that reproduces every text exactly, including white space and code.
 
     fp8-megatron tokenize --input corpus.jsonl --vocab-size 4096 --output tokenizer.model
 
-Newline and tab are tokens of their own, runs of spaces are learned, digits stand alone, and characters outside the
-vocabulary fall back to bytes. The one character that changes is U+2581 (▁), SentencePiece's own sign for a space. The
-same input and flags give the same file, byte for byte.
+Newline, tab and each digit are separate tokens. Runs of spaces are learned. Characters outside the vocabulary become
+bytes. The only character that changes is U+2581 (▁), SentencePiece's sign for a space. The same input and flags give
+the same file, byte for byte.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _BETWEEN_SENTENCES = re.compile(r"[\n\t\x00]+")
 
 
 def sample_text(paths: Sequence[str], json_keys: Sequence[str], max_bytes: int, seed: int) -> list[str]:
-    """At most `max_bytes` of the text of all files: all of it, or segments drawn evenly, in their order."""
+    """At most `max_bytes` of the text of all files: all of it, or segments drawn uniformly, in file order."""
     generator = random.Random(seed)
-    kept: list[tuple[float, int, str]] = []  # heap with the largest draw first, so that it is the first to go
+    kept: list[tuple[float, int, str]] = []  # heap whose first item has the largest draw and is dropped first
     total = 0
     number = count()
     for batch in read_batches(paths):
@@ -59,7 +59,7 @@ def _segments(texts: Sequence[str]) -> Iterator[str]:
 
 
 def train(segments: Sequence[str], *, vocab_size: int, model_type: str, num_threads: int) -> bytes:
-    """The serialised model.
+    """Train and return the serialised model.
 
     Raises:
         ValueError: there is too little text for `vocab_size`.
@@ -76,7 +76,7 @@ def train(segments: Sequence[str], *, vocab_size: int, model_type: str, num_thre
             num_threads=num_threads,
             train_extremely_large_corpus=False,
             minloglevel=2,
-            # Ids: unknown (never used, thanks to bytes), end of document, newline, tab, bytes, pieces.
+            # Ids: unknown (unused, because bytes cover all text), end of document, newline, tab, bytes, pieces.
             unk_id=0,
             eos_id=1,
             bos_id=-1,
@@ -85,7 +85,7 @@ def train(segments: Sequence[str], *, vocab_size: int, model_type: str, num_thre
             byte_fallback=True,
             character_coverage=0.9995,
             split_digits=True,
-            # Nothing may be lost between text and pieces.
+            # No normalisation: text must survive the round trip.
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,

@@ -1,7 +1,7 @@
-"""What cannot work: every check of a configuration that needs no device, made before one is touched.
+"""Checks of a configuration that need no device. They run before any device is touched.
 
-megatron-core has no arguments module, so what Megatron-LM's validated is validated here. Each problem is one line with
-the values in it and a fix.
+megatron-core has no arguments module, so this module validates what Megatron-LM's arguments module validates. Each
+problem is one line that names the values and a fix.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be read or cannot work; one problem per line."""
+    """The configuration cannot be read or cannot work. The message has one problem per line."""
 
 
 def check_config(config: Config, world_size: int) -> None:
     """Raise one `ConfigError` that lists every problem of `config` on `world_size` ranks, one per line.
 
-    Whether the device at hand can compute in the chosen precision is not checked here. Problems of the layout and the
-    sizes are only looked for when every number is in its own range.
+    This does not check whether the device can compute in the chosen precision. It checks layout and sizes only if every
+    number is within its own limits.
     """
     problems = list(limit_problems(config))
     if not problems:
@@ -40,7 +40,7 @@ def check_config(config: Config, world_size: int) -> None:
 
 
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:
-    """Ranks, pipeline stages and the batch."""
+    """Check ranks, pipeline stages and the batch."""
     parallel, training, num_layers = config.parallel, config.training, config.model.num_layers
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if parallel.sequence_parallel and tp == 1:
@@ -90,7 +90,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_reduction(config: Config) -> Iterator[str]:
-    """How gradients cross the wire."""
+    """Check how gradients travel between ranks."""
     parallel, precision = config.parallel, config.precision
     mode = parallel.fp8_grad_reduce
     if mode is not GradReduceMode.ALL_TO_ALL and precision.formats.main_grad is not StorageDtype.FP8:
@@ -106,7 +106,7 @@ def _check_reduction(config: Config) -> Iterator[str]:
 
 
 def _check_release(config: Config, data_parallel_size: int, num_micro_batches: int) -> Iterator[str]:
-    """What gradients that are released into the optimizer during backward rule out."""
+    """Check what --release-gradients excludes."""
     precision, clip_grad = config.precision.precision, config.optimizer.clip_grad
     if not config.precision.release_gradients:
         return
@@ -130,7 +130,7 @@ def _check_release(config: Config, data_parallel_size: int, num_micro_batches: i
 
 
 def _check_weight_grad_scaling(config: Config) -> Iterator[str]:
-    """What weight gradients with a delayed scale need."""
+    """Check what --fp8-weight-grad-scaling delayed needs."""
     precision = config.precision
     if precision.fp8_weight_grad_scaling == "block":
         return
@@ -144,13 +144,13 @@ def _check_weight_grad_scaling(config: Config) -> Iterator[str]:
 
 
 def _check_cuda_graph(config: Config) -> Iterator[str]:
-    """Where recording is not asked for, what cannot be recorded only rules it out (`training.graph_choice`)."""
+    """Check --cuda-graph-impl local. With `auto`, these problems only prevent recording (`training.graph_choice`)."""
     if config.training.cuda_graph_impl == "local":
         yield from cuda_graph_problems(config)
 
 
 def cuda_graph_problems(config: Config) -> Iterator[str]:
-    """What cannot be recorded: several stages, saved random generators, what is in Python alone; one line each."""
+    """One line for each setting that cannot be recorded: several stages, saved random states, state kept in Python."""
     training = config.training
     if training.cuda_graph_warmup_steps < MIN_CUDA_GRAPH_WARMUP_STEPS:
         yield (
@@ -173,7 +173,7 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
 
 
 def _check_transpose_cache(config: Config, num_micro_batches: int) -> Iterator[str]:
-    """What is kept from one micro-batch to the next."""
+    """Check --keep-fp8-transpose-cache."""
     layers = config.precision.keep_fp8_transpose_cache
     if layers == 0:
         return
@@ -207,7 +207,7 @@ def _check_virtual_stages(config: Config, num_micro_batches: int) -> Iterator[st
 
 
 def _check_heads(config: Config) -> Iterator[str]:
-    """Attention heads, their groups and their positions."""
+    """Check attention heads, their groups and their positions."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads = model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % heads:
@@ -248,9 +248,9 @@ def _check_heads(config: Config) -> Iterator[str]:
 
 
 def _check_gemm_sizes(config: Config) -> Iterator[str]:
-    """Both dimensions of every rank's linear weights, and tokens, in multiples that FP8 tensor cores take.
+    """Check that tokens and both dimensions of each rank's linear weights are multiples that FP8 tensor cores take.
 
-    In 16 bits ranks need whole columns alone; those of attention are whole when heads and groups are.
+    In 16 bits, a rank only needs whole columns. Attention's columns are whole if heads and groups divide evenly.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     ffn = model.padded_ffn_hidden_size
@@ -284,7 +284,7 @@ def _check_gemm_sizes(config: Config) -> Iterator[str]:
                 f"choose one ({_multiple_near(size, multiple)}), or {fix}"
             )
     tokens = model.seq_length * config.training.micro_batch_size
-    # Blocks of tokens do not cross the ranks that share a sequence.
+    # A block of tokens must lie within one rank's part of the sequence.
     shares = tp if in_blocks and config.parallel.sequence_parallel else 1
     if tokens % (of_one * shares):
         over = f"{of_one} × tensor_model_parallel_size({tp}) = {of_one * shares}" if shares > 1 else f"{of_one}"
@@ -297,7 +297,7 @@ def _check_gemm_sizes(config: Config) -> Iterator[str]:
 
 
 def _check_vocabulary(config: Config) -> Iterator[str]:
-    """Every rank's rows of an LM head in FP8; without --vocab-size those of any tokenizer."""
+    """Check each rank's rows of an FP8 LM head. Without --vocab-size, they must fit for any tokenizer."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     divisor = model.make_vocab_size_divisible_by
     rows = divisor if model.vocab_size is None else -(-model.vocab_size // (divisor * tp)) * divisor
@@ -337,6 +337,6 @@ def _check_recompute(config: Config) -> Iterator[str]:
 
 
 def _multiple_near(size: int, multiple: int) -> str:
-    """The multiples on either side of `size`: "192 or 256"."""
+    """The nearest multiples below and above `size`: "192 or 256"."""
     below = size // multiple * multiple
     return f"{below} or {below + multiple}" if below else f"{multiple}"

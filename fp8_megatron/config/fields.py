@@ -1,4 +1,4 @@
-"""Types of the configuration's fields: each states its limits, which `limits` enforces, and how help shows it."""
+"""Types of the configuration's fields. Each states its limits, which `limits` enforces, and how --help shows it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from annotated_types import Ge, Gt, Le, Lt
 
 
 def _default_hint(default: str) -> str:
-    """The note on a flag's default; none where its absence or its form says it."""
+    """The note on a flag's default; empty if there is no default or the flag's form shows it."""
     return "" if default in ("", "none", "True", "False") else f"(default: {default})"
 
 
-#: Of fields whose default stands in their help text, or is that there is none.
+#: Marks fields that have no default, or whose help text or form of flag names it.
 UNSET = tyro.conf.arg(help_behavior_hint=_default_hint)
 
 Switch = Annotated[bool, UNSET]

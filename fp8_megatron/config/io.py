@@ -1,4 +1,4 @@
-"""Read a `Config` from a YAML file and flags, write it to YAML, and print it."""
+"""Read a `Config` from YAML files and flags, write it to YAML, and print it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .fields import UNSET, Switch
 from .limits import FieldType, field_types
 from .schema import Config, OptimizerConfig, Precision
 
-# YAML 1.2's plain scalars. PyYAML's own are YAML 1.1's, where 3e-4 is a string, off is false and 1:30 is 90.
+# YAML 1.2's plain scalars. PyYAML reads YAML 1.1, where 3e-4 is a string, off is false and 1:30 is 90.
 _PLAIN_SCALARS = {
     None: [
         ("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)\Z")),
@@ -35,12 +35,12 @@ _PLAIN_SCALARS = {
 }
 
 
-#: Fields of `OptimizerConfig` that say one thing in two ways: the one that is given later stands alone.
+#: Pairs of `OptimizerConfig` fields that set the same thing. The one given later replaces the other.
 _ALTERNATIVES = (("lr_warmup_iters", "lr_warmup_fraction"),)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars; a key given twice is an error instead of silently the last one."""
+    """Reads YAML 1.2 scalars. A duplicate key is an error."""
 
     yaml_implicit_resolvers = _PLAIN_SCALARS
 
@@ -64,7 +64,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _expected(field_type: FieldType) -> str:
-    """What a field takes, for an error."""
+    """The values that a field takes, in words for an error."""
     if field_type.choices:
         expected = "one of " + ", ".join(field_type.choice_names)
     else:
@@ -74,14 +74,14 @@ def _expected(field_type: FieldType) -> str:
 
 
 def _from_yaml(field_type: FieldType, value: Any) -> Any:
-    """The field's value for a YAML value; ValueError where the types differ."""
+    """The field's value for a YAML value. Raises ValueError if the types differ."""
     if value is None and field_type.optional:
         return None
     if field_type.base is tuple:
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):
             raise ValueError
-        return tuple(str(item) for item in items)  # a blend's weights are numbers in YAML
+        return tuple(str(item) for item in items)  # YAML reads a blend's weights as numbers
     if field_type.choices:
         return _choice(field_type, value)
     if field_type.base is float and type(value) is int:
@@ -115,7 +115,7 @@ class _CommandLine(Config):
     """Same as --precision fp16."""
 
 
-#: Paragraphs, as tyro joins the lines of one.
+#: Written in paragraphs: tyro joins the lines of each.
 _ABOUT = """\
 Train a GPT in FP8 end to end. A first try, on random tokens:
 
@@ -133,16 +133,16 @@ switch is listed in the form that changes its default; --NAME and --no-NAME both
 
 
 def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> Config:
-    """The configuration of a command line: defaults, overridden by each --config FILE.yaml, overridden by flags.
+    """The configuration of a command line. Each --config FILE.yaml overrides the defaults; flags override the files.
 
     Args:
-        argv: Words after the program's name; ``sys.argv[1:]`` when None.
-        prog: The program's name in help and errors.
+        argv: words after the program's name; ``sys.argv[1:]`` if None.
+        prog: the program's name in help and errors.
 
     Raises:
-        ConfigError: A YAML file is missing, malformed, or has an unknown key or a value of the wrong type; or flags
+        ConfigError: a YAML file is missing or malformed, has an unknown key or a value of the wrong type, or flags
             contradict each other.
-        SystemExit: Code 2 with a message on stderr for an unknown flag or a bad value; code 0 after --help.
+        SystemExit: code 2, with a message on stderr, for an unknown flag or a bad value; code 0 after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
@@ -171,7 +171,7 @@ def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt
 
 
 def _without_alternatives(base: Config, given: Collection[str]) -> Config:
-    """The settings, less those for which the names `given` say the same in another way."""
+    """`base` with a setting reset to its default where `given` names its alternative (`_ALTERNATIVES`)."""
     replaced: dict[str, Any] = {
         name: OptimizerConfig.__dataclass_fields__[name].default
         for pair in _ALTERNATIVES
@@ -182,7 +182,7 @@ def _without_alternatives(base: Config, given: Collection[str]) -> Config:
 
 
 def _with_precision_alias(parsed: _CommandLine, given: Collection[str]) -> Config:
-    """The parsed configuration, with --bf16 or --fp16 as its precision."""
+    """The parsed configuration, with --bf16 or --fp16 applied to its precision."""
     config = Config(**_sections(parsed))
     if parsed.bf16 and parsed.fp16:
         raise ConfigError("--bf16 contradicts --fp16; give one of them")
@@ -195,17 +195,17 @@ def _with_precision_alias(parsed: _CommandLine, given: Collection[str]) -> Confi
 
 
 def own_and_run_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A tool's own flags, and those after ``--``, which are pretrain_gpt.py's."""
+    """Split a tool's command line at ``--``: its own flags, and the flags of pretrain_gpt.py."""
     flags = list(argv)
     end = flags.index("--") if "--" in flags else len(flags)
     return flags[:end], flags[end + 1 :]
 
 
 def load_config(path: str | Path, base: Config | None = None) -> Config:
-    """`base`, or the defaults, overridden by a YAML file, whose keys are under their sections or flat at the top.
+    """`base`, or the defaults, overridden by a YAML file. Its keys are under their sections or at the top level.
 
     Raises:
-        ConfigError: As `parse_config`; all of the file's problems at once, one per line.
+        ConfigError: as in `parse_config`; lists all problems of the file, one per line.
     """
     types = {section: field_types(type(default)) for section, default in _sections(Config()).items()}
     values: dict[str, dict[str, Any]] = {section: {} for section in types}
@@ -230,7 +230,7 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write every setting by section as YAML that `load_config` reads back equal. Makes the parent folder."""
+    """Write all settings by section as YAML. `load_config` reads back an equal configuration. Makes parent folders."""
     sections = {name: _plain_values(section) for name, section in _sections(config).items()}
     text = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def save_config(config: Config, path: str | Path) -> None:
 
 
 def format_config(config: Config) -> str:
-    """The configuration by section for printing; a star marks a value that differs from the default shown after it."""
+    """The configuration by section, as text. A star marks a value that is not the default; the default follows it."""
     lines = []
     for name, default in _sections(Config()).items():
         lines.append(f"{name}:")
@@ -256,7 +256,7 @@ def _sections(config: Config) -> dict[str, Any]:
 
 
 def _flag_rules() -> ConstructorRegistry:
-    """Flags of optional fields and tuples with one plain metavar, where tyro would print `{None}|INT`."""
+    """Rules that show optional fields and tuples with a plain metavar; tyro would print `{None}|INT`."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
@@ -309,7 +309,7 @@ def _read_mapping(path: str | Path) -> Mapping[Any, Any]:
 def _entries(
     content: Mapping[Any, Any], types: Mapping[str, Mapping[str, FieldType]]
 ) -> Iterator[tuple[str | None, str, Any]]:
-    """Each (section or None, key, value) of a file; an empty section is a section without keys."""
+    """Each (section or None, key, value) of a file. An empty section gives none."""
     for name, value in content.items():
         if isinstance(value, Mapping) and name in types:
             yield from ((name, str(key), inner) for key, inner in value.items())
@@ -326,7 +326,7 @@ def _suggestion(key: str, owner: str | None, types: Mapping[str, Mapping[str, Fi
 
 
 def _plain_values(section: Any) -> dict[str, Any]:
-    """A section's fields as YAML's own types: enums by value, tuples as lists."""
+    """A section's fields as YAML types: enums become their values, tuples become lists."""
     values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
     return {
         key: value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value

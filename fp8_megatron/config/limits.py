@@ -1,4 +1,4 @@
-"""Every value on its own: inside the limits that its field states (`fields`, `schema`)."""
+"""Checks that each value is within the limits that its field states (`fields`, `schema`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Gt, Le, Lt
 
 Bound = Ge | Gt | Le | Lt
-#: Kind of bound → its attribute, what a value is to it, and in words.
+#: Kind of bound → (its attribute, the comparison that a value must pass, the bound in words).
 _BOUNDS = {
     Ge: ("ge", operator.ge, "of at least"),
     Gt: ("gt", operator.gt, "above"),
@@ -24,12 +24,12 @@ _BOUNDS = {
 
 @dataclasses.dataclass(frozen=True)
 class FieldType:
-    """What a field of the configuration takes, from its annotation.
+    """The values that a field of the configuration takes, from its annotation.
 
     Attributes:
-        base: the type of a value that is there.
-        choices: values that it takes; empty: every one of `base` within `bounds`.
-        optional: whether it may be None.
+        base: the type of a value that is not None.
+        choices: the values that the field takes. If empty, it takes any `base` within `bounds`.
+        optional: whether the value may be None.
     """
 
     base: type
@@ -39,7 +39,7 @@ class FieldType:
 
     @classmethod
     def of(cls, annotation: Any) -> FieldType:
-        """The type of a field annotated so."""
+        """The type of a field with this annotation."""
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin is Annotated:
             inner = cls.of(arguments[0])
@@ -68,7 +68,7 @@ def field_types(section: type) -> dict[str, FieldType]:
 
 
 def limit_problems(config: Any) -> Iterator[str]:
-    """One line for each value of a configuration outside its field's limits: flag, value, fix."""
+    """One line for each value that is outside its field's limits: flag, value, fix."""
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
         for name, field_type in field_types(type(values)).items():
@@ -80,7 +80,7 @@ def limit_problems(config: Any) -> Iterator[str]:
 
 
 def _fix(field_type: FieldType, value: Any) -> str | None:
-    """What to give instead of a value; None where it is inside its limits."""
+    """What to give instead of `value`; None if it is within its limits."""
     if value is None and field_type.optional:
         return None
     if field_type.choices:

@@ -1,4 +1,4 @@
-"""What cannot work together in the choice of precision and storage: a part of `checks`."""
+"""Checks that the choices of precision and storage work together; `checks` calls them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .schema import Config, PrecisionConfig
 
 
 def precision_problems(config: Config) -> Iterator[str]:
-    """One line for each thing that cannot work: what, the values, the fix."""
+    """One line for each problem: what cannot work, the values, the fix."""
     precision, num_layers = config.precision, config.model.num_layers
     if config.optimizer.loss_scale is not None and precision.precision != "fp16":
         yield (
@@ -76,7 +76,7 @@ def _check_split(config: Config) -> Iterator[str]:
 
 
 def _check_master(precision: PrecisionConfig) -> Iterator[str]:
-    """A master must hold more than the weight; the FP8 master beside an FP8 weight is the paper's failing ablation."""
+    """A master must be wider than its weight, but FP8 weights may have a split or FP8 one (the paper's ablation)."""
     weight, master = precision.formats.weight, precision.formats.master_weight
     if master is None:
         return

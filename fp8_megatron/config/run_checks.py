@@ -1,4 +1,4 @@
-"""What cannot work in a run's schedule, data, checkpoints and profile: the second half of `config_checks`."""
+"""Checks of a run's schedule, data, checkpoints and profile; `checks` calls them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .schema import Config, DataConfig
 
 
 def run_problems(config: Config) -> Iterator[str]:
-    """One line for each thing that cannot work: what, the values, the fix."""
+    """One line for each problem: what cannot work, the values, the fix."""
     yield from _check_schedule(config)
     yield from _check_data(config)
     yield from _check_checkpoint(config)

@@ -1,8 +1,9 @@
-"""The configuration: frozen dataclasses that are at once the YAML keys, the command-line flags and their help.
+"""The configuration: frozen dataclasses that define the YAML keys, the command-line flags and their help.
 
-Every field is a flag of Megatron's name (``num_layers`` ↔ ``--num-layers``) and a YAML key under its section
-(``model: {num_layers: 24}``). Its type states its limits (`fields`), the string under it is its help text. `io` reads
-and writes them. `checks` finds what cannot work before any device is touched. Code takes the section that it needs.
+Each field is a flag with Megatron's name (``num_layers`` ↔ ``--num-layers``) and a YAML key under its section
+(``model: {num_layers: 24}``). Its type states its limits (`fields`). The string below it is its help text. `io` reads
+and writes configurations. `checks` reports configurations that cannot work before any device is touched. Functions
+take only the section that they need.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
 FP8Recipe = Literal["tensorwise", "delayed", "blockwise"]
 
-#: What each kind of storage can be. Companded integers are each made for one moment, split for masters of FP8 weights.
+#: The dtypes of each kind of storage. Each companded integer is made for one moment, split for masters of FP8 weights.
 WeightDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8]
 MasterDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.SPLIT]
 MainGradDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP8]
@@ -39,13 +40,13 @@ ExpAvgDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, S
 ExpAvgSqDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.UINT8]
 
 
-#: A run's first step has no delayed scales: of two, one takes the kernels that all later steps take.
+#: The first step of a run has no delayed scales. The second step runs the kernels that all later steps run.
 MIN_CUDA_GRAPH_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head); Llama style by flags."""
+    """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head), Llama style by flags."""
 
     num_layers: Count = 24
     """Transformer layers."""
@@ -58,21 +59,21 @@ class ModelConfig:
     kv_channels: OptionalCount = None
     """Width of one head. Default: hidden-size / num-attention-heads."""
     group_query_attention: Switch = False
-    """Grouped-query attention: --num-query-groups key/value heads serve all query heads."""
+    """Grouped-query attention: all query heads share --num-query-groups key/value heads."""
     num_query_groups: Count = 1
-    """Key/value heads under --group-query-attention."""
+    """Key/value heads with --group-query-attention."""
     seq_length: Count = 1024
     """Tokens in a training sequence."""
     max_position_embeddings: OptionalCount = None
     """Rows of the learned position table. Default: seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """How positions enter the model."""
+    """Kind of position embedding."""
     rotary_base: Count = 10000
     """Base period of RoPE."""
     rotary_percent: UpToOne = 1.0
     """Fraction of each head that RoPE rotates."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Which norm."""
+    """Kind of norm."""
     norm_epsilon: Positive = 1e-5
     """Added to the variance inside the norm."""
     swiglu: Switch = False
@@ -80,21 +81,21 @@ class ModelConfig:
     disable_bias_linear: Switch = False
     """Leave out the biases of every linear layer."""
     add_qkv_bias: Switch = False
-    """Keep the bias of the QKV projection although --disable-bias-linear is given."""
+    """Keep the bias of the QKV projection with --disable-bias-linear."""
     untie_embeddings_and_output_weights: Switch = False
-    """Give the LM head a weight of its own instead of the word embedding's."""
+    """Give the LM head its own weight instead of the word embedding's."""
     attention_dropout: BelowOne = 0.0
     """Dropout on attention probabilities."""
     hidden_dropout: BelowOne = 0.0
     """Dropout on the embedding and on each residual branch."""
     init_method_std: Positive = 0.02
-    """Standard deviation of the normal initialisation; output projections get this / sqrt(2 · num-layers)."""
+    """Standard deviation of the initial weights (normal); for output projections, divided by sqrt(2 · num-layers)."""
     vocab_size: OptionalCount = None
-    """Vocabulary before padding. Default: the tokenizer's."""
+    """Size of the vocabulary before padding. Default: the tokenizer's."""
     make_vocab_size_divisible_by: Count = 128
     """The vocabulary is padded to a multiple of this × tensor-model-parallel-size."""
     attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
-    """Kernel of core attention. auto: cuDNN on a GPU where it takes the shape (the fastest on Hopper), then flash."""
+    """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash."""
 
     @property
     def padded_ffn_hidden_size(self) -> int:
@@ -112,45 +113,46 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads: all heads unless grouped."""
+        """Number of key/value heads: all heads unless they are grouped."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is laid over ranks; data parallelism takes what is left of WORLD_SIZE."""
+    """How the model is split over ranks. Data-parallel size: WORLD_SIZE / (tensor × pipeline size)."""
 
     tensor_model_parallel_size: Count = 1
     """Ranks that share each layer."""
     pipeline_model_parallel_size: Count = 1
     """Stages that share the layers."""
     num_layers_per_virtual_pipeline_stage: OptionalCount = None
-    """Layers in one virtual stage: turns on the interleaved schedule."""
+    """Layers in one virtual stage. Turns on the interleaved schedule."""
     sequence_parallel: Switch = False
     """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
     overlap_grad_reduce: Switch = True
-    """On: reduce gradients bucket by bucket during backward. Off only to measure what the overlap hides."""
+    """On: reduce gradients bucket by bucket during backward. Turn off only to measure what the overlap hides."""
     overlap_param_gather: Switch = True
-    """On: gather updated weights during the next forward. Off only to measure what the overlap hides."""
+    """On: gather updated weights during the next forward. Turn off only to measure what the overlap hides."""
     ddp_bucket_size: Count = 40_000_000
-    """Elements of a bucket, what one reduction or gather carries (rounded to what the number of ranks needs)."""
+    """Elements of a bucket. One reduction or gather carries one bucket. Rounded to suit the number of ranks."""
     fp8_grad_reduce: GradReduceMode = GradReduceMode.ALL_TO_ALL
-    """How FP8 gradients are summed: all_to_all (exact FP32 sum); hierarchical (the same inside the node, then across);
-    nccl (native FP8 sum with the paper's auto-scaling, for comparison)."""
+    """How FP8 gradients are summed. all_to_all: exact FP32 sum. hierarchical: the same inside each node, then across
+    nodes. nccl: native FP8 sum with FP8-LM's auto-scaling, for comparison."""
     fp8_wire_intra: Literal["bf16", "fp8"] = "bf16"
-    """What gradients travel in inside a node under --fp8-grad-reduce hierarchical; across nodes it is always FP8."""
+    """Dtype of gradients on the wire inside a node with --fp8-grad-reduce hierarchical. Between nodes it is FP8."""
     dp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
-    """What carries gradients and weights between data-parallel ranks: nccl; copy_engine (GPUs of one node copy from
-    each other, with no multiprocessor taken from the GEMMs); auto (copy_engine inside a node where it works)."""
+    """Transport of gradients and weights between data-parallel ranks. nccl: NCCL. copy_engine: GPUs of one node copy
+    from each other and take no multiprocessors from the GEMMs. auto: copy_engine inside a node if it works, otherwise
+    nccl."""
     tp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
-    """What carries activations between tensor-parallel ranks under --sequence-parallel in FP8 layers: nccl; copy_engine
-    (each GEMM goes part by part, beside the copies of the next); auto (copy_engine between two ranks of a node, or up
-    to four where steps are recorded as CUDA graphs, if it works; else nccl)."""
+    """Transport of activations between tensor-parallel ranks in FP8 layers with --sequence-parallel. nccl: NCCL.
+    copy_engine: each GEMM runs in parts while the next part is copied. auto: copy_engine between two ranks of a node,
+    or up to four if steps are recorded as CUDA graphs, if it works; otherwise nccl."""
     nccl_communicator_config_path: Text = None
-    """YAML of NCCL settings by process group, as megatron-core reads it: {dp_cp: {max_ctas: 8}} bounds the
-    multiprocessors that data parallelism's collectives take from the GEMMs beside them."""
+    """YAML file of NCCL settings by process group, in megatron-core's format. {dp_cp: {max_ctas: 8}} limits the
+    multiprocessors that data-parallel collectives take from concurrent GEMMs."""
     distributed_timeout_minutes: Positive = 10.0
-    """A collective that takes longer ends the job."""
+    """Time limit of a collective. The job ends if one takes longer."""
 
     def virtual_pipeline_model_parallel_size(self, num_layers: int) -> int | None:
         """Virtual stages per rank, or None for the plain 1F1B schedule."""
@@ -161,56 +163,56 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """What is computed and stored in FP8. --opt-level sets the storage dtypes; each can also be set on its own."""
+    """What is computed and stored in FP8. --opt-level sets all storage dtypes; other flags set them one by one."""
 
     precision: Precision = "fp8"
-    """bf16; fp16 (with a loss scale); te (Transformer Engine's FP8 GEMMs, when installed); or fp8 (this project's)."""
+    """bf16; fp16 (with a loss scale); te (Transformer Engine's FP8 GEMMs, if installed); fp8 (this project's)."""
     opt_level: OptLevel = "O3"
-    """Storage under fp8: O1 FP8 weight gradients; O2 also FP8 + FP16 moments; O3 also FP8 weights, FP16 master."""
+    """Storage with fp8. O1: FP8 weight gradients. O2: also FP8 + FP16 moments. O3: also FP8 weights, FP16 master."""
     fp8_recipe: FP8Recipe = "tensorwise"
-    """Scales of what FP8 GEMMs take: tensorwise (one a tensor, from its values), delayed (one a tensor, from past
-    steps) or blockwise (one for 1×128 elements of activations and gradients, and for 128×128 of weights)."""
+    """Scales of the operands of FP8 GEMMs. tensorwise: one per tensor, from its values. delayed: one per tensor, from
+    past steps. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights."""
     fp8_weight_grad_scaling: Literal["block", "delayed"] = "block"
-    """Scales of FP8 weight gradients. block: one for 128 elements, taken from the gradient. delayed: one for each
-    tensor, from the last steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
+    """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
+    past steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
     fp8_lm_head: Switch = False
-    """Run the three GEMMs of the LM head in FP8 too: its weight stays in 16 bits and is cast where a GEMM takes it, the
-    gradient of the logits is cast to FP8 where cross-entropy makes it. Under --precision fp8."""
+    """Run the three GEMMs of the LM head in FP8 too. Its weight is stored in 16 bits and cast for each GEMM;
+    cross-entropy casts the gradient of the logits to FP8. Needs --precision fp8."""
     first_last_layers_bf16: Switch = False
     """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
     num_layers_at_start_in_bf16: CountOrZero = 1
-    """First layers in BF16 under --first-last-layers-bf16."""
+    """Number of first layers in BF16 with --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: CountOrZero = 1
-    """Last layers in BF16 under --first-last-layers-bf16."""
+    """Number of last layers in BF16 with --first-last-layers-bf16."""
     release_gradients: Switch = False
-    """Update each linear weight during backward, as soon as its gradient is there, and store no gradients of linear
-    weights. Needs one data-parallel rank, one micro-batch a step and --clip-grad 0."""
+    """Update each linear weight during backward as soon as its gradient is computed, and store no gradients of linear
+    weights. Needs one data-parallel rank, one micro-batch per step and --clip-grad 0."""
     grad_accumulation: Literal["sharded", "local"] = "sharded"
-    """Several micro-batches on several replicas: sharded reduces each into an FP32 shard (4 / replicas bytes a
-    parameter); local adds them up on every rank and reduces once a step (less traffic, more memory)."""
+    """How gradients of several micro-batches are added up on several replicas. sharded: reduce each into an FP32 shard
+    (4 / replicas bytes per parameter). local: add up on each rank, reduce once per step (less traffic, more memory)."""
     grad_accumulation_dtype: Annotated[Literal["fp32", "bf16"] | None, UNSET] = None
-    """What FP8 weight gradients are added up in over micro-batches (never in FP8). Default: fp32 in shards over several
-    replicas, else bf16. bf16 shards halve their 4 / replicas bytes a parameter."""
+    """Dtype in which FP8 weight gradients are added up over micro-batches (never FP8). Default: fp32 for shards of
+    several replicas, otherwise bf16. bf16 shards take 2 / replicas bytes per parameter instead of 4 / replicas."""
     keep_fp8_transpose_cache: CountOrZero = 0
-    """Layers (of a pipeline stage) whose FP8 weights' transposes are kept over the micro-batches of a step, one byte a
-    parameter, instead of being made for each backward."""
+    """Layers per pipeline stage that keep the transposes of their FP8 weights over the micro-batches of a step, at one
+    byte per parameter. Other layers transpose for each backward."""
     fp8_amax_history_len: Count = 16
-    """Steps remembered by delayed scaling."""
+    """Length of delayed scaling's amax history, in steps."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """How delayed scaling reads its history."""
+    """How delayed scaling derives an amax from its history."""
     fp8_power_of_two_scales: Switch = False
     """Round scales up to a power of two."""
     params_dtype: Annotated[WeightDtype | None, UNSET] = None
-    """Storage of linear weights (fp8: FP8 at rest beside a master; fp16: scaled FP16 that is its own master)."""
+    """Storage of linear weights. fp8: FP8 beside a master. fp16: scaled FP16 that is its own master."""
     main_params_dtype: Annotated[MasterDtype | None, UNSET] = None
-    """Storage of master weights. split: one byte of correction beside the FP8 weight."""
+    """Storage of master weights. split: a one-byte correction to the FP8 weight."""
     main_grads_dtype: Annotated[MainGradDtype | None, UNSET] = None
-    """Storage of linear weight gradients with one micro-batch, and their form on the wire."""
+    """Storage of linear weight gradients with one micro-batch, and their dtype on the wire."""
     exp_avg_dtype: Annotated[ExpAvgDtype | None, UNSET] = None
     """Storage of Adam's first moment. int8 is companded."""
     exp_avg_sq_dtype: Annotated[ExpAvgSqDtype | None, UNSET] = None
-    """Storage of Adam's second moment. uint8 is companded, the second moment in 8 bits that works; fp8 is for
-    ablations: it does not follow."""
+    """Storage of Adam's second moment. uint8 is companded; use it for 8 bits. fp8 is for ablations: it does not
+    follow a second moment that falls slowly."""
 
     @property
     def is_fp8(self) -> bool:
@@ -247,17 +249,17 @@ class OptimizerConfig:
     """AdamW and its schedule."""
 
     optimizer: Literal["adamw", "adam"] = "adamw"
-    """adamw decouples weight decay; adam adds the L2 term to the gradient (it enters both moments)."""
+    """adamw: decoupled weight decay. adam: adds the L2 term to the gradient, so that it enters both moments."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
-    """Shape of the decay. WSD: warm up, stay, decay over the last --lr-wsd-decay-iters."""
+    """Shape of the decay. WSD: warm up, stay constant, decay over the last --lr-wsd-decay-iters steps."""
     lr_warmup_fraction: OptionalFraction = None
-    """Linear warm-up, as a fraction of the steps to the end of the decay. In place of --lr-warmup-iters."""
+    """Linear warm-up, as a fraction of the steps to the end of the decay. Replaces --lr-warmup-iters."""
     lr_warmup_iters: CountOrZero = 0
-    """Linear warm-up steps. A warm-up that does not fit into --train-iters is cut to all steps but the last."""
+    """Linear warm-up steps. If --train-iters is too short, the warm-up ends one step before the last."""
     lr_warmup_init: NotNegative = 0.0
     """Learning rate at the start of the warm-up."""
     lr_decay_iters: OptionalCount = None
@@ -273,15 +275,15 @@ class OptimizerConfig:
     adam_beta2: BelowOne = 0.95
     """Decay of the second moment."""
     adam_eps: Positive = 1e-8
-    """Added to the denominator."""
+    """Term added to the denominator."""
     clip_grad: NotNegative = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     loss_scale: OptionalPositive = None
-    """Constant loss scale under --precision fp16. Default: a dynamic one."""
+    """Constant loss scale for --precision fp16. Default: a dynamic one."""
     initial_loss_scale: Positive = 65536.0
-    """First dynamic loss scale (Megatron's 2^32 overflows for 16 steps before it has halved to this)."""
+    """First dynamic loss scale. (Megatron starts at 2^32, which overflows for 16 steps until it has halved to this.)"""
     min_loss_scale: Positive = 1.0
-    """Least dynamic loss scale."""
+    """Smallest dynamic loss scale."""
     loss_scale_window: Count = 1000
     """Steps without an overflow after which the dynamic loss scale doubles."""
     hysteresis: Count = 2
@@ -292,7 +294,7 @@ class OptimizerConfig:
         return self.lr_decay_iters if self.lr_decay_iters is not None else train_iters
 
     def warmup_iters(self, train_iters: int) -> int:
-        """Steps of the warm-up: always fewer than those of the decay."""
+        """Steps of the warm-up; always fewer than the decay's."""
         decay_iters = self.decay_iters(train_iters)
         if self.lr_warmup_fraction is not None:
             return min(round(self.lr_warmup_fraction * decay_iters), decay_iters - 1)
@@ -301,18 +303,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from."""
+    """The source of tokens."""
 
     data_path: Words = ()
-    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix … for a blend; cut by --split."""
+    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix … for a blend. --split divides them."""
     train_data_path: Words = ()
-    """As --data-path, for training alone (then give --valid-data-path too, and no --split)."""
+    """Like --data-path, for training only. Give --valid-data-path too, and no --split."""
     valid_data_path: Words = ()
-    """As --data-path, for validation alone."""
+    """Like --data-path, for validation only."""
     test_data_path: Words = ()
-    """As --data-path, for the test at the end."""
+    """Like --data-path, for the test at the end."""
     split: str = "969,31,0"
-    """Weights of train, validation and test parts of --data-path. A test part is evaluated at the end of training."""
+    """Relative sizes of the train, validation and test parts of --data-path. The test part is evaluated at the end."""
     mock_data: Switch = False
     """Train on random tokens (benchmarks)."""
     tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = (
@@ -322,7 +324,7 @@ class DataConfig:
     tokenizer_model: Text = None
     """The SentencePiece .model file, or a local Hugging Face tokenizer folder."""
     data_cache_path: Text = None
-    """Folder of dataset index caches. Default: cache/ beside the data."""
+    """Folder for caches of dataset indices. Default: cache/ beside the data."""
     num_workers: CountOrZero = 2
     """Loader processes per rank; 0 loads in the training process."""
     reset_position_ids: Switch = False
@@ -333,20 +335,20 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The loop."""
+    """The training loop."""
 
     micro_batch_size: Count = 4
     """Sequences in one forward pass of one rank."""
     global_batch_size: OptionalCount = None
     """Sequences in one step over all ranks. Default: micro-batch-size × data-parallel size."""
     train_iters: Count = 1000
-    """Optimizer steps to train for."""
+    """Number of optimizer steps."""
     eval_interval: CountOrZero = 100
     """Steps between validations; 0 turns them off."""
     eval_iters: CountOrZero = 10
     """Global batches in one validation."""
     seed: CountOrZero = 1234
-    """Seed of initialisation, data order and dropout; the initial weights do not depend on the parallel layout."""
+    """Seed of initialisation, data order and dropout. The initial weights do not depend on the parallel layout."""
     exit_interval: OptionalCount = None
     """Save and stop after this many steps of this run."""
     exit_duration_in_mins: OptionalPositive = None
@@ -354,19 +356,19 @@ class TrainingConfig:
     max_skipped_steps: Count = 20
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
     deterministic_mode: Switch = False
-    """Only kernels that repeat bit for bit."""
+    """Use only kernels whose results repeat bit for bit."""
     cuda_graph_impl: Literal["auto", "none", "local"] = "auto"
-    """local: record forward and backward of a step once, as a CUDA graph, and launch that, so that no kernel waits for
-    the host; none: never; auto: as local on the GPUs of one node where layers are small enough to gain by it, all that
-    is asked for can be recorded and memory allows."""
+    """local: record forward and backward of a step once as a CUDA graph and launch it for every step, so that no kernel
+    waits for the host. none: never record. auto: record on the GPUs of one node if layers are small enough to gain,
+    the configuration can be recorded and memory allows."""
     cuda_graph_scope: Literal["full_iteration"] = "full_iteration"
-    """What a graph holds: all micro-batches of a step and the reduction of their gradients."""
+    """Contents of a graph: all micro-batches of a step and the reduction of their gradients."""
     cuda_graph_warmup_steps: CountOrZero = 3
     """Steps before the graph is recorded."""
     recompute_granularity: Annotated[Literal["full", "selective"] | None, UNSET] = None
-    """Recompute activations in backward: full layers, or core attention alone (selective)."""
+    """Recompute activations in backward: whole layers (full) or only core attention (selective)."""
     recompute_method: Annotated[Literal["uniform", "block"] | None, UNSET] = None
-    """Which layers full recomputation takes."""
+    """Which layers full recomputation covers; see --recompute-num-layers."""
     recompute_num_layers: OptionalCount = None
     """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
 
@@ -378,35 +380,35 @@ class CheckpointConfig:
     save: Text = None
     """Folder to save checkpoints into."""
     load: Text = None
-    """Folder to resume from: its latest checkpoint; a folder without one starts from scratch with a warning."""
+    """Folder to resume from, at its latest checkpoint. If it has none, training starts from scratch with a warning."""
     save_interval: OptionalCount = None
-    """Steps between checkpoints; the end of training and SIGTERM save in any case when --save is given."""
+    """Steps between checkpoints. With --save, the end of training and SIGTERM always save one."""
     keep_last: OptionalCount = None
-    """Keep this many newest checkpoints. Default: all; 1 with --save-retain-interval."""
+    """Keep only this many of the newest checkpoints. Default: all; 1 with --save-retain-interval."""
     save_retain_interval: OptionalCount = None
-    """Keep the checkpoints of these iterations (its multiples) whatever --keep-last removes."""
+    """Always keep checkpoints whose iteration is a multiple of this, whatever --keep-last is."""
     async_save: Switch = False
-    """Copy the state and write it in the background while training goes on."""
+    """Copy the state and write it in the background while training continues."""
     ckpt_format: Literal["torch_dist"] = "torch_dist"
-    """Format of checkpoints: megatron-core's, which any layout reads."""
+    """Format of checkpoints: megatron-core's, which any parallel layout can read."""
     ckpt_step: OptionalCount = None
-    """Load the checkpoint of this iteration. Default: the latest whole one."""
+    """Load the checkpoint of this iteration. Default: the latest complete one."""
     finetune: Switch = False
-    """Take only the weights from --load: no optimizer, schedule, data position or random state."""
+    """Load only the weights from --load: no optimizer, schedule, data position or random state."""
     load_optim: Switch = True
-    """On: take moments and step count from --load. Off: they start at zero, at the same data position."""
+    """On: load moments and step count from --load. Off: start them at zero, at the same data position."""
     load_rng: Switch = True
-    """On: take the states of random generators from --load."""
+    """On: load the states of random generators from --load."""
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is shown and written."""
+    """Console output, metrics and log files."""
 
     output_dir: Text = None
     """Folder for config.yaml, metrics.jsonl, loss.png and tensorboard/. Default: --save, else runs/<time>."""
     log_interval: Count = 10
-    """Steps between step lines (metrics.jsonl has them all)."""
+    """Steps between the console's step lines. metrics.jsonl has every step."""
     tensorboard: Switch = True
     """On: write TensorBoard events under output-dir/tensorboard."""
     wandb_project: Text = None
@@ -421,23 +423,23 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Where the time of a step goes (torch.profiler)."""
+    """Profiles of where a step's time goes (torch.profiler)."""
 
     profile: Switch = False
     """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json."""
     profile_step_start: Count = 10
     """First profiled step."""
     profile_step_end: Count = 12
-    """Step at which profiling ends (not profiled itself)."""
+    """Step at which profiling ends. This step is not profiled."""
     profile_ranks: Words = ("0",)
     """Global ranks that are profiled."""
     profile_trace: Switch = False
-    """Also record the host and write trace_rank*.json.gz for Perfetto (slower); --cuda-graph-impl auto is none then."""
+    """Also record the host and write trace_rank*.json.gz for Perfetto (slower). Makes --cuda-graph-impl auto none."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run is made of."""
+    """The whole configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -450,7 +452,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def is_fp8_layer(self, layer: int) -> bool:
-        """Whether linear weights of layer `layer` of the whole model are this project's FP8."""
+        """Whether layer `layer`, counted over the whole model, has this project's FP8 linear layers."""
         precision = self.precision
         if not precision.is_fp8 or not precision.first_last_layers_bf16:
             return precision.is_fp8
@@ -458,7 +460,7 @@ class Config:
         return precision.num_layers_at_start_in_bf16 <= layer < last
 
     def layers_of_stage(self, stage: int) -> list[int]:
-        """Layers of the whole model that pipeline stage `stage` has, those of all its virtual stages."""
+        """Layers of pipeline stage `stage`, counted over the whole model; includes all its virtual stages."""
         stages = self.parallel.pipeline_model_parallel_size
         width = self.parallel.num_layers_per_virtual_pipeline_stage or self.model.num_layers // stages
         return [layer for layer in range(self.model.num_layers) if layer // width % stages == stage]

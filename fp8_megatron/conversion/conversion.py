@@ -1,4 +1,4 @@
-"""Conversions between checkpoint formats: where each comes from, and what each target is made of."""
+"""Conversions between checkpoint formats: detect and open a source, write a target."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Format(str, Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that was found.
+    """A checkpoint to convert from.
 
     Attributes:
-        folder: the one with the weights (of one iteration).
-        weights: whole, by standard key.
-        config: its configuration; of a Hugging Face model the defaults around its model section.
+        folder: the folder with the weights of one iteration.
+        weights: whole weights by standard key.
+        config: its configuration. For a Hugging Face model: defaults, with its model section.
         vocab_size: without padding.
     """
 
@@ -59,10 +59,10 @@ class Source:
 
 
 def find_format(path: Path, iteration: int | None = None) -> tuple[Format, Path]:
-    """What is at a path, and the folder of one checkpoint in it (the latest, or that of `iteration`).
+    """The format at a path, and the folder of one checkpoint in it (the latest, or that of `iteration`).
 
     Raises:
-        CheckpointError: nothing that can be read.
+        CheckpointError: the path has no readable checkpoint.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give a Hugging Face model, or what --save named")
@@ -87,13 +87,13 @@ def find_format(path: Path, iteration: int | None = None) -> tuple[Format, Path]
 
 
 def open_source(path: Path, *, iteration: int | None = None, config: Config | None = None) -> Source:
-    """Open a checkpoint of any format; weights are read as they are asked for.
+    """Open a checkpoint of any format. Weights are read on demand.
 
     Args:
-        config: of the model, for megatron-core's checkpoints, which do not say it; else in place of the one beside it.
+        config: the model's configuration. Megatron-core's checkpoints have none; otherwise it replaces the stored one.
 
     Raises:
-        CheckpointError: unreadable, damaged, or another model's than `config` describes.
+        CheckpointError: the checkpoint is unreadable, damaged, or of another model than `config` describes.
     """
     kind, folder = find_format(path, iteration)
     if kind is Format.HUGGING_FACE:
@@ -102,7 +102,7 @@ def open_source(path: Path, *, iteration: int | None = None, config: Config | No
         assert vocab_size is not None
         if theirs.model.add_qkv_bias:
             for layer in range(theirs.model.num_layers):
-                theirs.read(QKV + "bias", layer)  # refuses other biases of attention now, not halfway through
+                theirs.read(QKV + "bias", layer)  # refuse other attention biases at once, not halfway through
         return Source(kind, folder, theirs, replace(config or Config(), model=theirs.model), vocab_size)
     if kind is Format.OURS:
         problem = next((text for record in read_manifest(folder) if (text := problem_with(folder, record))), None)
@@ -129,15 +129,15 @@ def open_source(path: Path, *, iteration: int | None = None, config: Config | No
 
 
 def check_new(folder: Path) -> None:
-    """Raise `CheckpointError` unless a folder is empty or not there."""
+    """Raise `CheckpointError` unless a folder is empty or does not exist."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not an empty folder; give a new one")
 
 
 def check_trainable(config: Config, vocab_size: int) -> None:
-    """Raise `ConfigError` where a run on TP × PP ranks with this configuration would be refused (data aside).
+    """Raise `ConfigError` if a run on TP × PP ranks would refuse this configuration. Data settings are not checked.
 
-    More data-parallel ranks only divide the micro-batches of a step: too few of them here are too few anywhere.
+    More data-parallel ranks leave fewer micro-batches per rank: if there are too few here, there are too few anywhere.
     """
     parallel = config.parallel
     check_config(
@@ -154,14 +154,14 @@ def check_trainable(config: Config, vocab_size: int) -> None:
 def write_ours(
     root: Path, source: Source, config: Config, *, padded_vocab_size: int, on_weight: Callable[[], None] = lambda: None
 ) -> Path:
-    """A checkpoint of this project under `root` at iteration 0, for ``--load … --finetune``: weights alone.
+    """Write a checkpoint of this project under `root`, at iteration 0 and with weights only (``--load … --finetune``).
 
     Args:
-        config: what ``config.yaml`` beside it says.
+        config: contents of ``config.yaml`` beside it.
         padded_vocab_size: rows of the embedding.
 
     Returns:
-        Its folder.
+        The checkpoint's folder.
     """
     folder = iteration_folder(root, 0)
     temporary = start_writing(folder)
@@ -192,10 +192,10 @@ def write_ours(
 
 
 def rewrite_ours(root: Path, source: Source, config: Config) -> Path:
-    """A copy of one of this project's checkpoints, optimizer state and all, with another ``config.yaml``.
+    """Copy one of this project's checkpoints, including optimizer state, with another ``config.yaml``.
 
-    Tensors are stored in FP32 under names of the whole model, so another level or layout is only another way to load
-    them; ``checkpoint.json`` keeps saying how they were saved.
+    Tensors are stored in FP32 under names of the whole model, so any level or layout can load them.
+    ``checkpoint.json`` still states how they were saved.
     """
     folder = root / source.folder.name
     temporary = start_writing(folder)
@@ -211,7 +211,7 @@ def rewrite_ours(root: Path, source: Source, config: Config) -> Path:
 
 
 def write_megatron_core(root: Path, source: Source, *, on_weight: Callable[[], None] = lambda: None) -> Path:
-    """Weights alone as megatron-core's ``torch_dist`` in FP32, with Megatron's tracker file; returns their folder."""
+    """Write weights only: megatron-core's ``torch_dist`` in FP32 and Megatron's tracker file; returns the folder."""
     iteration = read_description(source.folder)["iteration"] if source.format is Format.OURS else 0
     folder = iteration_folder(root, iteration)
     temporary = start_writing(folder)

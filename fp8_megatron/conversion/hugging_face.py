@@ -1,15 +1,16 @@
-"""Weights of Hugging Face's GPT-2 and Llama and of this project's model, each as a function of the other's tensors.
+"""Maps between weights of this project's model ("ours") and of Hugging Face's GPT-2 and Llama ("theirs").
 
-One `Rule` per weight of ours says which tensors of theirs it is made of, and how, both ways. Where layouts differ:
+Each weight of ours has a `Rule`: the tensors of theirs that it is made of, and the conversion both ways. The layouts
+differ as follows:
 
 - QKV: ours is one weight, query group by query group: the group's query heads, its key head, its value head. Llama
   has three weights; GPT-2 has one, all queries before all keys before all values.
 - GPT-2's linear layers are ``Conv1D``: [in, out], the transpose of ours.
 - SwiGLU: ours stacks gate over up ([2 · ffn, hidden]); Llama has two weights.
 - RoPE: both rotate the two halves of a head against each other (not interleaved pairs), so heads are copied.
-- Llama's attention has biases of QKV and of the projection, or none. Where ours has those of QKV alone, the
-  projection's are zero there, and any that is not is refused.
-- A tied head is stored once, as the embedding. The vocabulary's padding is ours alone.
+- Llama's attention has biases of both QKV and projection, or none. If ours has QKV biases only, the projection's are
+  zero in theirs; non-zero ones are refused.
+- A tied head is stored once, as the embedding. Only ours pads the vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Shape = tuple[int, ...]
 
 
 class Family(str, Enum):
-    """An architecture of Hugging Face's, by its ``model_type``."""
+    """An architecture of Hugging Face's transformers, by its ``model_type``."""
 
     GPT2 = "gpt2"
     LLAMA = "llama"
@@ -51,13 +52,13 @@ class Family(str, Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One weight of ours and the tensors of theirs that it is made of.
+    """One weight of ours, and the tensors of theirs that it is made of.
 
     Attributes:
         key: standard key (`weights`).
         names: their names; ``{}`` stands for the layer.
-        join: their tensors → ours, values unchanged; takes and gives any dtype.
-        split: ours → theirs, in the order of `names`; views where possible.
+        join: their tensors → ours. Values do not change; any dtype is kept.
+        split: ours → theirs, in the order of `names`; views if possible.
     """
 
     key: str
@@ -67,15 +68,15 @@ class Rule:
 
     @property
     def is_linear_weight(self) -> bool:
-        """Whether FP8 covers it."""
+        """Whether this is a linear weight, which FP8 formats can store."""
         return self.key in LINEAR_WEIGHTS
 
     def names_of(self, layer: int | None) -> tuple[str, ...]:
-        """Their names of one layer."""
+        """Names of theirs in one layer."""
         return tuple(name.format(layer) for name in self.names)
 
     def split_shapes(self, shape: Shape) -> tuple[Shape, ...]:
-        """The shapes of theirs from the shape of ours, without data."""
+        """The shapes of their tensors, from the shape of ours. Needs no data."""
         return tuple(tuple(part.shape) for part in self.split(torch.empty(shape, device="meta")))
 
 
@@ -108,7 +109,7 @@ def _unflatten(tensor: Tensor, groups: int) -> Tensor:
 
 
 def join_gate_and_up(parts: Sequence[Tensor]) -> Tensor:
-    """gate [ffn, …], up [ffn, …] → [2·ffn, …]: the order in which megatron-core's gated MLP takes its halves."""
+    """gate [ffn, …], up [ffn, …] → [2·ffn, …]: the order of megatron-core's gated MLP."""
     return torch.cat(list(parts))
 
 
@@ -123,9 +124,9 @@ def rules_of(
     """The rules of every weight, in the order of the forward pass.
 
     Args:
-        vocab_size: rows that theirs keep of a padded vocabulary. `join` gives the vocabulary without padding.
-        attention_bias, mlp_bias: which biases of ours their tensors are made of (GPT-2: all, always). Biases of QKV
-            alone are the model's `add_qkv_bias`.
+        vocab_size: rows without padding, which theirs keep. `join` gives a vocabulary without padding.
+        attention_bias, mlp_bias: which biases exist in both (GPT-2: always all). QKV biases alone are the model's
+            `add_qkv_bias`.
     """
     if family is Family.GPT2:
         return _gpt2_rules(model, vocab_size)
@@ -221,10 +222,10 @@ def _llama_rules(model: ModelConfig, vocab_size: int, *, attention_bias: bool, m
 
 
 def layers_of(rule: Rule, model: ModelConfig) -> list[int | None]:
-    """The layers that a rule applies to: each, or None for a weight outside them."""
+    """The layers that a rule applies to: all layers, or [None] for a weight outside the layers."""
     return list(range(model.num_layers)) if rule.key.startswith(LAYERS) else [None]
 
 
 def numel(shape: Shape) -> int:
-    """Elements of a shape."""
+    """Number of elements of a shape."""
     return prod(shape)

@@ -1,7 +1,7 @@
 """``config.json`` of Hugging Face's GPT-2 and Llama ↔ the model section of a configuration.
 
-Nothing is dropped in silence: a setting that changes what a model computes and that this project does not implement
-is refused with its name, its value and what to do.
+A setting that changes what a model computes and that this project does not implement is refused. The error names the
+setting, its value and what to do.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .hugging_face import Family, Rule, rules_of
 
 Json = Mapping[str, Any]
 
-#: GELU with the tanh approximation, by all its names there.
+#: Hugging Face's names of GELU with the tanh approximation.
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
-# Settings that change what is computed: the values that this project computes, and what the others would need.
+# Settings that change the computation: the supported values, and what other values would need.
 _ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
     Family.GPT2: {
         "activation_function": (_TANH_GELUS, "megatron-core's fused GELU is the tanh approximation"),
@@ -36,7 +36,7 @@ _ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
     },
 }
 
-# Their name ↔ ours, where nothing but the name differs. The third is their default, None where it must be given.
+# (their name, our name, their default) of settings that differ only in name. None: there is no default.
 _SAME: dict[Family, tuple[tuple[str, str, Any], ...]] = {
     Family.GPT2: (
         ("n_layer", "num_layers", 12),
@@ -64,10 +64,10 @@ _SAME: dict[Family, tuple[tuple[str, str, Any], ...]] = {
 
 
 def family_of_json(settings: Json) -> Family:
-    """Which architecture a ``config.json`` describes.
+    """The architecture that a ``config.json`` describes.
 
     Raises:
-        CheckpointError: one that is not supported.
+        CheckpointError: the architecture is not supported.
     """
     model_type = settings.get("model_type")
     try:
@@ -83,7 +83,7 @@ def model_from_json(settings: Json) -> ModelConfig:
     """The model that a ``config.json`` describes; `seq_length` is its longest context.
 
     Raises:
-        CheckpointError: every setting that this project does not implement, one per line.
+        CheckpointError: lists all settings that this project does not implement, one per line.
     """
     family = family_of_json(settings)
     problems = list(_problems(family, settings))
@@ -117,7 +117,7 @@ def model_from_json(settings: Json) -> ModelConfig:
 
 
 def _rope(settings: Json) -> dict[str, Any]:
-    """RoPE's settings, which transformers 5 nests and transformers 4 does not."""
+    """RoPE's settings. Transformers 5 nests them; transformers 4 does not."""
     nested = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     theta = nested.get("rope_theta", settings.get("rope_theta", 10000.0))
     return {**nested, "rope_theta": theta, "rope_type": nested.get("rope_type", nested.get("type", "default"))}
@@ -159,10 +159,10 @@ def _biases(settings: Json) -> tuple[bool, bool]:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The architecture of theirs that computes what this model does.
+    """The Hugging Face architecture that computes the same as this model.
 
     Raises:
-        CheckpointError: neither does; what stands against each.
+        CheckpointError: there is none. The message says what differs for each.
     """
     against = {
         Family.GPT2: [
@@ -246,6 +246,6 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
 
 
 def export_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
-    """How each tensor of theirs is made from ours; some biases of theirs this model may lack (they are zero)."""
+    """The rules for exporting a model. Biases that theirs has and this model lacks are zero."""
     has_bias = not model.disable_bias_linear
     return rules_of(family_of(model), model, vocab_size, attention_bias=has_bias, mlp_bias=has_bias)

@@ -37,8 +37,8 @@ class HuggingFaceWeights:
         folder: with ``config.json`` and safetensors files.
 
     Attributes:
-        json: what ``config.json`` holds.
-        model: the model it describes.
+        json: contents of ``config.json``.
+        model: the model that it describes.
 
     Raises:
         CheckpointError: an unsupported architecture or setting, or weights that are missing, unknown or misshapen.
@@ -53,7 +53,7 @@ class HuggingFaceWeights:
         assert self.model.vocab_size is not None
         self._folder = folder
         self._tensors = SafetensorsFolder(folder)
-        # GPT-2 was published without the name of its wrapper.
+        # The published GPT-2 has no wrapper prefix in its names.
         self._prefix = "" if self.family is Family.GPT2 and "wte.weight" in self._tensors.file_of else None
         self.shapes = weight_shapes(self.model, self.model.vocab_size)
         has_bias = not self.model.disable_bias_linear
@@ -67,7 +67,7 @@ class HuggingFaceWeights:
         return rule.join([self.read_theirs(name) for name in rule.names_of(layer)])
 
     def read_theirs(self, name: str) -> Tensor:
-        """A tensor by their name, dequantised, in FP32."""
+        """Read a tensor by their name, dequantised, in FP32."""
         name = self._stored(name)
         tensor = self._tensors.read(name)
         if tensor.dtype is not torch.float8_e4m3fn:
@@ -81,7 +81,7 @@ class HuggingFaceWeights:
         return name.removeprefix("transformer.") if self._prefix == "" else name
 
     def _check(self) -> None:
-        """Every tensor is there in its shape, and no other is."""
+        """Check that exactly the expected tensors exist, with the expected shapes."""
         expected: dict[str, tuple[int, ...]] = {}
         for rule in self._rules.values():
             for layer in layers_of(rule, self.model):
@@ -104,10 +104,10 @@ class HuggingFaceWeights:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a file.
+    """Read a JSON object from a file.
 
     Raises:
-        CheckpointError: missing, or no JSON object.
+        CheckpointError: the file is missing or is not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -123,10 +123,10 @@ class Export:
     """How an exported folder stores weights.
 
     Attributes:
-        dtype: of weights, or of those that are not FP8.
-        fp8_layout: FP8 for the linear weights, None for none.
+        dtype: dtype of weights that are not FP8.
+        fp8_layout: layout of FP8 linear weights; None: no FP8.
         layers_in_16_bits: these layers stay out of FP8.
-        max_shard_bytes: of one file.
+        max_shard_bytes: maximum size of one file.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -157,7 +157,7 @@ def write_hugging_face(
         on_weight: called after each weight of ours (see `num_weights`), for a progress bar.
 
     Raises:
-        CheckpointError: no architecture of theirs computes this model, a weight is not finite or overflows `dtype`.
+        CheckpointError: no architecture of theirs computes this model, or a weight is not finite or overflows `dtype`.
     """
     rules = export_rules(model, vocab_size)
     settings = json_from_model(model, vocab_size, str(export.dtype).removeprefix("torch."))
@@ -169,7 +169,7 @@ def write_hugging_face(
                 f"instead, which no reader of that layout takes; export it in 16 bits"
             )
         settings["quantization_config"] = fp8.quantization_config(export.fp8_layout, _unquantized(rules, model, export))
-    # Biases of theirs that this model has not are zero: their shapes are those of the model with all biases.
+    # Biases that this model lacks are zero in theirs. Their shapes come from the model with all biases.
     shapes = weight_shapes(replace(model, disable_bias_linear=False), reader.shapes[rules[0].key][0])
     specs = [spec for rule, layer in _places(rules, model) for spec in _specs(rule, layer, shapes[rule.key], export)]
     with SafetensorsWriter(folder, specs, max_shard_bytes=export.max_shard_bytes) as writer:
@@ -204,7 +204,7 @@ def _specs(rule: Rule, layer: int | None, shape: tuple[int, ...], export: Export
 
 
 def _theirs(rule: Rule, layer: int | None, weight: Tensor, export: Export) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that one weight of ours becomes."""
+    """(name, tensor) of all tensors that one weight of ours becomes."""
     names = rule.names_of(layer)
     if not torch.isfinite(weight).all():
         raise CheckpointError(f"{names[0]} would not be finite: the checkpoint's {rule.key} holds an inf or a NaN")
@@ -230,7 +230,7 @@ def _theirs(rule: Rule, layer: int | None, weight: Tensor, export: Export) -> It
 
 
 def _unquantized(rules: Sequence[Rule], model: ModelConfig, export: Export) -> list[str]:
-    """Linear modules in 16 bits: the head, and those of layers kept out of FP8."""
+    """Linear modules in 16 bits: the head, and those of layers that stay out of FP8."""
     names = [
         name.removesuffix(".weight")
         for rule, layer in _places(rules, model)
@@ -241,5 +241,5 @@ def _unquantized(rules: Sequence[Rule], model: ModelConfig, export: Export) -> l
 
 
 def num_weights(model: ModelConfig, vocab_size: int) -> int:
-    """How often `write_hugging_face` calls `on_weight`."""
+    """Number of times that `write_hugging_face` calls `on_weight`."""
     return sum(len(layers_of(rule, model)) for rule in export_rules(model, vocab_size))

@@ -1,15 +1,15 @@
-"""Linear weights in FP8 in the two layouts that inference engines read, and back.
+"""Linear weights in FP8, in the two layouts that inference engines read: quantisation and dequantisation.
 
-Both hold ``<layer>.weight`` in E4M3 and an FP32 scale that dequantises (x ≈ payload · scale):
+Both layouts have ``<layer>.weight`` in E4M3 and an FP32 scale that dequantises (x ≈ payload · scale):
 
-- ``compressed-tensors``: format float-quantized, ``<layer>.weight_scale`` of shape [1], one for the weight. QKV, and
-  gate with up, share the scale of the weight that training holds: the payload is then, bit for bit, the FP8 weight
-  that training on one tensor-parallel rank derives from the same master, and an engine that fuses them keeps it.
-  Excepted are split masters (``--main-params-dtype split``), whose FP8 weight is a half of the master.
-- ``fp8``: blocks of 128 × 128 with ``<layer>.weight_scale_inv`` [⌈out/128⌉, ⌈in/128⌉], as DeepSeek-V3 was published
-  ("inv" notwithstanding, it dequantises).
+- ``compressed-tensors``: format float-quantized, ``<layer>.weight_scale`` of shape [1]. Q, K and V share a scale, and
+  so do gate and up, as in training's fused weights. The payload is bitwise equal to the FP8 weight that training on one
+  tensor-parallel rank derives from the same master, and an engine that fuses the weights keeps it. This does not hold
+  for split masters (``--main-params-dtype split``), whose FP8 weight is a half of the master.
+- ``fp8``: blocks of 128 × 128 with ``<layer>.weight_scale_inv`` [⌈out/128⌉, ⌈in/128⌉], as in the published
+  DeepSeek-V3. Despite "inv" in its name, the scale dequantises.
 
-Activations are quantised by the engine as it runs, per token.
+The engine quantises activations at run time, per token.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ BLOCK = 128
 
 
 class FP8Layout(str, Enum):
-    """How FP8 weights are laid out in an exported folder, by the ``quant_method`` of its config.json."""
+    """Layouts of FP8 weights in an exported folder, by the ``quant_method`` of its config.json."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     BLOCKS = "fp8"
 
     @property
     def scale_suffix(self) -> str:
-        """What a scale's name adds to its weight's."""
+        """Suffix that makes a scale's name from its weight's."""
         return "_scale" if self is FP8Layout.COMPRESSED_TENSORS else "_scale_inv"
 
 
@@ -74,10 +74,10 @@ def quantization_config(layout: FP8Layout, unquantized: Sequence[str]) -> dict[s
 
 
 def specs(layout: FP8Layout, name: str, shape: tuple[int, ...]) -> list[TensorSpec]:
-    """What a linear weight [out, in] becomes.
+    """The tensors that a linear weight [out, in] becomes.
 
     Raises:
-        CheckpointError: a width that blocks do not cut evenly, which readers refuse or misread.
+        CheckpointError: blocks do not divide a width evenly; readers would refuse or misread such a weight.
     """
     if layout is FP8Layout.COMPRESSED_TENSORS:
         scale_shape: tuple[int, ...] = (1,)
@@ -93,15 +93,15 @@ def specs(layout: FP8Layout, name: str, shape: tuple[int, ...]) -> list[TensorSp
 
 
 def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """One scale for the weight: (payload E4M3, scale FP32 [1]), as training derives it from the master."""
+    """Quantise with one scale, as training does from the master: (payload E4M3, scale FP32 [1])."""
     payload, _, scale = ops.quantize_current(weight, E4M3)
     return payload, scale
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A scale for each 128 × 128: (payload E4M3 [out, in], scales FP32 [⌈out/128⌉, ⌈in/128⌉]).
+    """Quantise with one scale per 128 × 128 block: (payload E4M3 [out, in], scales FP32 [⌈out/128⌉, ⌈in/128⌉]).
 
-    Each dimension is a multiple of 128 or below it.
+    Each dimension must be a multiple of 128, or smaller than 128.
     """
     out, width = (min(size, BLOCK) for size in weight.shape)
     blocks = weight.unflatten(1, (-1, width)).unflatten(0, (-1, out))
@@ -110,7 +110,7 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(payload: Tensor, scale: Tensor) -> Tensor:
-    """FP32 of a payload with one scale, a scale a row, or a scale a block, told apart by the scales' shape."""
+    """Dequantise a payload to FP32. The scales' shape tells if there is one scale, one per row, or one per block."""
     values = payload.float()
     if scale.numel() == 1:
         return values * scale.float().reshape(())
@@ -124,7 +124,7 @@ def check_readable(quantization: Mapping[str, Any]) -> None:
     """Refuse a ``quantization_config`` whose weights `dequantize` cannot read.
 
     Raises:
-        CheckpointError: with the setting.
+        CheckpointError: names the setting that cannot be read.
     """
     method = quantization.get("quant_method")
     if method == FP8Layout.BLOCKS.value:

@@ -1,8 +1,8 @@
-"""Logits of a checkpoint in FP32 with one layer in memory at a time, to compare two checkpoints of one model.
+"""FP32 logits of a checkpoint, with one layer in memory at a time, to compare two checkpoints of one model.
 
-A model of a single layer computes all of them: each layer's weights are loaded into it in turn, and what its layer
-gave is what it is fed next. Ours is megatron-core's GPTModel; theirs is transformers' own model, so that a comparison
-sees more than the mapping of names.
+A model with a single layer computes them. Each layer's weights are loaded into it in turn, and the output of one layer
+is the input of the next. Our model is megatron-core's GPTModel; theirs is transformers' own model, so a comparison
+tests more than the mapping of names.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], Non
             logits = single(input_ids=tokens, use_cache=False).logits
         else:
             if layer == 1 and "transformer.wpe.weight" in params:
-                params["transformer.wpe.weight"].zero_()  # positions were added to what the first layer saw
+                params["transformer.wpe.weight"].zero_()  # the first layer's input already includes positions
             logits = single(inputs_embeds=captured.pop(), use_cache=False).logits
         on_layer()
     return logits

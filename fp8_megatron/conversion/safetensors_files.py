@@ -1,7 +1,7 @@
 """Folders of safetensors files, one tensor in memory at a time: reading, and writing in shards with an index.
 
-The safetensors package writes a file from tensors that are all in memory. The format is a header of names, dtypes and
-places, then the bytes; shapes are known before any tensor is, so a file can be written tensor by tensor.
+The safetensors package writes a file only if all its tensors are in memory. The format is a header of names, dtypes and
+offsets, then the bytes. Shapes are known in advance, so this module writes files tensor by tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor before it is there."""
+    """Name, dtype and shape of a tensor that is not in memory."""
 
     name: str
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -54,7 +54,7 @@ class SafetensorsFolder:
         folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: no weights, weights in another format, or a missing or damaged file.
+        CheckpointError: there are no weights or they have another format, or a file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +81,7 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> list[str]:
-        """All tensors' names."""
+        """Names of all tensors."""
         return list(self.file_of)
 
     def spec(self, name: str) -> TensorSpec:
@@ -99,7 +99,7 @@ class SafetensorsFolder:
         """A tensor as it is stored.
 
         Raises:
-            CheckpointError: there is none of that name, or its file is damaged.
+            CheckpointError: there is no tensor of that name, or its file is damaged.
         """
         return self._file(name).get_tensor(name)
 
@@ -116,15 +116,15 @@ class SafetensorsFolder:
 
 
 class SafetensorsWriter:
-    """Writes the tensors of a folder one by one, in any order. A context manager; complete when it is left.
+    """Writes the tensors of a folder one by one, in any order. A context manager; its exit completes the files.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         specs: all tensors, in the order in which they fill shards.
-        max_shard_bytes: a shard holds no more than this, unless a single tensor does.
+        max_shard_bytes: maximum size of a shard, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: on leaving, a tensor that was never written.
+        CheckpointError: on exit, a tensor was never written.
     """
 
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], *, max_shard_bytes: int) -> None:
@@ -144,7 +144,7 @@ class SafetensorsWriter:
         return self
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor in its place; its dtype and shape are those of its spec."""
+        """Write one tensor. Its dtype and shape must match its spec."""
         spec = self._specs[name]
         assert tensor.dtype == spec.dtype and tuple(tensor.shape) == spec.shape, (spec, tensor.dtype, tensor.shape)
         file, start = self._places[name]
@@ -169,21 +169,21 @@ class SafetensorsWriter:
 
 
 def open_safetensors(path: Path) -> Any:
-    """A safetensors file whose tensors are read as they are asked for; a context manager.
+    """A safetensors file whose tensors are read on demand; a context manager.
 
     Raises:
-        CheckpointError: missing or damaged.
+        CheckpointError: the file is missing or damaged.
     """
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing, although {INDEX_FILE} names it") from None
-    except Exception as error:  # SafetensorError and whatever the system says
+    except Exception as error:  # SafetensorError and errors of the system
         raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
 
 
 def _shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Mapping[str, list[TensorSpec]]:
-    """File name → the tensors in it, filled in order."""
+    """File name → its tensors. Files are filled in order."""
     shards: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -200,9 +200,9 @@ def _shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Mapping[str, l
 
 
 def _write_header(file: BinaryIO, specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Write a file's header and give it its size; the byte at which each tensor starts.
+    """Write a file's header and set its size; returns the byte at which each tensor starts.
 
-    Wider elements come first, so that each tensor is aligned to its own element.
+    Tensors with wider elements come first, so that each tensor is aligned to its element size.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, offset = {}, 0

@@ -15,21 +15,21 @@ from ..checkpoint.torch_dist import Chunk, TorchDistReader, Wanted, write_chunks
 from ..checkpoint.weights import LAYERS, LINEAR_WEIGHTS, WeightReader, places, standard_key
 
 _MODEL = ("embedding.", "decoder.", "output_layer.")
-#: Transformer Engine's FP8 state, an object and not a tensor in most checkpoints.
+#: Transformer Engine's FP8 state. In most checkpoints it is an object, not a tensor.
 _EXTRA_STATE = "_extra_state"
 
 
 class TorchDistWeights:
-    """Reads weights under standard keys, in FP32; optimizer state and other tensors are left out.
+    """Reads weights under standard keys, in FP32. Skips optimizer state and other tensors.
 
-    Norms under their modules' names (specs without `sharded_state_dict_keys_map`) are found as well.
+    Also finds norms under their modules' names (specs without `sharded_state_dict_keys_map`).
 
     Args:
         folder: with ``.metadata``.
         files: as `TorchDistReader`.
 
     Raises:
-        CheckpointError: no description of tensors, or none of a decoder whose layers are stacked.
+        CheckpointError: there is no description of tensors, or the decoder's layers are missing or not stacked.
     """
 
     def __init__(self, folder: Path, files: list[str] | None = None) -> None:
@@ -63,14 +63,14 @@ class TorchDistWeights:
 def write_torch_dist(
     folder: Path, reader: WeightReader, *, common: dict[str, Any], on_weight: Callable[[], None] = lambda: None
 ) -> list[FileRecord]:
-    """Write a model's weights in FP32, a few of them or one large one in memory, as megatron-core reads them.
+    """Write a model's weights in FP32 as megatron-core reads them. Holds a few weights or one large one in memory.
 
     Args:
         common: plain numbers and strings for ``common.pt``.
         on_weight: called after each weight of a layer or outside them, for a progress bar.
 
     Returns:
-        What was written, for the manifest.
+        Records of what was written, for the manifest.
     """
     written, records = write_chunks(folder, 0, _chunks(reader, on_weight))
     return records + write_metadata(folder, written, common=common, checkpoint_id=folder.stem)

@@ -1,4 +1,4 @@
-"""Whether a converted checkpoint computes what its source does: logits on random tokens, in FP32."""
+"""Checks that a converted checkpoint computes the same as its source: FP32 logits on random tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .logits import logits_of_folder, logits_of_weights, random_tokens
 #: Largest difference of FP32 logits, as a fraction of the largest logit, that the order of sums explains (measured:
 #: 6e-7 at 3 layers). A wrong mapping gives about 1, another GELU 2e-4.
 TOLERANCE = 2e-5
-#: Least signal-to-noise ratio in dB of logits with rounded weights. A wrong mapping gives about -3.
+#: Minimum signal-to-noise ratio in dB of logits with rounded weights. A wrong mapping gives about -3.
 ROUNDED_SNR_DB = {torch.bfloat16: 25.0, torch.float16: 35.0, torch.float8_e4m3fn: 8.0}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of the same tokens from two sides.
+    """Comparison of two checkpoints' logits, a and b, on the same tokens.
 
     Attributes:
         difference: largest |a − b|; largest: largest |b|.
         snr_db: of a as an approximation of b.
-        limit: largest `difference` that passes, or None where `least_snr_db` decides.
+        limit: largest `difference` that passes; None if `least_snr_db` decides.
     """
 
     what: str
@@ -58,7 +58,7 @@ def compare(
     """Compare logits [..., vocabulary] of `a` with those of `b`.
 
     Args:
-        tolerance: of the largest |b|; None where `least_snr_db` decides.
+        tolerance: as a fraction of the largest |b|; None if `least_snr_db` decides.
     """
     difference, largest = (a - b).abs().max().item(), b.abs().max().item()
     limit = None if tolerance is None else tolerance * max(1.0, largest)
@@ -66,7 +66,7 @@ def compare(
 
 
 def has_transformers() -> bool:
-    """Whether Hugging Face's own model can be asked."""
+    """Whether transformers is installed, to run Hugging Face's own model."""
     return importlib.util.find_spec("transformers") is not None
 
 
@@ -86,10 +86,10 @@ def verify(
     tolerance: float = TOLERANCE,
     on_layer: Callable[[], None] = lambda: None,
 ) -> list[Comparison]:
-    """Compare the source with what it was converted to, and each Hugging Face side with transformers.
+    """Compare the source with the target, and each Hugging Face side with transformers' model.
 
     Args:
-        stored_in: what the target stores weights in; FP32 rounds nothing.
+        stored_in: dtype of the target's weights. FP32 does not round.
         on_layer: called after each layer of each of `num_passes` passes.
     """
     length = min(num_tokens, source.config.model.seq_length)

@@ -26,14 +26,14 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _SPLITS = ("train", "valid", "test")
-#: An index file that is not whole and has not grown for so long is nobody's work any more.
+#: An incomplete index file that has not grown for this long is taken as abandoned.
 _ABANDONED_AFTER_SECONDS = 5.0
 _HOW_TO_DO_WITHOUT = {"valid": ", or turn validation off with --eval-interval 0"}
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run; None where no samples were asked for. Samples hold `loader.SAMPLE_KEYS`."""
+    """The datasets of a run; None for a split without samples. Samples have the keys `loader.SAMPLE_KEYS`."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -42,14 +42,14 @@ class Datasets:
 
 @dataclass(frozen=True)
 class Blend:
-    """Token files and how often each is drawn from; no weights: in proportion to their tokens."""
+    """Token files and their sampling weights. Without weights, files are sampled in proportion to their tokens."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
     @classmethod
     def parse(cls, flag: str, words: Sequence[str]) -> Blend:
-        """``prefix prefix …`` or ``weight prefix weight prefix …``; `flag` is named in errors."""
+        """Parse ``prefix prefix …`` or ``weight prefix weight prefix …``; errors name `flag`."""
         given = " ".join(words)
         numbers = [_number(word) for word in words]
         if all(number is None for number in numbers):
@@ -67,7 +67,7 @@ class Blend:
 
 
 class MockDataset(Dataset):
-    """Uniformly random tokens; a sample depends on (`seed`, its index) alone. Keys and dtypes as GPTDataset's."""
+    """Uniformly random tokens. A sample depends only on `seed` and its index; keys and dtypes are GPTDataset's."""
 
     def __init__(self, num_samples: int, *, seq_length: int, vocab_size: int, seed: int):
         self._num_samples = num_samples
@@ -106,17 +106,17 @@ def build_datasets(
 ) -> Datasets:
     """The datasets that --data-path, --train-data-path …, or --mock-data name, checked before anything is built.
 
-    Called by all ranks together, or without torch.distributed. Rank 0 writes the index caches, the others wait and read
-    them, so the cache folder has to be shared by all hosts.
+    All ranks call this together, or a single process without torch.distributed. Rank 0 writes the index caches; the
+    other ranks wait and read them, so all hosts must share the cache folder.
 
     Args:
         data: what to read.
         seq_length: tokens in a sample.
-        seed: of the order.
-        num_train_samples, num_valid_samples, num_test_samples: how many samples each has to hold (it goes over its text
-            as often as that takes); 0 for none.
+        seed: seed of the samples' order.
+        num_train_samples, num_valid_samples, num_test_samples: samples of each dataset; 0 for no dataset. A dataset
+            repeats its text as often as needed.
         tokenizer: gives the end-of-document id.
-        vocab_size: token ids have to be below this. Default: the tokenizer's.
+        vocab_size: upper bound of token ids (exclusive). Default: the tokenizer's.
 
     Raises:
         ValueError: bad paths, blends, files or --split, or too little text for one sample.
@@ -180,7 +180,7 @@ def _check_split(split: str) -> None:
 
 
 def _weighted(blend: Blend, files: dict[str, IndexedSummary]) -> Blend:
-    """The blend with weights filled in by tokens: without them the builder would stop after one epoch."""
+    """The blend with token counts as default weights. Without weights the builder would stop after one epoch."""
     if len(blend.prefixes) == 1:
         return Blend(blend.prefixes, None)
     if blend.weights is not None:
@@ -209,13 +209,13 @@ def _gpt_dataset_config(
         **_sources(data, blends),
     )
     if config.split_matrix is not None:
-        # A split without samples is left out by hand: the builder counts its epochs, for ever if it has no documents.
+        # Drop splits without samples: the builder counts a split's epochs, and never ends if it has no documents.
         config.split_matrix = [part if size else None for part, size in zip(config.split_matrix, sizes, strict=True)]
     return config
 
 
 def _sources(data: DataConfig, blends: Sequence[Blend | None]) -> dict[str, object]:
-    """GPTDatasetConfig's arguments for where to read."""
+    """GPTDatasetConfig's arguments that name the token files."""
     mcore_blends = [blend and (list(blend.prefixes), blend.weights and list(blend.weights)) for blend in blends]
     if data.data_path:
         return {"blend": next(blend for blend in mcore_blends if blend), "split": data.split}
@@ -225,7 +225,7 @@ def _sources(data: DataConfig, blends: Sequence[Blend | None]) -> dict[str, obje
 def _check_enough_text(
     data: DataConfig, config: GPTDatasetConfig, blends: Sequence[Blend | None], files: dict[str, IndexedSummary]
 ) -> None:
-    """ValueError if a split that is needed holds no whole sample in one of its files."""
+    """Raise ValueError if a file of a needed split has less text than one sample."""
     needed = config.sequence_length + 1
     for number, (split, blend) in enumerate(zip(_SPLITS, blends, strict=True)):
         if blend is None:
@@ -247,8 +247,8 @@ def _check_enough_text(
 def _cache_folder(prefixes: Sequence[str], root: str | None) -> Path:
     """The folder of index caches, named by paths, sizes and times of the token files.
 
-    Megatron-core's caches are keyed on the path alone: after another preprocessing to the same path they would point
-    into text that is no longer there. Rank 0 removes the folder of an earlier state of the same files.
+    Megatron-core's caches are keyed on the path alone. If the files are preprocessed again, such a cache would point to
+    replaced text. Rank 0 removes the folder of an earlier state of the same files.
     """
     paths = [Path(prefix + extension).resolve() for prefix in prefixes for extension in (".bin", ".idx")]
     states = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -273,9 +273,9 @@ def _cache_folder(prefixes: Sequence[str], root: str | None) -> Path:
 
 
 def _remove_cut_short(folder: Path) -> None:
-    """Remove index files whose writing was cut short: megatron-core takes any that is there, and makes a missing one.
+    """Remove incomplete index files. Megatron-core would read them; it writes missing ones again.
 
-    One that grows is another run's, which is waited for.
+    A file that still grows belongs to another run. This function waits until it is complete.
     """
     for path in sorted(folder.glob("*_index.npy")):
         with suppress(FileNotFoundError):  # another run removed it
@@ -304,7 +304,7 @@ def _digest(values: Sequence[object]) -> str:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """A process group of one where there is none: BlendedDataset asks for its rank."""
+    """A process group of one rank if there is none: BlendedDataset asks for its rank."""
     if torch.distributed.is_initialized():
         yield
         return

@@ -1,6 +1,6 @@
-"""Documents in text files: JSON lines or plain text, compressed or not, read in batches of raw bytes.
+"""Documents in text files (JSON lines or plain text, compressed or not), read in batches of raw bytes.
 
-Reading and parsing are apart: one process decompresses (`read_batches`), many parse (`parse_batch`).
+Reading and parsing are separate: one process decompresses (`read_batches`), and many parse (`parse_batch`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEXT_SUFFIXES = (".txt", ".text", ".md")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
 
 _UTF8_BOM = b"\xef\xbb\xbf"
-#: Decompressed at once, which bounds the text held: 4 bytes of Zstandard can stand for 128 KiB, a chunk for 64 MiB.
+#: Compressed bytes decompressed at once. Limits memory: 4 bytes of Zstandard can give 128 KiB, so a chunk 64 MiB.
 _ZSTD_CHUNK_BYTES = 1 << 11
 _BLANK_LINE = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
@@ -50,12 +50,12 @@ class ParsedBatch:
 
     texts: dict[str, list[str]]
     places: list[str] = field(default_factory=list)
-    #: What was wrong with each skipped document.
+    #: The error of each skipped document.
     errors: list[str] = field(default_factory=list)
 
 
 def check_inputs(paths: Sequence[str]) -> int:
-    """Bytes on disk of all inputs; ValueError for one that is missing, empty, a folder or of an unknown kind."""
+    """Bytes on disk of all inputs. Raises ValueError if one is missing, empty, a folder or of an unknown kind."""
     total = 0
     for name in paths:
         path = Path(name)
@@ -73,9 +73,9 @@ def check_inputs(paths: Sequence[str]) -> int:
 def read_batches(
     paths: Sequence[str], *, split_on_blank_lines: bool = False, batch_bytes: int = 1 << 19
 ) -> Iterator[RawBatch]:
-    """The lines of all files in order, about `batch_bytes` of text at a time (never a part of a document).
+    """The lines of all files in order, about `batch_bytes` of text at a time. Documents are never split.
 
-    A plain-text file is one document, or one a paragraph with `split_on_blank_lines`.
+    A plain-text file is one document; with `split_on_blank_lines`, each paragraph is one.
 
     Raises:
         ValueError: a file that cannot be decompressed.
@@ -95,10 +95,10 @@ def read_batches(
 
 
 def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool = False) -> ParsedBatch:
-    """The texts of a batch. Plain text has one text a document, under the first key.
+    """The texts of a batch. A plain-text document has one text, under the first key.
 
     Raises:
-        ValueError: a malformed document, named by ``file:line`` (with `skip_errors` it is left out and listed instead).
+        ValueError: a malformed document; the message names ``file:line``. With `skip_errors` it is skipped and listed.
     """
     keys = json_keys if batch.layout == "json_lines" else json_keys[:1]
     parsed = ParsedBatch(texts={key: [] for key in keys})
@@ -109,7 +109,7 @@ def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool 
             else:
                 texts = [content.decode("utf-8")]
             for text in texts:
-                text.encode("utf-8")  # JSON can hold lone surrogates, which no tokenizer takes
+                text.encode("utf-8")  # JSON may contain lone surrogates, which no tokenizer accepts
         except ValueError as error:
             message = f"{batch.path}:{line}: {_reason(error)}"
             if not skip_errors:
@@ -123,7 +123,7 @@ def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool 
 
 
 def _documents(batch: RawBatch) -> Iterator[tuple[int, bytes]]:
-    """(line number, bytes) of each document in a batch; blank lines are no documents."""
+    """(line number, bytes) of each document in a batch. Blank lines are skipped."""
     if batch.layout == "whole_file":
         yield batch.first_line, batch.content
         return
@@ -192,9 +192,9 @@ def _text_suffix(name: str) -> str:
 
 @contextmanager
 def _decompressed(name: str, raw: BinaryIO) -> Iterator[IO[bytes]]:
-    """The text of an open file; what its decompressor raises becomes a ValueError."""
+    """The text of an open file. Errors of its decompressor become ValueErrors."""
     suffix = Path(name).suffix
-    stream: Any = raw  # the decompressors have no type in common
+    stream: Any = raw  # the decompressors have no common type
     damage: tuple[type[Exception], ...] = ()
     if suffix == ".gz":
         stream, damage = gzip.open(raw), (EOFError, gzip.BadGzipFile, zlib.error)  # noqa: SIM115
@@ -218,7 +218,7 @@ def _decompressed(name: str, raw: BinaryIO) -> Iterator[IO[bytes]]:
 class _ZstandardReader(io.RawIOBase):
     """The text of all frames of a Zstandard file.
 
-    zstandard's own reader takes an end of the file inside a frame for the end of the text.
+    zstandard's own reader does not report a file that ends inside a frame.
 
     Raises:
         EOFError: the file ends inside a frame.
@@ -242,7 +242,7 @@ class _ZstandardReader(io.RawIOBase):
 
 
 def _zstandard_chunks(raw: BinaryIO, decompressor: Any) -> Iterator[bytes]:
-    """Pieces of the text, some of them empty."""
+    """Parts of the text; some may be empty."""
     compressed, frame = b"", None
     while compressed := compressed or raw.read(_ZSTD_CHUNK_BYTES):
         frame = frame or decompressor.decompressobj()

@@ -1,7 +1,7 @@
-"""A run's tokenizer as files that Hugging Face's tools load, and theirs as a run's.
+"""Export of a run's tokenizer to files that Hugging Face's tools load, and import of theirs.
 
-A SentencePiece model becomes a ``tokenizer.json`` only if that gives the same ids: it is made, tried on awkward texts
-and on the model's own pieces, and not written where one differs.
+A SentencePiece model becomes a ``tokenizer.json`` only if both give the same ids. The converted tokenizer is tried on
+awkward texts and on the model's own pieces, and is not written if any result differs.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """What became of a tokenizer.
+    """Result of an export.
 
     Attributes:
-        message: for the user.
+        message: what was exported, for the user.
         token_ids: ``eos_token_id`` and the like, for config.json.
         is_complete: whether Hugging Face's tools can load it.
     """
@@ -58,7 +58,7 @@ class ExportedTokenizer:
 
 
 def export_tokenizer(data: DataConfig, folder: Path) -> ExportedTokenizer:
-    """Put a run's tokenizer beside an exported model, as far as it can be expressed there.
+    """Write a run's tokenizer beside an exported model, as far as Hugging Face's format can express it.
 
     Raises:
         ValueError: the tokenizer's files cannot be read.
@@ -92,11 +92,11 @@ def export_tokenizer(data: DataConfig, folder: Path) -> ExportedTokenizer:
 
 @dataclass(frozen=True)
 class ImportedTokenizer:
-    """A tokenizer of theirs as a run's.
+    """A Hugging Face tokenizer as the tokenizer of a run.
 
     Attributes:
-        message: for the user.
-        tokenizer_type, tokenizer_model: the run's settings, None where there is no tokenizer.
+        message: what was imported, for the user.
+        tokenizer_type, tokenizer_model: the run's settings; None if the folder has no tokenizer.
     """
 
     message: str
@@ -132,7 +132,7 @@ def _copy_files(folder: Path, target: Path) -> list[str]:
 
 
 def _their_token_ids(folder: Path) -> dict[str, int]:
-    """The ids of the special tokens that a folder names, from its added tokens."""
+    """The ids of the special tokens that a folder names, read from its added tokens."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -149,7 +149,7 @@ def _their_token_ids(folder: Path) -> dict[str, int]:
 
 
 class _NotExpressibleError(ValueError):
-    """A SentencePiece model that has no equivalent tokenizer.json, and why."""
+    """A SentencePiece model has no equivalent tokenizer.json. The message says why."""
 
 
 def _convert(path: Path) -> tuple[Any, dict[str, Any]]:
@@ -198,7 +198,7 @@ def _convert(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def _merges(pieces: Any) -> Iterator[tuple[str, str]]:
-    """The merges of a BPE model: every way to put a piece together from two, best pieces first."""
+    """The merges of a BPE model: every pair of pieces that forms a piece, best pieces first."""
     normal = sorted((piece for piece in pieces if piece.type == _NORMAL), key=lambda piece: -piece.score)
     known = {piece.piece for piece in normal}
     for piece in normal:
@@ -209,7 +209,7 @@ def _merges(pieces: Any) -> Iterator[tuple[str, str]]:
 
 
 def _difference(converted: Any, tokenizer: SentencePieceTokenizer, path: Path) -> str | None:
-    """The first text for which ids or their text differ, None where all agree."""
+    """The first text for which ids or decoded text differ; None if all agree."""
     draw = random.Random(0)
     drawn = [[draw.randrange(tokenizer.vocab_size) for _ in range(40)] for _ in range(200)]
     special = {token.content for token in converted.get_added_tokens_decoder().values() if token.special}

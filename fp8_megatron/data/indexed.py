@@ -1,8 +1,8 @@
-"""Checks of a token dataset (Megatron's .bin/.idx pair) before training, each naming file, what is wrong and the fix.
+"""Checks of a token dataset (Megatron's .bin/.idx pair) before training. Errors name the file, the fault and the fix.
 
 The .idx file is: 9 bytes magic, uint64 version, uint8 dtype code, uint64 sequences n, uint64 document boundaries d;
 then int32[n] lengths in tokens, int64[n] byte offsets into .bin, int64[d] boundaries in sequences (the first 0, the
-last n), and in multimodal datasets int8[n] modes. The .bin file is the tokens, nothing else.
+last n), and in multimodal datasets int8[n] modes. The .bin file contains only the tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.datasets.indexed_dataset import DType
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-#: .bin files up to this are searched whole for token ids outside the vocabulary; of larger ones, slices.
+#: .bin files up to this size are searched whole for token ids outside the vocabulary. Larger ones are sampled.
 FULL_SCAN_BYTES = 64 << 20
 _NUM_SLICES = 32
 _SLICE_TOKENS = 1 << 18
@@ -26,7 +26,7 @@ _REPEAT = "run tools/preprocess_data.py again"
 
 @dataclass(frozen=True, eq=False)
 class IndexedSummary:
-    """What a token dataset holds."""
+    """Contents of a token dataset."""
 
     prefix: str
     dtype: np.dtype
@@ -39,14 +39,14 @@ class IndexedSummary:
 def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> IndexedSummary:
     """Check that ``prefix.bin`` and ``prefix.idx`` belong together and fit the vocabulary.
 
-    Costs one pass over .idx, and one over .bin up to 64 MB (32 slices of 256k tokens beyond).
+    Reads all of .idx, and all of .bin up to 64 MB; of a larger .bin, 32 slices of 256k tokens.
 
     Args:
         prefix: path without extension.
-        vocab_size: token ids have to be below this; None leaves token ids unchecked.
+        vocab_size: upper bound of token ids (exclusive). None: do not check token ids.
 
     Raises:
-        ValueError: the first thing found wrong.
+        ValueError: the first fault that was found.
     """
     bin_path, idx_path = _existing_files(prefix)
     dtype, num_sequences, num_boundaries = _read_header(idx_path)
@@ -94,7 +94,7 @@ def _existing_files(prefix: str) -> tuple[Path, Path]:
 
 
 def _read_header(idx_path: Path) -> tuple[np.dtype, int, int]:
-    """(dtype of tokens, number of sequences, number of document boundaries), with the file's size checked."""
+    """(dtype of tokens, number of sequences, number of document boundaries). Checks the file's size."""
     size = idx_path.stat().st_size
     with open(idx_path, "rb") as stream:
         head = stream.read(_HEADER.size)

@@ -1,4 +1,4 @@
-"""Batches: which samples a data-parallel rank reads, in which order, from where after a resume."""
+"""Batches: which samples a data-parallel rank reads, in which order, and where it starts after a resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-#: What a sample (each [seq]) and a batch (each [micro_batch, seq]) hold; loss_mask is float32, the others int64.
+#: Keys of a sample (each tensor [seq]) and a batch (each [micro_batch, seq]). loss_mask is float32, the others int64.
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -19,15 +19,15 @@ class MicroBatchSampler(Sampler[list[int]]):
     """Indices of one rank's micro-batches, in Megatron's order.
 
     Global micro-step k covers the next ``micro_batch_size · data_parallel_size`` samples, of which rank r takes the
-    r-th run of `micro_batch_size`. So a step's set of samples depends on the global batch alone, not on how it is split
-    into ranks and micro-batches, and `consumed_samples` says exactly where to go on.
+    r-th run of `micro_batch_size`. So a step's set of samples depends only on the global batch, not on how it is split
+    into ranks and micro-batches, and `consumed_samples` is enough to resume.
 
     Args:
         num_samples: length of the dataset.
         micro_batch_size: samples of one rank in one micro-step.
         data_parallel_rank, data_parallel_size: of this rank.
         consumed_samples: samples that all ranks together have already seen.
-        cycle: start again at the end (validation) instead of stopping before an incomplete micro-step.
+        cycle: start over at the end (for validation) instead of stopping before an incomplete micro-step.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class MicroBatchSampler(Sampler[list[int]]):
 
 
 class BatchLoader(Iterator[dict[str, torch.Tensor]]):
-    """Batches of a DataLoader, and an end to its processes: when closed, collected, or when this process exits.
+    """Batches of a DataLoader. Ends its processes when it is closed or collected, or when this process exits.
 
-    Left to themselves at exit, processes that ignore SIGTERM (`_ignore_signals`) would be waited for without end.
+    The processes ignore SIGTERM (`_ignore_signals`), so without this class the exit would wait for them forever.
     """
 
     def __init__(self, loader: DataLoader):
@@ -86,8 +86,8 @@ class BatchLoader(Iterator[dict[str, torch.Tensor]]):
         self.close()
 
     def close(self) -> None:
-        """End the loader processes; no batches come after."""
-        self._batches = None  # its finaliser asks them to end, and waits for a while
+        """End the loader processes. There are no batches afterwards."""
+        self._batches = None  # its finaliser asks the processes to end, and waits for a while
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -104,17 +104,17 @@ def build_loader(
     consumed_samples: int = 0,
     cycle: bool = False,
 ) -> BatchLoader:
-    """One rank's micro-batches on the CPU (pinned where there is a GPU), in the order of `MicroBatchSampler`.
+    """One rank's micro-batches on the CPU (pinned if there is a GPU), in the order of `MicroBatchSampler`.
 
-    Arguments as there, and:
+    Takes the sampler's arguments and:
         dataset: samples with `SAMPLE_KEYS`, already shuffled (GPTDataset is).
-        num_workers: loader processes; 0 loads in this one. The batches are the same.
+        num_workers: loader processes; 0 loads in this process. It does not change the batches.
 
     Raises:
-        ValueError: nothing is left after `consumed_samples`.
+        ValueError: there are no samples after `consumed_samples`.
     """
     sampler = MicroBatchSampler(
-        len(dataset),  # type: ignore[arg-type]  # map-style datasets have a length, their base class does not
+        len(dataset),  # type: ignore[arg-type]  # map-style datasets have a length, but their base class declares none
         micro_batch_size=micro_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
@@ -128,7 +128,7 @@ def build_loader(
         collate_fn=_stack,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_ignore_signals if num_workers else None,
-        # The loader draws a seed for its workers: not from the global generator, whose state belongs to training.
+        # The loader draws a seed for its workers. It must not change the global generator, which training uses.
         generator=torch.Generator(),
     )
     return BatchLoader(loader)
@@ -139,9 +139,9 @@ def _stack(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Let a loader process live through what schedulers and terminals send to every process of a job.
+    """Ignore the signals that schedulers and terminals send to every process of a job.
 
-    The trainer needs its batches until it has finished the step and saved; then it ends the process itself.
+    The trainer needs batches until it has finished the step and saved. Then it ends the loader process itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

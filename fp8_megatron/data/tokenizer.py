@@ -10,22 +10,22 @@ from pathlib import Path
 
 
 class Tokenizer(ABC):
-    """What preprocessing and megatron-core's datasets need of a tokenizer.
+    """The interface that preprocessing and megatron-core's datasets need.
 
     `encode` adds no special tokens: preprocessing appends `eod` itself.
     """
 
-    #: Token ids are below this; the model's vocabulary is this, padded.
+    #: Token ids are below this. The model's vocabulary is this size, padded.
     vocab_size: int
     #: End-of-document id.
     eod: int
-    #: Megatron-core masks this id out of the loss. None of ours: sequences are packed, never padded.
+    #: Megatron-core masks this id out of the loss. No token has id -1: sequences are packed, never padded.
     pad: int = -1
 
     def __init__(self, vocab_size: int, eod: int, model: str | None):
         self.vocab_size = vocab_size
         self.eod = eod
-        # Megatron-core writes this into the description that its dataset caches are keyed on.
+        # Megatron-core includes this in the description that is the key of its dataset caches.
         self.unique_identifiers = {"class": type(self).__name__, "tokenizer_path": [model], "vocab_size": vocab_size}
 
     def encode(self, text: str) -> list[int]:
@@ -34,7 +34,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, in order; single-threaded, since callers run one process per core."""
+        """Token ids of each text, in order. Uses one thread, because callers run one process per core."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -44,11 +44,12 @@ class Tokenizer(ABC):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model`` file.
 
-    A BPE model in which no piece reaches over the start of a word, a newline or a tab (tools/train_tokenizer.py makes
-    such) gives the same ids word by word as all at once: then words are cached, which is two to four times as fast.
+    Words are encoded one by one and cached if that gives the same ids; this is two to four times as fast. The ids are
+    the same for a BPE model in which no piece crosses the start of a word, a newline or a tab, such as
+    `fp8-megatron tokenize` makes.
     """
 
-    # Spaces belong to the word after them. SentencePiece writes a space as ▁ (U+2581), and reads one as a space.
+    # Spaces belong to the next word. SentencePiece writes a space as ▁ (U+2581), and reads ▁ as a space.
     _WORDS = re.compile(r"[\n\t]|[ \u2581]*[^ \u2581\n\t]+|[ \u2581]+")
     _MAX_CACHED_WORDS = 400_000
     _OVER_WORDS = re.compile(r"[^\u2581]\u2581|.[\n\t]|[\n\t].", re.DOTALL)
@@ -91,7 +92,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode([int(token) for token in ids])
 
     def _is_wordwise(self) -> bool:
-        """Whether encoding word by word is exact: nothing is normalised or added, and no piece reaches over words."""
+        """Whether encoding word by word is exact: no normalisation, nothing added, and no piece crosses words."""
         from sentencepiece import sentencepiece_model_pb2
 
         model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
@@ -143,7 +144,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """No model: text is token ids separated by spaces. The last id of the vocabulary ends a document."""
+    """A tokenizer without a model: text is token ids separated by spaces. The last id ends a document."""
 
     def __init__(self, vocab_size: int):
         if vocab_size < 2:
@@ -175,11 +176,11 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size
 
     Args:
         tokenizer_type: SentencePieceTokenizer, HuggingFaceTokenizer or NullTokenizer.
-        tokenizer_model: the model file or folder; NullTokenizer has none.
-        vocab_size: of the model. NullTokenizer takes it; the others only have to fit into it.
+        tokenizer_model: the model file or folder; None for NullTokenizer.
+        vocab_size: of the model. NullTokenizer uses it; other tokenizers must fit into it.
 
     Raises:
-        ValueError: no or a bad model, a model without end-of-sequence token, or a model that does not fit.
+        ValueError: the model is missing or bad, has no end-of-sequence token, or does not fit into `vocab_size`.
     """
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None:
@@ -200,6 +201,6 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tp: int) -> int:
-    """`vocab_size` rounded up to a multiple of ``make_divisible_by · tp``, so that it divides over `tp` ranks."""
+    """`vocab_size` rounded up to a multiple of ``make_divisible_by · tp``, so that `tp` ranks get equal parts."""
     multiple = make_divisible_by * tp
     return -(-vocab_size // multiple) * multiple

@@ -1,1 +1,1 @@
-"""What a run will need: memory."""
+"""Predictions of the memory that a run needs."""

@@ -14,7 +14,7 @@ from .storage import model_storage
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of one model-parallel rank, by how they are stored where every layer is in FP8."""
+    """Parameters of one model-parallel rank, grouped by their storage when every layer is in FP8."""
 
     linear: int
     matrix: int
@@ -53,7 +53,7 @@ def count_parameters(
 
 
 def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0) -> MemoryByKind:
-    """What a rank of pipeline stage `stage` will hold; padding and the buffers of the wire are not in it."""
+    """Predicted memory of a rank of pipeline stage `stage`, without padding and wire buffers."""
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     replicas = world_size // (tp * pp)
@@ -89,7 +89,7 @@ def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: 
         gradients = []
     state = [(dtype, count // replicas) for dtype in (formats.exp_avg, formats.exp_avg_sq, master)]
     if is_own_master and replicas > 1:
-        state.append((master, count))  # the scales of every replica's weights
+        state.append((master, count))  # the rank holds scales of all replicas' weights
     return StorageBytes(
         num_params=count,
         weights=count * formats.weight.itemsize,

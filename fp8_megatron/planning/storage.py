@@ -1,4 +1,4 @@
-"""The storage that a configuration asks for."""
+"""The storage formats that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..sharding.storage import ModelStorage
 
 
 def model_storage(precision: PrecisionConfig, num_micro_batches: int) -> ModelStorage:
-    """What a model is stored in.
+    """Storage formats of a model.
 
     Args:
         num_micro_batches: gradients that each parameter receives per step.

@@ -1,7 +1,7 @@
 """Model FLOPs per token and dense peak rates: the numerator and the denominator of MFU.
 
-Only the model's own work is counted: forward and backward of linear layers, LM head and core attention, whatever their
-precision; recomputation, quantisation, norms and the embedding look-up are not.
+The count covers forward and backward of linear layers, LM head and core attention in any precision. It leaves out
+recomputation, quantisation, norms and the embedding look-up.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from ..config.schema import ModelConfig, Precision
 #: How `model_flops_per_token` counts core attention, as logs name it: ``FLOPS_CONVENTION[causal]``.
 FLOPS_CONVENTION = {False: "full attention", True: "causal attention"}
 
-#: Dense peak (no sparsity) in FLOP/s by device name, as (bf16, fp8); fp8 is None where the tensor cores have none.
-#: The first name contained in the device's counts, so a variant stands before the name that it contains.
+#: Dense peak (no sparsity) in FLOP/s by device name, as (bf16, fp8); fp8 is None if the tensor cores have no FP8.
+#: The first name that the device's name contains is used, so a variant precedes the shorter name.
 PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
     "GB200": (2500e12, 5000e12),
     "B200": (2250e12, 4500e12),
@@ -41,11 +41,11 @@ def model_flops_per_token(model: ModelConfig, *, causal: bool, padded_vocab_size
 
     ``3 · (2 · linear params + 2 · hidden · vocabulary + layers · attention)``: the backward of a GEMM costs two
     forwards. Attention is two GEMMs of ``2 · seq · heads · head_dim`` per token and layer with ``causal=False``, the
-    convention of Megatron and FP8-LM (arXiv 2310.18313) that all published TFLOP/s of theirs use, and half of
-    that with ``causal=True``, which counts only the positions that a token sees.
+    convention of all TFLOP/s that Megatron and FP8-LM (arXiv 2310.18313) publish. ``causal=True`` gives half of
+    that: it counts only the positions that a token sees.
 
     Args:
-        padded_vocab_size: rows of the LM head, which is counted tied or untied; the embedding look-up is not.
+        padded_vocab_size: rows of the LM head. The head is counted whether or not it is tied.
     """
     linear = 2 * model.num_layers * linear_params_per_layer(model)
     head = 2 * model.hidden_size * padded_vocab_size
@@ -61,12 +61,12 @@ def peak_flops(device_name: str, precision: Precision) -> float | None:
         precision: bf16 and fp16 have the BF16 peak, te and fp8 the FP8 peak.
 
     Returns:
-        None for a device that is not in `PEAK_FLOPS`, a MIG slice of one, or FP8 on a device without it: no MFU then.
+        None (no MFU) for a device that is not in `PEAK_FLOPS`, for a MIG slice, and for FP8 on a device without FP8.
     """
     if " MIG " in device_name:
         return None
     for name, (bf16, fp8) in PEAK_FLOPS.items():
-        # A whole word, so that "H20" is not found in "H200" nor "A100" in "A1000".
+        # Match whole words, so that "H20" does not match "H200" and "A100" does not match "A1000".
         if f" {name} " in f" {device_name.replace('-', ' ')} ":
             return bf16 if precision in ("bf16", "fp16") else fp8
     return None

@@ -1,4 +1,4 @@
-"""What weights and optimizer state hold on one rank, measured, beside what BF16 mixed precision would hold."""
+"""Measured memory of weights and optimizer state on one rank, compared with BF16 mixed precision."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ..storage import LEVELS, StorageDtype, StorageFormats
 
 @dataclass(frozen=True)
 class StorageBytes:
-    """Bytes that one group of parameters holds on this rank: of the tensors themselves, not of an estimate."""
+    """Bytes of one group of parameters on this rank, summed over the actual tensors."""
 
     num_params: int
-    """Parameters of this rank, before the optimizer's sharding over data-parallel ranks."""
+    """Parameters of this rank, before the optimizer shards them over data-parallel ranks."""
     weights: int
-    """Weights at rest; copies that a forward makes and drops are not in here."""
+    """Weights at rest, without temporary copies made by a forward."""
     gradients: int
-    """Gradient buffers that last for the step."""
+    """Gradient buffers that live for the whole step."""
     master_weights: int
-    """0 where the weight is its own master."""
+    """0 if the weight is its own master."""
     exp_avg: int
     exp_avg_sq: int
     scales: int
-    """Scales of all of the above."""
+    """Scales of weights, gradients, masters and moments."""
 
     @property
     def total(self) -> int:
-        """Bytes of every kind together."""
+        """Sum of all kinds, in bytes."""
         return sum(getattr(self, kind) for kind in _KINDS)
 
     def __add__(self, other: StorageBytes) -> StorageBytes:
@@ -39,13 +39,13 @@ class StorageBytes:
 
 @dataclass(frozen=True)
 class MemoryByKind:
-    """The two groups of parameters: linear weights in the level's formats, and all the rest in BF16 mixed precision."""
+    """The two groups of parameters: linear weights in the level's formats, all others in BF16 mixed precision."""
 
     linear: StorageBytes
     rest: StorageBytes
     """Embedding, LM head, norms and biases."""
     wire_buffers: int = 0
-    """Bytes of the buffers that gradients are sent from and received in, for all parameters together."""
+    """Bytes of the buffers that gradients are sent from and received into, for all parameters."""
 
 
 _KINDS: dict[str, str] = {
@@ -66,17 +66,17 @@ def memory_table(
     level: str = "this run",
     num_optimizer_shards: int = 1,
 ) -> str:
-    """Bytes per parameter and GB by kind: this run as measured, BF16 mixed precision, and the factor between.
+    """Bytes per parameter and GB by kind: measured for this run, for BF16 mixed precision, and their ratio.
 
     Args:
-        predicted: what the configuration said before anything was built.
-        formats: what linear weights and their state are stored in.
-        level: name of the run's level in the heading.
-        num_optimizer_shards: data-parallel ranks that share master weights and moments; BF16 is counted with the same
-            sharding, or the saving would be the sharding's.
+        predicted: what `predict_memory` gave for the configuration before the model was built.
+        formats: storage dtypes of linear weights and their state.
+        level: name of the run's level, for the heading.
+        num_optimizer_shards: data-parallel ranks that share master weights and moments. BF16 is counted with the same
+            sharding, so that the ratio shows the formats' saving alone.
 
     Returns:
-        Text without colours, at most 120 columns wide whatever the terminal.
+        Text without colours, at most 120 columns wide on any terminal.
     """
     total = measured.linear + measured.rest
     baseline = bf16_bytes(total.num_params, num_optimizer_shards=num_optimizer_shards)
@@ -117,7 +117,7 @@ def memory_table(
 
 
 def bf16_bytes(num_params: int, *, num_optimizer_shards: int = 1) -> StorageBytes:
-    """What BF16 mixed precision holds for as many parameters: 2 + 4 + (4 + 4 + 4) / shards bytes each."""
+    """Memory of `num_params` parameters in BF16 mixed precision: 2 + 4 + (4 + 4 + 4) / shards bytes each."""
     formats = LEVELS["bf16"]
     assert formats.master_weight is not None
     return StorageBytes(

@@ -1,4 +1,4 @@
-"""What a step and a validation report, and the logger that takes it to console, metrics.jsonl, TensorBoard and W&B."""
+"""Metrics of steps and validations, and their logger: console, metrics.jsonl, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 EvalSplit = Literal["valid", "test"]
 _SPLIT_NAMES: dict[str, str] = {"valid": "validation", "test": "test"}
 
-#: Steps whose mean loss is the final train loss, and whose mean duration is the ETA's.
+#: The final train loss is the mean over this many last steps; the ETA uses their mean duration.
 _FINAL_LOSS_STEPS = 10
 _ETA_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics(StepFigures):
-    """One optimizer step, as every rank agrees on it: its figures, and what the host adds."""
+    """One optimizer step: its figures, and what the host adds. Equal on all ranks."""
 
     iteration: int = reported(None)
     """1 for the first step."""
@@ -41,7 +41,7 @@ class StepMetrics(StepFigures):
     tflops_per_gpu: float = reported("throughput/tflops_per_gpu")
     """Model TFLOP/s with full attention (Megatron's convention)."""
     mfu: float | None = reported("throughput/mfu")
-    """`tflops_per_gpu` over the device's dense peak, 0 to 1; None where that is unknown."""
+    """`tflops_per_gpu` over the device's dense peak, 0 to 1; None if the peak is unknown."""
     step_seconds: float = reported("throughput/step_seconds")
     skipped_steps: int = reported("train/skipped_steps")
     """Steps skipped so far in the whole run."""
@@ -54,7 +54,7 @@ class StepMetrics(StepFigures):
         return {"kind": "train", "iteration": self.iteration} | {name: getattr(self, name) for name in reported_fields}
 
     def scalars(self) -> dict[str, float]:
-        """Tag → value, for TensorBoard and W&B; figures that are None are left out."""
+        """Tag → value, for TensorBoard and W&B, without figures that are None."""
         tagged = ((field.metadata["tag"], getattr(self, field.name)) for field in fields(self))
         return {tag: value for tag, value in tagged if tag is not None and value is not None}
 
@@ -68,16 +68,16 @@ class EvalMetrics:
     loss: float
     """Mean, nats per token."""
     perplexity: float
-    """``exp(loss)``; infinite where that overflows."""
+    """``exp(loss)``; infinite if that overflows."""
 
     @classmethod
     def from_loss(cls, iteration: int, split: EvalSplit, loss: float) -> EvalMetrics:
-        """Fill in the perplexity."""
+        """The metrics of a loss, with the perplexity computed."""
         return cls(iteration, split, loss, math.exp(loss) if not loss > 709 else math.inf)
 
 
 class MetricsLogger:
-    """Logs steps and validations on the writing rank; on other ranks every call does nothing."""
+    """Logs steps and validations on the writing rank. On other ranks, every call does nothing."""
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class MetricsLogger:
         peak_flops: float | None = None,
         run_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open everything that is written to.
+        """Open all outputs.
 
         Args:
-            resume_iteration: last iteration done before this session; metrics.jsonl is cut after it. 0 starts anew.
-            peak_flops: the MFU's denominator in FLOP/s, to name it.
-            run_config: what W&B shows as the run's configuration.
+            resume_iteration: last iteration before this session; metrics.jsonl is cut after it. 0: a new run.
+            peak_flops: the MFU's denominator in FLOP/s, to be logged.
+            run_config: the run's configuration, for W&B.
         """
         self._is_writer = is_writer
         self._log_interval = config.log_interval
@@ -122,7 +122,7 @@ class MetricsLogger:
         self.close()
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Record one step; its line is shown every log_interval, first, last and with a loss that is not finite."""
+        """Record one step. Prints its line for the first, the last, every log_interval-th and every non-finite step."""
         if not self._is_writer:
             return
         first = self._history.num_session_steps == 0
@@ -155,7 +155,7 @@ class MetricsLogger:
         )
 
     def summary(self) -> str:
-        """The run so far as readable text; empty on ranks that write nothing."""
+        """A readable summary of the run so far; empty on ranks that write nothing."""
         if not self._is_writer:
             return ""
         rows = self._history.summary_rows(self._total_iterations, self._resume_iteration, self._peak_flops)
@@ -166,7 +166,7 @@ class MetricsLogger:
         return "\n".join(["training summary", *lines])
 
     def close(self) -> None:
-        """Remove the bar and close every file; calling it again does nothing."""
+        """Remove the bar and close every file. Further calls do nothing."""
         if not self._is_writer:
             return
         if self._progress is not None:
@@ -203,7 +203,7 @@ def step_line(
 
 
 class _RunHistory:
-    """What the summary and the ETA need of all steps; throughput, time and memory are of this session only."""
+    """What the summary and the ETA need of all steps. Throughput, time and memory cover this session only."""
 
     def __init__(self) -> None:
         self.evals: list[EvalMetrics] = []
@@ -220,7 +220,7 @@ class _RunHistory:
         return len(self._tokens_per_second)
 
     def restore(self, records: list[dict[str, Any]]) -> None:
-        """Take losses and validations of earlier sessions from the lines that metrics.jsonl keeps."""
+        """Restore losses and validations of earlier sessions from the records of metrics.jsonl."""
         for record in records:
             loss = math.nan if record["loss"] is None else record["loss"]
             if record["kind"] == "train":

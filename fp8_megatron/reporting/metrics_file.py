@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, one history a file, readable after any crash."""
+"""metrics.jsonl: one JSON object per line, one run's history per file, readable after any crash."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file in order; a line that a crash cut short is left out."""
+    """All records of a metrics file in order, without a line that a crash cut short."""
     return [record for _, record in _read_lines(path)]
 
 
 class MetricsFile:
-    """Appends records to a metrics file, after making it the history of this run up to ``resume_iteration``."""
+    """Appends records to a metrics file, which is first cut to this run's history up to ``resume_iteration``."""
 
     def __init__(self, path: Path, *, resume_iteration: int) -> None:
-        """Keep what `path` has up to `resume_iteration`; a run from scratch sets an older file aside under a number."""
+        """Keep the records of `path` up to `resume_iteration`. A new run renames an older file with a number."""
         self.path = path
         self.kept: list[dict[str, Any]] = []
         if path.exists():
@@ -46,9 +46,9 @@ class MetricsFile:
         self._has_failed = False
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line at once, so that a reader (or a crash) finds whole lines.
+        """Write one line in one call, so that readers find whole lines, also after a crash.
 
-        One that cannot be written, as on a full disk, is left out, with a warning the first time.
+        A line that cannot be written (e.g. on a full disk) is dropped. The first such line logs a warning.
         """
         line = json_line(record).encode()
         try:
@@ -64,7 +64,7 @@ class MetricsFile:
             self._num_bytes += len(line)
 
     def close(self) -> None:
-        """Close the file; appending is over."""
+        """Close the file. Nothing can be appended afterwards."""
         try:
             self._cut_torn_line()
             self._stream.close()
@@ -72,7 +72,7 @@ class MetricsFile:
             self._warn("lines may be missing", error)
 
     def _cut_torn_line(self) -> None:
-        """Remove what was written of a line before an error."""
+        """Remove the part of a line that was written before an error."""
         if self._is_torn:
             self._stream.truncate(self._num_bytes)
             self._is_torn = False

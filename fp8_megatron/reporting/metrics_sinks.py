@@ -1,4 +1,4 @@
-"""Where metrics go besides the console and metrics.jsonl: TensorBoard, W&B and a progress bar."""
+"""Outputs of metrics besides the console and metrics.jsonl: TensorBoard, W&B and a progress bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ScalarSink(Protocol):
-    """Takes named scalars at iterations; ``destination`` says where they can be looked at."""
+    """Takes named scalars per iteration. ``destination`` says where to look at them."""
 
     destination: str
 
@@ -31,7 +31,7 @@ class ScalarSink(Protocol):
 def open_sinks(
     config: LoggingConfig, output_dir: Path, *, resume_iteration: int, run_config: Mapping[str, Any] | None
 ) -> list[ScalarSink]:
-    """The sinks that `config` asks for. One that cannot start is left out with a warning: no run dies of it."""
+    """The sinks that `config` asks for. A sink that cannot start is left out with a warning; the run continues."""
     sinks: list[ScalarSink] = []
     if config.tensorboard:
         try:
@@ -57,7 +57,7 @@ def open_sinks(
 
 
 class GuardedSink:
-    """A sink that ends no run: after an error it warns once and stays silent."""
+    """A sink whose errors do not end the run. After the first error it warns once and logs nothing more."""
 
     def __init__(self, sink: ScalarSink, name: str) -> None:
         self.destination = sink.destination
@@ -66,16 +66,16 @@ class GuardedSink:
         self._has_failed = False
 
     def log(self, scalars: Mapping[str, float], iteration: int) -> None:
-        """Log where nothing has failed yet."""
+        """Log, unless an earlier call failed."""
         if self._has_failed:
             return
         try:
             self._sink.log(scalars, iteration)
-        except Exception as error:  # whatever a library raises, the training matters more
+        except Exception as error:  # libraries raise any type; training must continue
             self._warn(f"logging stops at iteration {iteration}", error)
 
     def close(self) -> None:
-        """Close the sink, which may fail as well."""
+        """Close the sink. An error is logged and not raised."""
         try:
             self._sink.close()
         except Exception as error:  # as in log
@@ -88,10 +88,10 @@ class GuardedSink:
 
 
 class TensorBoardSink:
-    """TensorBoard events; on resume, TensorBoard hides what an earlier session wrote after the resume iteration."""
+    """TensorBoard events. On resume, TensorBoard hides events of an earlier session after the resume iteration."""
 
     def __init__(self, log_dir: Path, *, resume_iteration: int) -> None:
-        # Imported here: it takes a second that ranks which write nothing need not wait for.
+        # Imported here because it takes a second, and only the writing rank needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(log_dir), purge_step=resume_iteration + 1)
@@ -108,7 +108,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run, continued under its id on resume."""
+    """A W&B run. On resume it continues under the same id."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class WandbSink:
             resume="allow" if run_id is not None else None,
         )
         id_file.write_text(f"{self._run.id}\n")
-        # W&B's own step only grows, and a resumed run goes back to its checkpoint: our iteration is the axis.
+        # W&B's own step can only grow, but a resumed run goes back to its checkpoint. So our iteration is the axis.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
         self.destination = self._run.url or str(Path(self._run.dir).parent)
@@ -148,11 +148,11 @@ class WandbSink:
 
 
 class ProgressBar:
-    """A bar with the time left on stderr's last line; log lines are printed above it."""
+    """A bar with the remaining time on stderr's last line. Log lines are printed above it."""
 
     def __init__(self, *, total: int, completed: int) -> None:
-        """Show the bar of iterations; `completed` ones are done already."""
-        # soft_wrap: a log line longer than the terminal is wrapped by the terminal and stays one line when copied.
+        """Show the bar, with `completed` iterations already done."""
+        # soft_wrap: the terminal wraps a long log line, so that it stays one line when copied.
         console = Console(stderr=True, force_terminal=True, soft_wrap=True)
         self._progress = Progress(
             TextColumn("training"),
@@ -178,7 +178,7 @@ class ProgressBar:
         self._progress.update(self._task, completed=iteration, loss=f"{loss:.4f}")
 
     def close(self) -> None:
-        """Remove the bar and give log handlers their streams back; calling it again does nothing."""
+        """Remove the bar and restore the log handlers' streams. Further calls do nothing."""
         for handler, stream in self._redirected:
             handler.setStream(stream)
         self._redirected = []
@@ -191,9 +191,10 @@ def wants_progress_bar(config: LoggingConfig) -> bool:
 
 
 def _redirect_log_handlers(replacement: dict[Any, Any]) -> list[tuple[logging.StreamHandler, Any]]:
-    """Point this logger's stream handlers at the streams that print above the bar; returns what to undo.
+    """Point this logger's stream handlers at the streams that print above the bar; returns what to restore.
 
-    A handler keeps the stream it was made with, so replacing ``sys.stderr`` alone would leave log lines in the bar.
+    A handler keeps the stream that it was created with. Replacing ``sys.stderr`` alone would print log lines into the
+    bar.
     """
     redirected = []
     current: logging.Logger | None = logger

@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from .metrics_file import read_records
 
-#: Okabe and Ito's colours, told apart by colour-blind readers too; grey is the reference.
+#: Okabe and Ito's colours, which colour-blind readers can tell apart. The reference is grey.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _REFERENCE_COLOR = "#999999"
 _EVAL_COLOR = "#D55E00"
@@ -25,20 +25,20 @@ _LOG_AXIS_RATIO = 5.0
 
 @dataclass(frozen=True)
 class LossCurves:
-    """One run's losses; a step whose loss was not finite has NaN."""
+    """One run's losses. NaN stands for a loss that was not finite."""
 
     iterations: np.ndarray
     losses: np.ndarray
     tokens: np.ndarray
-    """Consumed after each iteration."""
+    """Tokens consumed up to and including each iteration."""
     eval_iterations: np.ndarray
     eval_losses: np.ndarray
 
     @property
     def smoothed(self) -> np.ndarray:
-        """Centred moving mean over about 1/40 of the run, twice: no lag behind the raw curve, no box around a spike."""
+        """Centred moving mean over about 1/40 of the run, applied twice: no lag, and no box around a spike."""
         reach = len(self.losses) // 80
-        # The same reach to both sides, so that the mean of a falling curve is not pulled off at its ends.
+        # The window is symmetric at the ends too; otherwise it would bias the ends of a falling curve.
         return _moving_mean(_moving_mean(self.losses, reach, symmetric=True), reach, symmetric=True)
 
 
@@ -92,11 +92,11 @@ def compare_losses(
     """Overlay the smoothed training losses of several runs, with each run's gap to the reference below.
 
     Args:
-        runs: metrics file by the name in the legend.
-        reference: the run that gaps are measured to; the first one by default.
+        runs: name in the legend → metrics file.
+        reference: the run that gaps are measured against. Default: the first one.
 
     Raises:
-        ValueError: fewer than two runs, an unknown reference, or a run that shares no finite step with it.
+        ValueError: fewer than two runs, an unknown reference, or a run that shares no finite step with the reference.
     """
     if len(runs) < 2:
         raise ValueError(f"a comparison needs two runs or more, got {list(runs)}; plot_losses draws one")
@@ -141,7 +141,7 @@ def _draw_run(axes: Axes, curves: LossCurves, name: str, color: str, *, linewidt
 
 
 def _loss_gap(run: LossCurves, reference: LossCurves, name: str, reference_name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Difference at the iterations that both have: on equal batches it is far less noisy than either loss."""
+    """Difference at the iterations that both runs have. With equal batches it is far less noisy than either loss."""
     common, in_run, in_reference = np.intersect1d(run.iterations, reference.iterations, return_indices=True)
     gap = run.losses[in_run] - reference.losses[in_reference]
     if not np.isfinite(gap).any():
@@ -150,7 +150,7 @@ def _loss_gap(run: LossCurves, reference: LossCurves, name: str, reference_name:
 
 
 def _frame_gaps(axes: Axes, gaps: list[np.ndarray]) -> None:
-    """Choose limits by all but the first tenth: early in training any two runs are far apart."""
+    """Choose limits without the first tenth of each gap: early in training, runs differ widely."""
     late = np.concatenate([gap[len(gap) // 10 :] for gap in gaps])
     late = late[np.isfinite(late)]
     if late.size:
@@ -164,10 +164,10 @@ def _column(records: list[dict[str, Any]], key: str) -> np.ndarray:
 
 
 def _moving_mean(values: np.ndarray, reach: int, *, symmetric: bool) -> np.ndarray:
-    """Mean of the finite values within `reach` on either side; NaN where there are none.
+    """Mean of the finite values within `reach` on either side; NaN if there are none.
 
     Args:
-        symmetric: near an end, shorten the window on both sides instead of on one.
+        symmetric: near an end, shorten the window on both sides instead of one.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -182,14 +182,14 @@ def _moving_mean(values: np.ndarray, reach: int, *, symmetric: bool) -> np.ndarr
 
 
 def _figure(*, height: float) -> Figure:
-    # Not through pyplot: no global state, no window system, safe beside any backend that the user set.
+    # Without pyplot there is no global state and no window system, and the user's backend stays untouched.
     figure = Figure(figsize=(9.0, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def _loss_axis(axes: Axes, curves: list[LossCurves]) -> None:
-    """Label, grid and limits: the range of smoothed curves and validations, so that one spike does not flatten all."""
+    """Set label, grid and limits. Limits ignore spikes: they follow the smoothed curves and validations."""
     shown = np.concatenate([np.concatenate([run.smoothed, run.eval_losses]) for run in curves])
     shown = shown[np.isfinite(shown)]
     low, high = float(shown.min()), float(shown.max())
@@ -210,7 +210,7 @@ def _loss_axis(axes: Axes, curves: list[LossCurves]) -> None:
 
 
 def _token_axis(axes: Axes, curves: LossCurves) -> None:
-    """A second x axis in tokens; every step has as many of them."""
+    """Add a second x axis in tokens. All steps have the same number of tokens."""
     tokens_per_iteration = curves.tokens[-1] / curves.iterations[-1]
     unit, name = next((u, n) for u, n in ((1e9, "billion "), (1e6, "million "), (1.0, "")) if curves.tokens[-1] >= u)
     factor = tokens_per_iteration / unit

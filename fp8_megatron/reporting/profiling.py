@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a trace of a few steps and a table of their kernels."""
+"""Profiles of a few steps: a trace, and a table of their kernels."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 
 from ..config.schema import ProfileConfig
 
-#: What a kernel does, by a pattern of its name; the first match holds. cuBLASLt's nvjet kernels name their operands'
-#: types in letters: q E4M3, r E5M2, t 16 bits.
+#: Category of a kernel by a pattern of its name; the first match counts. The names of cuBLASLt's nvjet kernels have a
+#: letter for each operand's type: q E4M3, r E5M2, t 16 bits.
 _CATEGORIES = (
     ("communication", r"nccl|memcpy peer|memcpy ptop|barrier_kernel"),
     ("attention", r"flash|fmha|sdpa|compute_dot_do_o|convert_dq_to"),
@@ -45,11 +45,11 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How a step's time on the device is spent, ms: between the first kernel and the last, whatever the stream.
+    """Device time of a step in ms, from the first kernel to the last on any stream.
 
     Attributes:
-        compute: some kernel other than communication runs.
-        exposed_communication: communication runs (or waits for another rank) and nothing else does.
+        compute: a kernel other than communication runs.
+        exposed_communication: only communication runs, or waits for another rank.
         idle: nothing runs.
     """
 
@@ -60,10 +60,10 @@ class StepTimes:
 
 
 class StepProfiler:
-    """Runs `torch.profiler` over steps [step_start, step_end) of a run and writes what it saw into `folder`.
+    """Runs `torch.profiler` over steps [step_start, step_end) of a run and writes the results into `folder`.
 
     Files, per profiled rank R: ``profile_rankR.json`` (`StepTimes`, and every kernel's time and calls per step),
-    ``profile_rankR.txt`` (the table a person reads) and, if asked for, ``trace_rankR.json.gz`` for Perfetto.
+    ``profile_rankR.txt`` (a table) and, if asked for, ``trace_rankR.json.gz`` for Perfetto.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, *, rank: int) -> None:
@@ -74,7 +74,7 @@ class StepProfiler:
         self._profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Called before every step; starts at `profile_step_start`."""
+        """Call before every step. Starts the profiler at `profile_step_start`."""
         if not self._active or step != self._config.profile_step_start:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -87,7 +87,7 @@ class StepProfiler:
         self._profiler.start()
 
     def after(self, step: int) -> None:
-        """Called after every step; stops after `profile_step_end` − 1, waits for the device and writes the files."""
+        """Call after every step. After step `profile_step_end` − 1, stops, waits for the device and writes files."""
         if self._profiler is None or step != self._config.profile_step_end - 1:
             return
         if torch.cuda.is_available():
@@ -108,12 +108,12 @@ class StepProfiler:
 
 
 def category_of(name: str) -> str:
-    """What a kernel of this name does; ``other`` when no pattern knows it."""
+    """Category of a kernel by its name; ``other`` if no pattern matches."""
     return next((category for category, pattern in _CATEGORIES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def kernel_times(events: Iterable[Any], num_steps: int) -> list[KernelTime]:
-    """Device kernels of `torch.profiler` events by name, longest first; operators where nothing ran on a device."""
+    """Kernels in `torch.profiler` events by name, longest first; operators if nothing ran on a device."""
     events = list(events)
     on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     microseconds: dict[str, float] = defaultdict(float)
@@ -131,7 +131,7 @@ def kernel_times(events: Iterable[Any], num_steps: int) -> list[KernelTime]:
 
 
 def step_times(events: Iterable[Any], num_steps: int) -> StepTimes:
-    """`StepTimes` of `torch.profiler` events over `num_steps` steps; zeros where nothing ran on a device."""
+    """`StepTimes` of `torch.profiler` events over `num_steps` steps; zeros if nothing ran on a device."""
     intervals: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -146,7 +146,7 @@ def step_times(events: Iterable[Any], num_steps: int) -> StepTimes:
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union."""
+    """Total length of the union of the intervals."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -155,7 +155,7 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def kernel_table(kernels: list[KernelTime], times: StepTimes, *, longest: int = 40) -> str:
-    """Time by category, then the longest kernels; ms per step, streams added up."""
+    """Time by category, then the longest kernels, in ms per step. Streams are added up."""
     total = sum(kernel.ms_per_step for kernel in kernels)
     by_category: dict[str, float] = defaultdict(float)
     for kernel in kernels:

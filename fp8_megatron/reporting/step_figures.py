@@ -1,4 +1,4 @@
-"""What a step tells the host: named figures that travel in one small tensor."""
+"""Results of a step for the host: named figures, packed into one small tensor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def reported(tag: str | None, **settings: Any) -> Any:
     """A field of a report.
 
     Args:
-        tag: its name in TensorBoard and W&B. None leaves it out of every report.
-        settings: of `dataclasses.field`, such as ``default``.
+        tag: name in TensorBoard and W&B. None leaves the field out of every report.
+        settings: arguments of `dataclasses.field`, such as ``default``.
     """
     return dataclasses.field(metadata={"tag": tag}, **settings)
 
@@ -27,35 +27,35 @@ class StepFigures:
     """The figures of one step, on the host.
 
     On the device they are one FP32 tensor in the order of the fields (`pack`). The host copies it while the step runs
-    and reads it one step later, so that nothing waits (`training.step_results`). A new figure is one line here, and
-    one where `train_step` packs it; metrics.jsonl, TensorBoard and W&B then have it under its name.
+    and reads it one step later, so that nothing waits (`training.step_results`). To add a figure, add one line here
+    and one where `train_step` packs it; metrics.jsonl, TensorBoard and W&B then report it.
 
-    A figure with a default may be missing: NaN in the tensor, None here.
+    A figure with a default may be missing. Then it is NaN in the tensor and None here.
     """
 
     loss: float = reported("train/loss")
     """Mean over the global batch, nats per token."""
     num_stop_requests: float = reported(None, default=0.0)
-    """Ranks that want to stop."""
+    """Number of ranks that ask to stop."""
     grad_norm: float = reported("train/grad_norm")
     """Global norm before clipping."""
     grad_underflow_fraction: float | None = reported("fp8/grad_underflow_fraction", default=None)
-    """This rank's non-zero gradient elements that a cast to FP8 made zero; None where that was not measured."""
+    """Fraction of this rank's non-zero gradient elements that a cast to FP8 made zero; None if not measured."""
     grad_saturation_fraction: float | None = reported("fp8/grad_saturation_fraction", default=None)
-    """Worst tensor's gradient elements that the native FP8 sum clamped; None where FP8 blocks cannot saturate."""
+    """Fraction of gradient elements that the native FP8 sum clamped, largest of all tensors; None without that sum."""
     autoscale_mu: float | None = reported("fp8/autoscale_mu", default=None)
-    """Least pre-scale μ of auto-scaling; None without it."""
+    """Smallest pre-scale μ of auto-scaling; None without auto-scaling."""
     loss_scale: float | None = reported("train/loss_scale", default=None)
-    """What the next loss is multiplied by; None without a loss scale."""
+    """Factor of the next loss; None without a loss scale."""
     peak_memory_gib: float = reported("memory/peak_gib")
-    """The most memory that any rank has held so far; on a GPU the allocator's, and what is counted beside it."""
+    """Peak memory of any rank so far. On a GPU: the allocator's peak and the memory counted beside it."""
 
     @classmethod
     def pack(cls, **figures: Tensor) -> Tensor:
-        """One tensor of all figures; waits for no device.
+        """Pack all figures into one tensor. Does not wait for the device.
 
         Args:
-            figures: FP32 [1] each, on one device. Those that may be missing can be left out.
+            figures: FP32 [1] each, on one device. Figures with a default can be left out.
 
         Returns:
             FP32 [number of figures].

@@ -1,1 +1,1 @@
-"""The training loop and what it shows, writes and listens to."""
+"""The training loop: model set-up, data, steps, validation, checkpoints, logs and signals."""

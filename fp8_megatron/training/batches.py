@@ -1,4 +1,4 @@
-"""From micro-batches to losses: what megatron-core's schedules call for each of them."""
+"""From micro-batches to losses: the functions that megatron-core's schedules call for each micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Batch = dict[str, Tensor]
 
 
 def take_step(loader: Iterator[Batch], num_micro_batches: int, device: torch.device) -> list[Batch]:
-    """The micro-batches of one step on the device; every model chunk of the rank iterates over the same list."""
+    """Copy one step's micro-batches to the device. Every model chunk of the rank iterates over the same list."""
     return [
         {key: tensor.to(device, non_blocking=True) for key, tensor in next(loader).items()}
         for _ in range(num_micro_batches)
@@ -21,14 +21,14 @@ def take_step(loader: Iterator[Batch], num_micro_batches: int, device: torch.dev
 
 
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """One micro-batch through one model chunk: its output and the loss function for it."""
+    """Run one micro-batch through one model chunk; returns the output and the loss function for it."""
     batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(masked_mean_loss, batch["loss_mask"])
 
 
 def masked_mean_loss(loss_mask: Tensor, loss_per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean over unmasked tokens, nats: the loss to differentiate and the one to report.
+    """Mean loss over unmasked tokens, in nats: once to differentiate, once to report.
 
     Args:
         loss_mask, loss_per_token: [b, s].

@@ -1,7 +1,7 @@
 """Builds what a run trains: model chunks, data parallelism, optimizer and schedule, with weights in place.
 
-The one place that translates a configuration: the rooms below take a recipe, storage formats, an exchange between
-replicas and settings of AdamW, and know no configuration.
+Only this module translates a configuration for the core. The core takes a recipe, storage formats, an exchange between
+replicas and AdamW's settings; it does not know `Config`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .schedule import build_scheduler
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a rank trains."""
+    """Everything that one rank trains: model chunks, data parallelism, optimizer and schedule."""
 
     config: Config
     topology: Topology
@@ -51,7 +51,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """This rank's model chunks, wrapped for data parallelism, and the optimizer that holds their weights."""
+    """This rank's model chunks, wrapped for data parallelism, and the optimizer that updates their weights."""
 
     chunks: list[ModelChunk]
     model: list[FP8DataParallel]
@@ -135,7 +135,7 @@ def build_training_state(config: Config, vocab_size: int, topology: Topology, de
 
 
 def build_recipe(precision: PrecisionConfig) -> Recipe:
-    """The scaling recipe of one model chunk; delayed scaling has a history of its own per chunk."""
+    """The scaling recipe of one model chunk. With delayed scaling, each chunk has its own amax history."""
     history = None
     if precision.is_fp8 and precision.fp8_recipe == "delayed":
         history = AmaxHistory(
@@ -179,7 +179,7 @@ def build_adamw(config: OptimizerConfig) -> AdamW:
 
 
 def build_loss_scale(config: Config, device: torch.device) -> LossScale | None:
-    """The run's loss scale: constant by --loss-scale, else dynamic; None where gradients are not FP16."""
+    """The run's loss scale: constant with --loss-scale, otherwise dynamic. None unless gradients are FP16."""
     settings = config.optimizer
     if config.precision.precision != "fp16":
         return None

@@ -1,4 +1,4 @@
-"""Text from a trained checkpoint: a look at what a model has learned, not a serving engine."""
+"""Text from a trained checkpoint, to see what a model has learned. This is not a serving engine."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from .run_data import load_tokenizer
 def generate_text(
     checkpoint_root: Path, prompts: list[str], *, num_tokens: int, temperature: float, top_k: int, seed: int
 ) -> list[str]:
-    """Continue each prompt; called by as many ranks as the checkpoint's tensor-parallel size.
+    """Continue each prompt. The number of calling ranks must equal the checkpoint's tensor-parallel size.
 
     Args:
-        checkpoint_root: folder that training saved into; its latest checkpoint is read.
-        temperature: of the softmax that tokens are drawn from; 0 takes the most likely one.
-        top_k: draw among this many tokens.
+        checkpoint_root: folder that training saved into; the latest checkpoint is used.
+        temperature: of the softmax that tokens are drawn from; 0 takes the most likely token.
+        top_k: draw only among this many most likely tokens.
 
     Returns:
-        Prompt and continuation of each, alike on every rank.
+        Each prompt with its continuation, equal on every rank.
 
     Raises:
-        CheckpointError: no checkpoint, or a damaged one.
-        ConfigError: another number of ranks than the checkpoint's, a prompt that the tokenizer cannot read, or numbers
-            that nothing can be drawn with.
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: the number of ranks is not the checkpoint's, the tokenizer cannot read a prompt, or a sampling
+            setting is out of range.
     """
     iterations = candidates(checkpoint_root)
     if not iterations:
@@ -99,7 +99,7 @@ def _load_model(config: Config, folder: Path, topology: Topology, device: torch.
 
 
 class _Sampler:
-    """Draws tokens one at a time, with a full forward over the context for each."""
+    """Draws tokens one at a time, each with a full forward pass over the context."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _Sampler:
         self.multiple = FP8_GEMM_MULTIPLE * config.parallel.tensor_model_parallel_size
 
     def continue_text(self, prompt: str, num_tokens: int) -> str:
-        """The prompt with up to `num_tokens` more tokens; stops at an end of document."""
+        """The prompt with up to `num_tokens` more tokens; stops at the end-of-document token."""
         ids = self.tokenizer.encode(prompt) or [self.tokenizer.eod]
         for _ in range(num_tokens):
             token = self._next_token(ids)
@@ -133,7 +133,7 @@ class _Sampler:
         padded = -(-len(context) // self.multiple) * self.multiple
         tokens = torch.full((1, padded), self.tokenizer.eod, device=self.device)
         tokens[0, : len(context)] = torch.tensor(context, device=self.device)
-        # Padding may pass the end of the position table; attention is causal and sees none of it.
+        # Padding may exceed the position table, so its positions are clamped: causal attention never reads padding.
         positions = torch.arange(padded, device=self.device).clamp(max=self.last_position)[None]
         logits = self.model(tokens, positions, None, runtime_gather_output=True)
         return self._draw(logits[0, len(context) - 1, : self.tokenizer.vocab_size].float())

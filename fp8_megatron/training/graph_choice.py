@@ -1,7 +1,7 @@
-"""Whether steps are recorded as CUDA graphs (`step_graph`): what --cuda-graph-impl asks for, and what `auto` chooses.
+"""Whether steps are recorded as CUDA graphs (`step_graph`), by --cuda-graph-impl.
 
-A recording pays where a layer's kernels are so short that the host cannot launch them in time. Else it costs memory:
-what it keeps for activations nothing beside it can have.
+A recording is faster where a layer's kernels are so short that the host cannot launch them in time. Elsewhere it only
+costs memory: a recording reserves memory for activations, and nothing outside the recording can use it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from ..reporting.flops import model_flops_per_token
 
 logger = logging.getLogger(__name__)
 
-#: FLOPs of a layer (`layer_flops`) from which `auto` does not record. Milliseconds of a step, launched by Python and
+#: `auto` records only layers with fewer FLOPs than this (`layer_flops`). Milliseconds of a step, launched by Python and
 #: recorded, on H200s (--fp8-recipe and --fp8-weight-grad-scaling delayed, --fp8-lm-head), by FLOPs in 10^12:
 #: GPT-345M 0.4: 100 → 19, 2.9: 124 → 109; GPT-1.3B 5.8: 165 → 164; GPT-7B at TP 1 10.7: 1,399 → 1,395 with 1.8 GB more.
 RECORDS_BELOW_FLOPS = 6e12
-#: The same over tensor-parallel ranks, whose layers have twice as many launches, and where each rank waits for the
-#: slowest host: GPT-7B at TP 4 2.7: 739 → 502, at TP 2 5.4: 460 → 389; GPT-13B at TP 2 8.2: 1,403 → 1,412 with 3.5 GB
+#: The same limit with tensor parallelism. There a layer has twice as many launches, and each rank waits for the slowest
+#: host: GPT-7B at TP 4 2.7: 739 → 502, at TP 2 5.4: 460 → 389; GPT-13B at TP 2 8.2: 1,403 → 1,412 with 3.5 GB
 #: more, but 1,400 to 2,040 from step to step on a machine of slow hosts (docs/notebook.md, "The host").
 RECORDS_BELOW_FLOPS_OVER_RANKS = 12e12
-#: Layers times micro-batches that `auto` records in one graph at the most: the largest that was tried has 160.
+#: The most layers × micro-batches that `auto` records in one graph. The largest graph that was tried has 160.
 MOST_RECORDED_LAYERS = 1024
-#: What may be in use with a recording, of what was before: beside it are a rank's shard of new weights (6.5% of
-#: GPT-13B's peak) and validation's activations, which the steps before it shared memory with.
+#: Peak memory with a recording, over the peak before it. A recording does not share its memory with a rank's shard of
+#: new weights (6.5% of GPT-13B's peak) and validation's activations; the steps before it did.
 _ROOM_FACTOR = 1.15
 
 
 @dataclass(frozen=True)
 class GraphChoice:
-    """What becomes of --cuda-graph-impl.
+    """The decision on --cuda-graph-impl.
 
     Attributes:
         records: whether steps are recorded.
-        reason: for the log.
-        needs_room: nothing is recorded where memory would not do (`has_room`).
+        reason: the reason, for the log.
+        needs_room: record only if there is enough memory (`has_room`).
     """
 
     records: bool
@@ -49,7 +49,7 @@ class GraphChoice:
     needs_room: bool = False
 
     def log(self) -> None:
-        """One line for a user, where steps are recorded."""
+        """Log one line for the user if steps are recorded."""
         if self.records:
             logger.info("steps are recorded as a CUDA graph: %s", self.reason)
         else:
@@ -57,14 +57,14 @@ class GraphChoice:
 
 
 def choose_graph(config: Config, *, has_gpu: bool, world_size: int, node_size: int) -> GraphChoice:
-    """Record or not; the same on all ranks.
+    """Decide whether to record; the decision is the same on all ranks.
 
-    `auto` records where a layer has few FLOPs (`RECORDS_BELOW_FLOPS`), on the GPUs of one node (several have never been
-    tried), unless something asked for cannot be recorded. Nor does it under --profile-trace, which shows the host's
-    work beside the kernels.
+    `auto` records where a layer has few FLOPs (`RECORDS_BELOW_FLOPS`) and all ranks are GPUs of one node. Recording on
+    several nodes is untested. `auto` does not record if the configuration asks for something that cannot be recorded,
+    or with --profile-trace, which shows the host's work beside the kernels.
 
     Args:
-        node_size: ranks of this node.
+        node_size: number of ranks on this node.
     """
     impl = config.training.cuda_graph_impl
     if impl != "auto":
@@ -81,21 +81,21 @@ def choose_graph(config: Config, *, has_gpu: bool, world_size: int, node_size: i
 
 
 def layer_flops(config: Config) -> float:
-    """Model FLOPs of one layer, forward and backward, for one micro-batch on one GPU; attention counted in full."""
+    """Model FLOPs of one layer, forward and backward, for one micro-batch on one GPU. Attention is counted in full."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     per_token = model_flops_per_token(model, causal=False, padded_vocab_size=0) / model.num_layers
     return config.training.micro_batch_size * model.seq_length * per_token / tp
 
 
 def has_room(device: torch.device) -> bool:
-    """Whether what was in use so far, and some more (`_ROOM_FACTOR`), fits into the memory of every rank's GPU.
+    """Whether the peak memory so far times `_ROOM_FACTOR` fits into the memory of every rank's GPU.
 
-    Called by all ranks at the same step, once; waits for the device.
+    All ranks call this once, at the same step. It waits for the device.
     """
     share = torch.tensor([device_memory.peak_used_share(device)], device=device)
     if torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(share, torch.distributed.ReduceOp.MAX)
-    largest = share.item()  # what the host does next depends on it
+    largest = share.item()  # waits: the host's next action depends on it
     if largest * _ROOM_FACTOR <= 1.0:
         return True
     logger.info(
@@ -109,7 +109,7 @@ def has_room(device: torch.device) -> bool:
 
 
 def _obstacle(config: Config, *, has_gpu: bool, world_size: int, node_size: int) -> str | None:
-    """Why `auto` does not record, however small the layers."""
+    """Why `auto` does not record even small layers; None if it may."""
     if not has_gpu:
         return "there is no GPU"
     if world_size != node_size:

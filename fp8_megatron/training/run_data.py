@@ -20,7 +20,7 @@ class RunData:
     """Datasets of a run and how this rank reads them.
 
     Attributes:
-        num_train_samples: what training was said to take in all when the datasets were opened.
+        num_train_samples: samples of the whole training, as given when the datasets were opened.
     """
 
     config: Config
@@ -31,20 +31,21 @@ class RunData:
     num_train_samples: int
 
     def going_on(self, progress: Progress) -> RunData:
-        """These data, or, where a run resumes with another global batch than it began with, as many as it takes now.
+        """The data to resume with.
 
-        Called by all ranks together.
+        If the global batch has changed, the datasets are opened again for the new number of training samples.
+        All ranks call this together.
         """
         if num_train_samples(self.config, self.topology, progress) == self.num_train_samples:
             return self
         return open_run_data(self.config, self.topology, progress)
 
     def train_loader(self, consumed_samples: int) -> Iterator[Batch]:
-        """Training micro-batches from where `consumed_samples` left off."""
+        """Training micro-batches, starting after `consumed_samples` samples."""
         return self._loader("train", consumed_samples)
 
     def eval_loader(self, split: str) -> Iterator[Batch] | None:
-        """Micro-batches of a held-out split from its start (every validation sees the same), or None without one."""
+        """Micro-batches of a held-out split, always from its start; None if the run has no such split."""
         return None if getattr(self.datasets, split) is None else self._loader(split, 0)
 
     def _loader(self, split: str, consumed_samples: int) -> Iterator[Batch]:
@@ -59,10 +60,10 @@ class RunData:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer that the configuration names; random tokens need none but --vocab-size.
+    """The tokenizer that the configuration names. Random tokens need only --vocab-size.
 
     Raises:
-        ConfigError: no such model, or its vocabulary is larger than --vocab-size.
+        ConfigError: the tokenizer's model does not exist, or its vocabulary is larger than --vocab-size.
     """
     try:
         if config.data.mock_data and config.data.tokenizer_model is None:
@@ -80,12 +81,12 @@ def load_tokenizer(config: Config) -> Tokenizer:
 
 
 def unpadded_vocab(config: Config, tokenizer: Tokenizer) -> int:
-    """Tokens that the model knows."""
+    """Size of the vocabulary without padding."""
     return config.model.vocab_size or tokenizer.vocab_size
 
 
 def padded_vocab(config: Config, tokenizer: Tokenizer) -> int:
-    """Rows of the embedding."""
+    """Size of the padded vocabulary: the rows of the embedding."""
     return padded_vocab_size(
         unpadded_vocab(config, tokenizer),
         config.model.make_vocab_size_divisible_by,
@@ -94,16 +95,16 @@ def padded_vocab(config: Config, tokenizer: Tokenizer) -> int:
 
 
 def num_train_samples(config: Config, topology: Topology, progress: Progress) -> int:
-    """What training takes from its first step to its last: samples seen so far, and global batches from here on."""
+    """Samples of the whole training: those seen so far and those of the remaining global batches."""
     remaining = max(0, config.training.train_iters - progress.iteration)
     return progress.consumed_samples + remaining * config.global_batch_size(topology.world_size)
 
 
 def open_run_data(config: Config, topology: Topology, progress: Progress | None = None) -> RunData:
-    """Check and open everything that is read; called by all ranks together.
+    """Check and open the tokenizer and all datasets. All ranks call this together.
 
     Args:
-        progress: where training goes on. Default: it begins.
+        progress: where training resumes. Default: at the start.
 
     Raises:
         ConfigError: any problem with tokenizer or data.

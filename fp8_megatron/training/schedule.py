@@ -13,7 +13,7 @@ def build_scheduler(optimizer: Any, config: OptimizerConfig, train_iters: int) -
     """megatron-core's schedule, counted in optimizer steps.
 
     Args:
-        optimizer: anything with torch's `param_groups`; the schedule writes `lr` and `weight_decay` into them.
+        optimizer: any object with torch's `param_groups`; the schedule writes `lr` and `weight_decay` into them.
     """
     return OptimizerParamScheduler(
         optimizer,

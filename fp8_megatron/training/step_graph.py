@@ -1,10 +1,14 @@
-"""Forward and backward of a step as one CUDA graph: the host launches it once, instead of its thousands of kernels.
+"""Forward and backward of a step as one CUDA graph: the host makes one launch instead of thousands.
 
-A small model, or a layer cut over tensor-parallel ranks, has kernels so short that a slow processor core cannot launch
-them in time; a graph does not wait for the host. What the graph reads and writes stays where it was when it was
-recorded: micro-batches are copied into place, delayed scales are updated in place (`AmaxHistory.keep_addresses`),
-weights arrive where they always do (`WeightGather.before_recording`), and exchanges by copy engines have recorded
-counters (`collectives.recording`). The optimizer, validation and checkpoints are not in it.
+A small model, or a layer split over tensor-parallel ranks, has kernels so short that a slow processor core cannot
+launch them in time. A graph does not wait for the host. The graph reads and writes the addresses that were recorded:
+
+- micro-batches are copied into fixed buffers;
+- delayed scales are updated in place (`AmaxHistory.keep_addresses`);
+- weights are gathered into fixed buffers (`WeightGather.before_recording`);
+- exchanges by copy engines have recorded counters (`collectives.transport.recording`).
+
+The graph does not contain the optimizer, validation or checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class ComputeGradients(Protocol):
-    """Forward, backward and the reduction of gradients, with the figures of the step that are known then."""
+    """Forward, backward and the reduction of gradients; returns the figures that are known by then."""
 
     def __call__(self, batches: list[Batch], *, measures_underflow: bool) -> Tensor: ...
 
@@ -41,17 +45,18 @@ class _Recorded:
 
 
 class StepGraph:
-    """Takes a step's micro-batches from a loader through `compute`: at first as it is, then by launching a recording.
+    """Runs `compute` on each step's micro-batches: directly during the warm-up, then as a recorded graph.
 
-    Steps that measure underflow have a recording of their own, in the same memory. Every rank calls this for the same
-    steps in the same way. A launch runs no Python: whatever `compute` sets there stays as the recording left it.
+    Steps that measure underflow have their own recording, which shares the memory of the other. All ranks call this
+    for the same steps with the same arguments. A launch runs no Python: Python state that `compute` sets keeps the
+    value that the recording gave it.
 
     Args:
-        compute: waits for no device.
+        compute: must not wait for the device.
         before_recording: called before each recording.
-        can_measure: asked after a step that measured underflow: whether there was any to measure.
-        has_room: asked once, after the warm-up, the same on all ranks: without it every step goes on as it is.
-        may_go_on: where recording fails, log why and go on without; not where ranks exchange anything in `compute`.
+        can_measure: called after a step that measured underflow; returns whether there was anything to measure.
+        has_room: called once, after the warm-up; returns the same on all ranks. If False, no step is recorded.
+        may_go_on: if a recording fails, log the error and train without; False if ranks communicate in `compute`.
         warmup_steps: steps before the recordings, at least `MIN_CUDA_GRAPH_WARMUP_STEPS`.
     """
 
@@ -76,19 +81,19 @@ class StepGraph:
         self._num_micro_batches = num_micro_batches
         self._device = device
         self._warmup_left = warmup_steps
-        #: None until the warm-up is over.
+        #: Whether steps are recorded; None during the warm-up.
         self._records: bool | None = None
         self._batches: list[Batch] = []
         self._pool = torch.cuda.graph_pool_handle()
-        #: By whether underflow is measured.
+        #: The recordings; the key is whether they measure underflow.
         self._recorded: dict[bool, _Recorded] = {}
         self._kept_bytes = 0
 
     def __call__(self, loader: Iterator[Batch], *, measures_underflow: bool) -> Tensor:
-        """What `compute` gives for the next step of `loader`; to be read before the next call."""
+        """The result of `compute` for the next step of `loader`. The next call overwrites it."""
         if self._warmup_left > 0:
             self._warmup_left -= 1
-            # The last one measures in any case, so that a recording that does finds its kernels compiled.
+            # The last warm-up step always measures, so that the kernels are compiled before they are recorded.
             measures_underflow = measures_underflow or self._warmup_left == 0
         elif self._records is None:
             self._records = self._has_room()
@@ -104,7 +109,7 @@ class StepGraph:
         return recorded.figures
 
     def release(self) -> None:
-        """Free the recordings, before the process groups in them are destroyed."""
+        """Free the recordings. Call this before the process groups that they use are destroyed."""
         self._recorded.clear()
         device_memory.count_memory_beside_allocator(-self._kept_bytes)
         self._kept_bytes = 0
@@ -118,7 +123,7 @@ class StepGraph:
                 place[key].copy_(tensor, non_blocking=True)
 
     def _try_to_record(self) -> bool:
-        """Whether it worked; raises unless steps may go on without."""
+        """Record and return whether it worked. Raises if it failed and `may_go_on` is False."""
         try:
             self._record()
             return True
@@ -126,24 +131,24 @@ class StepGraph:
             if not self._may_go_on:
                 raise
             logger.warning("steps go on as Python launches them: recording one failed (%s)", error)
-        self._records = False  # below, the error holds none of the memory any more
+        self._records = False  # below, the error no longer refers to the graph's memory
         self.release()
         gc.collect()
         torch.cuda.empty_cache()
         return False
 
     def _record(self) -> None:
-        """Record every kind of step now, so that none comes later, when it may not fit or when steps are timed."""
+        """Record every kind of step at once. A later recording might not fit into memory, and would disturb timings."""
         started = time.monotonic()
         measures = self._can_measure()
         gc.collect()
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # the memory of the warm-up's activations is wanted for the graph's
+        torch.cuda.empty_cache()  # frees the memory of the warm-up's activations for the graph
         free_before = _reserved_beside_tensors(self._device)
         plain = self._record_kind(measures_underflow=False)
         self._recorded = {False: plain, True: plain}
         if measures:
-            gc.collect()  # what the first has left behind is room for the second
+            gc.collect()  # frees what the first recording left for the second
             self._recorded[True] = self._record_kind(measures_underflow=True)
         self._kept_bytes = _reserved_beside_tensors(self._device) - free_before
         device_memory.begin_another_peak(self._device)
@@ -158,7 +163,7 @@ class StepGraph:
             graph.register_generator_state(generator)
         first: Exception | None = None
         try:
-            # Loaders pin memory and watches ask for events meanwhile: errors are for what this thread does.
+            # Meanwhile loaders pin memory and watches query events, so only this thread's calls may break the capture.
             with (
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
                 recording.recording(),
@@ -169,15 +174,15 @@ class StepGraph:
                     first = error
                     raise
         except Exception as error:
-            first = first or error  # a capture that was broken off ends with an error of its own
+            first = first or error  # ending a broken capture raises a second error
             if not self._may_go_on:
-                # Said now: process groups with collectives in a broken recording may hang when they are destroyed.
+                # Logged at once: destroying process groups with collectives in a broken recording may hang.
                 logger.error("recording a step failed; give --cuda-graph-impl none to train without", exc_info=first)
             raise first from None
         return _Recorded(graph, figures)
 
     def _remember_launch(self) -> None:
-        """Let the watch over ranks see whether this launch ends: of the collectives in it nobody else knows."""
+        """Report the launch to the watch over ranks, which cannot see the collectives inside a graph."""
         if torch.distributed.get_world_size() == 1:
             return
         event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Reading a step's results one step late, so that the host never waits for the step it has just queued."""
+"""Results of a step, read one step late: the host never waits for the step that it has just queued."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..reporting.step_figures import StepFigures
 
 
 class Mark:
-    """A point in a device's work: on a GPU the moment its stream gets there, on a CPU now."""
+    """A point in a device's work: on a GPU, when the stream reaches it; on a CPU, the time of the call."""
 
     def __init__(self, device: torch.device) -> None:
         self._time = time.monotonic()
@@ -23,12 +23,12 @@ class Mark:
             self._event.record()
 
     def wait(self) -> None:
-        """Wait until the device has reached this point (not for what was queued after it)."""
+        """Wait until the device has reached this point. Work that was queued later may still run."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Device time between two marks; both have been reached."""
+        """Seconds of device time between two marks. Both must have been reached."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._time - earlier._time
@@ -36,7 +36,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave, on the host."""
+    """Results of one step, on the host."""
 
     iteration: int
     learning_rate: float
@@ -45,7 +45,7 @@ class StepResult:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether any rank wants to stop."""
+        """Whether any rank asks to stop."""
         return self.figures.num_stop_requests > 0
 
     @property
@@ -55,7 +55,7 @@ class StepResult:
 
 
 class PendingStep:
-    """The results of a queued step, on their way to the host."""
+    """The results of a queued step, which are being copied to the host."""
 
     def __init__(self, iteration: int, learning_rate: float, values: Tensor, started: Mark) -> None:
         """Args: values: the packed figures that `train_step` returned; started: the mark before the step."""
@@ -70,7 +70,7 @@ class PendingStep:
         self.ended = Mark(values.device)
 
     def result(self) -> StepResult:
-        """Wait for this step (not for later ones) and read it."""
+        """Wait for this step, but not for later ones, and read its results."""
         self.ended.wait()
         return StepResult(
             iteration=self._iteration,

@@ -16,10 +16,10 @@ class TrainingDiverged(RuntimeError):
 
 
 class SignalHandler:
-    """Turns SIGTERM and the first SIGINT into a flag that the loop reads between steps, so that it can save and stop.
+    """Turns SIGTERM and the first SIGINT into a flag. The loop reads it between steps, then saves and stops.
 
-    A context manager for the main thread; leaving it restores the previous handlers. A second SIGINT raises
-    KeyboardInterrupt. (torchrun passes one signal on to every worker and kills what still runs 30 s later.)
+    A context manager for the main thread; its exit restores the previous handlers. A second SIGINT raises
+    KeyboardInterrupt. torchrun passes a signal to every worker and kills workers that still run 30 s later.
     """
 
     def __init__(self, all_ranks_any: Callable[[bool], bool]) -> None:
@@ -37,7 +37,7 @@ class SignalHandler:
 
     def __exit__(self, *exception: object) -> None:
         for number, previous in self._previous.items():
-            # None: the previous handler was not installed from Python and cannot be put back.
+            # None: the previous handler was not installed from Python, so it cannot be restored.
             signal.signal(number, signal.SIG_DFL if previous is None else previous)  # type: ignore[arg-type]
         self._previous.clear()
 
@@ -50,7 +50,7 @@ class SignalHandler:
         return self._agreed
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # No logging in here: the signal may have interrupted a write to the very same stream.
+        # No logging here: the signal may have interrupted a write to the same stream.
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -73,7 +73,7 @@ class NonFiniteGuard:
         """Count one step.
 
         Args:
-            skipped: whether the optimizer left this step out for a non-finite loss or gradient; equal on all ranks.
+            skipped: whether the optimizer skipped this step for a non-finite loss or gradient; equal on all ranks.
 
         Raises:
             TrainingDiverged: this is the ``max_skipped_steps``-th skipped step in a row.

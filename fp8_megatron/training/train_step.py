@@ -26,15 +26,15 @@ def train_step(
     measures_underflow: bool = False,
     graph: StepGraph | None = None,
 ) -> Tensor:
-    """Forward and backward over the micro-batches, reduce, clip, update, move the scales on.
+    """Forward and backward over the micro-batches, reduce, clip, update, advance the scales.
 
     Args:
-        wants_stop: whether this rank was told to stop; the ranks agree in the collective that carries the loss.
-        measures_underflow: count what the cast of weight gradients to FP8 makes zero (one more pass over them).
-        graph: what `step_graph` gave: all up to the reduced gradients goes through it.
+        wants_stop: whether this rank was asked to stop. The collective that sums the loss shares it with all ranks.
+        measures_underflow: count weight-gradient elements that the cast to FP8 makes zero (one more pass over them).
+        graph: from `step_graph`; it runs forward, backward and the reduction of gradients.
 
     Returns:
-        The packed `StepFigures`, on the device. Reading them waits for the step; nothing in here does.
+        The packed `StepFigures`, on the device. This function does not wait for the step; reading them does.
     """
     if graph is not None:
         gradients = graph(loader, measures_underflow=measures_underflow)
@@ -61,7 +61,7 @@ def compute_gradients(state: TrainingState, batches: list[Batch], *, measures_un
 
     Returns:
         FP32 [2] on the device: this rank's part of the mean loss of the global batch (the sum over ranks is the mean),
-        and its underflowed fraction of FP8 weight gradients, or NaN.
+        and its underflowed fraction of FP8 weight gradients (NaN if there is none).
     """
     for chunk in state.model:
         chunk.zero_grad_buffer(measures_underflow=measures_underflow)
@@ -97,7 +97,7 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
 
 @torch.no_grad()
 def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) -> float:
-    """Mean loss over `num_batches` global batches, nats per token, alike on all ranks."""
+    """Mean loss over `num_batches` global batches, in nats per token; equal on all ranks."""
     for chunk in state.model:
         chunk.eval()
     total = torch.zeros(1, device=state.device)
@@ -128,7 +128,7 @@ def _run_schedule(state: TrainingState, batches: list[Batch], *, forward_only: b
 
 
 def _underflow_fraction(state: TrainingState) -> Tensor:
-    """FP32 [1]: lost / non-zero over this rank's FP8 gradients; 0/0 is NaN."""
+    """FP32 [1]: underflowed / non-zero elements of this rank's FP8 gradients; 0/0 is NaN."""
     counts = torch.zeros(2, device=state.device)
     for buffer in state.optimizer.buffers:
         if buffer.underflow is not None:
@@ -137,7 +137,7 @@ def _underflow_fraction(state: TrainingState) -> Tensor:
 
 
 def _scaling(state: TrainingState) -> dict[str, Tensor]:
-    """Those figures of scales that are there: worst saturated fraction and least μ of auto-scaling, the loss scale."""
+    """The available figures of scales: largest saturated fraction and least μ of auto-scaling, and the loss scale."""
     figures = {}
     autoscales = [
         autoscale
@@ -147,7 +147,7 @@ def _scaling(state: TrainingState) -> dict[str, Tensor]:
     ]
     if autoscales:
         worst = torch.cat([autoscale.saturated_fraction for autoscale in autoscales]).amax(0, keepdim=True)
-        # Below 0: no reduction has reported yet.
+        # Negative: no reduction has reported a fraction.
         figures["grad_saturation_fraction"] = torch.where(worst < 0, torch.nan, worst)
         figures["autoscale_mu"] = torch.cat([autoscale.mu for autoscale in autoscales]).amin(0, keepdim=True)
     if state.optimizer.loss_scale is not None:
@@ -165,11 +165,11 @@ def _part_of_loss(losses: list[dict[str, Tensor]], state: TrainingState) -> Tens
 def _over_ranks(
     loss: Tensor, state: TrainingState, *, wants_stop: bool = False, peak_memory_gib: float = 0.0
 ) -> dict[str, Tensor]:
-    """On every rank, by one collective: the sum of `loss` [1], how many ranks want to stop, and the largest peak."""
+    """By one collective over all ranks: the sum of `loss` [1], how many ranks ask to stop, the largest peak."""
     world_size = state.topology.world_size
     values = torch.zeros(2 + world_size, device=state.device)
     values[:1] = loss
-    values[1:2].fill_(float(wants_stop))  # making it from a list of numbers would copy, and wait
+    values[1:2].fill_(float(wants_stop))  # a tensor made from a list is copied from the host, which waits
     values[2 + state.topology.rank].fill_(peak_memory_gib)
     if world_size > 1:
         torch.distributed.all_reduce(values)

@@ -1,4 +1,4 @@
-"""The training run: set up, step, validate, save, stop."""
+"""The training run: set-up, steps, validation, checkpoints and the end."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains the model that a configuration describes; every rank makes one and calls `fit`.
+    """Trains the model that a configuration describes. Every rank creates one and calls `fit`.
 
     Raises:
-        ConfigError: the configuration cannot work; nothing was touched.
+        ConfigError: the configuration cannot work. No device or file has been touched.
     """
 
     def __init__(self, config: Config) -> None:
@@ -59,10 +59,10 @@ class Trainer:
         self.output_dir = _output_dir(config)
 
     def fit(self) -> None:
-        """Train to `train_iters`, or until a signal, a time limit or divergence ends it; saves on the way out."""
+        """Train until `train_iters`, a signal, a time limit or divergence ends the run; saves before it returns."""
         world_size = devices.world_size()
         choose = partial(choose_graph, self.config, world_size=world_size, node_size=devices.node_size())
-        # Looking for a GPU would start CUDA, and where there is none the environment does not matter.
+        # has_gpu=True: a look for GPUs would start CUDA, and without a GPU the environment does not matter.
         records_graphs = choose(has_gpu=True).records
         in_order = needs_launch_order(
             self.config.parallel, has_fp8_layers=self.config.precision.is_fp8, records_graphs=records_graphs
@@ -96,7 +96,7 @@ class Trainer:
             )
             run = _Run(self.config, self.output_dir, topology, watch, device, signals, graph_choice)
             stack.callback(run.close)
-            with watch:  # the others hear of an error before the logs are closed, which may take long
+            with watch:  # other ranks learn of an error before the logs are closed, which may take long
                 run.train()
 
 
@@ -182,7 +182,7 @@ class _Run:
             logger.info("%s", memory)
 
     def train(self) -> None:
-        """Train, validate and save; a save in the background has ended when this returns."""
+        """Train, validate and save. A save in the background has finished when this returns."""
         try:
             self._loop()
         except TrainingDiverged:
@@ -243,7 +243,7 @@ class _Run:
             self._evaluate("test")
 
     def close(self) -> None:
-        """Close every log; give back what must not outlive the process groups."""
+        """Close every log; release what must not outlive the process groups."""
         if self.graph is not None:
             self.graph.release()
         self.metrics.close()
@@ -357,7 +357,7 @@ def _log_cut_warmup(config: Config) -> None:
 
 
 def _checkpoint_writer(config: Config, topology: Topology, iteration: int) -> CheckpointWriter | None:
-    """Of a run that goes on from `iteration`."""
+    """The writer of a run that starts or resumes at `iteration`; None without --save."""
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         return None
@@ -380,5 +380,5 @@ def _output_dir(config: Config) -> Path:
 
 
 def _started() -> float:
-    """Seconds since the epoch: alike for the ranks of a node, which torchrun has started, whenever they ask."""
+    """Start of the run in seconds since the epoch; equal on all ranks of a node, which torchrun has started."""
     return psutil.Process(os.getppid()).create_time() if devices.node_size() > 1 else time.time()
