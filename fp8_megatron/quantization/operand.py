@@ -7,7 +7,7 @@ the other. Blocks along the sum are cast separately for each layout (DeepSeek-V3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -30,26 +30,30 @@ class Granularity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a matrix is held in FP8. `power_of_two`: scales are rounded up to powers of two."""
+    """How a matrix is held in FP8. `power_of_two`: scales are rounded up to powers of two.
+
+    Attributes:
+        has_one_scale: whether the whole matrix has one scale. Ranks that hold parts of the matrix then agree on its
+            amax.
+        transpose_keeps_scale: whether the transpose has the same payload elements, so that it can be made from the
+            first layout.
+        size_multiple: sizes along a GEMM's sum are multiples of this on every rank, so that no block crosses two
+            ranks' parts.
+    """
 
     dtype: torch.dtype
     granularity: Granularity = Granularity.TENSOR
     power_of_two: bool = False
+    # Derived once: layers read them in every forward and backward.
+    has_one_scale: bool = field(init=False, repr=False, compare=False)
+    transpose_keeps_scale: bool = field(init=False, repr=False, compare=False)
+    size_multiple: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def has_one_scale(self) -> bool:
-        """Whether the whole matrix has one scale. Ranks that hold parts of the matrix then agree on its amax."""
-        return self.granularity is Granularity.TENSOR
-
-    @property
-    def transpose_keeps_scale(self) -> bool:
-        """Whether the transpose has the same payload elements, so that it can be made from the first layout."""
-        return self.granularity is not Granularity.BLOCK
-
-    @property
-    def size_multiple(self) -> int:
-        """Sizes along a GEMM's sum are multiples of this on every rank, so that no block crosses two ranks' parts."""
-        return FP8_GEMM_MULTIPLE if self.granularity is Granularity.TENSOR else GEMM_BLOCK
+    def __post_init__(self) -> None:
+        has_one_scale = self.granularity is Granularity.TENSOR
+        object.__setattr__(self, "has_one_scale", has_one_scale)
+        object.__setattr__(self, "transpose_keeps_scale", self.granularity is not Granularity.BLOCK)
+        object.__setattr__(self, "size_multiple", FP8_GEMM_MULTIPLE if has_one_scale else GEMM_BLOCK)
 
     def __str__(self) -> str:
         rounding = ", powers of two" if self.power_of_two else ""
