@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import signal
 import sys
 import time
 import warnings
@@ -25,14 +27,29 @@ def exit_status(body: Callable[[], int], *errors: type[Exception]) -> int:
         errors: exceptions besides `UserError` that are the user's, such as `OSError` if a program only handles files.
 
     Returns:
-        The exit status: that of `body`, or `USER_ERROR_STATUS` after one line on stderr for a user's error.
+        The exit status: that of `body`; `USER_ERROR_STATUS` after one line on stderr for a user's error; a shell's
+        status of SIGPIPE if nobody reads stdout.
     """
     users: tuple[type[Exception], ...] = (UserError, *errors)
     try:
         return body()
-    except users as error:
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+            return 128 + signal.SIGPIPE
+        if not isinstance(error, users):
+            raise
         show(error)
         return USER_ERROR_STATUS
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of stdout has left, as `head` does. Python then writes nothing more to it at its exit."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def show(error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -43,6 +44,16 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
         main([name, "--help"])
     assert exit_info.value.code == 0
     assert f"usage: fp8-megatron {name}" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_gets_no_traceback() -> None:
+    """``fp8-megatron train --help | head -1``."""
+    words = [sys.executable, "-m", "fp8_megatron.cli", "train", "--help"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None and program.stderr is not None
+        program.stdout.close()
+        assert program.stderr.read() == ""
+    assert program.returncode == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("words", [[], ["trian"]])
