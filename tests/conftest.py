@@ -9,7 +9,15 @@ import pytest
 # three times the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
 from tests.harness.ranks import RankPool
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """A test draws the same numbers alone, in any order and on any machine."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
