@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .run_log import EventKind, event
+
 METRICS_FILE = "metrics.jsonl"
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,15 @@ class MetricsFile:
             os.fsync(stream.fileno())
         os.replace(temporary, self.path)
         if len(kept) < len(lines):
-            logger.info("%s: dropped %d lines after iteration %d", self.path, len(lines) - len(kept), resume_iteration)
+            last = max(record["iteration"] for _, record in lines)
+            logger.info(
+                "%s: dropped %d lines after iteration %d: iterations up to %d are trained again",
+                self.path,
+                len(lines) - len(kept),
+                resume_iteration,
+                last,
+                extra=event(EventKind.ROLLBACK, iteration=resume_iteration, dropped_until=last),
+            )
 
     def _set_aside(self) -> None:
         number = 1

@@ -1,0 +1,186 @@
+"""events.jsonl: the life of a run, one line an event. Each line is a line of the console log with a time and a step.
+
+A module marks a log record as an event with ``extra=event(kind, …)``. While a run's log is open, a logging handler
+writes marked records to the file (`recording`). A line is one JSON object:
+
+    {"time": "2026-01-31T12:00:00.123+00:00", "iteration": 100, "kind": "save", "text": "saved …", …}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = __name__.partition(".")[0]
+_MARK = "run_event"
+
+
+class EventKind(str, Enum):
+    """What happened."""
+
+    START = "start"
+    """Ranks run, from scratch."""
+    RESUME = "resume"
+    """Ranks run, from a checkpoint."""
+    RESTART = "restart"
+    """torchrun started the ranks again after a fault."""
+    FAULT = "fault"
+    """Something went wrong that ends the ranks."""
+    SKIP = "skip"
+    """A step was skipped: its gradient norm was not finite."""
+    ROLLBACK = "rollback"
+    """Steps that were trained are trained again, from an earlier checkpoint."""
+    SAVE = "save"
+    """A checkpoint is on disk under its name."""
+    SAVE_FAILED = "save_failed"
+    """A checkpoint was not saved."""
+    REMOVE = "remove"
+    """An old checkpoint was removed."""
+    STOP = "stop"
+    """Training ended as asked."""
+    GIVE_UP = "give_up"
+    """Restarts ended: the same fault came too often."""
+
+
+def event(kind: EventKind, *, iteration: int | None = None, **fields: Any) -> dict[str, Any]:
+    """The ``extra`` of a log record that is an event.
+
+    Args:
+        iteration: the step that it belongs to; None: the step that the run log stands at.
+        fields: more of the event, as JSON values.
+    """
+    return {_MARK: {"iteration": iteration, "kind": kind.value, **fields}}
+
+
+class RunLog(logging.Handler):
+    """Writes the events among log records to a file.
+
+    A line is written in one call to a file opened for appending, so that a kill leaves whole lines and at most one torn
+    line at the end. The next writer ends a torn line; `read_events` leaves it out. Lines reach the disk before the call
+    returns, except those of skipped steps. A line that cannot be written (e.g. on a full disk) is dropped; the first
+    one logs a warning.
+
+    Attributes:
+        iteration: the step of events that name none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.DEBUG)
+        self.path = path
+        self.iteration = 0
+        self._has_failed = False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._descriptor).st_size
+        self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record if it is an event."""
+        fields = getattr(record, _MARK, None)
+        if fields is not None:
+            iteration = fields["iteration"] if fields["iteration"] is not None else self.iteration
+            time = datetime.fromtimestamp(record.created, UTC)
+            self._append({"time": _text_of(time), **fields, "iteration": iteration, "text": record.getMessage()})
+
+    def add(self, kind: EventKind, text: str, *, iteration: int, **fields: Any) -> None:
+        """Write an event that the console shows in another way, such as an error at the end."""
+        time = _text_of(datetime.now(UTC))
+        with self.lock or contextlib.nullcontext():
+            self._append({"time": time, "iteration": iteration, "kind": kind.value, **fields, "text": text})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = -1
+        super().close()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        try:
+            self._write(json.dumps(line, default=str).encode() + b"\n")
+            if line["kind"] != EventKind.SKIP.value:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("%s: %s; events are missing there, and later ones are tried", self.path, error)
+
+    def _write(self, line: bytes) -> None:
+        line = b"\n" + line if self._is_torn else line
+        self._is_torn = True
+        if os.write(self._descriptor, line) < len(line):
+            raise OSError("a line was cut, as on a full disk")
+        self._is_torn = False
+
+
+def add_event(folder: Path, kind: EventKind, text: str, *, iteration: int, **fields: Any) -> None:
+    """Write one event to ``folder/events.jsonl``, from a program that may not be its usual writer. Never raises."""
+    try:
+        log = RunLog(folder / EVENTS_FILE)
+    except OSError as error:
+        logger.warning("%s: %s; an event is missing there: %s", folder / EVENTS_FILE, error, text)
+        return
+    log.add(kind, text, iteration=iteration, **fields)
+    log.close()
+
+
+@contextmanager
+def recording(folder: Path, *, is_writer: bool) -> Iterator[RunLog | None]:
+    """Write this program's events to ``folder/events.jsonl`` while the block runs.
+
+    Args:
+        is_writer: False opens nothing; one rank of a run writes.
+
+    Yields:
+        The log; None if this rank does not write, or if the file cannot be opened (a warning says why).
+    """
+    if not is_writer:
+        yield None
+        return
+    try:
+        log = RunLog(folder / EVENTS_FILE)
+    except OSError as error:
+        logger.warning("%s: %s; training goes on without a log of events", folder / EVENTS_FILE, error)
+        yield None
+        return
+    package = logging.getLogger(_PACKAGE)
+    package.addHandler(log)
+    try:
+        yield log
+    finally:
+        package.removeHandler(log)
+        log.close()
+
+
+def _text_of(time: datetime) -> str:
+    return time.isoformat(timespec="milliseconds")
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All events of a file in order. Lines that a kill or a full disk cut are left out; no file means no events."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("time"), str):
+            found.append(record)
+    return found

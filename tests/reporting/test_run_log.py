@@ -1,0 +1,75 @@
+"""events.jsonl: marked log lines reach it whole; torn lines, full disks and unreadable folders end nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.reporting import run_log
+from fp8_megatron.reporting.run_log import EVENTS_FILE, EventKind, add_event, event, read_events, recording
+
+logger = logging.getLogger("fp8_megatron.some.module")
+
+
+@pytest.fixture(autouse=True)
+def log_everything(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def test_a_marked_line_is_an_event_with_time_step_and_the_console_text(tmp_path: Path) -> None:
+    with recording(tmp_path, is_writer=True) as log:
+        assert log is not None
+        log.iteration = 7
+        logger.info("saved %s", "x", extra=event(EventKind.SAVE, seconds=1.5))
+        logger.info("nothing of note")
+        logger.warning("skipped", extra=event(EventKind.SKIP, iteration=9, loss=str(float("nan"))))
+    logger.info("after", extra=event(EventKind.STOP))
+    saved, skipped = read_events(tmp_path / EVENTS_FILE)
+    assert {**saved, "time": 0} == {"time": 0, "iteration": 7, "kind": "save", "seconds": 1.5, "text": "saved x"}
+    assert (skipped["iteration"], skipped["loss"]) == (9, "nan")
+    assert skipped["time"].endswith("+00:00") and skipped["time"] >= saved["time"]
+
+
+def test_a_torn_last_line_is_left_out_and_ended_by_the_next_writer(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_FILE
+    add_event(tmp_path, EventKind.START, "one", iteration=0)
+    with path.open("ab") as stream:
+        stream.write(b'{"time": "2026-01-01T00:00:00", "kind": "sa')
+    assert [found["text"] for found in read_events(path)] == ["one"]
+    add_event(tmp_path, EventKind.RESUME, "two", iteration=3)
+    assert [found["text"] for found in read_events(path)] == ["one", "two"]
+    assert path.read_text().count("\n") == 3
+
+
+def test_a_line_cut_by_a_full_disk_spoils_no_later_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = os.write
+    with recording(tmp_path, is_writer=True):
+        monkeypatch.setattr(run_log.os, "write", lambda fd, data: write(fd, data[:10]))
+        logger.info("first", extra=event(EventKind.SAVE))
+        logger.info("second", extra=event(EventKind.SAVE))
+        monkeypatch.setattr(run_log.os, "write", write)
+        logger.info("third", extra=event(EventKind.SAVE))
+    assert [found["text"] for found in read_events(tmp_path / EVENTS_FILE)] == ["third"]
+    assert sum("a line was cut" in message for message in caplog.messages) == 1
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with recording(tmp_path / "file" / "below", is_writer=True) as log:
+        assert log is None
+    add_event(tmp_path / "file" / "below", EventKind.STOP, "the end", iteration=1)
+    assert sum("events.jsonl" in message for message in caplog.messages) == 2
+
+
+def test_what_is_no_event_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_FILE
+    assert read_events(path) == []
+    good = json.dumps({"time": "t", "kind": "start"})
+    path.write_bytes(b"\n".join([b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b'{"kind": 1}', good.encode(), b""]))
+    assert read_events(path) == [json.loads(good)]
