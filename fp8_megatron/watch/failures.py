@@ -6,6 +6,7 @@ docs/failures.md has the whole picture.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import re
 import socket
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,6 +30,7 @@ from ..mcore.topology import Topology
 from . import flight_recorder
 from .flight_recorder import CallSite
 from .heartbeat import Heartbeat, Pace, Record, Sighting, State
+from .restarts import Fault, GaveUp, log_fault
 
 #: Exit status of a rank that ended because of another one: sysexits' "temporary failure, try again".
 EXIT_STATUS = 75
@@ -44,6 +46,16 @@ class RankFailure(RuntimeError):
     """Another rank is gone. The message names it, and the collective in which this rank waited for it."""
 
 
+@dataclass(frozen=True)
+class Cause:
+    """Why this rank must end, for a message; the rank and the host that are at fault, where they are known."""
+
+    text: str
+    rank: int | None = None
+    host: str = ""
+    fault: Fault = Fault.RANK_LOST
+
+
 @contextmanager
 def watched_world(
     world: AbstractContextManager[Topology], output_dir: Path, *, timeout_seconds: float
@@ -52,7 +64,7 @@ def watched_world(
 
     Args:
         world: joins the process group when it is entered (`topology.initialized`).
-        output_dir: of the run; the flight recorder writes to it.
+        output_dir: of the run; the flight recorder and the run's log write to it.
         timeout_seconds: what a collective may take.
 
     Raises:
@@ -61,7 +73,7 @@ def watched_world(
     with ExitStack() as stack:
         if world_size() > 1:
             stack.enter_context(flight_recorder.recording(output_dir))
-        watch = RankWatch(timeout_seconds)
+        watch = RankWatch(timeout_seconds, output_dir)
         # Entered first, left last: leaving a process group may hang too when a rank is gone.
         stack.callback(watch.stop)
         topology = stack.enter_context(world)
@@ -79,14 +91,17 @@ class RankWatch:
 
     Args:
         timeout_seconds: what a collective may take.
+        folder: of the run's log. One rank writes there why the run ends; None: nobody does.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, folder: Path | None = None) -> None:
         self.pace = Pace.for_timeout(timeout_seconds)
         self._timeout_seconds = timeout_seconds
         self._heartbeat: Heartbeat | None = None
         self._store: torch.distributed.Store | None = None
-        self._rank = 0
+        self._folder = folder
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._iteration = 0
         self._main_thread = threading.main_thread()
         self._stopped = threading.Event()
         self._leaving = threading.Event()
@@ -104,6 +119,7 @@ class RankWatch:
 
     def at(self, iteration: int, doing: str) -> None:
         """Note what this rank's main thread is doing, for the messages of all ranks. Costs nothing."""
+        self._iteration = iteration
         if self._heartbeat is not None:
             before = self._heartbeat.record
             record = replace(before, iteration=iteration, doing=doing, patient=False)
@@ -137,7 +153,12 @@ class RankWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._heartbeat is None or self._leaving.is_set() or self._stopped.is_set():
+        if self._leaving.is_set() or self._stopped.is_set():
+            return
+        if self._heartbeat is None:
+            if error is not None:
+                self._leaving.set()
+                self._log_own_error(error)
             return
         if error is None:
             self._stopped.set()
@@ -146,16 +167,20 @@ class RankWatch:
         self._leaving.set()
         self._told = _first_line(error)
         if not is_broken_collective(error):
+            self._log_own_error(error)
             self._say_last_words(State.FAILED, self._told)
             return
         causes = self._search_for_causes()
         where = self._whereabouts(CallSite.of_traceback(trace))
         if not causes:
+            self._log_own_error(error)
             error.add_note(f"All other ranks still answer ({self._others_whereabouts()}). {where}")
             self._say_last_words(State.FAILED, self._told)
             return
-        self._told = f"{causes}. {where} Its error: {self._told}"
-        self._say_last_words(State.ENDED, causes)
+        text = _join(causes)
+        self._told = f"{text}. {where} Its error: {self._told}"
+        self._log_causes(causes)
+        self._say_last_words(State.ENDED, text)
         raise RankFailure(self._told) from error
 
     def _guard(self) -> None:
@@ -172,15 +197,30 @@ class RankWatch:
                 if leaving > _LEAVE_WITHIN_SECONDS:
                     self._end_process(f"{self._told}. It hangs while it leaves")
             elif causes := self._silent() or self._lost_store() or self._overdue():
-                self._end_process(_join(causes))
+                self._end_process(_join(causes), causes)
             else:
                 # Some ranks reported an error: this rank will raise its own soon, unless it hangs.
                 causes = self._failed() or self._ended()
                 waited = waited + elapsed if causes else 0.0
                 if waited > 5 * self.pace.interval:
-                    self._end_process(_join(causes))
+                    self._end_process(_join(causes), causes)
 
-    def _search_for_causes(self) -> str:
+    def _log_own_error(self, error: BaseException) -> None:
+        """The first rank writes its own error to the run's log; it learns of other ranks' from them."""
+        if self._folder is None or self._rank != 0 or isinstance(error, GaveUp):
+            return
+        fault = getattr(error, "fault", Fault.RANK_FAILED)
+        kind = type(error).__name__
+        log_fault(self._folder, fault, _first_line(error), iteration=self._iteration, error=kind)
+
+    def _log_causes(self, causes: list[Cause]) -> None:
+        """The lowest rank that is not at fault writes to the run's log who is."""
+        hosts = {cause.rank: cause.host for cause in causes if cause.rank is not None}
+        if self._folder is None or self._rank != next(rank for rank in itertools.count() if rank not in hosts):
+            return
+        log_fault(self._folder, causes[0].fault, _join(causes), iteration=self._iteration, hosts=hosts)
+
+    def _search_for_causes(self) -> list[Cause]:
         """Find who is gone, after a collective failed here. Waits until a rank is gone or every rank has answered."""
         assert self._heartbeat is not None
         self._heartbeat.watch_everyone()
@@ -189,32 +229,34 @@ class RankWatch:
         while time.monotonic() < deadline:
             causes = [*self._failed(), *self._silent(suspect)] or self._lost_store(suspect) or self._ended()
             if causes:
-                return _join(causes)
+                return causes
             time.sleep(self.pace.interval / 4)
-        return _join([f"{_name(rank, seen)} had finished" for rank, seen in self._in_state(State.LEFT)])
+        return [_cause(rank, seen, "had finished") for rank, seen in self._in_state(State.LEFT)]
 
     def _in_state(self, state: State) -> list[tuple[int, Sighting]]:
         assert self._heartbeat is not None
         return [(rank, seen) for rank, seen in self._heartbeat.others().items() if seen.record and seen.state is state]
 
-    def _failed(self) -> list[str]:
+    def _failed(self) -> list[Cause]:
         """Ranks that reported a failure."""
-        return [f"{_name(rank, seen)} failed: {seen.because}" for rank, seen in self._in_state(State.FAILED)]
+        failed = self._in_state(State.FAILED)
+        return [_cause(rank, seen, f"failed: {seen.because}", Fault.RANK_FAILED) for rank, seen in failed]
 
-    def _ended(self) -> list[str]:
+    def _ended(self) -> list[Cause]:
         """One rank that reported that it ended because of others."""
-        return [f"{_name(rank, seen)} ended because {seen.because}" for rank, seen in self._in_state(State.ENDED)][:1]
+        ended = self._in_state(State.ENDED)[:1]
+        return [Cause(f"{_name(rank, seen)} ended because {seen.because}") for rank, seen in ended]
 
-    def _silent(self, limit: float | None = None) -> list[str]:
+    def _silent(self, limit: float | None = None) -> list[Cause]:
         """Ranks that have been silent for `limit` seconds. None: for longer than their own limit."""
         assert self._heartbeat is not None
         return [
-            f"{_name(rank, seen)} has not answered for {seen.silence:.0f} s"
+            _cause(rank, seen, f"has not answered for {seen.silence:.0f} s")
             for rank, seen in self._heartbeat.others().items()
             if seen.state is State.RUNNING and seen.silence >= (seen.limit(self.pace) if limit is None else limit)
         ]
 
-    def _lost_store(self, limit: float | None = None) -> list[str]:
+    def _lost_store(self, limit: float | None = None) -> list[Cause]:
         """The host of the store, if it has not answered for `limit` seconds (None: for as long as a rank may be
         silent).
         """
@@ -227,16 +269,18 @@ class RankWatch:
         how = heartbeat.store_error or f"no answer for {heartbeat.store_silence:.0f} s"
         if _torchrun_keeps_store():
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            return [f"torchrun of the first node, which keeps the rendezvous store {address}, is gone ({how})"]
-        return [f"{_name(0, heartbeat.others().get(0, Sighting()))}, which keeps the rendezvous store, is gone ({how})"]
+            return [Cause(f"torchrun of the first node, which keeps the rendezvous store {address}, is gone ({how})")]
+        store = heartbeat.others().get(0, Sighting())
+        host = "" if store.record is None else store.record.host
+        return [Cause(f"{_name(0, store)}, which keeps the rendezvous store, is gone ({how})", 0, host)]
 
-    def _overdue(self) -> list[str]:
+    def _overdue(self) -> list[Cause]:
         """Work of copy engines or a CUDA graph that takes longer than a collective may. Torch ends NCCL's own work."""
         work = copy_engine.unfinished()
         if work is None or time.monotonic() - work.queued_at < self._timeout_seconds:
             return []
         others = f"all other ranks still answer ({self._others_whereabouts()})"
-        return [f"{work.name} by {work.by} has not ended within --distributed-timeout-minutes; {others}"]
+        return [Cause(f"{work.name} by {work.by} has not ended within --distributed-timeout-minutes; {others}")]
 
     def _whereabouts(self, site: CallSite) -> str:
         """Where this rank is, and where its flight recorder was written."""
@@ -282,12 +326,18 @@ class RankWatch:
             # The store ends with this process: the other ranks need time to read it.
             time.sleep(2 * self.pace.interval)
 
-    def _end_process(self, causes: str) -> None:
-        """Report why, and end the process without the main thread, which hangs in native code."""
+    def _end_process(self, why: str, causes: list[Cause] | None = None) -> None:
+        """Report why, and end the process without the main thread, which hangs in native code.
+
+        Args:
+            causes: for the run's log; None where it has them already.
+        """
         # In case anything below hangs as well: a C thread, which does not need Python's lock.
         faulthandler.dump_traceback_later(self.pace.dead_after, exit=True)
-        print(f"error on rank {self._rank}: {causes}.", file=sys.stderr, flush=True)
-        self._say_last_words(State.ENDED, causes)
+        print(f"error on rank {self._rank}: {why}.", file=sys.stderr, flush=True)
+        if causes:
+            self._log_causes(causes)
+        self._say_last_words(State.ENDED, why)
         frame = sys._current_frames().get(self._main_thread.ident or 0)
         stack = traceback.extract_stack(frame)
         main_thread = "".join(stack.format())
@@ -317,8 +367,14 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(lines[0], 200)}" if lines else type(error).__name__
 
 
-def _join(causes: list[str]) -> str:
-    return "; ".join(causes[:8]) + (f"; and {len(causes) - 8} more" if len(causes) > 8 else "")
+def _join(causes: list[Cause]) -> str:
+    texts = [cause.text for cause in causes[:8]]
+    return "; ".join(texts) + (f"; and {len(causes) - 8} more" if len(causes) > 8 else "")
+
+
+def _cause(rank: int, seen: Sighting, what: str, fault: Fault = Fault.RANK_LOST) -> Cause:
+    host = "" if seen.record is None else seen.record.host
+    return Cause(f"{_name(rank, seen)} {what}", rank, host, fault)
 
 
 def _name(rank: int, sighting: Sighting) -> str:

@@ -20,7 +20,7 @@ def test_after_the_timeout_of_collectives(monkeypatch: pytest.MonkeyPatch, age: 
     watch = RankWatch(60.0)
     others = {1: Sighting(record=Record(host="node1", process=5, iteration=12, doing="training"))}
     watch._heartbeat = SimpleNamespace(others=lambda: others)  # type: ignore[assignment]
-    (told,) = watch._overdue() or ("",)
+    told = "".join(cause.text for cause in watch._overdue())
     expected = (
         "all_to_all by copy engines has not ended within --distributed-timeout-minutes; "
         "all other ranks still answer (rank 1 training, it"

@@ -1,0 +1,209 @@
+"""Restarts by torchrun: what the attempts before this one ended of, and when another one is useless.
+
+torchrun ends all ranks when one fails, and with ``--max-restarts`` starts them again. Each attempt reads the events of
+those before it (`reporting.run_log`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..errors import UserError
+from ..reporting.run_log import EVENTS_FILE, EventKind, add_event, event, read_events
+
+logger = logging.getLogger(__name__)
+
+#: A fault that comes this often at one iteration, in the same way, will come again.
+SAME_FAULT_LIMIT = 3
+#: Faults of one host that make it suspect.
+_SUSPECT_FAULTS = 2
+
+Event = dict[str, Any]
+
+
+class Fault(str, Enum):
+    """Why an attempt ended."""
+
+    RANK_LOST = "rank_lost"
+    """A rank is dead, or does not answer."""
+    RANK_FAILED = "rank_failed"
+    """A rank raised an error."""
+    DIVERGED = "diverged"
+    """Too many steps in a row were not finite."""
+    REPLICAS_DIFFER = "replicas_differ"
+    """Ranks that hold the same tensor hold different bits."""
+    VANISHED = "vanished"
+    """All ranks ended without a word."""
+
+
+class GaveUp(UserError):
+    """The same fault came too often. The message is the report."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks by torchrun.
+
+    Attributes:
+        launch: names torchrun's run; equal for all attempts of it.
+        number: restarts before this attempt.
+        max_restarts: restarts that torchrun may make.
+        num_nodes: nodes of the run.
+    """
+
+    launch: str
+    number: int = 0
+    max_restarts: int = 0
+    num_nodes: int = 1
+
+    @classmethod
+    def of_environment(cls) -> Attempt:
+        """What torchrun tells its ranks."""
+        world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return cls(
+            launch=_launch(),
+            number=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            num_nodes=max(1, world // local),
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """What an event says of its attempt."""
+        return {"launch": self.launch, "attempt": self.number}
+
+
+def _launch() -> str:
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return run_id
+    # torchrun without a rendezvous id: its process is the same for all attempts.
+    parent = psutil.Process(os.getppid())
+    return f"{socket.gethostname()}:{parent.pid}:{parent.create_time():.2f}"
+
+
+def log_fault(
+    folder: Path, fault: Fault, text: str, *, iteration: int, hosts: dict[int, str] | None = None, error: str = ""
+) -> None:
+    """Write why this attempt ends. One rank calls it.
+
+    Args:
+        folder: of the run's log.
+        text: one line.
+        hosts: rank → host of the ranks at fault, where they are known.
+        error: the error's type.
+    """
+    hosts = hosts or {}
+    add_event(
+        folder,
+        EventKind.FAULT,
+        text.strip().split("\n")[0],
+        iteration=iteration,
+        fault=fault.value,
+        ranks=sorted(hosts),
+        hosts=sorted(set(hosts.values())),
+        error=error,
+        **Attempt.of_environment().fields(),
+    )
+
+
+def begin_attempt(folder: Path, attempt: Attempt, *, saves: bool, saves_by_interval: bool) -> None:
+    """Log how the attempt before this one ended. The first rank calls it before anything is built.
+
+    Args:
+        folder: of the run's log.
+        saves, saves_by_interval: whether the run has --save, and --save-interval.
+
+    Raises:
+        GaveUp: the same fault came `SAME_FAULT_LIMIT` times at one iteration.
+    """
+    if attempt.max_restarts > 0 and attempt.number == 0 and not (saves and saves_by_interval):
+        missing = "--save-interval" if saves else "--save"
+        logger.warning("restarts(%d) without %s begin from scratch: give %s", attempt.max_restarts, missing, missing)
+    if attempt.number == 0:
+        return
+    events = of_launch(read_events(folder / EVENTS_FILE), attempt.launch)
+    if not any(_is_fault(e) and e.get("attempt") == attempt.number - 1 for e in events):
+        last: Event = events[-1] if events else {"iteration": 0, "text": "nothing"}
+        text = f"attempt {attempt.number - 1} ended without a word; its last event was: {last['text']}"
+        vanished = {"fault": Fault.VANISHED.value, "ranks": [], "hosts": [], "error": ""}
+        marks = {"launch": attempt.launch, "attempt": attempt.number - 1}
+        logger.warning("%s", text, extra=event(EventKind.FAULT, iteration=last["iteration"], **vanished, **marks))
+        events.append({"kind": "fault", "iteration": last["iteration"], "text": text, "time": "", **vanished, **marks})
+    before = next(e for e in reversed(events) if _is_fault(e))
+    logger.warning(
+        "restart %d of at most %d, after: %s",
+        attempt.number,
+        attempt.max_restarts,
+        before["text"],
+        extra=event(EventKind.RESTART, iteration=before["iteration"], **attempt.fields()),
+    )
+    for host in suspects(events):
+        logger.warning("%s", _about_suspect(host, suspects(events)[host], attempt.num_nodes))
+    repeated = repeated_fault(events)
+    if repeated is not None:
+        raise GaveUp(_given_up(folder, repeated, events, attempt))
+
+
+def of_launch(events: Sequence[Event], launch: str) -> list[Event]:
+    """The events of one launch; those that name no launch belong to the one before them."""
+    found, current = [], None
+    for item in events:
+        current = item.get("launch", current)
+        if current == launch:
+            found.append(item)
+    return found
+
+
+def repeated_fault(events: Sequence[Event]) -> Event | None:
+    """A fault that came `SAME_FAULT_LIMIT` times at one iteration in the same way, or None."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for item in filter(_is_fault, events):
+        key = (item.get("fault"), item.get("error"), item.get("iteration"))
+        counts[key] += 1
+        if counts[key] == SAME_FAULT_LIMIT:
+            return item
+    return None
+
+
+def suspects(events: Sequence[Event]) -> dict[str, int]:
+    """Host → number of its faults, of hosts with at least two."""
+    counts = Counter(host for item in filter(_is_fault, events) for host in item.get("hosts", []))
+    return {host: count for host, count in counts.items() if count >= _SUSPECT_FAULTS}
+
+
+def report(events: Sequence[Event], num_nodes: int) -> str:
+    """A line for each fault, and one for each host that failed twice; empty without faults."""
+    faults = list(filter(_is_fault, events))
+    lines = [
+        f"  {item['time'][:19]} attempt {item.get('attempt')}, iteration {item.get('iteration')}: {item.get('text')}"
+        for item in faults
+    ]
+    return "\n".join(lines + [_about_suspect(host, n, num_nodes) for host, n in suspects(events).items()])
+
+
+def _given_up(folder: Path, repeated: Event, events: list[Event], attempt: Attempt) -> str:
+    summary = (
+        f"no more restarts: iteration {repeated['iteration']} failed {SAME_FAULT_LIMIT} times in the same way "
+        f"({repeated['fault']}); mend the cause and start again with --load"
+    )
+    logger.error("%s", summary, extra=event(EventKind.GIVE_UP, iteration=repeated["iteration"], **attempt.fields()))
+    return f"{summary} (faults in {folder / EVENTS_FILE})\n{report(events, attempt.num_nodes)}"
+
+
+def _about_suspect(host: str, count: int, num_nodes: int) -> str:
+    fix = f"; leave it out (Slurm: sbatch --exclude={host})" if num_nodes > 1 else ""
+    return f"host {host} had {count} faults in this job{fix}"
+
+
+def _is_fault(item: Event) -> bool:
+    return item["kind"] == EventKind.FAULT.value
