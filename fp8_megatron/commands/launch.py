@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 
 from ..errors import UserError
 from .program import share_import_path
@@ -20,6 +22,7 @@ class Placement:
         ranks_per_node: ranks on each node.
         on_cpu: ranks see no GPU and communicate over gloo.
         num_nodes, node_rank, master_addr, master_port: as for torchrun.
+        max_restarts: how often torchrun starts all ranks again after one failed.
     """
 
     ranks_per_node: int
@@ -28,6 +31,7 @@ class Placement:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int = 29500
+    max_restarts: int = 0
 
     @property
     def world_size(self) -> int:
@@ -37,6 +41,8 @@ class Placement:
     def torchrun_arguments(self) -> list[str]:
         """torchrun's own arguments for this node."""
         ranks = ["--nproc-per-node", str(self.ranks_per_node)]
+        if self.max_restarts > 0:
+            ranks += ["--max-restarts", str(self.max_restarts)]
         if self.num_nodes == 1:
             return ["--standalone", *ranks]
         assert self.master_addr is not None
@@ -62,8 +68,11 @@ def hide_gpus() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def run_ranks(module: str, words: Sequence[str], placement: Placement) -> int:
+def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder: Path | None = None) -> int:
     """Run ``python -m module words`` on every rank of this node.
+
+    Args:
+        folder: of the run's log, for the report of a job that was restarted; None: there is no report.
 
     Returns:
         0, or the exit status of the rank that failed first (128 + the signal that ended it).
@@ -79,13 +88,35 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets this too, and warns
     arguments = [*placement.torchrun_arguments(), "-m", module, *words]
+    started = datetime.now(UTC)
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        print(f"rank {rank} ended with exit status {status}, and the job with it", file=sys.stderr, flush=True)
+        text = f"rank {rank} ended with exit status {status}, and the job with it"
+        print(text, file=sys.stderr, flush=True)
+        if placement.max_restarts > 0 and folder is not None and placement.node_rank == 0:
+            _report_restarts(folder, started, text, placement)
         return status
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _report_restarts(folder: Path, started: datetime, text: str, placement: Placement) -> None:
+    """Print the faults of a job that failed in spite of restarts, and write its end to the run's log.
+
+    Args:
+        started: when the job began; events before it are another job's.
+        text: how it ended.
+    """
+    from ..reporting.run_log import EVENTS_FILE, EventKind, add_event, read_events
+    from ..watch.restarts import report
+
+    events = [found for found in read_events(folder / EVENTS_FILE) if found["time"] >= started.isoformat()]
+    iteration = events[-1]["iteration"] if events else 0
+    add_event(folder, EventKind.GIVE_UP, f"{text}; no restart is left or it is useless", iteration=iteration)
+    faults = report(events, placement.num_nodes)
+    if faults:
+        print(f"faults of this job, from {folder / EVENTS_FILE}:\n{faults}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from ..config.checks import check_config
 from ..config.io import parse_config
@@ -16,12 +17,15 @@ from ..errors import UserError
 from .launch import Placement, check_gpus, hide_gpus, run_ranks
 from .program import exit_status
 
+#: Restarts of --restart. A fault that comes again at the same iteration ends the job sooner.
+_DEFAULT_RESTARTS = 10
 _RANK_PROGRAM = "fp8_megatron.commands.pretrain_gpt"
 _EXAMPLES = """\
 examples:
   {prog} --config configs/gpt_345m.yaml --mock-data --train-iters 20
   {prog} --gpus 4 --config configs/gpt_7b.yaml configs/fast.yaml --data-path PREFIX --tokenizer-model FILE
   {prog} --cpu-ranks 2 --config configs/gpt_quickstart.yaml
+  {prog} --gpus 8 --restart --config configs/gpt_7b.yaml ... --save DIR --save-interval 500
   on each of two nodes, N = 0 and 1:
   {prog} --gpus 8 --nnodes 2 --node-rank N --master-addr HOST --config configs/gpt_13b.yaml ...
 """
@@ -40,11 +44,13 @@ def _main(words: list[str], prog: str) -> int:
         print("\nEvery other flag is the model's, the data's or the run's:\n", flush=True)
         parse_config(["--help"], prog=prog)
     placement = _placement(own)
-    check_config(parse_config(flags, prog=prog), placement.world_size)
-    if placement.world_size == 1:
+    config = parse_config(flags, prog=prog)
+    check_config(config, placement.world_size)
+    if placement.world_size == 1 and placement.max_restarts == 0:
         return _train_here(flags, prog, placement, exact=own.gpus is not None)
     check_gpus(placement)
-    return run_ranks(_RANK_PROGRAM, flags, placement)
+    folder = config.logging.output_dir or config.checkpoint.save
+    return run_ranks(_RANK_PROGRAM, flags, placement, folder=None if folder is None else Path(folder))
 
 
 def _train_here(flags: list[str], prog: str, placement: Placement, *, exact: bool) -> int:
@@ -80,6 +86,22 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="this node's number, from 0 (default 0)")
     parser.add_argument("--master-addr", metavar="HOST", help="node 0, for several nodes")
     parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port there (default 29500)")
+    restarts = parser.add_mutually_exclusive_group()
+    restarts.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all ranks again up to N times after one died, hung or diverged, from the newest checkpoint under "
+        "--save (default 0)",
+    )
+    restarts.add_argument(
+        "--restart",
+        dest="max_restarts",
+        action="store_const",
+        const=_DEFAULT_RESTARTS,
+        help=f"--max-restarts {_DEFAULT_RESTARTS}",
+    )
     return parser
 
 
@@ -101,6 +123,8 @@ def _placement(own: argparse.Namespace) -> Placement:
         raise UserError(f"--nnodes {own.nnodes} needs --master-addr; give the name or address of node 0")
     if own.nnodes == 1 and (own.master_addr is not None or own.master_port is not None):
         raise UserError("--master-addr and --master-port have no effect with one node; drop them or give --nnodes")
+    if own.max_restarts < 0:
+        raise UserError(f"--max-restarts {own.max_restarts} is negative; give 0 or more")
     on_cpu = own.cpu_ranks is not None or own.gpus == 0
     return Placement(
         ranks_per_node=own.cpu_ranks or own.gpus or 1,
@@ -109,6 +133,7 @@ def _placement(own: argparse.Namespace) -> Placement:
         node_rank=own.node_rank,
         master_addr=own.master_addr,
         master_port=29500 if own.master_port is None else own.master_port,
+        max_restarts=own.max_restarts,
     )
 
 

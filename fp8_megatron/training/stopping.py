@@ -5,14 +5,28 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from enum import Enum
 from types import FrameType
 from typing import Self
+
+from ..watch.restarts import Fault
 
 logger = logging.getLogger(__name__)
 
 
+class StopReason(Enum):
+    """Why training ends without an error."""
+
+    DONE = "all steps are done"
+    SIGNAL = "a signal asked for it"
+    DURATION = "--exit-duration-in-mins has passed"
+    INTERVAL = "--exit-interval is reached"
+
+
 class TrainingDiverged(RuntimeError):
     """Too many consecutive steps had a non-finite loss or gradient."""
+
+    fault = Fault.DIVERGED
 
 
 class SignalHandler:

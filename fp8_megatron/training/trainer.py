@@ -34,13 +34,16 @@ from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
 from ..reporting.metrics_file import METRICS_FILE
 from ..reporting.plot import plot_losses
 from ..reporting.profiling import StepProfiler
+from ..reporting.run_log import RunLog, recording
 from ..watch.failures import RankWatch, watched_world
+from ..watch.restarts import Attempt, begin_attempt
 from .batches import Batch
 from .build import TrainingState, build_training_state, measured_storage
 from .graph_choice import GraphChoice, choose_graph
 from .run_data import RunData, open_run_data
+from .run_events import RunEvents
 from .step_results import Mark, PendingStep, StepResult
-from .stopping import NonFiniteGuard, SignalHandler, TrainingDiverged
+from .stopping import NonFiniteGuard, SignalHandler, StopReason, TrainingDiverged
 from .train_step import evaluate, step_graph, train_step
 
 logger = logging.getLogger(__name__)
@@ -94,7 +97,16 @@ class Trainer:
             topology, watch = stack.enter_context(
                 watched_world(world, self.output_dir, timeout_seconds=timeout_seconds)
             )
-            run = _Run(self.config, self.output_dir, topology, watch, device, signals, graph_choice)
+            log = stack.enter_context(recording(self.output_dir, is_writer=topology.rank == 0))
+            if topology.rank == 0:
+                checkpoint = self.config.checkpoint
+                begin_attempt(
+                    self.output_dir,
+                    Attempt.of_environment(),
+                    saves=checkpoint.save is not None,
+                    saves_by_interval=checkpoint.save_interval is not None,
+                )
+            run = _Run(self.config, self.output_dir, topology, watch, device, signals, graph_choice, log)
             stack.callback(run.close)
             with watch:  # other ranks learn of an error before the logs are closed, which may take long
                 run.train()
@@ -112,6 +124,7 @@ class _Run:
         device: torch.device,
         signals: SignalHandler,
         graph_choice: GraphChoice,
+        log: RunLog | None,
     ) -> None:
         self.config = config
         self.output_dir = output_dir
@@ -119,6 +132,7 @@ class _Run:
         self.watch = watch
         self.signals = signals
         self.is_writer = topology.rank == 0
+        self.events = RunEvents(config, log, is_writer=self.is_writer, world_size=topology.world_size)
         seed_everything(
             config.training.seed,
             device,
@@ -183,6 +197,7 @@ class _Run:
 
     def train(self) -> None:
         """Train, validate and save. A save in the background has finished when this returns."""
+        self.events.started(self.progress.iteration, skipped_steps=self.progress.skipped_steps)
         try:
             self._loop()
         except TrainingDiverged:
@@ -191,6 +206,7 @@ class _Run:
             raise
         try:
             self._finish_saving()
+            self.events.stopped(self.progress.iteration, self._stop_reason())
         finally:
             self._finish()
 
@@ -204,6 +220,7 @@ class _Run:
             loader = self.data.train_loader(self.progress.consumed_samples)
         elif self.is_writer:
             logger.warning("nothing is left to train: iteration %d, --train-iters %d", first - 1, training.train_iters)
+        save_is_due = False
         mark = Mark(self.state.device)
         for iteration in range(first, training.train_iters + 1):
             self.watch.at(iteration, "training")
@@ -223,16 +240,20 @@ class _Run:
                 self._record(pending.result())
             pending = queued
             evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
-            saves = checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
+            save_is_due |= checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
             stops = self.stop_requested or iteration - first + 1 == training.exit_interval
-            if evaluates or saves or stops or iteration == training.train_iters:
+            if evaluates or save_is_due or stops or iteration == training.train_iters:
                 self._record(pending.result())
                 pending = None
+            # Inside a streak of skipped steps nothing is saved: a restart then goes back to before it.
+            saves = save_is_due and self.guard.num_consecutive == 0
+            if save_is_due and not saves:
+                self.events.save_postponed(iteration)
             if evaluates:
                 self._evaluate("valid")
             if saves:
                 self._save()
-                saved_at = iteration
+                saved_at, save_is_due = iteration, False
             if evaluates or saves:
                 mark = Mark(self.state.device)
             if stops:
@@ -249,12 +270,24 @@ class _Run:
         self.metrics.close()
 
     def _wants_stop(self) -> bool:
+        return self.signals.received() or self._is_out_of_time()
+
+    def _is_out_of_time(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
-        out_of_time = limit is not None and time.monotonic() - self.started > 60.0 * limit
-        return self.signals.received() or out_of_time
+        return limit is not None and time.monotonic() - self.started > 60.0 * limit
+
+    def _stop_reason(self) -> StopReason:
+        if self.progress.iteration >= self.config.training.train_iters:
+            return StopReason.DONE
+        if not self.stop_requested:
+            return StopReason.INTERVAL
+        return StopReason.DURATION if self._is_out_of_time() and not self.signals.received() else StopReason.SIGNAL
 
     def _record(self, result: StepResult) -> None:
         self.stop_requested |= result.stop_requested
+        self.events.at(result.iteration)
+        if result.skipped:
+            self.events.skipped(result)
         try:
             self.guard.update(result.skipped, iteration=result.iteration)
         except TrainingDiverged as error:

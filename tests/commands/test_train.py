@@ -23,7 +23,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The start that was requested: (placement, flags), or ("here", flags)."""
     starts: list[Any] = []
 
-    def run_ranks(module: str, words: list[str], placement: Placement) -> int:
+    def run_ranks(module: str, words: list[str], placement: Placement, folder: Path | None) -> int:
         assert module == "fp8_megatron.commands.pretrain_gpt"
         starts.append((placement, words))
         return 0
@@ -44,6 +44,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("--cpu-ranks 1", ["hidden", ("here", [])]),
         ("--gpus 4", [(Placement(4), [])]),
         ("--cpu-ranks=2", [(Placement(2, on_cpu=True), [])]),
+        ("--cpu-ranks 2 --max-restarts 3", [(Placement(2, on_cpu=True, max_restarts=3), [])]),
+        ("--gpus 1 --restart", [(Placement(1, max_restarts=10), [])]),
         (
             "--gpus 8 --nnodes 2 --node-rank 1 --master-addr node0 --master-port 1234",
             [(Placement(8, num_nodes=2, node_rank=1, master_addr="node0", master_port=1234), [])],
@@ -77,6 +79,7 @@ def test_own_flags_place_the_ranks_and_all_others_are_passed_on(
         ("--nnodes 2", "--nnodes 2 needs --master-addr"),
         ("--nnodes 2 --master-addr a --node-rank 2", "--node-rank 2 is none of --nnodes 2"),
         ("--node-rank 1", "--node-rank 1 is none of --nnodes 1"),
+        ("--gpus 2 --max-restarts -1", "--max-restarts -1 is negative; give 0 or more"),
         ("--master-port 1234", "--master-port have no effect with one node"),
     ],
 )
@@ -116,6 +119,7 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torchrun_is_told_of_every_node() -> None:
     assert Placement(3).torchrun_arguments() == ["--standalone", "--nproc-per-node", "3"]
+    assert Placement(3, max_restarts=2).torchrun_arguments()[-2:] == ["--max-restarts", "2"]
     several = Placement(8, num_nodes=2, node_rank=1, master_addr="node0", master_port=7)
     expected = "--nnodes 2 --node-rank 1 --master-addr node0 --master-port 7 --nproc-per-node 8"
     assert several.torchrun_arguments() == expected.split() and several.world_size == 16

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import logging
 import math
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,8 @@ from fp8_megatron.checkpoint.files import CheckpointError, saved_iterations
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.device.device import UnsupportedDeviceError
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
+from fp8_megatron.reporting.step_figures import StepFigures
 from fp8_megatron.training import train_step as train_step_module
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.batches import Batch
@@ -285,6 +291,39 @@ def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatc
     assert "gradients with a NaN or inf on rank 0: " in str(error.value)  # and where to look
     records = read_records(tmp_path / METRICS_FILE)
     assert len(steps(records)) <= 4
+
+
+def test_a_checkpoint_waits_for_the_end_of_skipped_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Due at 2, 4, 6 and 8; steps 4, 5, 8 and 9 are skipped, and the limit ends the run at 9."""
+    step, taken = trainer_module.train_step, itertools.count(1)
+
+    def skipping(*args: Any, **kwargs: Any) -> torch.Tensor:
+        packed = step(*args, **kwargs)
+        if next(taken) in (4, 5, 8, 9):
+            packed[[field.name for field in dataclasses.fields(StepFigures)].index("grad_norm")] = math.nan
+        return packed
+
+    monkeypatch.setattr(trainer_module, "train_step", skipping)
+    skips: dict[str, Any] = {"max_skipped_steps": 2, "save": tmp_path / "saved", "save_interval": 2}
+    with caplog.at_level(logging.INFO), pytest.raises(TrainingDiverged):
+        fit(tmp_path, train_iters=20, **{**skips, "max_skipped_steps": 3}, exit_interval=7)
+        assert saved_iterations(tmp_path / "saved") == [2, 6, 7]
+        fit(tmp_path, train_iters=20, **skips, load=tmp_path / "saved")
+    assert saved_iterations(tmp_path / "saved") == [2, 6, 7]
+    events = [(found["kind"], found["iteration"]) for found in read_events(tmp_path / EVENTS_FILE)]
+    told = [found for found in events if found[0] != "save"]
+    assert told == [
+        ("start", 0),
+        ("skip", 4),
+        ("skip", 5),
+        ("stop", 7),
+        ("resume", 7),
+        ("skip", 8),
+        ("skip", 9),
+        ("fault", 9),
+    ]
 
 
 def test_schedules_reach_their_ends(tmp_path: Path) -> None:

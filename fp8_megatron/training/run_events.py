@@ -1,0 +1,64 @@
+"""The events of a run that the training loop knows: where it starts, which steps it skips, why it stops."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+from ..config.schema import Config
+from ..reporting.run_log import EventKind, RunLog, event
+from ..watch.restarts import Attempt
+from .step_results import StepResult
+from .stopping import StopReason
+
+logger = logging.getLogger(__name__)
+
+
+class RunEvents:
+    """Logs a run's events on the first rank. On other ranks, every call does nothing.
+
+    Args:
+        log: the open log, which learns the step that the run stands at; None on other ranks.
+    """
+
+    def __init__(self, config: Config, log: RunLog | None, *, is_writer: bool, world_size: int) -> None:
+        self._total = config.training.train_iters
+        self._log = log
+        self._is_writer = is_writer
+        self._world_size = world_size
+
+    def at(self, iteration: int) -> None:
+        """Note the step that the run stands at, for events that name none."""
+        if self._log is not None:
+            self._log.iteration = iteration
+
+    def started(self, iteration: int, *, skipped_steps: int) -> None:
+        """Training is about to begin after `iteration`; 0: from scratch."""
+        self.at(iteration)
+        if not self._is_writer:
+            return
+        kind = EventKind.START if iteration == 0 else EventKind.RESUME
+        where = f"{self._world_size} rank{'s' * (self._world_size > 1)}, first host {socket.gethostname()}"
+        begins = "training starts from scratch" if iteration == 0 else f"training resumes after iteration {iteration}"
+        fields = {"world_size": self._world_size, "skipped_steps": skipped_steps, **Attempt.of_environment().fields()}
+        logger.info(
+            "%s on %s, to iteration %d", begins, where, self._total, extra=event(kind, iteration=iteration, **fields)
+        )
+
+    def skipped(self, result: StepResult) -> None:
+        """The optimizer skipped a step."""
+        if self._is_writer:
+            loss, norm = result.figures.loss, result.figures.grad_norm
+            mark = event(EventKind.SKIP, iteration=result.iteration, loss=str(loss), grad_norm=str(norm))
+            logger.warning("iteration %d skipped: loss %g, gradient norm %g", result.iteration, loss, norm, extra=mark)
+
+    def save_postponed(self, iteration: int) -> None:
+        """A checkpoint is due at a skipped step."""
+        if self._is_writer:
+            logger.warning("iteration %d was skipped: the checkpoint waits for a finite step", iteration)
+
+    def stopped(self, iteration: int, reason: StopReason) -> None:
+        """Training ended as asked, and everything is saved."""
+        if self._is_writer:
+            mark = event(EventKind.STOP, iteration=iteration, reason=reason.name.lower())
+            logger.info("training ends at iteration %d of %d: %s", iteration, self._total, reason.value, extra=mark)
