@@ -9,8 +9,8 @@ same file.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -18,6 +18,12 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fp8_megatron.commands.arguments import Parser, output_file, real, seed
+from fp8_megatron.outputs import write_output
 
 _SUFFIXES = (".py", ".txt", ".rst")
 #: Folders of test data, generated tables, build settings and installed packages.
@@ -73,22 +79,18 @@ def build(root: Path, output: Path, max_bytes: int, seed: int) -> tuple[int, int
         raise ValueError(
             f"no text of at most {max_bytes} bytes found in {root}: raise --max-mb, or install Python with its sources"
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.partial")
-    try:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_output(output, ("\n".join(lines) + "\n").encode(), "--output")
     return len(lines), num_bytes
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 after an error message."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write (replaced if it exists)")
-    parser.add_argument("--max-mb", type=float, default=8.0, help="megabytes of text at most (8)")
-    parser.add_argument("--seed", type=int, default=1234, help="of the shuffle")
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--output", type=output_file, required=True, help="the .jsonl file to write (replaced if it exists)"
+    )
+    parser.add_argument("--max-mb", type=real(above=0, most=1e9), default=8.0, help="megabytes of text at most (8)")
+    parser.add_argument("--seed", type=seed, default=1234, help="of the shuffle")
     arguments = parser.parse_args(words)
     root = Path(sysconfig.get_paths()["stdlib"])
     try:

@@ -11,7 +11,6 @@ differences come from the optimizer. Prints a table and writes JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -35,7 +34,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from fp8_megatron.commands.arguments import Parser, output_file, real, whole
+from fp8_megatron.commands.arguments import seed as seed_type
 from fp8_megatron.kernels import ops
+from fp8_megatron.outputs import write_output
 from fp8_megatron.quantization.stats import snr_db
 from tools.build_quickstart_corpus import library_documents
 from tools.optimizer_settings import SETTINGS, Setting, Space
@@ -168,7 +170,7 @@ def compare(
     jobs = [(setting, seed) for setting in settings for seed in seeds]
     exact: dict[tuple[float, int], dict[int, Tensor]] = {}
     runs: dict[Setting, list[Run]] = {setting: [] for setting in settings}
-    with ProcessPoolExecutor(num_jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(num_jobs, len(jobs)), multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(train, setting, seed, num_steps, lr) for setting, seed in jobs]
         for (setting, seed), future in zip(jobs, futures, strict=True):
             run, snapshots = future.result()
@@ -233,12 +235,14 @@ def _gap(row: dict, name: str) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="the .json file to write (replaced if it exists)")
-    parser.add_argument("--steps", type=int, default=2000, help="(2000)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="(1 2)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="largest learning rate; cosine to a tenth (3e-3)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each (1)")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--output", type=output_file, help="the .json file to write (replaced if it exists)")
+    parser.add_argument("--steps", type=whole(), default=2000, help="(2000)")
+    parser.add_argument("--seeds", type=seed_type, nargs="+", default=[1, 2], help="(1 2)")
+    parser.add_argument(
+        "--lr", type=real(above=0), default=3e-3, help="largest learning rate; cosine to a tenth (3e-3)"
+    )
+    parser.add_argument("--jobs", type=whole(), default=1, help="runs at a time, one core each (1)")
     parser.add_argument("--groups", nargs="+", choices=sorted({setting.group for setting in SETTINGS}), help="(all)")
     arguments = parser.parse_args(words)
     console = Console(width=120)
@@ -260,8 +264,7 @@ def main(words: Sequence[str] | None = None) -> int:
             "tokens_per_step": BATCH * SEQ_LENGTH,
             "results": rows,
         }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_output(arguments.output, (json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode(), "--output")
     return 0
 
 

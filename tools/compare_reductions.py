@@ -9,7 +9,6 @@ decades. The worst tensor's ratio is printed.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import platform
@@ -30,7 +29,9 @@ if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not inst
 from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.native_sum import mean_of_sum, ring_sum
 from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
+from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
+from fp8_megatron.outputs import write_output
 from fp8_megatron.quantization.stats import snr_db
 
 NUM_RANKS = (2, 4, 8, 16, 32, 64)
@@ -50,11 +51,13 @@ CPU = torch.device("cpu")
 
 def main(argv: list[str]) -> int:
     """Measure, print, write; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Signal-to-noise ratios of gradient reductions.")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--num-ranks", type=int, nargs="+", default=list(NUM_RANKS), help="virtual ranks")
-    parser.add_argument("--micro-batches", type=int, default=NUM_MICRO_BATCHES)
-    parser.add_argument("--blocks-per-tensor", type=int, default=BLOCKS_PER_TENSOR, help="of 128 elements")
+    parser = Parser(description="Signal-to-noise ratios of gradient reductions.")
+    parser.add_argument("--output", type=output_file, help="JSON file to write")
+    parser.add_argument("--num-ranks", type=whole(least=2), nargs="+", default=list(NUM_RANKS), help="virtual ranks")
+    parser.add_argument("--micro-batches", type=whole(), default=NUM_MICRO_BATCHES)
+    parser.add_argument(
+        "--blocks-per-tensor", type=whole(most=1 << 20), default=BLOCKS_PER_TENSOR, help="of 128 elements"
+    )
     args = parser.parse_args(argv)
     blocks = args.blocks_per_tensor
     allowed = [n for n in range(2, NUM_TENSORS * blocks + 1) if NUM_TENSORS * blocks % n == 0]
@@ -89,8 +92,7 @@ def main(argv: list[str]) -> int:
             "micro_batches": args.micro_batches,
             "snr_db_of_accumulation": accumulation,
         }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        write_output(args.output, (json.dumps(report, indent=1) + "\n").encode(), "--output")
     return 0
 
 

@@ -29,6 +29,7 @@ if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not inst
 from fp8_megatron.commands import pretrain_gpt
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, MAX_FINITE
 from fp8_megatron.kernels import ops
+from fp8_megatron.outputs import check_output_file, write_output
 from fp8_megatron.quantization.operand import multiply
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
@@ -84,6 +85,7 @@ def main() -> int:
         print("the first argument is the file to write: python -m tools.gradient_snr FILE --config …")
         return 2
     output, sample = Path(sys.argv.pop(1)), Sample()
+    check_output_file(output, "FILE")
     sys.argv += ["--cuda-graph-impl", "none"]
     write = WeightGrad.write_fp8_
 
@@ -98,7 +100,7 @@ def main() -> int:
         WeightGrad.write_fp8_ = write  # type: ignore[method-assign]
     if status == 0 and os.environ.get("RANK", "0") == "0":
         summary = {"flags": sys.argv[1:], "torch": torch.__version__, **sample.summary()}
-        output.write_text(json.dumps(summary, indent=1) + "\n")
+        write_output(output, (json.dumps(summary, indent=1) + "\n").encode())
         print(json.dumps(summary))
     return status
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fp8_megatron.commands import pretrain_gpt
+from fp8_megatron.outputs import check_output_file, write_output
 
 _MAX_ENTRIES = 3_000_000
 _FRAMES_SHOWN = 3
@@ -32,6 +33,7 @@ def main() -> int:
         print("the first argument is the file to write: torchrun … -m tools.memory_at_peak FILE --config …")
         return 2
     output = Path(sys.argv.pop(1))
+    check_output_file(output, "FILE")
     records = torch.cuda.is_available() and os.environ.get("RANK", "0") == "0"
     if records:
         torch.cuda.memory._record_memory_history(
@@ -40,7 +42,7 @@ def main() -> int:
     status = pretrain_gpt.main()
     if records:
         history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        output.write_text(peak_table(history))
+        write_output(output, peak_table(history).encode())
     return status
 
 

@@ -91,7 +91,7 @@ def real(*, least: float = -math.inf, above: float = -math.inf, most: float = ma
 seed = whole(least=0, most=MAX_SEED)
 
 
-def text(word: str) -> str:
+def nonempty(word: str) -> str:
     """The type of a text that is not empty. An unset variable of the shell gives an empty one."""
     if not word:
         raise argparse.ArgumentTypeError("the text is empty; give one (is a variable of the shell unset?)")
@@ -102,7 +102,7 @@ def text(word: str) -> str:
 
 def path(word: str) -> Path:
     """The type of a path that is read."""
-    return Path(text(word))
+    return Path(nonempty(word))
 
 
 def output_file(word: str) -> Path:

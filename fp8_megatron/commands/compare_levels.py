@@ -26,7 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config.io import own_and_run_flags
+from ..outputs import write_output, writing_to
 from ..reporting.metrics_file import METRICS_FILE, read_records
+from .arguments import Parser, output_folder, whole
 from .program import exit_status, share_import_path
 
 LEVELS = {
@@ -42,6 +44,8 @@ LEVELS = {
 RANK_PROGRAM = "fp8_megatron.commands.pretrain_gpt"
 #: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.
 WARM_UP_STEPS = 10
+#: Ranks that a node can hold.
+MAX_RANKS = 1024
 
 
 def main(words: Sequence[str] | None = None, prog: str = "compare_levels.py") -> int:
@@ -52,7 +56,8 @@ def main(words: Sequence[str] | None = None, prog: str = "compare_levels.py") ->
 def run(args: argparse.Namespace) -> int:
     """Run the levels, then print the table; returns the exit status. A level that fails is left out."""
     share_import_path()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
+    with writing_to(args.output_dir, "--output-dir"):
+        args.output_dir.mkdir(parents=True, exist_ok=True)
     for name in ("comparison.json", "comparison.png"):  # from an older comparison
         (args.output_dir / name).unlink(missing_ok=True)
     results: dict[str, dict[str, Any]] = {}
@@ -70,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         try:
             figures = _read(folder)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:  # the last two: a record without a figure
             print(f"error: {level} left no figures: {error}", file=sys.stderr)
             status = 1
             continue
@@ -88,20 +93,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=prog, description=__doc__)
     default = ["bf16", "O1", "O2", "O3"]
     parser.add_argument("--levels", nargs="+", choices=list(LEVELS), default=default, help="the first is the reference")
     parser.add_argument("--speed-levels", nargs="*", choices=list(LEVELS), default=[], help="levels to time only")
-    parser.add_argument("--speed-iters", type=int, default=60, help="steps of those (default 60)")
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks of each run (default 1)")
-    parser.add_argument("--output-dir", type=Path, required=True, help="one folder per level goes in here")
+    parser.add_argument("--speed-iters", type=whole(), default=60, help="steps of those (default 60)")
+    parser.add_argument("--nproc-per-node", type=whole(most=MAX_RANKS), default=1, help="ranks of each run (default 1)")
+    parser.add_argument("--output-dir", type=output_folder, required=True, help="one folder per level goes in here")
     own, passed = own_and_run_flags(words)
     args = parser.parse_args(own)
     args.passed = passed
     if len(args.levels) < 2:
         parser.error(f"--levels {args.levels[0]}: give two or more to compare")
+    every = [*args.levels, *args.speed_levels]
+    if repeated := [level for level in every if every.count(level) > 1]:
+        parser.error(f"--levels and --speed-levels name {repeated[0]} twice; a level has one folder, give it once")
     return args
 
 
@@ -167,7 +173,8 @@ def _write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "results": results,
     }
-    (args.output_dir / "comparison.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    write_output(args.output_dir / "comparison.json", text.encode(), "--output-dir")
 
 
 def _plot(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> int:

@@ -15,8 +15,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from .arguments import Parser, path, real, seed, whole
 from .launch import Placement, check_gpus, run_ranks
 from .program import exit_status, prepare_megatron
+
+#: A token takes a forward pass over the whole context, so more would take days.
+MAX_TOKENS = 1_000_000
+#: Beyond it the draw is uniform among the --top-k tokens.
+MAX_TEMPERATURE = 1e6
 
 
 def main(words: Sequence[str] | None = None, prog: str = "generate_text.py") -> int:
@@ -27,16 +33,30 @@ def main(words: Sequence[str] | None = None, prog: str = "generate_text.py") -> 
 
 def parse_arguments(words: Sequence[str], prog: str) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=prog, description=__doc__)
+    parser.add_argument("--load", type=path, required=True, help="folder that training saved into")
+    parser.add_argument("--prompt", nargs="+", required=True, type=_prompt, help="texts to continue")
+    parser.add_argument("--num-tokens", type=whole(most=MAX_TOKENS), default=48, help="tokens to add (default 48)")
+    parser.add_argument(
+        "--temperature",
+        type=real(least=0, most=MAX_TEMPERATURE),
+        default=0.7,
+        help="0 takes the most likely token (default 0.7)",
     )
-    parser.add_argument("--load", type=Path, required=True, help="folder that training saved into")
-    parser.add_argument("--prompt", nargs="+", required=True, help="texts to continue")
-    parser.add_argument("--num-tokens", type=int, default=48, help="tokens to add (default 48)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the most likely token (default 0.7)")
-    parser.add_argument("--top-k", type=int, default=40, help="draw among this many tokens (default 40)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    parser.add_argument("--top-k", type=whole(), default=40, help="draw among this many tokens (default 40)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the draw (default 0)")
     return parser.parse_args(words)
+
+
+def _prompt(word: str) -> str:
+    """A text that a tokenizer takes. Bytes of the command line that are not UTF-8 arrive as lone surrogates."""
+    try:
+        word.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{word[:60]!r} is not UTF-8 at character {error.start}; give the text in UTF-8"
+        ) from error
+    return word
 
 
 def _run(arguments: argparse.Namespace, words: list[str]) -> int:

@@ -12,16 +12,18 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import UserError
+from ..outputs import check_output_file
 from ..reporting.metrics_file import METRICS_FILE
+from .arguments import Parser, path
 from .program import exit_status
 
 
 def metrics_path(run: Path) -> Path:
     """The metrics file of a run given as its folder or as the file itself."""
-    path = run / METRICS_FILE if run.is_dir() else run
-    if not path.is_file():
-        raise ValueError(f"no {METRICS_FILE} at {path}: give the --output-dir of a run that has logged a step")
-    return path
+    metrics = run / METRICS_FILE if run.is_dir() else run
+    if not metrics.is_file():
+        raise ValueError(f"no {METRICS_FILE} at {metrics}: give the --output-dir of a run that has logged a step")
+    return metrics
 
 
 def run_names(runs: list[Path]) -> list[str]:
@@ -37,11 +39,9 @@ def _with_suffix(output: Path) -> Path:
 
 def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="+", type=Path, help="output folders or metrics.jsonl files")
-    parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
+    parser = Parser(prog=prog, description=__doc__)
+    parser.add_argument("runs", nargs="+", type=path, help="output folders or metrics.jsonl files")
+    parser.add_argument("--output", type=path, required=True, help="PNG file to write")
     parser.add_argument("--labels", nargs="+", help="legend names, one a run (default: the folders' names)")
     parser.add_argument("--title", help="heading of the figure")
     return parser.parse_args(words)
@@ -56,13 +56,15 @@ def run(options: argparse.Namespace) -> int:
     """Draw; returns the exit status.
 
     Raises:
-        UserError: a file cannot be read or written.
+        UserError: a run cannot be read, or the output cannot be written.
         ValueError: labels do not match the runs, or a run has no losses.
     """
-    from ..reporting.plot import compare_losses, plot_losses
+    from ..reporting.plot import compare_losses, image_format, plot_losses
 
+    output = _with_suffix(options.output)
+    check_output_file(output, "--output")
+    image_format(output)
     try:
-        output = _with_suffix(options.output)
         labels = options.labels if options.labels is not None else run_names(options.runs)
         if len(labels) != len(options.runs) or len(set(labels)) != len(labels):
             raise ValueError(f"{len(options.runs)} runs need as many different --labels, got {labels}")
@@ -73,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
             runs = dict(zip(labels, paths, strict=True))
             compare_losses(runs, output, title=options.title or "Training loss")
     except OSError as error:
-        raise UserError(f"{error}; give runs that can be read and an --output that can be written") from error
+        raise UserError(f"{error}; give runs that can be read") from error
     print(output)
     return 0
 

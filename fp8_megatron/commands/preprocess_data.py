@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -31,8 +31,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..data.documents import RawBatch, check_inputs, parse_batch, read_batches
-from ..data.tokenizer import Tokenizer, build_tokenizer
+from ..data.documents import RawBatch, check_inputs, is_plain_text, parse_batch, read_batches
+from ..data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from ..errors import UserError
+from ..outputs import check_output_file, writing_to
+from .arguments import Parser, nonempty, whole
 from .program import exit_status
 
 #: Batches in flight per worker: enough to keep it busy, few enough to limit memory.
@@ -150,13 +153,15 @@ class DatasetWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._builder.data_file.close()
+        with suppress(OSError):  # closing writes buffered bytes; an earlier error has told of a full disk
+            self._builder.data_file.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
     def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
         """Append documents: their concatenated token ids, and the length of each."""
-        self._builder.data_file.write(ids.data)
+        with writing_to(Path(f"{self.prefix}.bin"), "--output-prefix"):
+            self._builder.data_file.write(ids.data)
         self._builder.sequence_lengths.extend(lengths.tolist())
         self._builder.document_indices.extend(range(self.num_documents + 1, self.num_documents + len(lengths) + 1))
         self.num_documents += len(lengths)
@@ -164,10 +169,11 @@ class DatasetWriter:
 
     def commit(self) -> None:
         """Write the index and rename both files. An index never stands beside another run's tokens."""
-        self._builder.finalize(str(self._temporary["idx"]))
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        for kind, path in self._temporary.items():
-            path.replace(f"{self.prefix}.{kind}")
+        with writing_to(Path(f"{self.prefix}.idx"), "--output-prefix"):
+            self._builder.finalize(str(self._temporary["idx"]))
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+            for kind, path in self._temporary.items():
+                path.replace(f"{self.prefix}.{kind}")
 
 
 class ProgressReport:
@@ -217,6 +223,8 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
         append_eod=arguments.append_eod,
         skip_errors=arguments.skip_errors,
     )
+    num_workers = _bounded(arguments.workers)
+    _check_no_flag_is_ignored(arguments)
     report = ProgressReport(check_inputs(arguments.input), arguments.log_interval)
     prefixes = _output_prefixes(arguments.output_prefix, encoding.json_keys, arguments.overwrite)
     dtype = token_dtype(encoding)
@@ -226,7 +234,7 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
     with ExitStack() as stack:
         writers = {key: stack.enter_context(DatasetWriter(prefix, dtype)) for key, prefix in prefixes.items()}
         stack.enter_context(report.bar)
-        for batch in encode_all(encoding, batches, arguments.workers):
+        for batch in encode_all(encoding, batches, num_workers):
             for key, (ids, lengths) in batch.tokens.items():
                 writers[key].add(ids, lengths)
             num_empty += batch.num_empty
@@ -250,14 +258,48 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _output_prefixes(output_prefix: str, json_keys: Sequence[str], overwrite: bool) -> dict[str, str]:
-    """The prefix of each JSON key's dataset. Makes its folder; raises ValueError if the dataset exists."""
+    """The prefix of each JSON key's dataset. Makes its folder.
+
+    Raises:
+        ValueError: the dataset exists, or cannot be written.
+    """
+    if repeated := [key for key in json_keys if json_keys.count(key) > 1]:
+        raise UserError(f"--json-keys names {repeated[0]!r} twice; name each key once")
+    if unfit := [key for key in json_keys if "/" in key]:
+        raise UserError(f"--json-keys {unfit[0]}: a slash cannot be part of the output's name; rename that key")
+    if output_prefix.endswith("/"):
+        raise UserError(
+            f"--output-prefix {output_prefix} is a folder; add the start of the files' names, as in "
+            f"{output_prefix}corpus"
+        )
     prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
     for prefix in prefixes.values():
         for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
             if path.exists() and not overwrite:
                 raise ValueError(f"{path} exists: give another --output-prefix, or --overwrite")
-    Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
+            check_output_file(path, "--output-prefix")
+    with writing_to(Path(output_prefix), "--output-prefix"):
+        Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     return prefixes
+
+
+def _check_no_flag_is_ignored(arguments: argparse.Namespace) -> None:
+    if arguments.tokenizer_type == "NullTokenizer" and arguments.tokenizer_model is not None:
+        raise UserError(f"--tokenizer-model {arguments.tokenizer_model} is not read by a NullTokenizer; leave it out")
+    if arguments.split_on_blank_lines and not any(map(is_plain_text, arguments.input)):
+        raise UserError("--split-on-blank-lines cuts plain text, and --input has JSON lines alone; leave it out")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _bounded(num_workers: int) -> int:
+    """At most one worker a core. The output does not depend on their number."""
+    if num_workers > num_cores():
+        print(f"--workers {num_workers}: this process has {num_cores()} cores, so {num_cores()} run", file=sys.stderr)
+    return min(num_workers, num_cores())
 
 
 def _check_not_empty(writers: dict[str, DatasetWriter], num_errors: int, num_empty: int) -> None:
@@ -271,29 +313,32 @@ def _check_not_empty(writers: dict[str, DatasetWriter], num_errors: int, num_emp
 
 def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=prog, description=__doc__)
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=nonempty, metavar="FILE", help=".jsonl or .txt[.gz|.xz|.bz2|.zst]"
     )
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .txt[.gz|.xz|.bz2|.zst]")
-    parser.add_argument("--output-prefix", required=True, help="path of the output, without _KEY_document.bin/.idx")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys with text (text)")
+    parser.add_argument(
+        "--output-prefix", required=True, type=nonempty, help="path of the output, without _KEY_document.bin/.idx"
+    )
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], type=nonempty, metavar="KEY", help="keys with text (text)"
+    )
     parser.add_argument("--split-on-blank-lines", action="store_true", help="plain text: one document a paragraph")
-    parser.add_argument("--tokenizer-type", default="SentencePieceTokenizer", help="as in training")
-    parser.add_argument("--tokenizer-model", help="SentencePiece .model file, or Hugging Face tokenizer folder")
-    parser.add_argument("--vocab-size", type=int, help="of a NullTokenizer")
+    parser.add_argument(
+        "--tokenizer-type", default="SentencePieceTokenizer", choices=TOKENIZER_TYPES, help="as in training"
+    )
+    parser.add_argument(
+        "--tokenizer-model", type=nonempty, help="SentencePiece .model file, or Hugging Face tokenizer folder"
+    )
+    parser.add_argument("--vocab-size", type=whole(least=2), help="of a NullTokenizer")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    parser.add_argument("--workers", type=_positive, default=os.cpu_count(), help="processes (one a core)")
-    parser.add_argument("--log-interval", type=_positive, default=1000, help="documents between progress lines (1000)")
+    parser.add_argument(
+        "--workers", type=whole(), default=num_cores(), help="processes, at most one a core (one a core)"
+    )
+    parser.add_argument("--log-interval", type=whole(), default=1000, help="documents between progress lines (1000)")
     parser.add_argument("--skip-errors", action="store_true", help="count and leave out malformed documents")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return parser.parse_args(words)
-
-
-def _positive(word: str) -> int:
-    value = int(word)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
 
 
 def main(words: Sequence[str] | None = None, prog: str = "preprocess_data.py") -> int:

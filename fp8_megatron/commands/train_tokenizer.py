@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import io
-import os
 import random
 import re
 import sys
@@ -25,10 +24,18 @@ from pathlib import Path
 import sentencepiece
 
 from ..data.documents import check_inputs, parse_batch, read_batches
+from ..outputs import check_output_file, write_output
+from .arguments import Parser, nonempty, seed, whole
 from .program import exit_status
 
 #: Text is sampled in runs of whole lines of about this many characters.
 _SEGMENT = 16_384
+#: The unknown token, end of document, newline, tab, all bytes, and one character.
+MIN_VOCAB_SIZE = 261
+#: A SentencePiece model keeps its pieces in memory many times over while it learns.
+MAX_VOCAB_SIZE = 10_000_000
+#: SentencePiece starts every thread that it is told to.
+MAX_THREADS = 256
 _BETWEEN_SENTENCES = re.compile(r"[\n\t\x00]+")
 
 
@@ -92,12 +99,26 @@ def train(segments: Sequence[str], *, vocab_size: int, model_type: str, num_thre
             allow_whitespace_only_pieces=True,
         )
     except RuntimeError as error:
-        message = " ".join(str(error).split())
-        raise ValueError(
-            f"SentencePiece cannot make --vocab-size {vocab_size} of this text ({message}): "
-            f"lower it (at least 260 + the number of characters), or give more text"
-        ) from error
+        raise ValueError(_problem(vocab_size, " ".join(str(error).split()))) from error
     return model.getvalue()
+
+
+def _problem(vocab_size: int, message: str) -> str:
+    """What to do after SentencePiece's error `message`."""
+    too_large, too_small = (
+        re.search(pattern, message) for pattern in (r"value <= (\d+)", r"required_chars\. \d+ vs (\d+)")
+    )
+    if too_large is not None:
+        return (
+            f"cannot make --vocab-size {vocab_size} of this text, which gives {too_large[1]} tokens at most: lower it "
+            f"to that, or give more text"
+        )
+    if too_small is not None:
+        return (
+            f"cannot make --vocab-size {vocab_size} of this text, whose bytes and characters alone are {too_small[1]} "
+            f"tokens: raise it to more than that"
+        )
+    return f"SentencePiece cannot learn from this text ({message}): give other --input"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -105,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output or f"{arguments.output_prefix}.model")
     if output.exists() and not arguments.overwrite:
         raise ValueError(f"{output} exists: give another name, or --overwrite")
+    check_output_file(output, "--output")
     check_inputs(arguments.input)
     start = time.monotonic()
     segments = sample_text(arguments.input, arguments.json_keys, arguments.max_bytes, arguments.seed)
@@ -117,13 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     num_bytes = sum(len(segment.encode()) for segment in segments)
     sample = segments[:: max(1, len(segments) // 64)]
     num_tokens = sum(map(len, processor.encode(sample)))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.partial")
-    try:
-        temporary.write_bytes(model)
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_output(output, model, "--output")
     print(
         f"{output}: {processor.vocab_size()} {arguments.model_type} tokens from {num_bytes / 1e6:.1f} MB of text in "
         f"{time.monotonic() - start:.1f} s; {sum(len(text.encode()) for text in sample) / num_tokens:.2f} bytes a token"
@@ -133,19 +149,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=prog, description=__doc__)
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=nonempty, metavar="FILE", help=".jsonl or .txt[.gz|.xz|.bz2|.zst]"
     )
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .txt[.gz|.xz|.bz2|.zst]")
     output = parser.add_mutually_exclusive_group(required=True)
-    output.add_argument("--output", help="the .model file to write")
-    output.add_argument("--output-prefix", help="the same without .model")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys with text (text)")
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="tokens (32000)")
+    output.add_argument("--output", type=nonempty, help="the .model file to write")
+    output.add_argument("--output-prefix", type=nonempty, help="the same without .model")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], type=nonempty, metavar="KEY", help="keys with text (text)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=whole(least=MIN_VOCAB_SIZE, most=MAX_VOCAB_SIZE), default=32_000, help="tokens (32000)"
+    )
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="bpe, or unigram (slower)")
-    parser.add_argument("--max-bytes", type=int, default=10_000_000, help="text to learn from, drawn evenly (10000000)")
-    parser.add_argument("--seed", type=int, default=1234, help="of that draw")
-    parser.add_argument("--workers", type=int, default=2, help="threads; a unigram model depends on them (2)")
+    parser.add_argument(
+        "--max-bytes", type=whole(), default=10_000_000, help="text to learn from, drawn evenly (10000000)"
+    )
+    parser.add_argument("--seed", type=seed, default=1234, help="of that draw")
+    parser.add_argument(
+        "--workers", type=whole(most=MAX_THREADS), default=2, help="threads; a unigram model depends on them (2)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
     return parser.parse_args(words)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
@@ -61,8 +62,10 @@ class Blend:
                 f"{flag} {given}: weights and prefixes do not alternate; give 'weight prefix weight prefix …' or "
                 f"prefixes alone"
             )
-        if any(weight <= 0 for weight in weights):
+        if not all(weight > 0 for weight in weights):  # also refuses NaN
             raise ValueError(f"{flag} {given}: weights have to be above 0; leave out a dataset that is not to be used")
+        if not math.isfinite(sum(weights)):
+            raise ValueError(f"{flag} {given}: the sum of the weights is {sum(weights)}; give finite numbers")
         return cls(prefixes, weights)
 
 
@@ -145,7 +148,7 @@ def build_datasets(
 
 def _number(word: str) -> float | None:
     try:
-        return float(word)
+        return float(word) if word.isascii() else None
     except ValueError:
         return None
 
@@ -175,7 +178,8 @@ def _blends(data: DataConfig, sizes: Sequence[int]) -> tuple[Blend | None, ...]:
 
 def _check_split(split: str) -> None:
     parts = [_number(part) for part in split.split(",")]
-    if len(parts) > 3 or any(part is None or part < 0 for part in parts) or not any(parts):
+    known = [part for part in parts if part is not None and 0 <= part < math.inf]
+    if len(parts) > 3 or len(known) < len(parts) or not 0 < sum(known) < math.inf:
         raise ValueError(f"--split {split}: give up to three weights (train,valid,test), not all 0, e.g. 969,30,1")
 
 
@@ -289,7 +293,7 @@ def _becomes_whole(path: Path) -> bool:
     while time.monotonic() - since < _ABANDONED_AFTER_SECONDS:
         try:
             np.load(path, mmap_mode="r")
-        except (ValueError, EOFError):
+        except (ValueError, EOFError, SyntaxError, TypeError):  # the last two: a damaged header
             time.sleep(0.1)
         else:
             return True

@@ -23,6 +23,8 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
 
+#: Keys of an object that an error lists.
+_SHOWN_KEYS = 8
 _UTF8_BOM = b"\xef\xbb\xbf"
 #: Compressed bytes decompressed at once. Limits memory: 4 bytes of Zstandard can give 128 KiB, so a chunk 64 MiB.
 _ZSTD_CHUNK_BYTES = 1 << 11
@@ -70,6 +72,11 @@ def check_inputs(paths: Sequence[str]) -> int:
     return total
 
 
+def is_plain_text(name: str) -> bool:
+    """Whether a file's name is that of plain text, not of JSON lines."""
+    return _text_suffix(name) in TEXT_SUFFIXES
+
+
 def read_batches(
     paths: Sequence[str], *, split_on_blank_lines: bool = False, batch_bytes: int = 1 << 19
 ) -> Iterator[RawBatch]:
@@ -110,7 +117,7 @@ def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool 
                 texts = [content.decode("utf-8")]
             for text in texts:
                 text.encode("utf-8")  # JSON may contain lone surrogates, which no tokenizer accepts
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             message = f"{batch.path}:{line}: {_reason(error)}"
             if not skip_errors:
                 raise ValueError(f"{message}. Correct it, or leave such documents out with --skip-errors") from error
@@ -150,14 +157,17 @@ def _json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
     texts = []
     for key in keys:
         if key not in document:
-            raise ValueError(f'no key "{key}" (it has {", ".join(map(repr, document)) or "none"}; see --json-keys)')
+            found = ", ".join(map(repr, list(document)[:_SHOWN_KEYS])) + (", …" if len(document) > _SHOWN_KEYS else "")
+            raise ValueError(f'no key "{key}" (it has {found or "none"}; see --json-keys)')
         if not isinstance(document[key], str):
             raise ValueError(f'"{key}" is {type(document[key]).__name__}, expected a string')
         texts.append(document[key])
     return texts
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "it nests lists or objects too deeply to be read"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg} at column {error.colno})"
     if isinstance(error, UnicodeDecodeError | UnicodeEncodeError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.schema import DataConfig
-from .tokenizer import SentencePieceTokenizer
+from .tokenizer import SentencePieceTokenizer, check_json_files
 
 _SPACE = "\u2581"
 _FILES = (
@@ -110,16 +110,26 @@ class ImportedTokenizer:
         return replace(data, tokenizer_type=self.tokenizer_type, tokenizer_model=self.tokenizer_model)
 
 
-def import_tokenizer(folder: Path, target: Path) -> ImportedTokenizer:
-    """Copy the tokenizer of a Hugging Face folder into the folder `target`."""
+def import_tokenizer(folder: Path, target: Path, final: Path | None = None) -> ImportedTokenizer:
+    """Copy the tokenizer of a Hugging Face folder into the folder `target`.
+
+    Args:
+        final: where `target` will be when the settings are used. Default: it stays.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    final = final or target
     if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
+        check_json_files(folder)
         target.mkdir(parents=True, exist_ok=True)
         copied = ", ".join(_copy_files(folder, target))
-        return ImportedTokenizer(f"tokenizer: {copied} in {target}", "HuggingFaceTokenizer", str(target))
+        return ImportedTokenizer(f"tokenizer: {copied} in {final}", "HuggingFaceTokenizer", str(final))
     if (folder / "tokenizer.model").is_file():
+        SentencePieceTokenizer(str(folder / "tokenizer.model"))
         target.mkdir(parents=True, exist_ok=True)
-        model = target / "tokenizer.model"
-        shutil.copyfile(folder / "tokenizer.model", model)
+        shutil.copyfile(folder / "tokenizer.model", target / "tokenizer.model")
+        model = final / "tokenizer.model"
         return ImportedTokenizer(f"tokenizer: {model}", "SentencePieceTokenizer", str(model))
     return ImportedTokenizer(f"no tokenizer: {folder} has none; give --tokenizer-type and --tokenizer-model to the run")
 
@@ -132,19 +142,27 @@ def _copy_files(folder: Path, target: Path) -> list[str]:
 
 
 def _their_token_ids(folder: Path) -> dict[str, int]:
-    """The ids of the special tokens that a folder names, read from its added tokens."""
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The ids of the special tokens that a folder names, read from its added tokens.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    paths = [folder / "tokenizer_config.json", folder / "tokenizer.json"]
+    if not all(path.is_file() for path in paths):
         return {}
-    ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    check_json_files(folder)
+    settings, content = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    tokens = content.get("added_tokens") or []
+    if not (isinstance(tokens, list) and all(isinstance(token, dict) for token in tokens)):
+        raise ValueError(f"tokenizer file {paths[1]}: added_tokens is no list of objects: copy it again")
+    ids = {token.get("content"): token.get("id") for token in tokens if isinstance(token.get("content"), str)}
     found = {}
     for kind in ("bos", "eos", "pad"):
         token = settings.get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token
-        if text in ids:
-            found[f"{kind}_token_id"] = ids[text]
+        token_id = ids.get(text) if isinstance(text, str) else None
+        if type(token_id) is int:
+            found[f"{kind}_token_id"] = token_id
     return found
 
 

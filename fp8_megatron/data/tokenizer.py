@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+
+#: Values of --tokenizer-type.
+TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+
+
+#: Files of a Hugging Face tokenizer that are JSON objects.
+JSON_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "generation_config.json",
+)
 
 
 class Tokenizer(ABC):
@@ -63,7 +78,8 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(f"tokenizer model {model} {kind}: give the .model file of tools/train_tokenizer.py")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=model)
-        except (RuntimeError, OSError) as error:
+            self._processor.serialized_model_proto()  # a part that is not UTF-8 is found here
+        except (RuntimeError, OSError, ValueError) as error:
             raise ValueError(
                 f"tokenizer model {model} ({path.stat().st_size} bytes) is not a SentencePiece model: "
                 f"give the .model file (not .vocab), or --tokenizer-type HuggingFaceTokenizer for a Hugging Face folder"
@@ -120,27 +136,57 @@ class HuggingFaceTokenizer(Tokenizer):
             from transformers import AutoTokenizer
         except ImportError as error:
             raise ValueError("HuggingFaceTokenizer needs transformers: pip install transformers") from error
+        check_json_files(Path(model))
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+            # No code of the folder runs, and nobody is asked whether it should.
+            self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+            eod, num_tokens = self._tokenizer.eos_token_id, len(self._tokenizer)
+            self._tokenizer("a", add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a damaged file raises almost anything; a panic of Rust is no Exception
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise ValueError(
-                f"tokenizer folder {model} cannot be loaded by transformers ({error}): it needs tokenizer.json"
+                f"tokenizer folder {model} cannot be loaded by transformers ({reason}): it needs the "
+                f"tokenizer.json and tokenizer_config.json that save_pretrained() writes; copy them again"
             ) from error
-        eod = self._tokenizer.eos_token_id
         if eod is None:
             raise ValueError(
                 f"tokenizer folder {model} has no end-of-sequence token, which ends each document: "
                 f"set eos_token in its tokenizer_config.json"
             )
-        super().__init__(len(self._tokenizer), eod, model)
+        super().__init__(num_tokens, eod, model)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        except (TypeError, KeyError, OverflowError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"the Hugging Face tokenizer cannot encode the text ({reason})") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def check_json_files(folder: Path) -> None:
+    """Check that the JSON files of a Hugging Face tokenizer are JSON objects.
+
+    Raises:
+        ValueError: names the file and the fault.
+    """
+    for name in JSON_FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = "it nests too deeply" if isinstance(error, RecursionError) else error
+            raise ValueError(f"tokenizer file {path} is not JSON ({reason}): copy it again") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"tokenizer file {path} holds a {type(content).__name__}, not an object: copy it again")
 
 
 class NullTokenizer(Tokenizer):
@@ -159,6 +205,8 @@ class NullTokenizer(Tokenizer):
 
     def _ids(self, text: str) -> list[int]:
         try:
+            if not text.isascii() or "_" in text:  # int() takes digits of other scripts, and underscores
+                raise ValueError("other characters than digits")
             ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise ValueError(

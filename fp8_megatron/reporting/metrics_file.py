@@ -14,6 +14,9 @@ from .run_log import EventKind, event
 
 METRICS_FILE = "metrics.jsonl"
 
+#: Larger whole numbers are not exact as floats, which figures are drawn with.
+_MAX_ITERATION = 1 << 53
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,7 +29,7 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file in order, without a line that a crash cut short."""
+    """All records of a metrics file in order. Each has a kind and an iteration. Damaged lines are left out."""
     return [record for _, record in _read_lines(path)]
 
 
@@ -89,7 +92,7 @@ class MetricsFile:
         kept = [(line, record) for line, record in lines if record["iteration"] <= resume_iteration]
         self.kept = [record for _, record in kept]
         temporary = self.path.with_suffix(".jsonl.tmp")
-        with temporary.open("w", encoding="utf-8") as stream:
+        with temporary.open("wb") as stream:
             stream.writelines(line for line, _ in kept)
             stream.flush()
             os.fsync(stream.fileno())
@@ -113,12 +116,37 @@ class MetricsFile:
         logger.warning("%s is of an earlier run and this one starts from scratch: moved to %s", self.path, older.name)
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as stream:
+def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The whole lines of a metrics file with their records. A warning counts the others, except for a last one that a
+    crash cut short.
+    """
+    num_damaged = 0
+    with path.open("rb") as stream:
         for line in stream:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(record, dict) and isinstance(record.get("iteration"), int):
-                yield line if line.endswith("\n") else line + "\n", record
+            record = _record(line)
+            if record is not None:
+                yield line if line.endswith(b"\n") else line + b"\n", record
+            elif line.endswith(b"\n"):
+                num_damaged += 1
+    if num_damaged:
+        logger.warning("%s: %d lines are no records of a step or a validation; they are left out", path, num_damaged)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A line's record; None if it is damaged. A step and a validation have a loss; another kind has an iteration."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    iteration = record.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration <= _MAX_ITERATION:
+        return None
+    if record["kind"] in ("train", "eval"):
+        loss = record.get("loss", "")
+        if not (loss is None or type(loss) is float or (type(loss) is int and abs(loss) <= _MAX_ITERATION)):
+            return None
+        if record["kind"] == "eval" and not isinstance(record.get("split"), str):
+            return None
+    return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
+from ..errors import UserError
+from ..outputs import write_output
 from .metrics_file import read_records
 
 #: Okabe and Ito's colours, which colour-blind readers can tell apart. The reference is grey.
@@ -21,6 +24,9 @@ _REFERENCE_COLOR = "#999999"
 _EVAL_COLOR = "#D55E00"
 #: A loss that falls by more than this factor gets a logarithmic axis.
 _LOG_AXIS_RATIO = 5.0
+#: A larger loss is drawn as one that is not finite. An axis up to the largest number has no ticks.
+_MAX_LOSS = 1e30
+_MAX_COUNT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -46,20 +52,20 @@ def read_losses(metrics_jsonl: Path) -> LossCurves:
     """Training and validation losses of a metrics file.
 
     Raises:
-        ValueError: the file holds no finite training loss.
+        ValueError: the file holds no finite training loss, or a record without a number where one belongs.
     """
     records = read_records(metrics_jsonl)
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "eval" and record["split"] == "valid"]
-    losses = _column(train, "loss")
+    losses = _losses(train)
     if not np.isfinite(losses).any():
         raise ValueError(f"{metrics_jsonl} has no finite training loss to plot ({len(train)} training steps in it)")
     return LossCurves(
-        iterations=_column(train, "iteration"),
+        iterations=_counts(train, "iteration", metrics_jsonl),
         losses=losses,
-        tokens=_column(train, "consumed_tokens"),
-        eval_iterations=_column(valid, "iteration"),
-        eval_losses=_column(valid, "loss"),
+        tokens=_counts(train, "consumed_tokens", metrics_jsonl),
+        eval_iterations=_counts(valid, "iteration", metrics_jsonl),
+        eval_losses=_losses(valid),
     )
 
 
@@ -78,7 +84,7 @@ def plot_losses(metrics_jsonl: Path, output_png: Path, *, title: str) -> None:
     axes.set_xlabel("iteration")
     _token_axis(axes, curves)
     axes.legend(frameon=False, loc="upper right")
-    figure.suptitle(title)
+    figure.suptitle(_plain(title))
     _save(figure, output_png)
 
 
@@ -119,22 +125,22 @@ def compare_losses(
         iterations, gap = _loss_gap(curves[name], curves[reference], name, reference)
         gaps.append(_moving_mean(gap, gap.size // 40, symmetric=False))
         end = np.nanmean(gap[-max(1, gap.size // 10) :])
-        label = f"{name}: {end:+.4f} over the last tenth"
+        label = f"{_plain(name)}: {end:+.4f} over the last tenth"
         bottom.plot(iterations, gaps[-1], color=colors[name], linewidth=1.4, label=label)
     _loss_axis(top, list(curves.values()))
     _token_axis(top, curves[reference])
     _frame_gaps(bottom, gaps)
     bottom.set_xlabel("iteration")
-    bottom.set_ylabel(f"gap to {reference}\n(nats per token)")
+    bottom.set_ylabel(f"gap to {_plain(reference)}\n(nats per token)")
     top.legend(frameon=False, loc="upper right")
     bottom.legend(frameon=False, loc="upper right", fontsize="small", ncols=2)
-    figure.suptitle(title)
+    figure.suptitle(_plain(title))
     figure.align_ylabels()
     _save(figure, output_png)
 
 
 def _draw_run(axes: Axes, curves: LossCurves, name: str, color: str, *, linewidth: float) -> None:
-    axes.plot(curves.iterations, curves.smoothed, color=color, linewidth=linewidth, label=name)
+    axes.plot(curves.iterations, curves.smoothed, color=color, linewidth=linewidth, label=_plain(name))
     if np.isfinite(curves.eval_losses).any():
         style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 4.0, "linestyle": "none"}
         axes.plot(curves.eval_iterations, curves.eval_losses, markerfacecolor="white", **style)
@@ -159,8 +165,22 @@ def _frame_gaps(axes: Axes, gaps: list[np.ndarray]) -> None:
         axes.set_ylim(low - margin, high + 3 * margin)
 
 
-def _column(records: list[dict[str, Any]], key: str) -> np.ndarray:
-    return np.array([np.nan if record[key] is None else record[key] for record in records], dtype=np.float64)
+def _losses(records: list[dict[str, Any]]) -> np.ndarray:
+    """Losses, NaN where one is null and infinite where it is too large to draw."""
+    losses = np.array([np.nan if record["loss"] is None else record["loss"] for record in records], dtype=np.float64)
+    return np.where(np.abs(losses) > _MAX_LOSS, np.inf, losses)
+
+
+def _counts(records: list[dict[str, Any]], key: str, path: Path) -> np.ndarray:
+    """A count of every record, 1 or more."""
+    for record in records:
+        value = record.get(key)
+        if type(value) is not int or not 1 <= value <= _MAX_COUNT:
+            raise ValueError(
+                f"{path}: the record of iteration {record['iteration']} has {key}({value!r}), not a count from 1; "
+                f"remove that line, or give another run"
+            )
+    return np.array([record[key] for record in records], dtype=np.float64)
 
 
 def _moving_mean(values: np.ndarray, reach: int, *, symmetric: bool) -> np.ndarray:
@@ -232,6 +252,28 @@ def _mark_non_finite(axes: Axes, curves: LossCurves) -> None:
         axes.plot(bad, np.full(bad.size, axes.get_ylim()[0]), label=label, **style)
 
 
-def _save(figure: Figure, output_png: Path) -> None:
-    output_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output_png)
+def image_format(output: Path) -> str:
+    """The format that a file's suffix names.
+
+    Raises:
+        UserError: figures cannot be drawn in it.
+    """
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    suffix = output.suffix.removeprefix(".").lower()
+    if suffix not in known:
+        names = ", ".join(f".{name}" for name in known)
+        raise UserError(
+            f"{output}: figures cannot be drawn as {suffix or 'a file without suffix'}; give one of {names}"
+        )
+    return suffix
+
+
+def _plain(text: str) -> str:
+    """Text of a figure, without what Matplotlib would take as a formula and what no font can draw."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")
+
+
+def _save(figure: Figure, output: Path) -> None:
+    stream = io.BytesIO()
+    figure.savefig(stream, format=image_format(output))
+    write_output(output, stream.getvalue())

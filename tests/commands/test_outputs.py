@@ -1,4 +1,4 @@
-"""What cannot be written is found before the work, with path, reason and free space; files appear whole or not at all."""
+"""What cannot be written is found before the work, with path, reason and free space. A file appears whole."""
 
 from __future__ import annotations
 

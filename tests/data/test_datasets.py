@@ -177,6 +177,10 @@ def test_cache_folder_can_be_chosen_and_must_be_writable(write_tokens, tmp_path)
         (("0.3", "a", "b", "0.7"), "do not alternate"),
         (("0.3", "0.7"), "do not alternate"),
         (("0", "a", "1", "b"), "weights have to be above 0"),
+        (("nan", "a", "1", "b"), "weights have to be above 0"),
+        (("inf", "a", "1", "b"), "the sum of the weights is inf; give finite numbers"),
+        (("1e308", "a", "1e308", "b"), "the sum of the weights is inf; give finite numbers"),
+        (("\uff11", "a", "1", "b"), "do not alternate"),
     ],
 )
 def test_bad_blends(words, message):
@@ -192,6 +196,8 @@ def test_bad_settings(write_tokens):
         ({"data_path": (prefix,), "split": "1,2,3,4"}, "--split 1,2,3,4: give up to three weights"),
         ({"data_path": (prefix,), "split": "-1,2"}, "--split -1,2: give"),
         ({"data_path": (prefix,), "split": "0,0,0"}, "not all 0"),
+        ({"data_path": (prefix,), "split": "nan,1,1"}, "--split nan,1,1: give"),
+        ({"data_path": (prefix,), "split": "1,inf"}, "--split 1,inf: give"),
         ({"valid_data_path": (prefix,)}, "5 train samples are wanted, but no --train-data-path is given"),
         ({"data_path": (prefix + ".bin",)}, "drop the extension"),
     ]:

@@ -139,6 +139,9 @@ def test_several_keys_and_blank_lines(tmp_path):
         ('{"content": "x", "id": 1}', r'no key "text" \(it has \'content\', \'id\'; see --json-keys\)'),
         ('{"text": null}', '"text" is NoneType, expected a string'),
         ('{"text": "\\ud800"}', r"not UTF-8 \(surrogates not allowed\)"),
+        (b'{"text": ' + b"[" * 100_000, "it nests lists or objects too deeply to be read"),
+        (b'{"text": "x", "number": ' + b"1" * 5000 + b"}", "Exceeds the limit"),
+        (json.dumps({f"k{i}": 0 for i in range(1000)}), r"no key \"text\" .it has 'k0', .*'k7', …; see --json-keys"),
         (b'{"text": "\xff"}', r"not UTF-8 \(invalid start byte\)"),
     ],
 )

@@ -107,6 +107,9 @@ def test_null_tokenizer_takes_ids_and_ends_documents_with_the_last():
         tokenizer.encode("1 1000")
     with pytest.raises(ValueError, match="reads token ids separated by spaces, found 'some text'"):
         tokenizer.encode("some text")
+    for text in ("1_0", "\uff11", "1.0", "1" * 5000):
+        with pytest.raises(ValueError, match="reads token ids separated by spaces"):
+            tokenizer.encode(text)
     with pytest.raises(ValueError, match="set --vocab-size"):
         build_tokenizer("NullTokenizer", None)
     with pytest.raises(ValueError, match="at least 2"):
@@ -133,6 +136,8 @@ def test_hugging_face_folder(tmp_path, python_source):
     assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0)
     assert tokenizer.decode(tokenizer.encode(python_source)) == python_source
     assert tokenizer.encode_batch([]) == []
+    with pytest.raises(ValueError, match="cannot encode the text"):
+        tokenizer.encode("\ud800")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
@@ -144,3 +149,30 @@ def test_hugging_face_folder(tmp_path, python_source):
 )
 def test_padded_vocab_size(vocab_size, make_divisible_by, tp, padded):
     assert padded_vocab_size(vocab_size, make_divisible_by, tp) == padded
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"garbage", "tokenizer.json is not JSON"),
+        ("tokenizer.json", b"[" * 100_000, "tokenizer.json is not JSON .it nests too deeply"),
+        ("tokenizer.json", b"[]", "tokenizer.json holds a list, not an object"),
+        ("tokenizer.json", b"{}", "cannot be loaded by transformers"),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": 3, "merges": {}}}', "cannot be loaded by transformers"),
+        ("tokenizer_config.json", b"\xff\x00", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", b"3", "tokenizer_config.json holds a int, not an object"),
+        ("special_tokens_map.json", b'""', "special_tokens_map.json holds a str, not an object"),
+    ],
+)
+def test_garbage_in_a_hugging_face_folder_is_one_line(tmp_path, python_source, name, content, message):
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator([python_source], vocab_size=300, special_tokens=["<eod>"], show_progress=False)
+    model.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eod>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert "\n" not in str(error.value)

@@ -384,3 +384,34 @@ def test_when_there_is_a_bar(
     with open_logger(tmp_path, replace(QUIET, progress=progress)) as metrics_logger:
         metrics_logger.log_step(step(1))
     assert ("training" in stream.getvalue()) == bool(shown)
+
+
+def test_damaged_lines_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a step, a validation and a record of another kind, each damage leaves the good ones."""
+    good = [
+        {"kind": "train", "iteration": 1, "loss": 2.0},
+        {"kind": "train", "iteration": 2, "loss": None, "non_finite": True},
+        {"kind": "eval", "iteration": 2, "split": "valid", "loss": 2.0},
+        {"kind": "other", "iteration": 3},
+    ]
+    bad = [
+        {"iteration": 1, "loss": 2.0},
+        {"kind": 3, "iteration": 1, "loss": 2.0},
+        {"kind": "train", "iteration": True, "loss": 2.0},
+        {"kind": "train", "iteration": -1, "loss": 2.0},
+        {"kind": "train", "iteration": 10**300, "loss": 2.0},
+        {"kind": "train", "iteration": 1},
+        {"kind": "train", "iteration": 1, "loss": "2.0"},
+        {"kind": "train", "iteration": 1, "loss": 10**400},
+        {"kind": "eval", "iteration": 1, "loss": 2.0},
+        [],
+    ]
+    lines = [json.dumps(record).encode() for record in good + bad]
+    lines += [b"[" * 100_000, b'{"kind": "train", "iteration": 1, "loss": 2.0, "x": "\xff"}', b"1" * 5000]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
+    assert read_records(path) == good
+    assert "13 lines are no records of a step or a validation; they are left out" in caplog.text
+    with open_logger(tmp_path, resume_iteration=2) as metrics_logger:
+        metrics_logger.log_step(step(3))
+    assert [record["iteration"] for record in read_records(path)] == [1, 2, 2, 3]

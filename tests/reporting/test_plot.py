@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -158,3 +160,30 @@ def test_tool_says_what_is_missing(tmp_path: Path, tool: ModuleType, capsys: pyt
     run = str(write_run(tmp_path / "run", [3.0, 2.0]).parent)
     assert tool.main([run, "--labels", "a", "b", "--output", str(tmp_path / "x.png")]) == 2
     assert "1 runs need as many different --labels, got ['a', 'b']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", [None, "1", True, 1.5, 0, 10**400])
+def test_a_record_without_a_count_is_named(tmp_path: Path, tokens: object) -> None:
+    path = write_run(tmp_path / "run", [3.0, 2.0])
+    with path.open("a") as stream:
+        stream.write(json.dumps({"kind": "train", "iteration": 3, "loss": 1.0, "consumed_tokens": tokens}) + "\n")
+    message = re.escape(f"{path}: the record of iteration 3 has consumed_tokens({tokens!r}), not a count from 1")
+    with pytest.raises(ValueError, match=message):
+        read_losses(path)
+
+
+def test_a_loss_beyond_any_axis_is_drawn_as_not_finite(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [3.0, 1e308, -1e308, 2.0])
+    assert np.isfinite(read_losses(path).losses).tolist() == [True, False, False, True]
+    plot_losses(path, tmp_path / "loss.png", title=r"$\oops$ \udc80")
+    assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+def test_tool_refuses_an_output_before_it_reads(
+    tmp_path: Path, tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main([str(tmp_path / "absent"), "--output", str(tmp_path / "x.xyz")]) == 2
+    assert "figures cannot be drawn as xyz; give one of ." in capsys.readouterr().err
+    (tmp_path / "x.png").mkdir()
+    assert tool.main([str(tmp_path / "absent"), "--output", str(tmp_path / "x")]) == 2
+    assert f"--output {tmp_path}/x.png is a folder; give the path of a file" in capsys.readouterr().err

@@ -2,6 +2,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -163,3 +164,50 @@ def test_sigterm_in_the_middle_leaves_nothing(tokenizer_model, output, tmp_path,
 
 def run_and_exit(path: Path, output: Path, model: str) -> None:
     sys.exit(run(path, output=output, model=model, workers=2))
+
+
+def test_workers_are_bounded_by_cores_with_a_line(corpus, tokenizer_model, output, capsys, monkeypatch):
+    monkeypatch.setattr(preprocess_data, "num_cores", lambda: 2)
+    assert run(corpus, output=output, model=tokenizer_model, workers=100_000) == 0
+    assert "--workers 100000: this process has 2 cores, so 2 run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--workers", "0"), "argument --workers: 0 is out of range; give 1 to"),
+        (("--log-interval", "\uff11"), "is not a whole number"),
+        (("--vocab-size", "0"), "argument --vocab-size: 0 is out of range; give 2 to"),
+        (("--json-keys", ""), "argument --json-keys: the text is empty"),
+        (("--json-keys", "text", "text"), "--json-keys names 'text' twice"),
+        (("--json-keys", "a/b"), "a slash cannot be part of the output's name"),
+        (("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), "is not read by a NullTokenizer; leave it out"),
+        (("--split-on-blank-lines",), "--split-on-blank-lines cuts plain text, and --input has JSON lines alone"),
+        (("--output-prefix", ""), "argument --output-prefix: the text is empty"),
+        (("--output-prefix", "folder/"), "--output-prefix folder/ is a folder; add the start of the files' names"),
+        (("--output-prefix", "/proc/version/x"), "/proc/version is a file, not a folder"),
+        (("--tokenizer-model", ""), "argument --tokenizer-model: the text is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_flags_are_one_line(corpus, tokenizer_model, output, capsys, flags, message):
+    try:
+        status = run(corpus, output=output, model=tokenizer_model, flags=flags)
+    except SystemExit as error:
+        status = error.code
+    lines = capsys.readouterr().err.splitlines()
+    assert status == 2 and not output.parent.exists()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:] and message in lines[-1]
+
+
+def test_a_full_disk_in_the_middle_names_the_file(corpus, tokenizer_model, output, capsys):
+    """A limit on the size of files makes the same call fail."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        assert run(corpus, output=output, model=tokenizer_model) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capsys.readouterr().err
+    assert f"--output-prefix {output}_text_document.bin cannot be written (File too large" in error
+    assert "GB free on its disk" in error and files(output.parent) == []

@@ -46,3 +46,36 @@ def test_errors_leave_nothing_behind(corpus, tmp_path, capsys):
     assert run(corpus, output) == 2
     assert "exists: give another name, or --overwrite" in capsys.readouterr().err
     assert output.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--vocab-size", "0"), "argument --vocab-size: 0 is out of range; give 261 to"),
+        (("--workers", "0"), "argument --workers: 0 is out of range; give 1 to 256"),
+        (("--workers", "100000"), "argument --workers: 100000 is out of range; give 1 to 256"),
+        (("--max-bytes", "-1"), "argument --max-bytes: -1 is out of range"),
+        (("--seed", "-1"), "argument --seed: -1 is out of range; give 0 to 4294967295"),
+        (("--vocab-size", "262"), "whose bytes and characters alone are"),
+        (("--vocab-size", "4096"), "tokens at most: lower it to that, or give more text"),
+    ],
+)
+def test_bad_flags_are_one_line_that_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "small.txt").write_text("a little text\n" * 20)
+    try:
+        status = run(tmp_path / "small.txt", tmp_path / "x.model", *flags)
+    except SystemExit as error:
+        status = error.code
+    error_text = capsys.readouterr().err
+    assert status == 2 and message in error_text and error_text.count("\n") == 1
+    assert not (tmp_path / "x.model").exists()
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_input_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    assert run(tmp_path / "absent.txt", tmp_path / "folder", "--overwrite") == 2
+    assert f"--output {tmp_path}/folder is a folder; give the path of a file" in capsys.readouterr().err

@@ -1,0 +1,27 @@
+"""Flags of fp8-megatron generate: a prompt or a number that no run can use is one line, before torch is imported."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8_megatron.commands import generate_text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--prompt", "\udc80"), "argument --prompt: '\\\\udc80' is not UTF-8 at character 0"),
+        (("--num-tokens", "0"), "argument --num-tokens: 0 is out of range; give 1 to"),
+        (("--num-tokens", "99999999999"), "argument --num-tokens: 99999999999 is out of range"),
+        (("--temperature", "nan"), "argument --temperature: 'nan' is not a finite number; give 0 or more"),
+        (("--temperature", "-1"), "argument --temperature: -1 is out of range; give 0 or more"),
+        (("--top-k", "0"), "argument --top-k: 0 is out of range; give 1 to"),
+        (("--seed", "-1"), "argument --seed: -1 is out of range; give 0 to 4294967295"),
+        (("--load", ""), "argument --load: the text is empty"),
+    ],
+)
+def test_bad_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        generate_text.main(["--load", "runs/a", "--prompt", "a", *flags])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and message.replace("\\\\", "\\") in line
