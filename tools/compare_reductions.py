@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     """Measure, print, write; returns the exit status."""
     parser = Parser(description="Signal-to-noise ratios of gradient reductions.")
     parser.add_argument("--output", type=output_file, help="JSON file to write")
-    parser.add_argument("--num-ranks", type=whole(least=2), nargs="+", default=list(NUM_RANKS), help="virtual ranks")
+    parser.add_argument("--num-ranks", type=whole(least=0), nargs="+", default=list(NUM_RANKS), help="virtual ranks")
     parser.add_argument("--micro-batches", type=whole(), default=NUM_MICRO_BATCHES)
     parser.add_argument(
         "--blocks-per-tensor", type=whole(most=1 << 20), default=BLOCKS_PER_TENSOR, help="of 128 elements"
