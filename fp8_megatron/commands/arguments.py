@@ -52,7 +52,7 @@ def note_repeated_flags(words: Sequence[str]) -> None:
         values.setdefault(flag, []).append((*([value] if equals else []), *own[start + 1 : end]))
     for flag, given in values.items():
         if len(Counter(given)) > 1:
-            last = " ".join(given[-1])
+            last = " ".join(given[-1]).encode(errors="backslashreplace").decode()
             print(f"note: {flag} is given {len(given)} times; the last one counts: {flag} {last}", file=sys.stderr)
 
 
