@@ -16,8 +16,8 @@ _DIVERGED_STATUS = 1
 
 
 def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> int:
-    """Exit status: 0; 2 after a user's error; 1 after a divergence; `watch.failures.EXIT_STATUS` if another rank
-    ended the run."""
+    """Exit status: 0; 2 after a user's error; 1 after a divergence or where replicas differ;
+    `watch.failures.EXIT_STATUS` if another rank ended the run."""
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -31,10 +31,11 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
     from ..training.stopping import TrainingDiverged
     from ..training.trainer import Trainer
     from ..watch.failures import EXIT_STATUS, RankFailure
+    from ..watch.replica_hash import ReplicasDiffer
 
     try:
         Trainer(config).fit()
-    except TrainingDiverged as error:
+    except (TrainingDiverged, ReplicasDiffer) as error:
         show(error)
         return _DIVERGED_STATUS
     except RankFailure as error:

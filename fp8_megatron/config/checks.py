@@ -72,6 +72,12 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         )
         return
     data_parallel_size = config.data_parallel_size(world_size)
+    interval = training.check_weight_hash_across_dp_replicas_interval
+    if interval is not None and data_parallel_size * tp == 1:
+        yield (
+            f"check_weight_hash_across_dp_replicas_interval({interval}) compares ranks that hold the same weights, but "
+            f"WORLD_SIZE({world_size}) has none; drop it or run on more ranks"
+        )
     global_batch_size = config.global_batch_size(world_size)
     samples = training.micro_batch_size * data_parallel_size
     if global_batch_size % samples:

@@ -355,6 +355,9 @@ class TrainingConfig:
     """Save and stop after this many minutes."""
     max_skipped_steps: Count = 20
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
+    check_weight_hash_across_dp_replicas_interval: OptionalCount = None
+    """Steps between comparisons of what several ranks hold alike: weights, scales, norms, step count, amax histories.
+    A difference names the ranks and ends the run. Each checkpoint is compared before it is saved."""
     deterministic_mode: Switch = False
     """Use only kernels whose results repeat bit for bit."""
     cuda_graph_impl: Literal["auto", "none", "local"] = "auto"

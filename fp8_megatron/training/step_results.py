@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reporting.step_figures import StepFigures
+from ..watch.replica_hash import PendingCheck
 
 
 class Mark:
@@ -42,6 +43,8 @@ class StepResult:
     learning_rate: float
     figures: StepFigures
     step_seconds: float
+    check: PendingCheck | None = None
+    """Hashes of what replicas hold, if this step compares them."""
 
     @property
     def stop_requested(self) -> bool:
@@ -57,11 +60,19 @@ class StepResult:
 class PendingStep:
     """The results of a queued step, which are being copied to the host."""
 
-    def __init__(self, iteration: int, learning_rate: float, values: Tensor, started: Mark) -> None:
-        """Args: values: the packed figures that `train_step` returned; started: the mark before the step."""
+    def __init__(
+        self, iteration: int, learning_rate: float, values: Tensor, started: Mark, check: PendingCheck | None = None
+    ) -> None:
+        """
+        Args:
+            values: the packed figures that `train_step` returned.
+            started: the mark before the step.
+            check: of this step.
+        """
         self._iteration = iteration
         self._learning_rate = learning_rate
         self._started = started
+        self._check = check
         if values.device.type == "cuda":
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
@@ -77,4 +88,5 @@ class PendingStep:
             learning_rate=self._learning_rate,
             figures=StepFigures.unpack(self._host.tolist()),
             step_seconds=self.ended.seconds_since(self._started),
+            check=self._check,
         )

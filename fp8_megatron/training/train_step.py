@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ def train_step(
     wants_stop: bool,
     measures_underflow: bool = False,
     graph: StepGraph | None = None,
+    before_update: Callable[[], None] | None = None,
 ) -> Tensor:
     """Forward and backward over the micro-batches, reduce, clip, update, advance the scales.
 
@@ -32,6 +33,7 @@ def train_step(
         wants_stop: whether this rank was asked to stop. The collective that sums the loss shares it with all ranks.
         measures_underflow: count weight-gradient elements that the cast to FP8 makes zero (one more pass over them).
         graph: from `step_graph`; it runs forward, backward and the reduction of gradients.
+        before_update: called between the gradients and the update.
 
     Returns:
         The packed `StepFigures`, on the device. This function does not wait for the step; reading them does.
@@ -42,6 +44,8 @@ def train_step(
         batches = take_step(loader, state.num_micro_batches, state.device)
         gradients = compute_gradients(state, batches, measures_underflow=measures_underflow)
     part_of_loss, underflow_fraction = gradients.split(1)
+    if before_update is not None:
+        before_update()
     grad_norm = state.optimizer.step()
     state.scheduler.step(1)
     for history in state.histories:

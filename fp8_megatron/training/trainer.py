@@ -36,6 +36,7 @@ from ..reporting.plot import plot_losses
 from ..reporting.profiling import StepProfiler
 from ..reporting.run_log import RunLog, recording
 from ..watch.failures import RankWatch, watched_world
+from ..watch.replica_hash import PendingCheck, ReplicaCheck, ReplicasDiffer
 from ..watch.restarts import Attempt, begin_attempt
 from .batches import Batch
 from .build import TrainingState, build_training_state, measured_storage
@@ -166,6 +167,7 @@ class _Run:
         self.started = time.monotonic()
         self.stop_requested = False
         self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if graph_choice.records else None
+        self.replica_check = _replica_check(config, self.state)
         self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank)
         start = config.profile.profile_step_start
         if config.profile.profile and start <= self.progress.iteration and self.is_writer:
@@ -200,7 +202,7 @@ class _Run:
         self.events.started(self.progress.iteration, skipped_steps=self.progress.skipped_steps)
         try:
             self._loop()
-        except TrainingDiverged:
+        except (TrainingDiverged, ReplicasDiffer):
             with suppress(CheckpointError):
                 self._finish_saving()
             raise
@@ -226,21 +228,23 @@ class _Run:
             self.watch.at(iteration, "training")
             learning_rate = self.state.optimizer.learning_rate
             self.profiler.before(iteration)
+            save_is_due |= checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
+            check = self._new_check(iteration, save_is_due=save_is_due)
             values = train_step(
                 self.state,
                 loader,
                 wants_stop=self._wants_stop(),
                 measures_underflow=iteration % self.config.logging.log_interval == 0,
                 graph=self.graph,
+                before_update=None if check is None else check.start,
             )
             self.profiler.after(iteration)
-            queued = PendingStep(iteration, learning_rate, values, mark)
+            queued = PendingStep(iteration, learning_rate, values, mark, check)
             mark = queued.ended
             if pending is not None:
                 self._record(pending.result())
             pending = queued
             evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
-            save_is_due |= checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
             stops = self.stop_requested or iteration - first + 1 == training.exit_interval
             if evaluates or save_is_due or stops or iteration == training.train_iters:
                 self._record(pending.result())
@@ -276,6 +280,15 @@ class _Run:
         limit = self.config.training.exit_duration_in_mins
         return limit is not None and time.monotonic() - self.started > 60.0 * limit
 
+    def _new_check(self, iteration: int, *, save_is_due: bool) -> PendingCheck | None:
+        """The comparison of replicas in this step; None if it has none. What is saved has been compared."""
+        if self.replica_check is None:
+            return None
+        interval = self.config.training.check_weight_hash_across_dp_replicas_interval
+        assert interval is not None
+        is_last = iteration == self.config.training.train_iters
+        return PendingCheck(self.replica_check) if iteration % interval == 0 or save_is_due or is_last else None
+
     def _stop_reason(self) -> StopReason:
         if self.progress.iteration >= self.config.training.train_iters:
             return StopReason.DONE
@@ -286,6 +299,8 @@ class _Run:
     def _record(self, result: StepResult) -> None:
         self.stop_requested |= result.stop_requested
         self.events.at(result.iteration)
+        if result.check is not None:
+            result.check.examine()
         if result.skipped:
             self.events.skipped(result)
         try:
@@ -375,6 +390,20 @@ class _Run:
         except (OSError, ValueError) as error:
             logger.warning("no loss curve: %s", error)
         logger.info("%s", summary)
+
+
+def _replica_check(config: Config, state: TrainingState) -> ReplicaCheck | None:
+    """The comparison of replicas, with --check-weight-hash-across-dp-replicas-interval. Collective."""
+    topology = state.topology
+    if config.training.check_weight_hash_across_dp_replicas_interval is None or topology.world is None:
+        return None
+    return ReplicaCheck(
+        state.optimizer,
+        state.histories,
+        stage_group=topology.stage_group,
+        world=topology.world,
+        device=state.device,
+    )
 
 
 def _log_cut_warmup(config: Config) -> None:

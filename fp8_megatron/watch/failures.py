@@ -211,7 +211,8 @@ class RankWatch:
             return
         fault = getattr(error, "fault", Fault.RANK_FAILED)
         kind = type(error).__name__
-        log_fault(self._folder, fault, _first_line(error), iteration=self._iteration, error=kind)
+        hosts = getattr(error, "hosts", None)
+        log_fault(self._folder, fault, _first_line(error), iteration=self._iteration, hosts=hosts, error=kind)
 
     def _log_causes(self, causes: list[Cause]) -> None:
         """The lowest rank that is not at fault writes to the run's log who is."""

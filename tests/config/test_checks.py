@@ -64,6 +64,7 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (1, "--first-last-layers-bf16 --num-layers-at-start-in-bf16 20 --num-layers-at-end-in-bf16 4"),
         (2, "--fp8-lm-head --fp8-recipe delayed --tensor-model-parallel-size 2"),
         (1, "--fp8-lm-head --make-vocab-size-divisible-by 1"),  # of 512 tokens
+        (2, "--check-weight-hash-across-dp-replicas-interval 10 --tensor-model-parallel-size 2"),
     ],
 )
 def test_what_works_passes(world_size: int, flags: str) -> None:
@@ -103,6 +104,11 @@ FULL = "--recompute-granularity full "
         (1, "--eval-iters -1", "eval_iters(-1) is out of range; give --eval-iters a whole number of at least 0"),
         (1, "--save here --keep-last 0", "keep_last(0) is out of range"),
         # layout
+        (
+            2,
+            "--check-weight-hash-across-dp-replicas-interval 10 --pipeline-model-parallel-size 2",
+            "check_weight_hash_across_dp_replicas_interval(10) compares ranks that hold the same weights, but",
+        ),
         (
             48,
             "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4",
