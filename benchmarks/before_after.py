@@ -24,6 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# Run as a script from a clone, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fp8_megatron.commands.program import exit_status
+
 ROOT = Path(__file__).parents[1]
 #: Steps that a median leaves out.
 _WARMUP_STEPS = 5
@@ -186,8 +190,8 @@ def describe(row: Compared, *, bitwise: bool) -> str:
     return f"{row.name:14} bits {bits}  {base:9.2f} → {change:9.2f} ms ({change / base - 1:+.1%})  peak GiB {gib}"
 
 
-def main() -> None:
-    """Compare, print, write JSON."""
+def main() -> int:
+    """Compare, print, write JSON; the exit status is 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, help="the commit before the change")
     parser.add_argument("--cases", choices=CASES, default="cpu", help="which runs (default: cpu)")
@@ -213,8 +217,8 @@ def main() -> None:
             print(describe(row, bitwise=case.bitwise), flush=True)
     if args.output:
         args.output.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    sys.exit(failed)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

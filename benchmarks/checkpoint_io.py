@@ -46,6 +46,7 @@ from fp8_megatron.checkpoint.manifest import RecordedFile
 from fp8_megatron.checkpoint.run_state import Progress, Resumable, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.checkpoint.torch_dist import TorchDistReader
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.device import device as devices
 from fp8_megatron.mcore.runtime import runtime, seed_everything
@@ -261,4 +262,4 @@ def _read(blocks: list[tuple[Path, int]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

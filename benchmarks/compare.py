@@ -33,6 +33,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.comparison import Result, device_name, finite, table_of, write_report
 from benchmarks.peers.runs import PEERS
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.device.cudnn import users_environment
 from fp8_megatron.reporting.flops import model_flops_per_token, peak_flops
@@ -341,4 +342,4 @@ def _peer_result(args: argparse.Namespace, name: str, command: list[str]) -> Res
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -21,6 +21,7 @@ import torch
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import compare
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags
 
 #: This project's default, its fastest flags, and the peers.
@@ -61,4 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

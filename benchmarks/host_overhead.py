@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
 from fp8_megatron.kernels import ops, registration
 
@@ -177,4 +178,4 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

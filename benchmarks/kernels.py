@@ -28,6 +28,8 @@ import torch
 from kernel_timing import Bench, Case, Row
 from linear_cases import LinearRow, Shape
 
+from fp8_megatron.commands.program import exit_status
+
 TOKENS, HIDDEN, FFN, LLAMA_FFN, VOCAB_SIZE = 8192, 4096, 16384, 11008, 50304
 #: [tokens, hidden] and [tokens, 4 · hidden] of GPT-7B with micro-batch 8 and 2 of 2048 tokens.
 CAST_SHAPES = ((16384, 4096), (4096, 16384))
@@ -171,4 +173,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -22,6 +22,7 @@ import torch
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.peers.runs import PEERS
+from fp8_megatron.commands.program import exit_status
 
 #: The peer in comparisons.
 PEER = "megatron-te-delayed"
@@ -185,4 +186,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -27,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags
 
 
@@ -211,4 +212,4 @@ def _write(args: argparse.Namespace, commands: dict[str, str], table_rows: list[
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

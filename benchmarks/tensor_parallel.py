@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum_rows
 from fp8_megatron.collectives.transport import copy_engine
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.device.device import distributed_backend, select_device
 from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops
@@ -282,4 +283,4 @@ def _report(args: argparse.Namespace, rows: list[Row], wrong: int, device: torch
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -6,9 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 
 from . import __version__
+from .commands.program import exit_status
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,11 @@ COMMANDS = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status."""
+    """Run a subcommand and return its exit status. An error in any of them is one line on stderr."""
+    return exit_status(partial(_main, words))
+
+
+def _main(words: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="fp8-megatron",
         usage="fp8-megatron COMMAND [flags]",
@@ -46,7 +52,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     module = import_module(f"{__package__}.commands.{COMMANDS[arguments.command].module}")
-    return module.main(arguments.flags, prog=f"fp8-megatron {arguments.command}")
+    status: int = module.main(arguments.flags, prog=f"fp8-megatron {arguments.command}")
+    return status
 
 
 if __name__ == "__main__":

@@ -9,5 +9,5 @@ USER_ERROR_STATUS = 2
 class UserError(ValueError):
     """The user's request cannot work. The text has one line per problem, with the values and the fix.
 
-    Programs print only this text and exit with `USER_ERROR_STATUS`; other exceptions print a traceback.
+    Programs print only this text and exit with `USER_ERROR_STATUS`.
     """

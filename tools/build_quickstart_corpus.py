@@ -23,6 +23,7 @@ if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not inst
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fp8_megatron.commands.arguments import Parser, output_file, real, seed
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.outputs import write_output
 
 _SUFFIXES = (".py", ".txt", ".rst")
@@ -103,4 +104,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

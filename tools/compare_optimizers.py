@@ -36,6 +36,7 @@ from torch import Tensor
 
 from fp8_megatron.commands.arguments import Parser, output_file, real, whole
 from fp8_megatron.commands.arguments import seed as seed_type
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.kernels import ops
 from fp8_megatron.outputs import write_output
 from fp8_megatron.quantization.stats import snr_db
@@ -269,4 +270,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

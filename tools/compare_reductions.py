@@ -15,6 +15,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.native_sum import mean_of_sum, ring_sum
 from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
 from fp8_megatron.commands.arguments import Parser, output_file, whole
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
 from fp8_megatron.outputs import write_output
 from fp8_megatron.quantization.stats import snr_db
@@ -246,4 +248,4 @@ def _table(title: str, columns: list[str], rows: dict[str, dict[str, Any]]) -> T
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_status(partial(main, sys.argv[1:])))

@@ -8,6 +8,7 @@ if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not inst
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fp8_megatron.commands.convert_checkpoint import main
+from fp8_megatron.commands.program import exit_status
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -27,6 +27,7 @@ if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not inst
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fp8_megatron.commands import pretrain_gpt
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, MAX_FINITE
 from fp8_megatron.kernels import ops
 from fp8_megatron.outputs import check_output_file, write_output
@@ -106,4 +107,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fp8_megatron.commands import pretrain_gpt
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.outputs import check_output_file, write_output
 
 _MAX_ENTRIES = 3_000_000
@@ -90,4 +91,4 @@ def _place(frames: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report, require
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config
 from fp8_megatron.mcore.initialization import named_parameters_of_model
@@ -349,4 +350,4 @@ def _causal_mask(seq_length: int, device: torch.device) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__ or "", list(FP8_RECIPES), check, train))
+    sys.exit(exit_status(partial(main, __doc__ or "", list(FP8_RECIPES), check, train)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report, require
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config, ModelConfig
 from fp8_megatron.training.schedule import build_scheduler
@@ -288,4 +290,4 @@ def _norm(model: ModelConfig) -> nn.Module:
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__ or "", list(FLOAT8_RECIPES), check, train))
+    sys.exit(exit_status(partial(main, __doc__ or "", list(FLOAT8_RECIPES), check, train)))

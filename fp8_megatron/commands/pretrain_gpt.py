@@ -10,14 +10,16 @@ from functools import partial
 
 from ..config.checks import check_config
 from ..config.io import parse_config
+from .error_log import logging_errors_in
+from .process_limits import check_process_limits
 from .program import exit_status, prepare_megatron, show
 
 _DIVERGED_STATUS = 1
 
 
 def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> int:
-    """Exit status: 0; 2 after a user's error; 1 after a divergence or where replicas differ;
-    `watch.failures.EXIT_STATUS` if another rank ended the run."""
+    """Exit status: 0; 1 after a divergence or where replicas differ; `watch.failures.EXIT_STATUS` if another rank
+    ended the run; otherwise as `program.exit_status` says."""
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -25,6 +27,7 @@ def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> i
 
 
 def _train(words: Sequence[str] | None, prog: str) -> int:
+    check_process_limits()
     config = parse_config(words, prog=prog)
     check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
     prepare_megatron()
@@ -34,7 +37,9 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
     from ..watch.replica_hash import ReplicasDiffer
 
     try:
-        Trainer(config).fit()
+        trainer = Trainer(config)
+        with logging_errors_in(trainer.output_dir):
+            trainer.fit()
     except (TrainingDiverged, ReplicasDiffer) as error:
         show(error)
         return _DIVERGED_STATUS

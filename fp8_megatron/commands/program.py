@@ -8,38 +8,65 @@ import select
 import signal
 import sys
 import time
+import traceback
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import USER_ERROR_STATUS, UserError
+from .error_log import folder_of, write_error_log
+from .machine_errors import machine_error
 
-#: Seconds that other ranks wait before they exit with an error. torchrun ends all ranks when the first one exits, and
-#: rank 0, which has the same error, must print it first.
+#: Exit status after an error that is none of the user's (EX_SOFTWARE of sysexits.h).
+INTERNAL_ERROR_STATUS = 70
+
+#: Set to 1, it prints the traceback of every error on stderr as well.
+TRACEBACK_VARIABLE = "FP8_MEGATRON_TRACEBACK"
+
+#: Seconds that other ranks wait before they tell an error. torchrun ends all ranks when the first one exits, and
+#: rank 0, which has the same error, must tell it first.
 _OTHERS_WAIT_SECONDS = 5.0
+_LONGEST_LINE = 500
 
 
-def exit_status(body: Callable[[], int], *errors: type[Exception]) -> int:
-    """Run a program.
+def exit_status(body: Callable[[], int | None], *errors: type[Exception]) -> int:
+    """Run a program. Every error becomes one line on stderr; no error becomes a traceback.
 
     Args:
-        body: the program; returns its exit status.
-        errors: exceptions besides `UserError` that are the user's, such as `OSError` if a program only handles files.
+        body: the program; returns its exit status, or None for 0.
+        errors: exceptions besides `UserError` that are the user's, such as `ValueError` if a program only reads files.
 
     Returns:
-        The exit status: that of `body`; `USER_ERROR_STATUS` after one line on stderr for a user's error; a shell's
-        status of SIGPIPE if nobody reads stdout.
+        The exit status: that of `body`; `USER_ERROR_STATUS` after an error of the user or of the machine (no memory,
+        a full disk, a missing file); `INTERNAL_ERROR_STATUS` after any other error, whose traceback is in a log file;
+        a shell's status of SIGINT after an interrupt, of SIGPIPE if nobody reads stdout.
     """
-    users: tuple[type[Exception], ...] = (UserError, *errors)
     try:
-        return body()
+        return body() or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             return 128 + signal.SIGPIPE
-        if not isinstance(error, users):
-            raise
-        show(error)
+        return _report(error, (UserError, *errors))
+
+
+def _report(error: Exception, users: tuple[type[Exception], ...]) -> int:
+    """Tell an error in one line; the exit status."""
+    if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+        traceback.print_exception(error)
+    line = None if isinstance(error, UserError) else machine_error(error, folder_of(error))
+    if line is not None or isinstance(error, users):
+        show(error if line is None else line)
         return USER_ERROR_STATUS
+    log = write_error_log(error)
+    place = f"the traceback is in {log}" if log else "no folder takes the traceback"
+    said = " ".join(str(error).split())
+    line = f"{type(error).__name__}: {said[:_LONGEST_LINE]}" if said else type(error).__name__
+    show(line, kind="internal error", note=f"; {place}; {TRACEBACK_VARIABLE}=1 prints it here")
+    return INTERNAL_ERROR_STATUS
 
 
 def _stdout_is_closed() -> bool:
@@ -52,12 +79,38 @@ def _stdout_is_closed() -> bool:
     return True
 
 
-def show(error: Exception) -> None:
-    """Print the error on stderr, with the rank unless it is rank 0."""
-    rank = int(os.environ.get("RANK", "0"))
-    if rank != 0:
-        time.sleep(_OTHERS_WAIT_SECONDS)
-    print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None:
+    """Print an error on stderr, with the rank unless it is rank 0. Of ranks on a node with one error, one prints it.
+
+    Args:
+        error: the text that ranks with the same error share.
+        kind: what the line begins with.
+        note: the end of the line; it may differ between ranks.
+    """
+    rank = os.environ.get("RANK", "0")
+    if not _is_told(str(error), patient=rank != "0"):
+        teller = "" if rank == "0" else f" on rank {rank}"
+        print(f"{kind}{teller}: {error}{note}", file=sys.stderr, flush=True)
+
+
+def _is_told(text: str, *, patient: bool) -> bool:
+    """Whether another rank of this node has told `text`. If not, this rank will.
+
+    torchrun gives each rank a folder for its error file. Their parent, which the ranks share, holds the marks.
+    """
+    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    mark = Path(own_file).parents[1] / f"told_{zlib.crc32(text.encode(errors='replace')):08x}" if own_file else None
+    end = time.monotonic() + (_OTHERS_WAIT_SECONDS if patient else 0)
+    while time.monotonic() < end and not (mark and mark.exists()):
+        time.sleep(0.1)
+    try:
+        if mark:
+            mark.touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:
+        pass  # no place for marks: rather twice than never
+    return False
 
 
 def prepare_megatron() -> None:
