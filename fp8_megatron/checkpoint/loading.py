@@ -70,7 +70,7 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     loads_moments = options.optimizer and not options.finetune
     takes_scales = saved.has_model_layout_of(state)
     wanted = list(_state_to_read(state, tuple(PREFIXES) if loads_moments else ("master",)))
-    values = saved.read([item.elements for item in wanted], pinned=state.device.type == "cuda")
+    values = saved.read([item.elements for item in wanted], device=state.device)
     for item, value in zip(wanted, values, strict=True):
         _take(item, value, saved, state, takes_scales=takes_scales)
     for space in state.optimizer.states:
@@ -108,12 +108,11 @@ def _state_to_read(state: Resumable, kinds: tuple[str, ...]) -> Iterator[_StateT
 
 
 def _take(wanted: _StateToRead, value: Tensor, saved: SavedRun, state: Resumable, *, takes_scales: bool) -> None:
-    """Copy FP32 [elements.length] from the CPU to its place, rounded to the storage dtype.
+    """Copy FP32 [elements.length] to its place, rounded to the storage dtype.
 
     Args:
         takes_scales: store a split master with its saved scale.
     """
-    value = value.to(state.device, non_blocking=True)
     space, slot = wanted.space, wanted.slot
     if wanted.fragment is not None:
         space.part(wanted.elements.kind, slot, wanted.fragment).store_(value)

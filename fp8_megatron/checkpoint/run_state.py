@@ -1,10 +1,9 @@
-"""What a rank writes to a checkpoint: its part of the model and of the moments in FP32, and the tensors of the rank
-itself.
+"""What a rank writes to a checkpoint: its part of the model and of the moments, and the tensors of the rank itself.
 
-The stored forms (FP8, scaled FP16, companded integers, a split master) are not written. Decoding to FP32 and encoding
-again gives the same values, because scales are powers of two or amaxes (tests/checkpoint/test_resume.py tests every
-form). One representation therefore serves every layout and every level, and resuming is bitwise. A file of the rank
-holds what the values do not determine, mainly the scales of split masters.
+State is written in its storage dtypes (`encoding`) or, for other readers, in FP32. Loading decodes it to FP32 and
+encodes that again. This gives the same values, because scales are powers of two or amaxes
+(tests/checkpoint/test_resume.py tests every form). One way of loading therefore serves every layout and level, and
+resuming is bitwise. A file of the rank holds what the values do not determine, mainly the scales of split masters.
 """
 
 from __future__ import annotations
@@ -31,10 +30,12 @@ from ..optimizer.state import SpaceState
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.grad_buffer import ShardedGradBuffer
 from ..sharding.partition import Fragment, Slot
+from .encoding import Encoded
 from .placement import Placement, placement_of
 from .torch_dist import Chunk
 
-FORMAT_VERSION = 3
+#: The version of each format, by `--ckpt-state-dtype`.
+FORMAT_VERSIONS = {"fp32": 3, "native": 4}
 
 #: Kinds of a parameter's state, and the prefix of each kind's key.
 PREFIXES = {"master": "", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
@@ -96,6 +97,11 @@ class Snapshot:
     description: dict[str, Any]
     config: Config
 
+    @property
+    def is_native(self) -> bool:
+        """Whether state is written in its storage dtypes, not in FP32."""
+        return self.config.checkpoint.ckpt_state_dtype == "native"
+
     @classmethod
     def of(cls, state: Resumable, progress: Progress) -> Snapshot:
         """Copy what this rank writes; on a GPU this waits for the step and the copies."""
@@ -108,24 +114,34 @@ class Snapshot:
         return cls(slots, rank_tensors, describe(state, progress), state.config)
 
     def chunks(self) -> Iterator[Chunk | str]:
-        """This rank's part of the model's tensors, one FP32 piece of a fragment at a time."""
+        """This rank's part of the model's tensors, one piece of a fragment at a time."""
         for space, slot, placement in self.slots:
             if not space.space.sharing.counts_in_norm:
                 continue  # another rank writes the parameter
             columns = math.prod(placement.local_shape[1:])
             for piece in (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, columns)):
                 for kind, prefix in PREFIXES.items():
-                    value = space.part(kind, slot, piece).load()
+                    state = _encoded(space, kind, slot, piece)
+                    value = None if self.is_native else state.decode()
                     for part in placement.rectangles(piece.slot_start, piece.length):
                         start = part.start - piece.slot_start
                         yield Chunk(
                             prefix + placement.key,
                             placement.global_shape,
                             part.offset,
-                            value[start : start + part.numel].view(part.sizes),
+                            state.rectangle(start, part.sizes)
+                            if value is None
+                            else value[start : start + part.numel].view(part.sizes),
                         )
-            if space.space.shard_index == 0 and placement.rank == 0:
+            if not self.is_native and space.space.shard_index == 0 and placement.rank == 0:
                 yield from _extra_state(placement)
+
+
+def _encoded(space: SpaceState, kind: str, slot: Slot, piece: Fragment) -> Encoded:
+    """A piece of a parameter's state as it is stored."""
+    if kind == "master" and isinstance(space, SplitSpaceState):
+        return Encoded.of_split_master(*space.split_part(slot, piece))
+    return Encoded.of_state(*space.part(kind, slot, piece))
 
 
 def _pieces(fragment: Fragment, columns: int) -> Iterator[Fragment]:
@@ -150,9 +166,10 @@ def _extra_state(placement: Placement) -> Iterator[str]:
 
 def describe(state: Resumable, progress: Progress) -> dict[str, Any]:
     """What ``checkpoint.json`` says."""
-    precision = state.config.precision
+    precision, state_dtype = state.config.precision, state.config.checkpoint.ckpt_state_dtype
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSIONS[state_dtype],
+        "state_dtype": state_dtype,
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "skipped_steps": progress.skipped_steps,

@@ -16,14 +16,18 @@ from torch import Tensor
 
 from ..config.schema import ModelConfig
 from .concurrency import NUM_READERS, in_order
+from .encoding import Encoded
 from .files import CONFIG, META, CheckpointError, rank_file
 from .manifest import read_manifest
 from .placement import Placement
-from .run_state import FORMAT_VERSION, PREFIXES, Resumable, below, topology_of
-from .torch_dist import TorchDistReader, Wanted
+from .run_state import FORMAT_VERSIONS, PREFIXES, Resumable, below, topology_of
+from .torch_dist import PlannedRead, TorchDistReader, Wanted
 
 #: Bytes that are read ahead; the last read may exceed this.
 _READ_AHEAD_BYTES = 1 << 28
+
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,12 @@ def read_description(folder: Path) -> dict[str, Any]:
         missing = [name for name in names if name not in description]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read ({error!r}); use another iteration") from None
-    if version != FORMAT_VERSION or missing:
-        problem = f"has no {missing[0]}" if version == FORMAT_VERSION else f"has format version {version}"
-        raise CheckpointError(f"checkpoint file {path} {problem}; this version reads version {FORMAT_VERSION}")
+    versions = sorted(FORMAT_VERSIONS.values())
+    if version not in versions or missing:
+        problem = f"has no {missing[0]}" if version in versions else f"has format version {version}"
+        raise CheckpointError(
+            f"checkpoint file {path} {problem}; this version reads versions {' and '.join(map(str, versions))}"
+        )
     return description
 
 
@@ -84,6 +91,35 @@ def _saved_settings(folder: Path) -> dict[str, Any]:
         return {}
     section = content.get("model") if isinstance(content, dict) else None
     return section if isinstance(section, dict) else {}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Values on their way from a checkpoint.
+
+    Attributes:
+        flat: FP32 [length], filled by `plan`.
+        repeated: (a row that `plan` fills, the rows that repeat it).
+    """
+
+    flat: Tensor
+    plan: list[PlannedRead]
+    repeated: list[tuple[Tensor, Tensor]]
+
+    def finished(self) -> Tensor:
+        """All values, after every planned read."""
+        for row, target in self.repeated:
+            target.copy_(row.expand_as(target))
+        return self.flat
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A chunk for a part; without one the part is complete."""
+
+    part: _Part
+    planned: PlannedRead | None = None
+    value: Tensor | Encoded | None = None
 
 
 class SavedRun:
@@ -127,34 +163,44 @@ class SavedRun:
             "load it with the configuration saved beside it (config.yaml)"
         )
 
-    def read(self, wanted: Iterable[Elements], *, pinned: bool = False) -> Iterator[Tensor]:
-        """FP32 [length] of each, on the CPU and in order. The next ones are read while one is used.
+    def read(self, wanted: Iterable[Elements], *, device: torch.device = _CPU) -> Iterator[Tensor]:
+        """FP32 [length] of each, on `device` and in order. Threads read later ones while one is decoded and used.
 
         Padding after a parameter's end is zero. If the saved vocabulary has fewer padding rows, the missing ones repeat
         its last padding row, or are zero if it has none.
-
-        Args:
-            pinned: use pinned memory, for copies to a GPU.
         """
         with ThreadPoolExecutor(NUM_READERS) as threads:
 
-            def tasks() -> Iterator[tuple[int, Future[Tensor]]]:
+            def tasks() -> Iterator[tuple[int, Future[_Loaded]]]:
                 for elements in wanted:
-                    value = torch.empty(elements.length, pin_memory=pinned)
-                    yield value.nbytes, threads.submit(self._filled, elements, value)
+                    part = self._part(elements, torch.zeros(elements.length, device=device))
+                    for planned in part.plan:
+                        yield planned.item.length, threads.submit(self._load, part, planned, device)
+                    yield 0, threads.submit(_Loaded, part)
 
-            yield from in_order(tasks(), limit_bytes=_READ_AHEAD_BYTES)
+            for loaded in in_order(tasks(), limit_bytes=_READ_AHEAD_BYTES):
+                if loaded.planned is None:
+                    yield loaded.part.finished()
+                else:
+                    assert loaded.value is not None
+                    loaded.planned.place(loaded.value)
 
-    def _filled(self, elements: Elements, flat: Tensor) -> Tensor:
-        """Fill `flat`, and return it."""
+    def _load(self, part: _Part, planned: PlannedRead, device: torch.device) -> _Loaded:
+        if device.type != "cuda":
+            return _Loaded(part, planned, self.reader.load(planned.item))
+        with torch.cuda.device(device):  # a new thread's device is the first one
+            return _Loaded(part, planned, self.reader.load(planned.item, pinned=True))
+
+    def _part(self, elements: Elements, flat: Tensor) -> _Part:
+        """What fills `flat`, FP32 zeros [length]."""
         placement, start = elements.placement, elements.start
         key = PREFIXES[elements.kind] + placement.key
         if key not in self.reader.shapes:
             raise CheckpointError(
                 f"{self.folder} has no {key}: it holds weights alone; give --finetune, or --no-load-optim"
             )
-        flat.zero_()
-        wanted = []
+        wanted: list[Wanted] = []
+        repeated: list[tuple[Tensor, Tensor]] = []
         num_rows = self.reader.shapes[key][0] if placement.has_vocabulary_rows else None
         for part in placement.rectangles(start, elements.length):
             target = flat[part.start - start : part.start - start + part.numel]
@@ -166,12 +212,10 @@ class SavedRun:
             if known:
                 wanted.append(Wanted(part.offset, (known, part.sizes[1]), target[:known].view(-1)))
             if self.description["vocab_size"] < num_rows:
-                row = torch.zeros(part.sizes[1])
-                self.reader.read(key, [Wanted((num_rows - 1, part.offset[1]), (1, part.sizes[1]), row)])
-                target[known:] = row
-        if wanted:
-            self.reader.read(key, wanted)
-        return flat
+                row = flat.new_zeros(part.sizes[1])
+                wanted.append(Wanted((num_rows - 1, part.offset[1]), (1, part.sizes[1]), row))
+                repeated.append((row, target[known:]))
+        return _Part(flat, self.reader.plan(key, wanted), repeated)
 
     def rank_tensors(self, state: Resumable, prefix: str) -> dict[str, Tensor]:
         """The tensors that the rank in this rank's place saved under a prefix. Replicas share them, except for

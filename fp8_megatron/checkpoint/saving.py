@@ -218,8 +218,9 @@ def _write_description(folder: Path, description: dict[str, Any], config: Config
     """Write everything that a checkpoint holds once, the manifest last."""
     records = [record for output in outputs for record in output.records]
     written = [item for output in outputs for item in output.written]
+    is_native = config.checkpoint.ckpt_state_dtype == "native"
     common = {"checkpoint_version": 3.0, "iteration": description["iteration"], "content_metadata": description}
-    records += write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
+    records += write_metadata(folder, written, common=None if is_native else common, checkpoint_id=folder.stem)
     write_last_files(folder, description, config, records)
     sync(folder)
 

@@ -1,8 +1,11 @@
-"""megatron-core's ``torch_dist`` format: megatron-core can read what is written here, and reading executes nothing.
+"""Rectangles of tensors in files: megatron-core's ``torch_dist``, and the same with state in its storage dtypes.
 
-A folder holds ``*.distcp`` files of concatenated tensors, each as `torch.save` writes it, and ``.metadata``: a
-pickle of torch.distributed.checkpoint's `Metadata` that says which rectangle of which tensor is where. megatron-core
-adds ``metadata.json``, the format's name, and ``common.pt``.
+A folder holds ``*.distcp`` files of concatenated rectangles and ``.metadata``: a pickle of
+torch.distributed.checkpoint's `Metadata` that says which rectangle of which tensor is where. In ``torch_dist`` each
+rectangle is FP32 as `torch.save` writes it, and megatron-core can read the folder. It adds ``metadata.json``, the
+format's name, and ``common.pt``. In this project's own format each rectangle is a record in its storage dtype
+(`encoding`); ``metadata.json`` has another name, so megatron-core refuses the folder. The reader here reads both.
+Reading executes nothing.
 
 `megatron.core.dist_checkpointing.save` is not used: it calls CUDA on a CPU and starts processes for each save. These
 processes outlive a killed trainer and may write into the next one's folder; without psutil they hang. torch's reader is
@@ -39,6 +42,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .concurrency import in_order
+from .encoding import HEAD_BYTES, Encoded, decode_record, is_record
 from .files import CheckpointError
 from .manifest import FileRecord, RecordedFile, write_file
 from .placement import Shape
@@ -52,27 +56,34 @@ NUM_FILES = 4
 _MIN_FILE_BYTES = 1 << 24
 #: Bytes of chunks waiting to be written; the last chunk may exceed this.
 _UNWRITTEN_BYTES = 1 << 27
-_FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
+_FORMATS = {
+    "fp32": {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    },
+    "native": {"sharded_backend": "fp8_megatron_native", "sharded_backend_version": 1},
 }
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor to write: `value` FP32 on the CPU, of `sizes`."""
+    """A rectangle of a tensor to write: FP32, or in its storage dtype; on the CPU."""
 
     key: str
     global_shape: Shape
     offset: Shape
-    value: Tensor
+    value: Tensor | Encoded
 
 
 @dataclass(frozen=True)
 class Written:
-    """Where a tensor's chunk or an object was written; `global_shape` is None for an object, which has no rectangle."""
+    """Where a tensor's chunk or an object was written; `global_shape` is None for an object, which has no rectangle.
+
+    Attributes:
+        dtype: of the payload.
+    """
 
     key: str
     global_shape: Shape | None
@@ -81,6 +92,7 @@ class Written:
     file: str
     start: int
     length: int
+    dtype: torch.dtype = torch.float32
 
 
 def write_chunks(
@@ -137,21 +149,27 @@ class _ChunkFile:
             torch.save([None], self._file)  # type: ignore[arg-type]  # it has what torch asks of a stream
             return Written(chunk, None, (), (), self._name, start, self._file.size - start)
         value = chunk.value
-        if value.untyped_storage().nbytes() != value.nbytes:
-            value = value.clone()  # torch would save the whole storage of a view
-        torch.save(value, self._file)  # type: ignore[arg-type]
+        if isinstance(value, Encoded):
+            value.write(self._file)
+            dtype = value.payload.dtype
+        else:
+            if value.untyped_storage().nbytes() != value.nbytes:
+                value = value.clone()  # torch would save the whole storage of a view
+            torch.save(value, self._file)  # type: ignore[arg-type]
+            dtype = value.dtype
         sizes = tuple(value.shape)
         length = self._file.size - start
-        return Written(chunk.key, chunk.global_shape, chunk.offset, sizes, self._name, start, length)
+        return Written(chunk.key, chunk.global_shape, chunk.offset, sizes, self._name, start, length, dtype)
 
 
 def write_metadata(
-    folder: Path, written: Iterable[Written], *, common: dict[str, Any], checkpoint_id: str
+    folder: Path, written: Iterable[Written], *, common: dict[str, Any] | None, checkpoint_id: str
 ) -> list[FileRecord]:
     """Write the description of all ranks' files; called on one rank.
 
     Args:
-        common: plain numbers and strings for ``common.pt``, which megatron-core's readers require.
+        common: plain numbers and strings for ``common.pt``, which megatron-core's readers require; None if chunks are
+            in their storage dtypes, which those cannot read.
     """
     tensors: dict[str, Any] = {}
     storage = {}
@@ -162,18 +180,21 @@ def write_metadata(
             tensors[item.key] = BytesStorageMetadata()
             continue
         if item.key not in tensors:
-            properties = TensorProperties(dtype=torch.float32)
+            properties = TensorProperties(dtype=item.dtype)
             tensors[item.key] = TensorStorageMetadata(properties, torch.Size(item.global_shape), [])
         tensors[item.key].chunks.append(ChunkStorageMetadata(torch.Size(item.offset), torch.Size(item.sizes)))
     metadata = Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(checkpoint_id))
     metadata.version = CURRENT_DCP_VERSION
-    stream = io.BytesIO()
-    torch.save(common, stream)
-    return [
+    name = json.dumps(_FORMATS["native" if common is None else "fp32"])
+    records = [
         write_file(folder, METADATA, _pickled(metadata)),
-        write_file(folder, "metadata.json", json.dumps(_FORMAT).encode()),
-        write_file(folder, "common.pt", stream.getvalue()),
+        write_file(folder, "metadata.json", name.encode()),
     ]
+    if common is not None:
+        stream = io.BytesIO()
+        torch.save(common, stream)
+        records.append(write_file(folder, "common.pt", stream.getvalue()))
+    return records
 
 
 class _AnyTorchPickler(pickle.Pickler):
@@ -253,16 +274,32 @@ def read_metadata(folder: Path) -> Metadata:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A rectangle to read: its elements are written to `target`, flat and in order."""
+    """A rectangle to read: its elements are written to `target`, FP32, flat and in order."""
 
     offset: Shape
     sizes: Shape
     target: Tensor
 
 
+@dataclass(frozen=True)
+class PlannedRead:
+    """A saved chunk, and what is wanted of it."""
+
+    item: Written
+    overlaps: list[tuple[Wanted, tuple[Shape, Shape]]]
+
+    def place(self, value: Tensor | Encoded) -> None:
+        """Copy the chunk's elements to their targets. It is decoded where the targets are."""
+        device = self.overlaps[0][0].target.device
+        moved = value.to(device).decode() if isinstance(value, Encoded) else value.to(device, non_blocking=True)
+        for want, (offset, sizes) in self.overlaps:
+            source = moved[_slices(offset, self.item.offset, sizes)]
+            want.target.view(want.sizes)[_slices(offset, want.offset, sizes)].copy_(source)
+
+
 class TorchDistReader:
-    """Reads rectangles of the tensors of a checkpoint, however it was cut. Each rank reads for itself, with several
-    threads.
+    """Reads rectangles of the tensors of a checkpoint in either format, however it was cut. Each rank reads for itself,
+    with several threads.
 
     Args:
         files: names that may be read (the manifest's); None allows all in the folder.
@@ -304,26 +341,33 @@ class TorchDistReader:
             self._chunks[key][first].append(item)
 
     def read(self, key: str, wanted: list[Wanted]) -> None:
-        """Fill every target. Every saved chunk that overlaps a target is read once.
+        """Fill every target.
 
         Raises:
             CheckpointError: a part was not saved, or a file is damaged.
         """
+        for planned in self.plan(key, wanted):
+            planned.place(self.load(planned.item))
+
+    def plan(self, key: str, wanted: list[Wanted]) -> list[PlannedRead]:
+        """What fills every target. Each saved chunk that overlaps a target is read once. Reads nothing.
+
+        Raises:
+            CheckpointError: a part was not saved.
+        """
         groups = self._chunks[key]
         firsts = {-1} | {first for want in wanted for first in range(want.offset[0], want.offset[0] + want.sizes[0])}
         missing = sum(math.prod(want.sizes) for want in wanted)
+        planned = []
         for first in sorted(firsts & groups.keys()):
             for item in groups[first]:
                 overlaps = [(want, box) for want in wanted if (box := _overlap(item, want)) is not None]
-                if not overlaps:
-                    continue
-                value = self._load(item)
-                for want, (offset, sizes) in overlaps:
-                    source = value[_slices(offset, item.offset, sizes)]
-                    want.target.view(want.sizes)[_slices(offset, want.offset, sizes)].copy_(source)
-                    missing -= math.prod(sizes)
+                if overlaps:
+                    planned.append(PlannedRead(item, overlaps))
+                    missing -= sum(math.prod(sizes) for _, (_, sizes) in overlaps)
         if missing:
             raise CheckpointError(f"{self._folder}: {missing} elements of {key} were not saved; use another iteration")
+        return planned
 
     def read_whole(self, key: str) -> Tensor:
         """A whole tensor, FP32 on the CPU."""
@@ -332,17 +376,29 @@ class TorchDistReader:
         self.read(key, [Wanted((0,) * len(shape), shape, value.view(-1))])
         return value
 
-    def _load(self, item: Written) -> Tensor:
+    def load(self, item: Written, *, pinned: bool = False) -> Tensor | Encoded:
+        """A saved chunk, on the CPU.
+
+        Args:
+            pinned: in pinned memory, for copies to a GPU.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
         path = self._folder / item.file
         try:
             with path.open("rb", buffering=0) as file:
                 part = _PartOfFile(file, item.start, item.length)
+                if is_record(part.head()):
+                    return decode_record(part.content(pinned=pinned), item.sizes)
                 value = torch.load(part, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         except Exception as error:  # torch raises almost anything for a damaged archive
-            raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from error
+            raise CheckpointError(
+                f"checkpoint file {path} is damaged: {item.key} at byte {item.start}: {error}; use another iteration"
+            ) from error
         if not isinstance(value, Tensor) or tuple(value.shape) != item.sizes:
             raise CheckpointError(f"checkpoint file {path} is damaged: {item.key} is not of shape {item.sizes} in it")
-        return value
+        return value.pin_memory() if pinned else value
 
 
 class _PartOfFile(io.RawIOBase):
@@ -353,6 +409,21 @@ class _PartOfFile(io.RawIOBase):
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
         self._position = 0
+
+    def head(self) -> bytes:
+        """The first bytes, as many as tell a record."""
+        start = self.read(min(HEAD_BYTES, self._length))
+        self._position = 0
+        return start
+
+    def content(self, *, pinned: bool) -> Tensor:
+        """All bytes, uint8 [length]."""
+        if self._start + self._length > os.fstat(self._file.fileno()).st_size:
+            raise ValueError(f"fewer than {self._length} bytes")  # before memory for them is taken
+        content = torch.empty(self._length, dtype=torch.uint8, pin_memory=pinned)
+        if self.readinto(content.numpy()) < self._length:  # type: ignore[arg-type]
+            raise ValueError(f"fewer than {self._length} bytes")
+        return content
 
     def readable(self) -> bool:
         return True

@@ -107,6 +107,8 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
             value = getattr(checkpoint, name)
             if value is not None and value is not False:
                 yield f"{name}({value}) needs a folder to save into; give --save"
+        if checkpoint.ckpt_state_dtype != "native":
+            yield f"ckpt_state_dtype({checkpoint.ckpt_state_dtype}) needs a folder to save into; give --save"
     elif checkpoint.save_retain_interval is not None and checkpoint.save_interval is None:
         yield (
             f"save_retain_interval({checkpoint.save_retain_interval}) chooses among the checkpoints of save_interval, "

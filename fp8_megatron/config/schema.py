@@ -394,6 +394,8 @@ class CheckpointConfig:
     """Copy the state and write it in the background while training continues."""
     ckpt_format: Literal["torch_dist"] = "torch_dist"
     """Format of checkpoints: megatron-core's, which any parallel layout can read."""
+    ckpt_state_dtype: Literal["native", "fp32"] = "native"
+    """native: masters and moments in the dtypes that training stores them in. fp32: for megatron-core's own readers."""
     ckpt_step: OptionalCount = None
     """Load the checkpoint of this iteration. Default: the latest complete one."""
     finetune: Switch = False

@@ -20,7 +20,7 @@ from ..checkpoint.files import (
     write_text,
 )
 from ..checkpoint.manifest import problem_with, read_manifest, write_manifest
-from ..checkpoint.run_state import FORMAT_VERSION
+from ..checkpoint.run_state import FORMAT_VERSIONS
 from ..checkpoint.saved_run import read_description
 from ..checkpoint.saving import write_config, write_last_files
 from ..checkpoint.torch_dist import METADATA
@@ -166,7 +166,8 @@ def write_ours(
     folder = iteration_folder(root, 0)
     temporary = start_writing(folder)
     description = {
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSIONS["fp32"],
+        "state_dtype": "fp32",
         "iteration": 0,
         "consumed_samples": 0,
         "skipped_steps": 0,
@@ -194,7 +195,7 @@ def write_ours(
 def rewrite_ours(root: Path, source: Source, config: Config) -> Path:
     """Copy one of this project's checkpoints, including optimizer state, with another ``config.yaml``.
 
-    Tensors are stored in FP32 under names of the whole model, so any level or layout can load them.
+    Tensors are stored under names of the whole model, so any level or layout can load them.
     ``checkpoint.json`` still states how they were saved.
     """
     folder = root / source.folder.name

@@ -44,10 +44,13 @@ class SplitSpaceState(SpaceState):
     def part(self, kind: str, slot: Slot, fragment: Fragment) -> StateTensor:
         if kind != "master":
             return super().part(kind, slot, fragment)
+        return StateTensor(ops.join_master(*self.split_part(slot, fragment)), None)
+
+    def split_part(self, slot: Slot, fragment: Fragment) -> tuple[Tensor, Tensor, Tensor]:
+        """E4M3 weight and int8 correction, both [length], and the FP32 scale [1] of this rank's part (views)."""
         start = fragment.slot_start
         payload = slot.padded_slice(self.weight.payload)[start : start + fragment.length]
-        correction = self.master.part(fragment).payload
-        return StateTensor(ops.join_master(payload, correction, self.scale_of(slot)), None)
+        return payload, self.master.part(fragment).payload, self.scale_of(slot)
 
     def on_cpu(self) -> SplitSpaceState:
         assert self.weight_scales is not None

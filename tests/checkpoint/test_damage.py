@@ -120,7 +120,6 @@ def test_every_damage_of_every_file_is_found(ranks: RankPool, tmp_path: Path) ->
         "__0_0.distcp",
         "__1_0.distcp",
         "checkpoint.json",
-        "common.pt",
         "config.yaml",
         "manifest.json",
         "metadata.json",
@@ -163,12 +162,12 @@ def test_what_is_ignored_is_said(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(run_tiny_on_a_rank, CONFIG, 2, None, tmp_path, num_ranks=1)
     ranks.run(run_tiny_on_a_rank, CONFIG, 2, tmp_path, tmp_path, num_ranks=1)
     shutil.copytree(tmp_path / "iter_0000004", tmp_path / "iter_0000006.tmp")
-    (tmp_path / "iter_0000004" / "common.pt").unlink()
+    (tmp_path / "iter_0000004" / "metadata.json").unlink()
     (lines,) = ranks.run(_load_and_log, tmp_path, num_ranks=1)
     assert lines == [
         f"ignoring {tmp_path}/iter_0000006.tmp: saving it was cut short",
         f"ignoring {tmp_path}/iter_0000004, trying iter_0000002: checkpoint file "
-        f"{tmp_path}/iter_0000004/common.pt is missing",
+        f"{tmp_path}/iter_0000004/metadata.json is missing",
     ]
 
 

@@ -1,6 +1,6 @@
 """Under the same layout, a resumed run is bitwise equal to one that never stopped: every storage form, all state.
 
-A checkpoint holds only FP32 values, so this tests that decoding and encoding again keep every form's values.
+Loading decodes state to FP32 and encodes it again, so this tests that both keep every form's values.
 """
 
 from __future__ import annotations

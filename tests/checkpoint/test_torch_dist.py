@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -31,7 +32,7 @@ from fp8_megatron.checkpoint.torch_dist import (
     write_chunks,
     write_metadata,
 )
-from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import CheckpointConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.mcore.gpt import transformer_config
 from fp8_megatron.mcore.initialization import named_parameters_of_model
 from tests.harness.ranks import RankError, RankPool
@@ -39,6 +40,11 @@ from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, tiny_config
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2, ddp_bucket_size=1 << 15)
+
+
+def fp32_config(model: ModelConfig) -> Config:
+    """A run whose checkpoints megatron-core can read."""
+    return replace(tiny_config(model, parallel=TP2), checkpoint=CheckpointConfig(ckpt_state_dtype="fp32"))
 
 
 def write(folder: Path, tensors: dict[str, list[Chunk]]) -> None:
@@ -258,7 +264,7 @@ def _load_with_megatron(model: ModelConfig, folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model", [GPT3_STYLE, LLAMA_STYLE], ids=["gpt3", "llama"])
 def test_megatrons_readers_open_it(ranks: RankPool, tmp_path: Path, model: ModelConfig) -> None:
-    saved = ranks.run(run_tiny_on_a_rank, tiny_config(model, parallel=TP2), 2, None, tmp_path, None, 4, num_ranks=4)[0]
+    saved = ranks.run(run_tiny_on_a_rank, fp32_config(model), 2, None, tmp_path, None, 4, num_ranks=4)[0]
     (loaded,) = ranks.run(_load_with_megatron, model, tmp_path / "iter_0000002", num_ranks=1)
     expected = {name.removeprefix("master/"): value for name, value in saved.end.items() if name.startswith("master/")}
     assert loaded.keys() == expected.keys()
@@ -279,6 +285,6 @@ def _read_plain_tensors(folder: Path) -> Tensor:
     strict=True,
 )
 def test_megatron_reads_plain_tensors(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(run_tiny_on_a_rank, tiny_config(GPT3_STYLE, parallel=TP2), 2, None, tmp_path, None, 4, num_ranks=4)
+    ranks.run(run_tiny_on_a_rank, fp32_config(GPT3_STYLE), 2, None, tmp_path, None, 4, num_ranks=4)
     (exp_avg,) = ranks.run(_read_plain_tensors, tmp_path / "iter_0000002", num_ranks=1)
     assert exp_avg.any()

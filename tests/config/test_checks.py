@@ -323,6 +323,7 @@ FULL = "--recompute-granularity full "
         (1, "--save-interval 5", "save_interval(5) needs a folder to save into; give --save"),
         (1, "--keep-last 2", "keep_last(2) needs a folder to save into; give --save"),
         (1, "--async-save", "async_save(True) needs a folder to save into; give --save"),
+        (1, "--ckpt-state-dtype fp32", "ckpt_state_dtype(fp32) needs a folder to save into; give --save"),
         (1, "--save-retain-interval 5", "save_retain_interval(5) needs a folder to save into; give --save"),
         (
             1,

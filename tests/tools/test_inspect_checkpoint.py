@@ -35,7 +35,7 @@ def test_ours(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = {line["name"]: line for line in report["tensors"]}
     value = TorchDistReader(saved / "iter_0000002").read_whole(QKV)
     line = lines[QKV]
-    assert (line["shape"], line["dtype"], line["nbytes"]) == (list(value.shape), "float32", value.nbytes)
+    assert (line["shape"], line["dtype"], line["nbytes"]) == (list(value.shape), "float16", 2 * value.numel())
     assert line["amax"] == value.abs().max().item() and line["num_not_finite"] == 0
     assert line["rms"] == pytest.approx(value.square().mean().sqrt().item(), rel=1e-5)
     assert line["e4m3_scale"] == pytest.approx(line["amax"] / 448)
@@ -46,7 +46,7 @@ def test_the_table_and_its_sums(saved: Path, capsys: pytest.CaptureFixture[str])
     assert inspect_checkpoint.main([str(saved), "--filter", "linear_qkv.weight", "--verify"]) == 0
     text = capsys.readouterr().out
     num_elements = 2 * (4 + 2 * 2) * 32 * 128
-    assert f"weights: 1 tensors, {num_elements:,} elements, {4 * num_elements / 1e6:.3f} MB" in text
+    assert f"weights: 1 tensors, {num_elements:,} elements, {2 * num_elements / 1e6:.3f} MB" in text
     assert "optimizer.exp_avg_sq: 1 tensors" in text and "every file is as the manifest says" in text
     assert "iteration = 2" in text and "linear_fc1" not in text
 
