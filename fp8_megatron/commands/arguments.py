@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,7 +48,7 @@ def note_repeated_flags(words: Sequence[str]) -> None:
     own = list(words[: words.index("--")] if "--" in words else words)
     starts = [index for index, word in enumerate(own) if word.startswith("--")]
     values: dict[str, list[tuple[str, ...]]] = {}
-    for start, end in zip(starts, [*starts[1:], len(own)], strict=True):
+    for start, end in pairwise([*starts, len(own)]):
         flag, equals, value = own[start].partition("=")
         values.setdefault(flag, []).append((*([value] if equals else []), *own[start + 1 : end]))
     for flag, given in values.items():

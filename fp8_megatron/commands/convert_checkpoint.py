@@ -11,20 +11,24 @@ model with transformers'.
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import warnings
+from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..errors import UserError
+from ..outputs import check_free_bytes, writing_to
+from .arguments import Parser, output_folder, path, real, seed, whole
 from .program import exit_status, prepare_megatron
 
 if TYPE_CHECKING:
@@ -36,65 +40,182 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Options:
-    """Convert a checkpoint between this project, megatron-core (torch_dist) and Hugging Face (GPT-2, Llama)."""
+    """The command line. `parse_arguments` describes each flag."""
 
     input: Path
-    """A Hugging Face model folder, a folder given to --save, or a torch_dist folder of megatron-core."""
     output: Path
-    """Folder to create."""
-    to: Literal["ours", "hf", "mcore"]
-    """ours: a folder for --load; hf: config.json, safetensors and tokenizer; mcore: torch_dist in FP32."""
-    iteration: int | None = None
-    """Which of several checkpoints in --input. Default: the latest."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """Settings of a run: the model of a megatron-core checkpoint (with vocab_size), or the new config.yaml beside a
-    checkpoint of ours."""
-    precision: Literal["bf16", "fp16", "te", "fp8"] | None = None
-    """To ours: precision for config.yaml."""
-    opt_level: Literal["O1", "O2", "O3"] | None = None
-    """To ours: level for config.yaml."""
-    tensor_model_parallel_size: int | None = None
-    """To ours: size for config.yaml. The vocabulary is padded for it."""
-    pipeline_model_parallel_size: int | None = None
-    """To ours: size for config.yaml."""
-    seq_length: int | None = None
-    """From hf to ours: tokens in a training sequence. Default: the longest that the model takes."""
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """To hf: dtype of weights that are not FP8."""
-    fp8: Literal["compressed-tensors", "fp8"] | None = None
-    """To hf: linear weights in E4M3, with one scale per weight (compressed-tensors) or per 128 × 128 block (fp8)."""
-    max_shard_gb: float = 5.0
-    """To hf: largest file, in GB of 10⁹ bytes."""
-    verify: bool = True
-    """Compare logits at the end."""
-    verify_tokens: int = 64
-    """Number of random tokens to compare logits on, at least 1."""
-    seed: int = 0
-    """Seed of these tokens."""
+    to: str
+    iteration: int | None
+    config: Path | None
+    precision: Literal["bf16", "fp16", "te", "fp8"] | None
+    opt_level: Literal["O1", "O2", "O3"] | None
+    tensor_model_parallel_size: int | None
+    pipeline_model_parallel_size: int | None
+    seq_length: int | None
+    dtype: str
+    fp8: str | None
+    max_shard_gb: float
+    verify: bool
+    verify_tokens: int
+    seed: int
+
+
+def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> Options:
+    """Read the command line.
+
+    Raises:
+        SystemExit: a flag or a value is wrong; code 2.
+    """
+    parser = Parser(prog=prog, description=__doc__)
+    add = parser.add_argument
+    add(
+        "--input",
+        type=path,
+        required=True,
+        help="Hugging Face model folder, folder given to --save, or torch_dist folder of megatron-core",
+    )
+    add("--output", type=output_folder, required=True, help="folder to create")
+    add(
+        "--to",
+        choices=("ours", "hf", "mcore"),
+        required=True,
+        help="ours: a folder for --load; hf: config.json, safetensors and tokenizer; mcore: torch_dist in FP32",
+    )
+    add("--iteration", type=whole(least=0), help="which of several checkpoints in --input (the latest)")
+    add(
+        "--config",
+        type=path,
+        metavar="FILE.yaml",
+        help="settings of a run: the model of a megatron-core checkpoint (with vocab_size), or the new config.yaml "
+        "beside a checkpoint of ours",
+    )
+    add("--precision", choices=("bf16", "fp16", "te", "fp8"), help="to ours: precision for config.yaml")
+    add("--opt-level", choices=("O1", "O2", "O3"), help="to ours: level for config.yaml")
+    add(
+        "--tensor-model-parallel-size",
+        type=whole(),
+        help="to ours: size for config.yaml; the vocabulary is padded for it",
+    )
+    add("--pipeline-model-parallel-size", type=whole(), help="to ours: size for config.yaml")
+    add("--seq-length", type=whole(), help="from hf to ours: tokens in a training sequence (the longest that it takes)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="to hf: dtype of weights that are not FP8 (bf16)")
+    add(
+        "--fp8",
+        choices=("compressed-tensors", "fp8"),
+        help="to hf: linear weights in E4M3, one scale per weight (compressed-tensors) or per 128 × 128 block (fp8)",
+    )
+    add("--max-shard-gb", type=real(above=0, most=1e9), help="to hf: largest file, in GB of 10⁹ bytes (5)")
+    add("--verify", action=BooleanOptionalAction, default=True, help="compare logits at the end (on)")
+    add("--verify-tokens", type=whole(most=1 << 20), help="number of random tokens to compare logits on (64)")
+    add("--seed", type=seed, help="of these tokens (0)")
+    given = vars(parser.parse_args(words))
+    _check_no_flag_is_ignored(parser, given)
+    return Options(
+        **{name: _DEFAULTS[name] if given[name] is None and name in _DEFAULTS else given[name] for name in given}
+    )
+
+
+_DEFAULTS: dict[str, Any] = {"dtype": "bf16", "max_shard_gb": 5.0, "verify_tokens": 64, "seed": 0}
+#: Flags that only one --to reads.
+_READ_BY = {
+    "ours": ("precision", "opt_level", "tensor_model_parallel_size", "pipeline_model_parallel_size", "seq_length"),
+    "hf": ("dtype", "fp8", "max_shard_gb"),
+}
+
+
+def _check_no_flag_is_ignored(parser: Parser, given: dict[str, Any]) -> None:
+    for target, names in _READ_BY.items():
+        for name in names:
+            if given["to"] != target and given[name] is not None:
+                flag = name.replace("_", "-")
+                parser.error(
+                    f"--{flag} {given[name]}: --to {given['to']} does not read it, --to {target} does; leave it out"
+                )
+    for name in ("verify_tokens", "seed"):
+        if not given["verify"] and given[name] is not None:
+            parser.error(
+                f"--{name.replace('_', '-')} {given[name]}: --no-verify compares nothing; leave one of them out"
+            )
 
 
 def run(options: Options) -> int:
-    """Convert and verify; returns the exit status."""
-    from ..config.checks import ConfigError
+    """Convert and verify; returns the exit status. The output gets its name when it is complete and compared."""
     from ..config.io import load_config
     from ..conversion.conversion import Format, check_new, open_source
 
-    if options.verify and options.verify_tokens < 1:
-        raise ConfigError(f"verify_tokens({options.verify_tokens}) compares nothing; give 1 or more, or --no-verify")
     check_new(options.output)
     config = load_config(options.config) if options.config is not None else None
     source = open_source(options.input, iteration=options.iteration, config=config)
     num_params = sum(prod(shape) for shape in source.weights.shapes.values())
     console.print(f"{source.format.value}: {source.folder}, {num_params / 1e6:,.1f} M parameters", highlight=False)
+    check_free_bytes(options.output, "--output", _num_bytes(source, options, num_params), "the converted checkpoint")
     converters = {Format.OURS: to_ours, Format.HUGGING_FACE: to_hugging_face, Format.MEGATRON_CORE: to_megatron_core}
-    message = converters[Format(options.to)](source, options)
+    with unfinished(options.output) as folder, writing_to(options.output, "--output"):
+        message = converters[Format(options.to)](source, folder, options)
+        if options.verify and not verify(source, folder, options):
+            note = f"{options.output} is not written, since the logits differ; --no-verify writes it all the same"
+            console.print(note, highlight=False, soft_wrap=True)
+            return 1
+        _move(folder, options.output)
     for line in (f"{options.to}: {options.output}", message):
         console.print(line, highlight=False, soft_wrap=True)
-    return verify(source, options) if options.verify else 0
+    return 0
 
 
-def to_ours(source: Source, options: Options) -> str:
-    """Write a checkpoint that --load takes; returns a message for the user."""
+@contextmanager
+def unfinished(output: Path) -> Iterator[Path]:
+    """A new folder beside `output`, of a name that no program takes for a checkpoint. It is removed at the end, also
+    after SIGTERM.
+
+    Raises:
+        UserError: it exists.
+    """
+    output = output.resolve()  # "." has no name
+    folder = output.with_name(f"{output.name}.partial")
+    with writing_to(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            raise UserError(
+                f"{folder} exists: another conversion into {output} is under way, or one was killed; in that "
+                f"case remove the folder"
+            ) from None
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield folder
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _move(folder: Path, output: Path) -> None:
+    """Give a folder its name. An empty folder there may be a shell's working directory, so it is filled, not replaced.
+    What tells a checkpoint from other folders comes last.
+    """
+    from ..checkpoint.files import TRACKER
+    from ..conversion.hugging_face_folder import CONFIG_FILE
+
+    if not output.exists():
+        folder.replace(output.resolve())
+        return
+    for found in sorted(folder.iterdir(), key=lambda found: found.name in (CONFIG_FILE, TRACKER)):
+        found.replace(output / found.name)
+
+
+def _num_bytes(source: Source, options: Options, num_params: int) -> int:
+    """Bytes that a conversion writes at least."""
+    from ..conversion.conversion import Format
+
+    if options.to == "hf":
+        return num_params * (1 if options.fp8 else 4 if options.dtype == "fp32" else 2)
+    if options.to == "ours" and source.format is Format.OURS:
+        return sum(file.stat().st_size for file in source.folder.iterdir() if file.is_file())
+    return 4 * num_params
+
+
+def to_ours(source: Source, folder: Path, options: Options) -> str:
+    """Write a checkpoint that --load takes into `folder`; returns a message for the user."""
     from ..conversion.conversion import Format, check_trainable, rewrite_ours, write_ours
     from ..data.hugging_face_tokenizer import import_tokenizer
     from ..data.tokenizer import padded_vocab_size
@@ -102,11 +223,11 @@ def to_ours(source: Source, options: Options) -> str:
     config = with_flags(source.config, options)
     check_trainable(config, source.vocab_size)
     if source.format is Format.OURS:
-        rewrite_ours(options.output, source, config)
+        rewrite_ours(folder, source, config)
         return "tensors are as they were, optimizer state included; config.yaml is new"
     message = "weights alone: load it with --finetune"
     if source.format is Format.HUGGING_FACE:
-        tokenizer = import_tokenizer(source.folder, options.output / "tokenizer")
+        tokenizer = import_tokenizer(source.folder, folder / "tokenizer", options.output / "tokenizer")
         config = replace(config, data=tokenizer.data_section(config.data))
         message += f"; {tokenizer.message}"
     config = replace(config, model=replace(config.model, vocab_size=source.vocab_size))
@@ -114,21 +235,21 @@ def to_ours(source: Source, options: Options) -> str:
         source.vocab_size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
     )
     with progress("converting", num_weights(source)) as advance:
-        write_ours(options.output, source, config, padded_vocab_size=padded, on_weight=advance)
+        write_ours(folder, source, config, padded_vocab_size=padded, on_weight=advance)
     return message
 
 
-def to_megatron_core(source: Source, options: Options) -> str:
-    """Write only the weights, as torch_dist."""
+def to_megatron_core(source: Source, folder: Path, options: Options) -> str:
+    """Write only the weights into `folder`, as torch_dist."""
     from ..conversion.conversion import write_megatron_core
 
     with progress("converting", num_weights(source)) as advance:
-        write_megatron_core(options.output, source, on_weight=advance)
+        write_megatron_core(folder, source, on_weight=advance)
     return "weights alone, in FP32"
 
 
-def to_hugging_face(source: Source, options: Options) -> str:
-    """Write a folder that transformers loads."""
+def to_hugging_face(source: Source, folder: Path, options: Options) -> str:
+    """Write files that transformers loads into `folder`."""
     from ..conversion import hugging_face_folder as folders
     from ..data.hugging_face_tokenizer import export_tokenizer
 
@@ -142,29 +263,11 @@ def to_hugging_face(source: Source, options: Options) -> str:
         layers_in_16_bits=layers_in_16_bits,
         max_shard_bytes=int(options.max_shard_gb * 1e9),
     )
-    output = options.output.resolve()  # "." has no name
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        tokenizer = export_tokenizer(config.data, partial)
-        with progress("converting", folders.num_weights(config.model, vocab_size)) as advance:
-            folders.write_hugging_face(
-                partial,
-                source.weights,
-                config.model,
-                vocab_size,
-                export,
-                token_ids=tokenizer.token_ids,
-                on_weight=advance,
-            )
-        if output.exists():  # empty, and possibly a shell's working directory, so it is filled and not replaced
-            for path in sorted(partial.iterdir(), key=lambda path: path.name == folders.CONFIG_FILE):
-                path.replace(output / path.name)
-        else:
-            partial.replace(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    tokenizer = export_tokenizer(config.data, folder)
+    with progress("converting", folders.num_weights(config.model, vocab_size)) as advance:
+        folders.write_hugging_face(
+            folder, source.weights, config.model, vocab_size, export, token_ids=tokenizer.token_ids, on_weight=advance
+        )
     return tokenizer.message
 
 
@@ -196,15 +299,15 @@ def num_weights(source: Source) -> int:
     return sum(1 for _ in places(source.weights.shapes))
 
 
-def verify(source: Source, options: Options) -> int:
-    """Compare logits; returns the exit status."""
+def verify(source: Source, folder: Path, options: Options) -> bool:
+    """Compare the source's logits with those of the checkpoint in `folder`; whether they agree."""
     import torch
 
     from ..conversion import verification
     from ..conversion.conversion import open_source
     from ..conversion.hugging_face_folder import DTYPES
 
-    target = open_source(options.output, config=source.config if options.to == "mcore" else None)
+    target = open_source(folder, config=source.config if options.to == "mcore" else None)
     stored = torch.float32
     if options.to == "hf":
         stored = DTYPES[options.dtype] if options.fp8 is None else torch.float8_e4m3fn
@@ -212,11 +315,17 @@ def verify(source: Source, options: Options) -> int:
         console.print("transformers is not installed: logits are compared on this project's side alone")
     with progress("comparing logits", verification.num_passes(source, target) * source.config.model.num_layers) as step:
         comparisons = verification.verify(
-            source, target, stored, num_tokens=options.verify_tokens, seed=options.seed, on_layer=step
+            source,
+            target,
+            stored,
+            num_tokens=options.verify_tokens,
+            seed=options.seed,
+            target_name=options.output,
+            on_layer=step,
         )
     for comparison in comparisons:
         console.print(str(comparison), highlight=False, soft_wrap=True)
-    return 0 if all(comparison.passes for comparison in comparisons) else 1
+    return all(comparison.passes for comparison in comparisons)
 
 
 @contextmanager
@@ -230,7 +339,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 def main(words: Sequence[str] | None = None, prog: str = "convert_checkpoint.py") -> int:
     """Exit status: 0, 1 if the comparison fails, or 2 after an error."""
-    options = tyro.cli(Options, args=words, prog=prog)
+    options = parse_arguments(words, prog)
     warnings.filterwarnings("ignore")
     prepare_megatron()
     return exit_status(partial(run, options), OSError)

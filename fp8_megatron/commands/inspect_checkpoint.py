@@ -11,17 +11,18 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from .arguments import Parser, path, whole
 from .program import exit_status, prepare_megatron
 
 if TYPE_CHECKING:
@@ -30,20 +31,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Show what a checkpoint holds: step, layout, level, tensors with dtypes and sizes, scales, files."""
+    """The command line. `parse_arguments` describes each flag."""
 
-    path: Annotated[Path, tyro.conf.Positional]
-    """A folder given to --save, one iteration's folder, a torch_dist folder, or a Hugging Face folder."""
+    path: Path
     iteration: int | None = None
-    """Which of several checkpoints. Default: the latest."""
     filter: str = ""
-    """Show only tensors whose name contains this."""
     values: bool = False
-    """Read tensors and show amax, root mean square, the E4M3 scale from the amax, and non-finite values."""
     verify: bool = False
-    """Compare every file with its checksum in the manifest."""
     json: bool = False
-    """Print JSON instead of tables."""
+
+
+def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> Options:
+    """Read the command line.
+
+    Raises:
+        SystemExit: a flag or a value is wrong; code 2.
+    """
+    parser = Parser(prog=prog, description=__doc__)
+    add = parser.add_argument
+    add(
+        "path",
+        type=path,
+        help="a folder given to --save, one iteration's folder, a torch_dist folder, or a Hugging Face folder",
+    )
+    add("--iteration", type=whole(least=0), help="which of several checkpoints (the latest)")
+    add("--filter", default="", help="show only tensors whose name contains this")
+    switch: dict[str, Any] = {"action": BooleanOptionalAction, "default": False}
+    values = "read tensors and show amax, root mean square, the E4M3 scale from the amax, and non-finite values"
+    add("--values", **switch, help=values)
+    add("--verify", **switch, help="compare every file with its checksum in the manifest")
+    add("--json", **switch, help="print JSON instead of tables")
+    return Options(**vars(parser.parse_args(words)))
 
 
 @dataclass(frozen=True)
@@ -89,7 +107,7 @@ def report_of(options: Options) -> Report:
         folder=str(folder),
         description=_description(kind.value, folder),
         tensors=tensors,
-        files={path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()},
+        files={file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()},
         problems=problems,
     )
 
@@ -120,8 +138,8 @@ def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> It
             dtype, shape = entry.properties.dtype, tuple(entry.size)
             statistics = _statistics(reader.read_whole(name)) if reader is not None else {}
             yield TensorLine(name, shape, _name(dtype), prod(shape) * dtype.itemsize, **statistics)
-    for path in sorted(folder.glob("rank_*.safetensors")):
-        yield from _file_lines(path, options, problems, prefix=f"{path.stem}/")
+    for file in sorted(folder.glob("rank_*.safetensors")):
+        yield from _file_lines(file, options, problems, prefix=f"{file.stem}/")
 
 
 def _safetensors_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
@@ -223,7 +241,7 @@ def sums(report: Report) -> dict[str, tuple[int, int, int]]:
 
 def main(words: Sequence[str] | None = None, prog: str = "inspect_checkpoint.py") -> int:
     """Exit status: 0, 1 if a file is damaged, or 2 after an error."""
-    options = tyro.cli(Options, args=words, prog=prog)
+    options = parse_arguments(words, prog)
     warnings.filterwarnings("ignore")
     prepare_megatron()
     return exit_status(partial(run, options), OSError)
@@ -232,6 +250,8 @@ def main(words: Sequence[str] | None = None, prog: str = "inspect_checkpoint.py"
 def run(options: Options) -> int:
     """Read and print a checkpoint's contents; returns the exit status."""
     report = report_of(options)
+    if options.filter and not report.tensors:
+        print(f"--filter {options.filter}: no tensor's name contains this", file=sys.stderr)
     if options.json:
         print(json.dumps(asdict(report), indent=1))
     else:

@@ -221,9 +221,9 @@ def _llama_rules(model: ModelConfig, vocab_size: int, *, attention_bias: bool, m
     return rules
 
 
-def layers_of(rule: Rule, model: ModelConfig) -> list[int | None]:
+def layers_of(rule: Rule, model: ModelConfig) -> Sequence[int | None]:
     """The layers that a rule applies to: all layers, or [None] for a weight outside the layers."""
-    return list(range(model.num_layers)) if rule.key.startswith(LAYERS) else [None]
+    return range(model.num_layers) if rule.key.startswith(LAYERS) else [None]
 
 
 def numel(shape: Shape) -> int:

@@ -12,6 +12,18 @@ from typing import Any
 from ..checkpoint.files import CheckpointError
 from ..config.schema import ModelConfig
 from .hugging_face import Family, Rule, rules_of
+from .hugging_face_values import (
+    MAX_ROWS,
+    count,
+    mapping,
+    number,
+    plain,
+    rope_contradictions,
+    shown,
+    truth,
+    unequal_heads,
+    wrong_types,
+)
 
 Json = Mapping[str, Any]
 
@@ -63,6 +75,41 @@ _SAME: dict[Family, tuple[tuple[str, str, Any], ...]] = {
 }
 
 
+#: Checks of the settings that `_SAME` names, by our name.
+_CHECKS = {
+    "num_layers": count(),
+    "hidden_size": count(),
+    "ffn_hidden_size": count(),
+    "num_attention_heads": count(),
+    "max_position_embeddings": count(MAX_ROWS),
+    "vocab_size": count(MAX_ROWS),
+    "norm_epsilon": number(above=0, below=1),
+    "init_method_std": number(least=0),
+    "attention_dropout": number(least=0, below=1),
+    "hidden_dropout": number(least=0, below=1),
+}
+#: Checks of the other settings, and whether null stands for the default.
+_OTHER_CHECKS = {
+    Family.GPT2: (
+        ("n_inner", count(), True),
+        ("embd_pdrop", number(least=0, below=1), False),
+        ("tie_word_embeddings", truth, False),
+        ("quantization_config", mapping, True),
+    ),
+    Family.LLAMA: (
+        ("num_key_value_heads", count(), True),
+        ("head_dim", count(), True),
+        ("attention_bias", truth, True),
+        ("mlp_bias", truth, True),
+        ("rope_theta", number(least=1), False),
+        ("rope_parameters", mapping, True),
+        ("rope_scaling", mapping, True),
+        ("tie_word_embeddings", truth, False),
+        ("quantization_config", mapping, True),
+    ),
+}
+
+
 def family_of_json(settings: Json) -> Family:
     """The architecture that a ``config.json`` describes.
 
@@ -74,7 +121,7 @@ def family_of_json(settings: Json) -> Family:
         return Family(model_type)
     except ValueError:
         raise CheckpointError(
-            f"config.json: model_type {model_type!r} is not supported; convertible ones: "
+            f"config.json: model_type {shown(model_type)} is not supported; convertible ones: "
             f"{', '.join(family.value for family in Family)}"
         ) from None
 
@@ -86,7 +133,8 @@ def model_from_json(settings: Json) -> ModelConfig:
         CheckpointError: lists all settings that this project does not implement, one per line.
     """
     family = family_of_json(settings)
-    problems = list(_problems(family, settings))
+    checks = [(theirs, _CHECKS[ours], False) for theirs, ours, _ in _SAME[family]]
+    problems = list(wrong_types(settings, (*checks, *_OTHER_CHECKS[family]))) or list(_problems(family, settings))
     if problems:
         raise CheckpointError("\n".join(f"config.json: {problem}" for problem in problems))
     values = {ours: settings.get(theirs, default) for theirs, ours, default in _SAME[family]}
@@ -126,24 +174,30 @@ def _rope(settings: Json) -> dict[str, Any]:
 def _problems(family: Family, settings: Json) -> Iterator[str]:
     for name, (allowed, reason) in _ONLY[family].items():
         if name in settings and settings[name] not in allowed:
-            yield f"{name}({settings[name]}) is not supported ({reason}); only {' or '.join(map(str, allowed))}"
-    for name, _, default in _SAME[family]:
-        if default is None and name not in settings:
-            yield f"{name} is missing; complete the file"
+            yield f"{name}({plain(settings[name])}) is not supported ({reason}); only {' or '.join(map(str, allowed))}"
+    missing = [name for name, _, default in _SAME[family] if default is None and name not in settings]
+    for name in missing:
+        yield f"{name} is missing; complete the file"
+    if not missing:
+        yield from unequal_heads(*_heads(family, settings))
     if family is Family.GPT2:
         embedding, residual = settings.get("embd_pdrop", 0.1), settings.get("resid_pdrop", 0.1)
         if embedding != residual:
             yield f"embd_pdrop({embedding}) and resid_pdrop({residual}) are one setting here; make them equal"
         return
+    yield from rope_contradictions(settings)
     rope = _rope(settings)
     if rope["rope_type"] != "default":
         yield (
-            f"rope_scaling({rope['rope_type']}) is not supported: positions would be rotated at other frequencies; "
-            f"only models with plain RoPE convert"
+            f"rope_scaling({plain(rope['rope_type'])}) is not supported: positions would be rotated at other "
+            f"frequencies; only models with plain RoPE convert"
         )
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        yield f"partial_rotary_factor({rope['partial_rotary_factor']}) is not supported (whole heads are rotated)"
-    if rope["rope_theta"] != int(rope["rope_theta"]):
+        factor = shown(rope["partial_rotary_factor"])
+        yield f"partial_rotary_factor({factor}) is not supported (whole heads are rotated)"
+    if (expected := number(least=1)(rope["rope_theta"])) is not None:
+        yield f"rope_theta({shown(rope['rope_theta'])}) is wrong: {expected}; correct it"
+    elif rope["rope_theta"] != int(rope["rope_theta"]):
         yield f"rope_theta({rope['rope_theta']}) is not a whole number, which rotary_base is"
     attention_bias, mlp_bias = _biases(settings)
     if mlp_bias and not attention_bias:
@@ -151,6 +205,15 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
             f"mlp_bias({mlp_bias}) with attention_bias({attention_bias}) is not supported: linear layers have biases "
             f"all (disable_bias_linear off), none, or of QKV alone (add_qkv_bias)"
         )
+
+
+def _heads(family: Family, settings: Json) -> tuple[int, int, int, int | None]:
+    """Hidden size, heads, groups of keys and values, and the width of a head if it is given."""
+    names = {ours: (theirs, default) for theirs, ours, default in _SAME[family]}
+    hidden_size, heads = (settings.get(*names[name]) for name in ("hidden_size", "num_attention_heads"))
+    if family is Family.GPT2:
+        return hidden_size, heads, heads, None
+    return hidden_size, heads, settings.get("num_key_value_heads") or heads, settings.get("head_dim")
 
 
 def _biases(settings: Json) -> tuple[bool, bool]:

@@ -46,10 +46,13 @@ class HuggingFaceWeights:
 
     def __init__(self, folder: Path) -> None:
         self.json = read_json(folder / CONFIG_FILE)
-        self.family = family_of_json(self.json)
-        self.model = model_from_json(self.json)
-        if self.json.get("quantization_config"):
-            fp8.check_readable(self.json["quantization_config"])
+        try:
+            self.family = family_of_json(self.json)
+            self.model = model_from_json(self.json)
+            if self.json.get("quantization_config"):
+                fp8.check_readable(self.json["quantization_config"])
+        except CheckpointError as error:
+            raise CheckpointError("\n".join(f"{folder}/{line}" for line in str(error).splitlines())) from None
         assert self.model.vocab_size is not None
         self._folder = folder
         self._tensors = SafetensorsFolder(folder)
@@ -74,7 +77,13 @@ class HuggingFaceWeights:
             return tensor.float()
         for layout in FP8Layout:
             if name + layout.scale_suffix in self._tensors.file_of:
-                return fp8.dequantize(tensor, self._tensors.read(name + layout.scale_suffix))
+                scale = self._tensors.spec(name + layout.scale_suffix)
+                if not fp8.can_dequantize(tuple(tensor.shape), scale.shape):
+                    raise CheckpointError(
+                        f"{self._folder}: {scale.name} has shape {scale.shape}, which is no scale of {name} of shape "
+                        f"{tuple(tensor.shape)}; fetch the folder again"
+                    )
+                return fp8.dequantize(tensor, self._tensors.read(scale.name))
         raise CheckpointError(f"{self._folder}: {name} is FP8 without a scale beside it")
 
     def _stored(self, name: str) -> str:
@@ -84,16 +93,18 @@ class HuggingFaceWeights:
         """Check that exactly the expected tensors exist, with the expected shapes."""
         expected: dict[str, tuple[int, ...]] = {}
         for rule in self._rules.values():
+            shape = self.shapes[rule.key]
+            shapes = rule.split_shapes(shape[1:] if rule.key.startswith(LAYERS) else shape)
             for layer in layers_of(rule, self.model):
-                shape = self.shapes[rule.key]
-                shapes = rule.split_shapes(shape if layer is None else shape[1:])
-                expected |= dict(zip(map(self._stored, rule.names_of(layer)), shapes, strict=True))
-        for name, shape in expected.items():
-            if name not in self._tensors.file_of:
-                raise CheckpointError(f"{self._folder} has no tensor {name!r}, which {CONFIG_FILE} describes")
+                names = map(self._stored, rule.names_of(layer))
+                for name, own_shape in zip(names, shapes, strict=True):
+                    if name not in self._tensors.file_of:  # a number of layers in the millions ends here
+                        raise CheckpointError(f"{self._folder} has no tensor {name!r}, which {CONFIG_FILE} describes")
+                    expected[name] = own_shape
+        for name, own_shape in expected.items():
             found = self._tensors.spec(name).shape
-            if found != shape:
-                raise CheckpointError(f"{self._folder}: {name} has shape {found}, {CONFIG_FILE} describes {shape}")
+            if found != own_shape:
+                raise CheckpointError(f"{self._folder}: {name} has shape {found}, {CONFIG_FILE} describes {own_shape}")
         for name in self._tensors.names:
             known = name in expected or name.endswith((*_SCALE_SUFFIXES, *_BUFFERS))
             tied_head = name == "lm_head.weight" and not self.model.untie_embeddings_and_output_weights
@@ -110,11 +121,21 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or is not a JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read (it nests too deeply)") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
     return content
 
 

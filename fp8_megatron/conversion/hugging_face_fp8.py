@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from math import prod
 from typing import Any
 
 import torch
@@ -120,6 +121,13 @@ def dequantize(payload: Tensor, scale: Tensor) -> Tensor:
     return values * spread[: payload.shape[0], : payload.shape[1]]
 
 
+def can_dequantize(payload: tuple[int, ...], scale: tuple[int, ...]) -> bool:
+    """Whether scales of this shape are those of a payload of that shape."""
+    if len(payload) != 2:
+        return False
+    return prod(scale) == 1 or scale in ((payload[0], 1), tuple(-(-size // BLOCK) for size in payload))
+
+
 def check_readable(quantization: Mapping[str, Any]) -> None:
     """Refuse a ``quantization_config`` whose weights `dequantize` cannot read.
 
@@ -129,7 +137,7 @@ def check_readable(quantization: Mapping[str, Any]) -> None:
     method = quantization.get("quant_method")
     if method == FP8Layout.BLOCKS.value:
         block = quantization.get("weight_block_size")
-        if block is not None and list(block) != [BLOCK, BLOCK]:
+        if block is not None and block != [BLOCK, BLOCK]:
             raise CheckpointError(f"config.json: weight_block_size({block}) is not supported; only {[BLOCK, BLOCK]}")
     elif method == FP8Layout.COMPRESSED_TENSORS.value:
         if quantization.get("format") != "float-quantized":

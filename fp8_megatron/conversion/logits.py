@@ -99,12 +99,18 @@ def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], Non
     except ImportError as error:
         raise CheckpointError("comparing logits needs transformers: pip install transformers") from error
     weights = HuggingFaceWeights(folder)
-    config = AutoConfig.from_pretrained(folder)
-    num_layers = config.num_hidden_layers
-    config.num_hidden_layers = 1
-    config.quantization_config = None
-    del config.quantization_config
-    single = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        num_layers = config.num_hidden_layers
+        config.num_hidden_layers = 1
+        config.quantization_config = None
+        del config.quantization_config
+        single = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    except Exception as error:  # a setting that this project does not read can raise almost anything there
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{folder}/config.json: transformers builds no model of it ({reason}); correct it, or give --no-verify"
+        ) from error
     stack = "transformer.h." if weights.family is Family.GPT2 else "model.layers."
     params: dict[str, Tensor] = dict(single.named_parameters())
     for name, param in params.items():

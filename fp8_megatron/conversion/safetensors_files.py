@@ -67,11 +67,18 @@ class SafetensorsFolder:
         if index.is_file():
             try:
                 weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise CheckpointError(f"{index} is not an index of safetensors files ({error})") from error
-            for file in set(weight_map.values()):
-                if Path(file).name != file:
-                    raise CheckpointError(f"{index} names {file!r}, which is not a file of its folder")
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{index} is not an index of safetensors files ({error!r}); fetch it again"
+                ) from error
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index}: weight_map is no object of tensors and their files; fetch it again")
+            for name, file in weight_map.items():
+                if not isinstance(file, str) or file in ("", ".", "..") or "\0" in file or Path(file).name != file:
+                    raise CheckpointError(
+                        f"{index}: weight_map gives {name!r} the file {file!r}, which is not a file of its folder; "
+                        f"fetch it again"
+                    )
             return dict(weight_map)
         if (self._folder / WEIGHTS_FILE).is_file():
             return dict.fromkeys(open_safetensors(self._folder / WEIGHTS_FILE).keys(), WEIGHTS_FILE)
@@ -101,7 +108,13 @@ class SafetensorsFolder:
         Raises:
             CheckpointError: there is no tensor of that name, or its file is damaged.
         """
-        return self._file(name).get_tensor(name)
+        file = self._file(name)
+        try:
+            return file.get_tensor(name)
+        except Exception as error:  # SafetensorError, and torch's own for a dtype that it lacks
+            raise CheckpointError(
+                f"{self._folder / self.file_of[name]}: {name} cannot be read ({error}); fetch the file again"
+            ) from error
 
     def _file(self, name: str) -> Any:
         if name not in self.file_of:
@@ -177,7 +190,7 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing, although {INDEX_FILE} names it") from None
+        raise CheckpointError(f"{path} is missing, although {INDEX_FILE} names it; fetch it") from None
     except Exception as error:  # SafetensorError and errors of the system
         raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -84,12 +85,14 @@ def verify(
     num_tokens: int,
     seed: int,
     tolerance: float = TOLERANCE,
+    target_name: Path | None = None,
     on_layer: Callable[[], None] = lambda: None,
 ) -> list[Comparison]:
     """Compare the source with the target, and each Hugging Face side with transformers' model.
 
     Args:
         stored_in: dtype of the target's weights. FP32 does not round.
+        target_name: the target's folder in messages. Default: where it is.
         on_layer: called after each layer of each of `num_passes` passes.
     """
     length = min(num_tokens, source.config.model.seq_length)
@@ -101,10 +104,10 @@ def verify(
 
     before, after = ours(source), ours(target)
     comparisons = []
-    for side, logits in ((source, before), (target, after)):
+    for side, name, logits in ((source, source.folder, before), (target, target_name or target.folder, after)):
         if side.format is Format.HUGGING_FACE and has_transformers():
             theirs = logits_of_folder(side.folder, tokens, on_layer=on_layer)
-            what = f"this project and transformers on {side.folder}"
+            what = f"this project and transformers on {name}"
             comparisons.append(compare(what, logits, theirs, tolerance=tolerance))
     if stored_in is torch.float32:
         comparisons.append(compare("after and before", after, before, tolerance=tolerance))

@@ -54,4 +54,5 @@ def test_an_error_is_one_line_and_a_repeated_flag_is_noted(capsys: pytest.Captur
     assert line.startswith("error: argument --steps: 0 is out of range; give 1 to") and line.count("\n") == 1
     given = parser.parse_args(["--steps", "1", "--names", "a", "b", "--steps=2", "--names", "a", "b"])
     assert (given.steps, given.names) == (2, ["a", "b"])
+    arguments.note_repeated_flags(["a", "b"])
     assert capsys.readouterr().err == "note: --steps is given 2 times; the last one counts: --steps 2\n"

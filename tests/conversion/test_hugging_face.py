@@ -143,6 +143,11 @@ def test_both_places_of_rope_theta_are_read() -> None:
     assert model_from_json({**LLAMA_JSON, **nested}).rotary_base == 500000
 
 
+#: What stands in files in place of a count or a number.
+NO_COUNTS = ("96", 96.0, 0, -1, True, None, [96], {}, 10**9, 10**400)
+NO_NUMBERS = ("1e-5", None, True, -1.0, 0, float("nan"), float("inf"), [], 10**400)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -159,6 +164,44 @@ def test_both_places_of_rope_theta_are_read() -> None:
         ({**LLAMA_JSON, "rope_parameters": {"rope_type": "yarn"}}, r"rope_scaling\(yarn\)"),
         ({**LLAMA_JSON, "rope_theta": 10000.5}, r"rope_theta\(10000.5\)"),
         ({key: value for key, value in LLAMA_JSON.items() if key != "hidden_size"}, "hidden_size is missing"),
+        *(
+            ({**LLAMA_JSON, "hidden_size": value}, r"hidden_size\(.*expected a whole number from 1 to")
+            for value in NO_COUNTS
+        ),
+        *(
+            ({"model_type": "gpt2", "n_layer": value}, r"n_layer\(.*expected a whole number from 1")
+            for value in NO_COUNTS
+        ),
+        *(({**LLAMA_JSON, "rms_norm_eps": value}, r"rms_norm_eps\(.*expected a finite number") for value in NO_NUMBERS),
+        *(({**LLAMA_JSON, "rope_theta": value}, r"rope_theta\(.*expected a finite number") for value in NO_NUMBERS),
+        ({**LLAMA_JSON, "rope_parameters": {"rope_theta": "1e4"}}, r"rope_theta\('1e4'\) is wrong"),
+        ({**LLAMA_JSON, "rope_scaling": []}, r"rope_scaling\(\[\]\) is wrong: expected an object or null"),
+        ({**LLAMA_JSON, "tie_word_embeddings": "false"}, r"tie_word_embeddings\('false'\) is wrong: expected true or"),
+        ({**LLAMA_JSON, "quantization_config": [1]}, r"quantization_config\(\[1\]\) is wrong: expected an object"),
+        (
+            {**LLAMA_JSON, "num_key_value_heads": 3},
+            r"num_key_value_heads\(3\) does not divide num_attention",
+        ),
+        ({**LLAMA_JSON, "num_key_value_heads": 0}, r"num_key_value_heads\(0\) is wrong"),
+        ({**LLAMA_JSON, "hidden_size": 97}, r"hidden size\(97\) is no multiple of the number of heads\(4\)"),
+        ({"model_type": ["gpt2"]}, r"model_type \['gpt2'\] is not supported"),
+        ({"model_type": "gpt2", "activation_function": ["gelu"] * 1000}, r"activation_function\(\['gelu'.*\.\.\.\)"),
+        (
+            {
+                **LLAMA_JSON,
+                "rope_parameters": {"rope_type": "default"},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            r"rope_parameters has factor\(None\) and rope_scaling beside it factor\(2.0\); remove the wrong one",
+        ),
+        (
+            {**LLAMA_JSON, "rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_theta": 2e4}},
+            r"rope_parameters has rope_theta\(10000.0\) and rope_scaling beside it rope_theta\(20000.0\)",
+        ),
+        (
+            {**LLAMA_JSON, "rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}},
+            r"rope_theta\(500000.0\) contradicts",
+        ),
     ],
 )
 def test_what_is_not_implemented_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -285,6 +328,14 @@ def test_damaged_folders_are_refused(folders: dict[str, Path], tmp_path: Path) -
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="not a file of its folder"):
         HuggingFaceWeights(folder)
+    for weight_map in ([], {}, "x", {"lm_head.weight": 3}, {"lm_head.weight": ["a"]}, {"lm_head.weight": ""}, None):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError, match=r"index.json: weight_map .* fetch it again"):
+            HuggingFaceWeights(folder)
+    for text in ("3", "[]", "{}", "[" * 100_000):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(CheckpointError, match="is not an index of safetensors files"):
+            HuggingFaceWeights(folder)
     for file in folder.glob("model*"):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
@@ -292,6 +343,12 @@ def test_damaged_folders_are_refused(folders: dict[str, Path], tmp_path: Path) -
         HuggingFaceWeights(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list, not a JSON object"):
+        HuggingFaceWeights(folder)
+    (folder / "config.json").write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read .it nests too deeply"):
+        HuggingFaceWeights(folder)
+    (folder / "config.json").write_text('{"hidden_size": 96, "hidden_size": 97}')
+    with pytest.raises(CheckpointError, match="'hidden_size' is in it twice"):
         HuggingFaceWeights(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -115,7 +116,10 @@ def test_a_wrong_conversion_is_noticed(
 
     monkeypatch.setattr(hugging_face, "join_gate_and_up", lambda parts: torch.cat([parts[1], parts[0]]))
     assert convert(llama, tmp_path / "out", "ours", "--precision", "bf16") == 1
-    assert "DIFFER: this project and transformers on" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "DIFFER: this project and transformers on" in error
+    assert f"{tmp_path}/out is not written, since the logits differ; --no-verify writes it" in error
+    assert list(tmp_path.iterdir()) == [], "nothing is left that looks complete"
 
 
 def test_wrong_commands(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,12 +131,55 @@ def test_wrong_commands(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (llama, tmp_path / "a", "ours", ("--tensor-model-parallel-size", "4"), "num_query_groups(2) % tensor_model"),
         (llama, tmp_path / "a", "hf", ("--fp8", "fp8"), "does not divide into blocks of 128 × 128"),
         (llama, tmp_path / "a", "ours", ("--config", "none.yaml"), "cannot read the configuration file"),
-        (llama, tmp_path / "a", "ours", ("--verify-tokens", "0"), "verify_tokens(0) compares nothing; give 1 or more"),
+        (llama, tmp_path / "a", "ours", ("--verify-tokens", "0"), "argument --verify-tokens: 0 is out of range"),
+        (llama, tmp_path / "a", "hf", ("--max-shard-gb", "-1"), "argument --max-shard-gb: -1 is out of range"),
+        (llama, tmp_path / "a", "hf", ("--max-shard-gb", "nan"), "'nan' is not a finite number; give more than 0"),
+        (llama, tmp_path / "a", "ours", ("--dtype", "bf16"), "--dtype bf16: --to ours does not read it, --to hf does"),
+        (llama, tmp_path / "a", "hf", ("--no-verify", "--seed", "1"), "--seed 1: --no-verify compares nothing"),
+        (llama, tmp_path / "a", "hf", ("--iteration", "-1"), "argument --iteration: -1 is out of range"),
+        (Path(""), tmp_path / "a", "hf", ("--input", ""), "argument --input: the text is empty"),
+        (llama, tmp_path / "full" / "file" / "a", "hf", (), f"{tmp_path}/full/file is a file, not a folder"),
     ):
-        assert convert(source, output, to, *flags) == 2
+        try:
+            status = convert(source, output, to, *flags)
+        except SystemExit as error:
+            status = error.code
+        assert status == 2
         error = capsys.readouterr().err
         assert "error: " in error and message in error
     assert not (tmp_path / "a").exists() and not (tmp_path / "a.partial").exists(), "nothing is left behind"
+
+
+@pytest.mark.parametrize("to", ["ours", "hf", "mcore"])
+def test_a_failure_in_the_middle_leaves_nothing(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    """A limit on the size of files stands for a full disk, and an inf among the last weights for a bad model."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        assert convert(llama, tmp_path / "out", to) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"--output {tmp_path}/out cannot be written (File too large; " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    folder = Path(shutil.copytree(llama, tmp_path / "in"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"]["model.norm.weight"]
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = torch.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert convert(folder, tmp_path / "out", to) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_another_conversion_into_the_same_folder_is_told(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "theirs").touch()
+    assert convert(llama, tmp_path / "out", "hf") == 2
+    assert "another conversion into" in capsys.readouterr().err and (tmp_path / "out.partial" / "theirs").exists()
 
 
 @pytest.mark.parametrize("exists", [True, False])
