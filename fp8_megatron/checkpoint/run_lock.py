@@ -1,0 +1,316 @@
+"""A lock on the folder that a run saves into. It needs nothing of the file system but atomic names.
+
+``<save>/run.lock`` names its holder and is never rewritten. It appears by `os.link`, which is atomic on NFS, and is
+taken away by a rename. A second file, ``run.lock.<token>.beat``, changes every few seconds while its holder lives. Each
+holder has its own, so a holder that lost the lock does not disturb the next one.
+
+A holder is dead if its process on this machine has ended. Elsewhere it is dead if its beat has not changed for 30 s on
+the clock of the reader; clocks of machines are not compared. A process that was taken for dead may wake up. Hence a
+holder looks at the lock again before each change that others see (`RunLock.check`).
+"""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+from .files import CheckpointError
+from .run_identity import RunIdentity, machine_id, process_start
+
+LOCK = "run.lock"
+
+#: Seconds between changes of a holder's beat.
+BEAT_SECONDS = 3.0
+#: Seconds without a change after which a holder is dead.
+DEAD_AFTER_SECONDS = 30.0
+#: Seconds between two looks at a lock that another run holds.
+POLL_SECONDS = 1.0
+#: Seconds after which a new lock is looked at again. Another process may have renamed it in the belief that it renames
+#: the dead holder's, and put it back.
+_SETTLE_SECONDS = 0.2
+#: Seconds after which a leftover of a killed process is cleared.
+_STALE_SECONDS = 60.0
+#: What file systems without hard links answer.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+
+logger = logging.getLogger(__name__)
+
+
+class RunLockError(CheckpointError):
+    """The folder belongs to another run. The run cannot save and must stop."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The content of a lock.
+
+    Attributes:
+        token, run, launch: see `RunIdentity`.
+        host: for people; `machine` is what is compared.
+        process, process_start: see `run_identity.process_start`.
+        since: UTC, for people.
+    """
+
+    token: str = ""
+    run: str = "unknown"
+    launch: str | None = None
+    host: str = "unknown"
+    machine: str | None = None
+    process: int = 0
+    process_start: int | None = None
+    user: str = "unknown"
+    since: str = "unknown"
+
+    @classmethod
+    def this_process(cls, identity: RunIdentity) -> Holder:
+        """This process as a holder."""
+        return cls(
+            **asdict(identity),
+            host=socket.gethostname(),
+            machine=machine_id(),
+            process=os.getpid(),
+            process_start=process_start(os.getpid()),
+            user=_user(),
+            since=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
+
+    @classmethod
+    def parse(cls, content: bytes | None) -> Holder:
+        """The holder that a lock names; an unknown one if it cannot be read."""
+        try:
+            values = json.loads(content or b"")
+            return cls(**{item.name: values[item.name] for item in fields(cls)})
+        except (ValueError, KeyError, TypeError):
+            return cls()
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host} (user {self.user}, run {self.run}, since {self.since})"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was a process of this machine that has ended."""
+        here = self.machine is not None and self.machine == machine_id()
+        return here and process_start(self.process) != self.process_start
+
+
+class RunLock:
+    """One process's view of the lock of a folder. Only rank 0 has one.
+
+    Args:
+        root: an existing folder.
+        identity: of this run, as others will read it.
+    """
+
+    def __init__(self, root: Path, identity: RunIdentity) -> None:
+        self.root = root
+        self._path = root / LOCK
+        self._token = identity.token
+        self._content = json.dumps(asdict(Holder.this_process(identity)), indent=1).encode()
+        self._seen: tuple[bytes, bytes | None] | None = None
+        self._looked = self._unchanged_seconds = 0.0
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        # Held while something is published, so that a lock is not released in the middle.
+        self._publishing = threading.RLock()
+        self.lost = False
+
+    def attempt(self) -> Holder | None:
+        """Take the lock if it is free or its holder is dead. Returns None if this process holds it, else its holder.
+
+        Call it every `POLL_SECONDS`: a holder on another machine is judged by what changes between the calls.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        content = self._read()
+        if content is None or (content != self._content and self._is_dead(content) and self._remove(content)):
+            self._place()
+            time.sleep(_SETTLE_SECONDS)
+            content = self._read()
+        if content != self._content:
+            return Holder.parse(content)
+        self._write_beat(0)
+        self._clear_leftovers()
+        self._thread = threading.Thread(target=self._keep_beating, name="run lock", daemon=True)
+        self._thread.start()
+        return None
+
+    def check(self) -> None:
+        """Raises:
+        RunLockError: this process does not hold the lock; names who does.
+        """
+        if self._stopped.is_set():
+            raise RunLockError(f"{self._path} has been released by this run")
+        content = self._content_or_none_twice()
+        if content == self._content:
+            return
+        self.lost = True
+        if content is None:
+            raise RunLockError(
+                f"{self._path} of this run is gone: another run took it and has ended, or it was removed by hand; "
+                "start again with --load"
+            )
+        raise RunLockError(
+            f"{self.root} was taken over by {Holder.parse(content)}: this run had not been heard of for "
+            f"{DEAD_AFTER_SECONDS:.0f} s; stop one of the two"
+        )
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """For a change that others see. It begins only if the lock is held, and `release` waits for its end.
+
+        Raises:
+            RunLockError: as `check`.
+        """
+        with self._publishing:
+            self.check()
+            yield
+
+    def release(self) -> None:
+        """Let the lock go, if this process still holds it. Never raises; calling it again does nothing."""
+        # A writer that hangs must not keep the process from ending: a dead holder's lock is taken over anyway.
+        got = self._publishing.acquire(timeout=DEAD_AFTER_SECONDS)
+        try:
+            self._stopped.set()
+            if self._thread is not None:
+                self._thread.join(timeout=BEAT_SECONDS)
+            with suppress(OSError):
+                if self._read() == self._content:
+                    self._remove(self._content)
+                self._aside("beat").unlink(missing_ok=True)
+        finally:
+            if got:
+                self._publishing.release()
+
+    def _aside(self, kind: str) -> Path:
+        return self._path.with_name(f"{LOCK}.{self._token}.{kind}")
+
+    def _read(self) -> bytes | None:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _content_or_none_twice(self) -> bytes | None:
+        """The lock's content; None only if it stays away for a second (see `_SETTLE_SECONDS`)."""
+        deadline = time.monotonic() + 1.0
+        while (content := self._read()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return content
+
+    def _place(self) -> None:
+        """Put this process's lock there, unless one is there."""
+        draft = self._aside("draft")
+        _write(draft, self._content, os.O_TRUNC)
+        try:
+            self._link(draft, self._path)
+        except FileNotFoundError:  # the draft was cleared as a leftover; the next attempt writes it again
+            return
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _link(self, source: Path, target: Path) -> None:
+        """Give a file a second name, unless that name is taken. The caller reads whose file has it: on NFS a call may
+        fail although it succeeded.
+        """
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with suppress(FileExistsError):
+                _write(target, source.read_bytes(), os.O_EXCL)
+
+    def _remove(self, judged: bytes) -> bool:
+        """Take a lock away if it still is the one that was judged. Returns whether the place is free."""
+        taken = self._aside("taken")
+        try:
+            os.rename(self._path, taken)
+        except FileNotFoundError:
+            return True
+        try:
+            if taken.read_bytes() == judged:
+                return True
+            self._link(taken, self._path)
+        finally:
+            taken.unlink(missing_ok=True)
+        return False
+
+    def _is_dead(self, content: bytes) -> bool:
+        holder = Holder.parse(content)
+        if holder.has_ended:
+            logger.info("taking over %s: %s has ended", self._path, holder)
+            return True
+        seen, now = (content, _read_or_none(self._path.with_name(f"{LOCK}.{holder.token}.beat"))), time.monotonic()
+        if seen == self._seen:
+            # A reader that was asleep has missed beats: it counts at most two looks.
+            self._unchanged_seconds += min(now - self._looked, 2 * POLL_SECONDS)
+        else:
+            self._seen, self._unchanged_seconds = seen, 0.0
+        self._looked = now
+        if self._unchanged_seconds < DEAD_AFTER_SECONDS:
+            return False
+        logger.info("taking over %s: no beat of %s for %.0f s", self._path, holder, self._unchanged_seconds)
+        return True
+
+    def _keep_beating(self) -> None:
+        count = 0
+        while not self._stopped.wait(BEAT_SECONDS):
+            count += 1
+            with suppress(OSError):  # a full disk, or a server that does not answer: the next beat tries again
+                self._write_beat(count)
+                if self._content_or_none_twice() != self._content and not self._stopped.is_set():
+                    self.lost = True
+                    self._aside("beat").unlink(missing_ok=True)
+                    return
+
+    def _write_beat(self, count: int) -> None:
+        """Written in place: on NFS, opening it anew then shows the change at once."""
+        _write(self._aside("beat"), f"{count:012d}".encode(), 0)
+
+    def _clear_leftovers(self) -> None:
+        """Clear beats of dead holders, and what a kill left in the middle of taking the lock."""
+        with suppress(OSError):
+            now = self._aside("beat").stat().st_mtime  # by the file server's clock
+            for path in list(self.root.glob(f"{LOCK}.*")):
+                if path.name.startswith(f"{LOCK}.{self._token}."):
+                    continue
+                with suppress(OSError):
+                    if path.suffix == ".beat" or now - path.stat().st_ctime > _STALE_SECONDS:
+                        path.unlink()
+
+
+def _write(path: Path, content: bytes, flags: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
+    try:
+        os.write(descriptor, content)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_or_none(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's number without a name
+        return str(os.getuid())
