@@ -2,8 +2,9 @@
 data.
 
 ``<save>/iter_0000100/`` is a checkpoint; it has this name only when it is complete.
-``<save>/latest_checkpointed_iteration.txt`` names the newest one and is replaced last. Leftovers of a kill end in
-``.tmp``, ``.replaced`` or ``.removed``, and the next save clears them.
+``<save>/latest_checkpointed_iteration.txt`` names the newest one and is replaced last. Other folders carry the token of
+the session that made them: ``iter_0000100.<token>.tmp`` is being written, ``.replaced`` and ``.removed`` are on their
+way out. After a kill they are leftovers, and the next save clears them.
 
 A folder may hold more than one run: if a run resumed from an older checkpoint, the later ones belong to an abandoned
 branch. Every checkpoint names the earlier ones of its own run (`ancestors`). Fall-back, counting and removal consider
@@ -12,12 +13,14 @@ only these.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import UserError
@@ -32,6 +35,8 @@ ANCESTORS = "ancestors"
 logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
+#: A folder between the two renames of `publish`; earlier versions wrote no token.
+_REPLACED = re.compile(r"(iter_\d{7,})(\.[0-9a-f]{16})?\.replaced")
 _OLD_META = "meta.json"
 _LEFT_BEHIND = (".tmp", ".replaced", ".removed")
 
@@ -45,9 +50,17 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def temporary_folder(folder: Path) -> Path:
-    """The folder where a checkpoint is written before it gets its name."""
-    return folder.with_name(folder.name + ".tmp")
+def temporary_folder(folder: Path, token: str = "") -> Path:
+    """The folder where a checkpoint is written before it gets its name.
+
+    Args:
+        token: of the session that writes it; empty for a tool that has the folder above for itself.
+    """
+    return _aside(folder, token, ".tmp")
+
+
+def _aside(folder: Path, token: str, suffix: str) -> Path:
+    return folder.with_name(f"{folder.name}.{token}{suffix}" if token else folder.name + suffix)
 
 
 def rank_file(tensor_rank: int, pipeline_rank: int, data_rank: int) -> str:
@@ -83,6 +96,22 @@ def unfinished_folders(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("iter_*.tmp"))
 
 
+def named_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, int | None]:
+    """(folder of checkpoints, iteration) that --load and --ckpt-step name; None: the newest one.
+
+    The path may be that of one checkpoint.
+
+    Raises:
+        CheckpointError: path and iteration contradict each other.
+    """
+    match = _FOLDER.fullmatch(path.name)
+    if match is None or saved_iterations(path):
+        return path, iteration
+    if iteration not in (None, int(match[1])):
+        raise CheckpointError(f"ckpt_step({iteration}) is not the checkpoint that load({path}) names; drop one of them")
+    return path.parent, int(match[1])
+
+
 def candidates(root: Path, iteration: int | None = None) -> list[int]:
     """Iterations to resume from, best first: the one that the tracker names, then the older ones of its run.
 
@@ -115,47 +144,68 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
     return [iteration]
 
 
-def start_writing(folder: Path) -> Path:
-    """Make an empty temporary folder for a checkpoint. Leftovers of earlier runs are cleared where possible."""
-    temporary = temporary_folder(folder)
+def start_writing(folder: Path, token: str = "") -> Path:
+    """Make an empty temporary folder for a checkpoint, after clearing leftovers.
+
+    The caller holds the lock of the folder above: leftovers are of runs that have ended, or that may no longer save.
+    """
+    temporary = temporary_folder(folder, token)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _finish_replacing(folder.parent)
-    for path in folder.parent.glob("iter_*"):
-        if path.suffix in _LEFT_BEHIND:
-            _clear(path)
+    clear_leftovers(folder.parent)
     temporary.mkdir()
     return temporary
 
 
-def publish(temporary: Path, folder: Path) -> None:
+def clear_leftovers(root: Path) -> None:
+    """Remove what kills have left under `root`, where possible; restore a checkpoint that was being replaced."""
+    _finish_replacing(root)
+    for path in list(root.glob("iter_*")):
+        if path.suffix in _LEFT_BEHIND:
+            _clear(path)
+
+
+def publish(temporary: Path, folder: Path, token: str = "", check: Callable[[], None] = lambda: None) -> None:
     """Give a fully written folder its name, then point the tracker at it.
 
     An older folder of that iteration is moved aside first and removed last, so that one of the two always exists.
+
+    Args:
+        token: as for `temporary_folder`.
+        check: called when the folder has its name; raises if the tracker must not point at it.
     """
     sync(temporary)
-    replaced = folder.with_name(folder.name + ".replaced")
-    if folder.exists():
-        os.replace(folder, replaced)
-    os.replace(temporary, folder)
+    replaced = _aside(folder, token, ".replaced")
+    for attempts_left in (2, 1, 0):
+        if folder.exists():
+            os.replace(folder, replaced)
+        try:
+            os.replace(temporary, folder)
+            break
+        except OSError as error:
+            # A reader took `replaced` for a kill's leftover and put it back (`candidates`).
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not attempts_left:
+                raise
     sync(folder.parent)
+    check()
     match = _FOLDER.fullmatch(folder.name)
     assert match is not None, folder
     write_text(folder.parent / TRACKER, str(int(match[1])))
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interval: int | None) -> None:
+def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interval: int | None, token: str = "") -> None:
     """Remove all but the newest `keep_last` of a run's own checkpoints. Other checkpoints are kept and not counted.
 
     Args:
         own: iterations of the run's own checkpoints.
         retain_interval: also keep iterations that are multiples of this.
+        token: as for `temporary_folder`.
     """
     for iteration in sorted(set(own).intersection(saved_iterations(root)))[:-keep_last]:
         if retain_interval is not None and iteration % retain_interval == 0:
             continue
         folder = iteration_folder(root, iteration)
-        removed = folder.with_name(folder.name + ".removed")
+        removed = _aside(folder, token, ".removed")
         try:
             os.replace(folder, removed)  # a partly removed folder never has a checkpoint's name
         except OSError as error:
@@ -212,6 +262,8 @@ def _tracked_iteration(root: Path) -> int | None:
 def _finish_replacing(root: Path) -> None:
     """Restore a folder that a kill between the two renames of `publish` left aside."""
     for replaced in root.glob("iter_*.replaced"):
-        folder = replaced.with_suffix("")
-        if not folder.exists():
+        match = _REPLACED.fullmatch(replaced.name)
+        if match is None or (folder := replaced.with_name(match[1])).exists():
+            continue
+        with suppress(FileNotFoundError):  # another process did it
             os.replace(replaced, folder)

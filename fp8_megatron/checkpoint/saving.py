@@ -13,11 +13,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -42,10 +42,14 @@ from .files import (
     temporary_folder,
 )
 from .manifest import FileRecord, write_file, write_manifest
+from .run_identity import LAUNCH, RUN, RunIdentity
+from .run_lock import RunLock, RunLockError
 from .run_state import Progress, Resumable, Snapshot
 from .torch_dist import NUM_FILES, Written, write_chunks, write_metadata
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 #: How long ranks wait for the slowest writer.
 _TIMEOUT = timedelta(hours=2)
@@ -72,6 +76,8 @@ class CheckpointWriter:
         resumed_at: iteration of the checkpoint under `root` that the run resumed from; 0: none. Only this checkpoint
             and its ancestors are counted and removed; others are left until the run itself saves their iterations.
             None: all existing checkpoints belong to the run.
+        identity: equal on all ranks; None draws one.
+        lock: of `root`, held by rank 0. Nothing is changed under `root` after it is lost.
     """
 
     def __init__(
@@ -82,12 +88,16 @@ class CheckpointWriter:
         *,
         in_background: bool = False,
         resumed_at: int | None = None,
+        identity: RunIdentity | None = None,
+        lock: RunLock | None = None,
     ) -> None:
         self.root = root
         self._topology = topology
         self._retention = retention or Retention()
         self._in_background = in_background
         self._ranks = _Ranks(topology)
+        self._identity = identity or self._ranks.first_says(RunIdentity.drawn)
+        self._lock = lock
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._own = self._own_at_start(resumed_at) if topology.rank == 0 else []
@@ -105,9 +115,13 @@ class CheckpointWriter:
 
         Returns:
             Seconds that training was stopped.
+
+        Raises:
+            RunLockError: the folder belongs to another run. With `in_background`, the next call raises it.
         """
         started = time.monotonic()
         self._join()
+        self._raise_lost_lock()
         snapshot = Snapshot.of(state, progress)
         if self._in_background:
             self._thread = threading.Thread(
@@ -116,6 +130,7 @@ class CheckpointWriter:
             self._thread.start()
         else:
             self._write(snapshot, started)
+            self._raise_lost_lock()
         return time.monotonic() - started
 
     def finish(self) -> None:
@@ -150,13 +165,18 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
+    def _raise_lost_lock(self) -> None:
+        if isinstance(self._error, RunLockError):
+            raise self._error
+
     def _write(self, snapshot: Snapshot, started: float) -> None:
         folder = iteration_folder(self.root, snapshot.description["iteration"])
         self._error = None
         try:
             self._write_together(snapshot, folder)
         except Exception as error:
-            self._error = CheckpointError(f"{folder} was not saved: {error}; earlier checkpoints are as they were")
+            kind = RunLockError if isinstance(error, RunLockError) else CheckpointError
+            self._error = kind(f"{folder} was not saved: {error}; earlier checkpoints are as they were")
             self._error.__cause__ = error
             if self._topology.rank == 0:
                 logger.error("%s", self._error)
@@ -166,12 +186,23 @@ class CheckpointWriter:
             logger.info("saved %s%s in %.1f s", folder, where, time.monotonic() - started)
 
     def _write_together(self, snapshot: Snapshot, folder: Path) -> None:
-        temporary = temporary_folder(folder)
-        self._ranks.first_does(lambda: start_writing(folder))
+        temporary = temporary_folder(folder, self._identity.token)
+        self._ranks.first_does(lambda: self._start_writing(folder))
         # One thread in the background: four slowed concurrent steps by 70%.
         num_files = 1 if self._in_background else NUM_FILES
         outputs = self._ranks.gather(lambda: _write_own(temporary, snapshot, self._topology, num_files))
         self._ranks.first_does(lambda: self._complete(snapshot, temporary, folder, outputs))
+
+    def _start_writing(self, folder: Path) -> None:
+        with self._changing_the_folder():
+            start_writing(folder, self._identity.token)
+
+    def _changing_the_folder(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._lock is None else self._lock.publishing()
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def _complete(self, snapshot: Snapshot, temporary: Path, folder: Path, outputs: list[_RankOutput | str]) -> None:
         """Publish on the first rank, when all have written."""
@@ -181,10 +212,12 @@ class CheckpointWriter:
                 raise OSError("; ".join(failures))
             iteration = snapshot.description["iteration"]
             earlier = [number for number in saved_iterations(self.root) if number in self._own and number < iteration]
-            description = {**snapshot.description, ANCESTORS: earlier}
+            names = {RUN: self._identity.run, LAUNCH: self._identity.launch}
+            description = {**snapshot.description, **names, ANCESTORS: earlier}
             written = [output for output in outputs if isinstance(output, _RankOutput)]
             _write_description(temporary, description, snapshot.config, written)
-            publish(temporary, folder)
+            with self._changing_the_folder():
+                publish(temporary, folder, self._identity.token, self._check_lock)
         except BaseException:
             with suppress(OSError):  # frees disk space for other writers
                 shutil.rmtree(temporary)
@@ -194,8 +227,15 @@ class CheckpointWriter:
             return
         keep_last, interval = self._retention.keep_last or 1, self._retention.retain_interval
         try:
-            remove_old(self.root, self._own, keep_last=keep_last, retain_interval=interval)
-        except OSError as error:
+            with self._changing_the_folder():
+                remove_old(
+                    self.root,
+                    self._own,
+                    keep_last=keep_last,
+                    retain_interval=interval,
+                    token=self._identity.token,
+                )
+        except (OSError, RunLockError) as error:
             logger.warning("an old checkpoint under %s was not removed: %s", self.root, error)
 
 
@@ -250,18 +290,27 @@ class _Ranks:
             self._group = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT, group_desc=BACKGROUND_GROUP)
 
     def first_does(self, action: Callable[[], Any]) -> None:
-        """Run an action on the first rank; if it fails, every rank raises."""
-        outcome: list[str | None] = [None]
+        """Run an action on the first rank. If it fails, every rank raises, a `RunLockError` or an `OSError`."""
+        self.first_says(action)
+
+    def first_says(self, action: Callable[[], Result]) -> Result:
+        """Run an action on the first rank, and return its result on every rank; errors as for `first_does`."""
+        result: Any = None
+        failure: tuple[str, bool] | None = None
         error: Exception | None = None
         if self._rank == 0:
             try:
-                action()
+                result = action()
             except Exception as caught:
-                error, outcome = caught, [_text(caught)]
+                error, failure = caught, (_text(caught), isinstance(caught, RunLockError))
+        outcome = [(result, failure)]
         if self._group is not None:
             torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
-        if outcome[0] is not None:
-            raise error or OSError(outcome[0])
+        result, failure = outcome[0]
+        if failure is not None:
+            text, lost_lock = failure
+            raise error or (RunLockError(text) if lost_lock else OSError(text))
+        return result
 
     def gather(self, action: Callable[[], Any]) -> list[Any]:
         """Run an action on every rank. The first rank gets all results by rank, with errors as text; other ranks get

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -113,13 +114,14 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
 
 
+@pytest.mark.parametrize("token", ["", "." + "0" * 16], ids=["of an earlier version", "of another session"])
 @pytest.mark.parametrize("suffix", [".removed", ".replaced", ".tmp"])
 def test_what_cannot_be_cleared_stops_no_save(
-    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, token: str, suffix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file that is open on NFS keeps its folder; everything else is cleared."""
     save(tmp_path, 10)
-    stuck, other = tmp_path / f"iter_0000010{suffix}", tmp_path / "iter_0000005.tmp"
+    stuck, other = tmp_path / f"iter_0000010{token}{suffix}", tmp_path / f"iter_0000005{token}.tmp"
     for folder in (stuck, other):
         folder.mkdir()
     rmtree = shutil.rmtree
@@ -149,11 +151,30 @@ def test_one_that_cannot_be_removed_leaves_the_others_removable(
     assert "iter_0000010 was not removed: [Errno 39]" in caplog.text
 
 
-def test_a_kill_while_replacing_leaves_the_old_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("token", ["", "." + "f" * 16])
+def test_a_kill_while_replacing_leaves_the_old_one(tmp_path: Path, token: str) -> None:
     save(tmp_path, 10, "first")
-    iteration_folder(tmp_path, 10).rename(tmp_path / "iter_0000010.replaced")
+    iteration_folder(tmp_path, 10).rename(tmp_path / f"iter_0000010{token}.replaced")
+    (tmp_path / "iter_0000010.x.replaced").mkdir()  # not a name of ours
     assert candidates(tmp_path) == [10]
     assert (iteration_folder(tmp_path, 10) / MANIFEST).read_text() == "first"
+
+
+def test_a_reader_puts_back_what_is_being_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between the two renames, and takes the first for a kill's."""
+    save(tmp_path, 10, "first")
+    replace, readers = os.replace, [1]
+
+    def replace_and_read(source: Path, target: Path) -> None:
+        replace(source, target)
+        if str(target).endswith(".replaced") and readers and readers.pop():
+            assert candidates(tmp_path) == [10]
+
+    monkeypatch.setattr(os, "replace", replace_and_read)
+    save(tmp_path, 10, "second")
+    assert not readers
+    assert (iteration_folder(tmp_path, 10) / MANIFEST).read_text() == "second"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
 
 
 @pytest.mark.parametrize(

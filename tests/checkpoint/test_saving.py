@@ -19,6 +19,8 @@ import torch
 from fp8_megatron.checkpoint import saving
 from fp8_megatron.checkpoint.files import META, TRACKER, CheckpointError, candidates, iteration_folder, saved_iterations
 from fp8_megatron.checkpoint.loading import load_checkpoint
+from fp8_megatron.checkpoint.run_identity import RunIdentity, saved_by
+from fp8_megatron.checkpoint.run_lock import LOCK, RunLock, RunLockError
 from fp8_megatron.checkpoint.run_state import Progress, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
 from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
@@ -156,9 +158,23 @@ class OneRank:
 class Run:
     """Saves checkpoints without tensors."""
 
-    def __init__(self, root: Path, resumed_at: int | None, keep_last: int | None = 2, interval: int | None = None):
-        retention = Retention(keep_last, interval)
-        self._writer = CheckpointWriter(root, OneRank(), retention, resumed_at=resumed_at)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        root: Path,
+        resumed_at: int | None,
+        keep_last: int | None = 2,
+        interval: int | None = None,
+        identity: RunIdentity | None = None,
+        lock: RunLock | None = None,
+    ):
+        self._writer = CheckpointWriter(
+            root,
+            OneRank(),  # type: ignore[arg-type]
+            Retention(keep_last, interval),
+            resumed_at=resumed_at,
+            identity=identity,
+            lock=lock,
+        )
 
     def saves(self, *iterations: int) -> Run:
         for iteration in iterations:
@@ -254,3 +270,69 @@ def test_training_stands_still_for_the_copy_alone(ranks: RankPool, tmp_path: Pat
     (at_once,) = ranks.run(_stall, tmp_path, False, num_ranks=1)
     (in_background,) = ranks.run(_stall, tmp_path, True, num_ranks=1)
     assert at_once > 1.0 and in_background < 0.5
+
+
+def test_a_run_that_lost_its_folder_saves_nothing_more(tmp_path: Path) -> None:
+    """Another process took the lock between the start of a save and its publication."""
+    locks = [RunLock(tmp_path, RunIdentity.drawn(digit * 16)) for digit in "12"]
+    assert locks[0].attempt() is None
+    run = Run(tmp_path, 0, lock=locks[0]).saves(1)
+    write_own = saving._write_own
+
+    def while_another_takes_over(*args: object) -> object:
+        (tmp_path / LOCK).unlink()
+        assert locks[1].attempt() is None
+        return write_own(*args)  # type: ignore[arg-type]
+
+    with (
+        mock.patch.object(saving, "_write_own", while_another_takes_over),
+        pytest.raises(RunLockError, match=r"iter_0000002 was not saved: .* was taken over by process .* run 2222"),
+    ):
+        run.saves(2)
+    assert saved_iterations(tmp_path) == [1] and (tmp_path / TRACKER).read_text() == "1"
+    assert not list(tmp_path.glob("*.tmp"))
+    with pytest.raises(RunLockError, match="was not saved"):
+        run.saves(3)
+    Run(tmp_path, 0, lock=locks[1]).saves(3)
+    assert saved_iterations(tmp_path) == [1, 3]
+    for lock in locks:
+        lock.release()
+
+
+def _save_without_the_lock(root: Path, in_background: bool) -> str:
+    """Two ranks; the first one's lock is taken away. Every rank's next save raises."""
+    with tiny_resumable(O3, 2) as (gpt, state):
+        lock = RunLock(root, RunIdentity.drawn()) if gpt.topology.rank == 0 else None
+        assert lock is None or lock.attempt() is None
+        writer = CheckpointWriter(root, gpt.topology, in_background=in_background, lock=lock)
+        writer.save(state, Progress(1))
+        writer.finish()
+        if lock is not None:
+            (root / LOCK).unlink()
+        with pytest.raises(RunLockError) as error:
+            writer.save(state, Progress(2))
+            writer.save(state, Progress(3))
+        torch.distributed.barrier()
+        assert saved_iterations(root) == [1]
+        return str(error.value)
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
+def test_every_rank_learns_of_a_lost_lock(ranks: RankPool, tmp_path: Path, in_background: bool) -> None:
+    for error in ranks.run(_save_without_the_lock, tmp_path, in_background, num_ranks=2):
+        assert "iter_0000002 was not saved: " in error and "is gone: another run took it" in error
+
+
+def test_a_checkpoint_names_its_run_and_launch(tmp_path: Path) -> None:
+    """Sessions of a run write under their own names aside, and leave none."""
+    identity = RunIdentity("1" * 16, "job", "2" * 16)
+    start_writing, seen = saving.start_writing, []
+
+    def note(*args: object) -> Path:
+        seen.append(start_writing(*args))  # type: ignore[arg-type]
+        return seen[-1]
+
+    with mock.patch.object(saving, "start_writing", note):
+        Run(tmp_path, 0, identity=identity).saves(7)
+    assert [path.name for path in seen] == [f"iter_0000007.{'2' * 16}.tmp"]
+    assert saved_by(iteration_folder(tmp_path, 7)) == ("1" * 16, "job")
