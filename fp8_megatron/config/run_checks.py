@@ -103,7 +103,7 @@ def _check_evaluation_data(config: Config) -> Iterator[str]:
 def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
-        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):
+        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save", "allow_foreign_checkpoints"):
             value = getattr(checkpoint, name)
             if value is not None and value is not False:
                 yield f"{name}({value}) needs a folder to save into; give --save"
@@ -117,6 +117,8 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
     if checkpoint.load is None:
         if checkpoint.finetune:
             yield "finetune takes weights from load, which is not given; give --load"
+        if checkpoint.exit_on_missing_checkpoint:
+            yield "exit_on_missing_checkpoint is about the folder of load, which is not given; give --load"
         if checkpoint.ckpt_step is not None:
             yield f"ckpt_step({checkpoint.ckpt_step}) names a checkpoint of load, which is not given; give --load"
 

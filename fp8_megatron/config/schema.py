@@ -383,7 +383,12 @@ class CheckpointConfig:
     save: Text = None
     """Folder to save checkpoints into."""
     load: Text = None
-    """Folder to resume from, at its latest checkpoint. If it has none, training starts from scratch with a warning."""
+    """Folder to resume from, at its latest checkpoint, or one of its folders iter_*. It must hold one, unless --load
+    equals --save: the first start of such a run begins from scratch, with a warning."""
+    exit_on_missing_checkpoint: Switch = False
+    """With --load: a folder without a checkpoint is an error even if it equals --save."""
+    allow_foreign_checkpoints: Switch = False
+    """Save into a folder that holds another run's checkpoints. Each stays until this run saves the same iteration."""
     save_interval: OptionalCount = None
     """Steps between checkpoints. With --save, the end of training and SIGTERM always save one."""
     keep_last: OptionalCount = None

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from ..checkpoint.files import CheckpointError
-from ..checkpoint.loading import LoadOptions, load_checkpoint
+from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.run_state import Progress, Resumable
 from ..checkpoint.saving import CheckpointWriter, Retention
 from ..config.checks import check_config
@@ -43,6 +43,7 @@ from .build import TrainingState, build_training_state, measured_storage
 from .graph_choice import GraphChoice, choose_graph
 from .run_data import RunData, open_run_data
 from .run_events import RunEvents
+from .run_start import RunStart, starting_run
 from .step_results import Mark, PendingStep, StepResult
 from .stopping import NonFiniteGuard, SignalHandler, StopReason, TrainingDiverged
 from .train_step import evaluate, step_graph, train_step
@@ -98,6 +99,7 @@ class Trainer:
             topology, watch = stack.enter_context(
                 watched_world(world, self.output_dir, timeout_seconds=timeout_seconds)
             )
+            start = stack.enter_context(starting_run(self.config.checkpoint, topology, signals))
             log = stack.enter_context(recording(self.output_dir, is_writer=topology.rank == 0))
             if topology.rank == 0:
                 checkpoint = self.config.checkpoint
@@ -107,7 +109,7 @@ class Trainer:
                     saves=checkpoint.save is not None,
                     saves_by_interval=checkpoint.save_interval is not None,
                 )
-            run = _Run(self.config, self.output_dir, topology, watch, device, signals, graph_choice, log)
+            run = _Run(self.config, self.output_dir, topology, watch, device, signals, graph_choice, start, log)
             stack.callback(run.close)
             with watch:  # other ranks learn of an error before the logs are closed, which may take long
                 run.train()
@@ -125,6 +127,7 @@ class _Run:
         device: torch.device,
         signals: SignalHandler,
         graph_choice: GraphChoice,
+        start: RunStart,
         log: RunLog | None,
     ) -> None:
         self.config = config
@@ -132,6 +135,7 @@ class _Run:
         self.topology = topology
         self.watch = watch
         self.signals = signals
+        self.start = start
         self.is_writer = topology.rank == 0
         self.events = RunEvents(config, log, is_writer=self.is_writer, world_size=topology.world_size)
         seed_everything(
@@ -157,7 +161,7 @@ class _Run:
             padded_vocab_size=self.data.vocab_size,
         )
         self.progress = self._resume()
-        self.writer = _checkpoint_writer(config, topology, self.progress.iteration)
+        self.writer = _checkpoint_writer(config, topology, start, self.progress.iteration)
         self.data = self.data.going_on(self.progress)
         self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
         self.batch_size = config.global_batch_size(topology.world_size)
@@ -169,11 +173,11 @@ class _Run:
         self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if graph_choice.records else None
         self.replica_check = _replica_check(config, self.state)
         self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank)
-        start = config.profile.profile_step_start
-        if config.profile.profile and start <= self.progress.iteration and self.is_writer:
+        first_profiled = config.profile.profile_step_start
+        if config.profile.profile and first_profiled <= self.progress.iteration and self.is_writer:
             logger.warning(
                 "no step is profiled: profile_step_start(%d) was before this session; choose %d or more",
-                start,
+                first_profiled,
                 self.progress.iteration + 1,
             )
         self.metrics = MetricsLogger(
@@ -274,7 +278,8 @@ class _Run:
         self.metrics.close()
 
     def _wants_stop(self) -> bool:
-        return self.signals.received() or self._is_out_of_time()
+        lost_lock = self.start.lock is not None and self.start.lock.lost  # a save would fail
+        return self.signals.received() or self._is_out_of_time() or lost_lock
 
     def _is_out_of_time(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
@@ -346,23 +351,18 @@ class _Run:
         self.metrics.log_eval(EvalMetrics.from_loss(self.progress.iteration, split, loss))  # type: ignore[arg-type]
 
     def _resume(self) -> Progress:
-        checkpoint = self.config.checkpoint
-        if checkpoint.load is None:
+        source = self.start.source
+        if source is None:
             return Progress()
-        options = LoadOptions(
-            checkpoint.ckpt_step, finetune=checkpoint.finetune, optimizer=checkpoint.load_optim, rng=checkpoint.load_rng
-        )
-        progress = load_checkpoint(Path(checkpoint.load), self.resumable, options)
+        progress = load_checkpoint(source.root, self.resumable, source.options)
         if progress is None:
-            if self.is_writer:
-                logger.warning("no checkpoint under %s: starting from scratch", checkpoint.load)
-            return Progress()
+            raise CheckpointError(f"the checkpoints under {source.root} were removed while the run started")
         self.state.scheduler.step(progress.iteration)
         if self.is_writer:
-            if checkpoint.finetune:
-                logger.info("took the weights of %s", checkpoint.load)
+            if source.options.finetune:
+                logger.info("took the weights of %s", source.root)
             else:
-                logger.info("resumed from %s at iteration %d", checkpoint.load, progress.iteration)
+                logger.info("resumed from %s at iteration %d", source.root, progress.iteration)
         return progress
 
     def _save(self) -> None:
@@ -418,18 +418,19 @@ def _log_cut_warmup(config: Config) -> None:
         )
 
 
-def _checkpoint_writer(config: Config, topology: Topology, iteration: int) -> CheckpointWriter | None:
+def _checkpoint_writer(config: Config, topology: Topology, start: RunStart, iteration: int) -> CheckpointWriter | None:
     """The writer of a run that starts or resumes at `iteration`; None without --save."""
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         return None
-    in_place = checkpoint.load is not None and Path(checkpoint.load).resolve() == Path(checkpoint.save).resolve()
     return CheckpointWriter(
         Path(checkpoint.save),
         topology,
         Retention(checkpoint.keep_last, checkpoint.save_retain_interval),
         in_background=checkpoint.async_save,
-        resumed_at=iteration if in_place else 0,
+        resumed_at=iteration if start.continues_save else 0,
+        identity=start.identity,
+        lock=start.lock,
     )
 
 

@@ -1,0 +1,219 @@
+"""Where a run starts: it takes the lock of its folder, and finds what it resumes from. All before a model is built."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ..checkpoint import run_lock
+from ..checkpoint.files import (
+    CheckpointError,
+    candidates,
+    iteration_folder,
+    named_checkpoint,
+    saved_iterations,
+)
+from ..checkpoint.loading import LoadOptions
+from ..checkpoint.run_identity import RunIdentity, own_restart, saved_by
+from ..checkpoint.run_lock import RunLock, RunLockError
+from ..config.schema import CheckpointConfig
+from ..mcore.topology import Topology
+from .stopping import SignalHandler
+
+#: Seconds that a run waits for another one to leave its folder: a process outlives a killed torchrun by up to 30 s.
+_WAIT_SECONDS = 60.0
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder of checkpoints to load from, and what to load."""
+
+    root: Path
+    options: LoadOptions
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What a run starts with; equal on all ranks but for the lock.
+
+    Attributes:
+        source: None for a run from scratch.
+        lock: on rank 0 of a run with --save.
+        continues_save: the run resumes from the folder that it saves into.
+    """
+
+    identity: RunIdentity
+    source: Source | None
+    lock: RunLock | None
+    continues_save: bool
+
+
+@contextmanager
+def starting_run(checkpoint: CheckpointConfig, topology: Topology, signals: SignalHandler) -> Iterator[RunStart]:
+    """Take the lock of --save, and decide where the run begins. Leaving it releases the lock. Called by all ranks.
+
+    Raises:
+        CheckpointError: there is nothing to load, or --save belongs to another run. The same on every rank.
+    """
+    is_first = topology.rank == 0
+    lock: RunLock | None = None
+    identity = _first_says(topology, lambda: RunIdentity.drawn(_source_and_run(checkpoint, quiet=True)[1]))
+    try:
+        if checkpoint.save is not None:
+            save = Path(checkpoint.save)
+            lock = _first_says_here(topology, lambda: _opened(save, identity))
+            _wait_for(lock, save, topology, signals)
+        source, run = _first_says(topology, lambda: _start(checkpoint))
+        if run is not None and run != identity.run:  # another run was waited for, and has saved
+            identity = RunIdentity(run, identity.launch, identity.token)
+        yield RunStart(identity, source, lock, _continues(checkpoint, source))
+    finally:
+        if is_first and lock is not None:
+            lock.release()
+
+
+def _opened(save: Path, identity: RunIdentity) -> RunLock:
+    save.mkdir(parents=True, exist_ok=True)
+    return RunLock(save, identity)
+
+
+def _wait_for(lock: RunLock | None, save: Path, topology: Topology, signals: SignalHandler) -> None:
+    """Try to take the lock until its holder leaves, for up to `_WAIT_SECONDS`.
+
+    Ranks meet after each attempt, so that no collective takes as long as that.
+    """
+    started = time.monotonic()
+    said = False
+
+    def attempt() -> bool:
+        nonlocal said
+        assert lock is not None
+        holder = lock.attempt()
+        if holder is None:
+            return True
+        waited = time.monotonic() - started
+        if waited > _WAIT_SECONDS or signals.received():
+            raise RunLockError(
+                f"save({save}) is in use by {holder}, which was waited for {waited:.0f} s; stop that run, or give "
+                f"another --save"
+            )
+        if not said:
+            logger.warning("%s is in use by %s; waiting up to %.0f s for its end", save, holder, _WAIT_SECONDS)
+            said = True
+        time.sleep(run_lock.POLL_SECONDS)
+        return False
+
+    while not _first_says(topology, attempt):
+        pass
+
+
+def _start(checkpoint: CheckpointConfig) -> tuple[Source | None, str | None]:
+    """(what to load, whose run it is) of a run that holds the lock of --save."""
+    source, run = _source_and_run(checkpoint)
+    may_be_foreign = _continues(checkpoint, source) or checkpoint.allow_foreign_checkpoints
+    if checkpoint.save is not None and not may_be_foreign:
+        _refuse_foreign(Path(checkpoint.save), run)
+    return source, run
+
+
+def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tuple[Source | None, str | None]:
+    """What to load, None for a run from scratch, and the run that it continues, None for a new one.
+
+    Raises:
+        CheckpointError: there is nothing to load.
+    """
+    save = None if checkpoint.save is None else Path(checkpoint.save)
+    if save is not None and own_restart(save):
+        if not quiet:
+            count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            logger.info("restart %s by torchrun: going on from the newest checkpoint of %s", count, save)
+        source = Source(save, LoadOptions())
+    elif checkpoint.load is None:
+        return None, None
+    else:
+        root, iteration = named_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
+        options = LoadOptions(
+            iteration, finetune=checkpoint.finetune, optimizer=checkpoint.load_optim, rng=checkpoint.load_rng
+        )
+        source = Source(root, options)
+    found = candidates(source.root, source.options.iteration) if source.root.is_dir() else []
+    if not found:
+        _allow_missing(checkpoint, source, quiet=quiet)
+        return None, None
+    runs = (saved_by(iteration_folder(source.root, number))[0] for number in found)
+    return source, None if source.options.finetune else next((run for run in runs if run is not None), None)
+
+
+def _allow_missing(checkpoint: CheckpointConfig, source: Source, *, quiet: bool) -> None:
+    """Raise, unless this is the first start of a run that will resume from where it saves."""
+    root = source.root
+    if root.is_dir():
+        problem = f"load({root}) holds no checkpoint; give the folder that --save named, or its iter_* folder"
+    elif root.exists():
+        problem = f"load({root}) is a file; give the folder that --save named"
+    else:
+        problem = f"load({root}) does not exist; give the folder that --save named"
+    if source.options.finetune:
+        raise CheckpointError(f"finetune: {problem}")
+    if not _continues(checkpoint, source):
+        raise CheckpointError(f"{problem}; a run from scratch has no --load, unless it equals --save")
+    if checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(f"exit_on_missing_checkpoint: {problem}")
+    if not quiet:
+        logger.warning("no checkpoint under %s: starting from scratch", root)
+
+
+def _continues(checkpoint: CheckpointConfig, source: Source | None) -> bool:
+    if checkpoint.save is None or source is None or source.options.finetune:
+        return False
+    return source.root.resolve() == Path(checkpoint.save).resolve()
+
+
+def _refuse_foreign(save: Path, run: str | None) -> None:
+    """Raise if there are checkpoints of another run than `run`, which this one continues."""
+    whose = {number: saved_by(iteration_folder(save, number))[0] for number in saved_iterations(save)}
+    foreign = [number for number in whose if run is None or whose[number] != run]
+    if foreign:
+        newest = max(foreign)
+        raise CheckpointError(
+            f"save({save}) holds checkpoints of another run (newest: {iteration_folder(save, newest).name} of run "
+            f"{whose[newest] or 'unknown'}); give --load {save} to go on with it, another --save, or "
+            f"--allow-foreign-checkpoints to save among them"
+        )
+
+
+def _first_says(topology: Topology, action: Callable[[], Result]) -> Result:
+    """Run an action on rank 0; its result, or its error as `CheckpointError`, on every rank."""
+    result: Result | None = None
+    problem: str | None = None
+    if topology.rank == 0:
+        try:
+            result = action()
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+    outcome = [(result, problem)]
+    if topology.world_size > 1:
+        torch.distributed.broadcast_object_list(outcome, src=0)
+    result, problem = outcome[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    return result  # type: ignore[return-value]
+
+
+def _first_says_here(topology: Topology, action: Callable[[], Result]) -> Result | None:
+    """As `_first_says`, with a result that stays on rank 0; None on the others."""
+    kept: list[Result] = []
+    _first_says(topology, lambda: kept.append(action()))
+    return kept[0] if kept else None
