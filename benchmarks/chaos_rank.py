@@ -1,0 +1,104 @@
+"""A rank of a chaos run (`chaos.py`): pretrain_gpt.py with a door for faults that no signal makes.
+
+The driver leaves orders as files in the folder $CHAOS_ORDERS: ``limit`` holds an iteration to wait in front of,
+``rank0`` and so on a fault of that rank's next step (``nan``: NaN in a weight for good; ``flip``: one bit of a weight).
+While ``slow`` exists, each sync of a file takes a second. A rank that finishes training writes the SHA-256 of its
+weights, masters and moments to ``final_rank0.json``.
+"""
+
+# ruff: noqa: E402  # cuDNN comes before the other imports
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8_megatron.device.cudnn import load_bundled
+
+load_bundled()  # before megatron-core, which imports Transformer Engine
+
+from fp8_megatron.commands import pretrain_gpt
+from fp8_megatron.training import run_start
+from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training.build import TrainingState
+
+ORDERS = Path(os.environ["CHAOS_ORDERS"])
+RANK = os.environ["RANK"]
+
+_step, _sync, _train = trainer_module.train_step, os.fsync, trainer_module._Run.train
+
+
+def train_step(state: TrainingState, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """One step, after what the driver ordered."""
+    while state.scheduler.num_steps + 1 >= _limit():
+        time.sleep(0.02)
+    order = ORDERS / f"rank{RANK}"
+    if order.exists():
+        fault = order.read_text()
+        order.unlink()
+        _spoil(state, fault)
+    return _step(state, *args, **kwargs)
+
+
+def _limit() -> float:
+    try:
+        return float((ORDERS / "limit").read_text())
+    except (OSError, ValueError):  # none, or it is being written
+        return math.inf
+
+
+def _spoil(state: TrainingState, fault: str) -> None:
+    for space in state.optimizer.states:
+        if space.gather is not None:
+            space.gather.wait()
+    weight = next(s.weight.payload for s in state.optimizer.states if s.weight.payload.dtype == torch.bfloat16)
+    if fault == "nan":
+        weight.fill_(math.nan)
+    else:
+        weight.view(torch.uint8)[7] ^= 4
+
+
+def _slow_sync(descriptor: int) -> None:
+    if (ORDERS / "slow").exists():
+        time.sleep(1.0)
+    _sync(descriptor)
+
+
+def _train_and_tell(run: Any) -> None:
+    _train(run)
+    if run.progress.iteration < run.config.training.train_iters:
+        return
+    hashes = {}
+    for index, space in enumerate(run.state.optimizer.states):
+        if space.gather is not None:
+            space.gather.wait()
+        for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            stored = getattr(space, kind)
+            for name, tensor in (("payload", stored.payload), ("scales", stored.scales)):
+                if tensor is not None:
+                    bits = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+                    hashes[f"{index} {kind} {name}"] = hashlib.sha256(bits).hexdigest()
+    final = ORDERS / f"final_rank{RANK}.json"
+    final.with_suffix(".tmp").write_text(json.dumps(hashes))
+    os.replace(final.with_suffix(".tmp"), final)
+
+
+def main() -> int:
+    """Train; the exit status."""
+    trainer_module.train_step = train_step
+    trainer_module._Run.train = _train_and_tell  # type: ignore[method-assign]
+    os.fsync = _slow_sync
+    if "CHAOS_WAIT_SECONDS" in os.environ:  # a second run: that it gives up sooner changes nothing else
+        run_start._WAIT_SECONDS = float(os.environ["CHAOS_WAIT_SECONDS"])
+    return pretrain_gpt.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
