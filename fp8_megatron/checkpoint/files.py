@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import UserError
+from ..reporting.run_log import EventKind, event
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -212,6 +213,7 @@ def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interva
             logger.warning("old checkpoint %s was not removed: %s", folder, error)
         else:
             _clear(removed)
+            logger.info("removed %s", folder, extra=event(EventKind.REMOVE, iteration=iteration))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -25,6 +25,7 @@ import torch
 from ..config.io import save_config
 from ..config.schema import Config
 from ..mcore.topology import Topology
+from ..reporting.run_log import EventKind, event
 from ..watch.flight_recorder import BACKGROUND_GROUP
 from .files import (
     ANCESTORS,
@@ -179,11 +180,14 @@ class CheckpointWriter:
             self._error = kind(f"{folder} was not saved: {error}; earlier checkpoints are as they were")
             self._error.__cause__ = error
             if self._topology.rank == 0:
-                logger.error("%s", self._error)
+                mark = event(EventKind.SAVE_FAILED, iteration=snapshot.description["iteration"])
+                logger.error("%s", self._error, extra=mark)
             return
         if self._topology.rank == 0:
             where = " in the background" if self._in_background else ""
-            logger.info("saved %s%s in %.1f s", folder, where, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            mark = event(EventKind.SAVE, iteration=snapshot.description["iteration"], seconds=round(seconds, 3))
+            logger.info("saved %s%s in %.1f s", folder, where, seconds, extra=mark)
 
     def _write_together(self, snapshot: Snapshot, folder: Path) -> None:
         temporary = temporary_folder(folder, self._identity.token)

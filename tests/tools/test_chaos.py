@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
@@ -18,7 +19,7 @@ def test_faults_are_drawn_by_seed_in_equal_numbers() -> None:
     assert faults == draw_faults(60, random.Random(5)) != draw_faults(60, random.Random(6))
     counts = Counter(fault.kind for fault in faults)
     assert set(counts) == set(ACTIONS) and set(counts.values()) <= {5, 6}
-    gaps = [later.at - fault.at for fault, later in zip(faults, faults[1:], strict=False)]
+    gaps = [later.at - fault.at for fault, later in itertools.pairwise(faults)]
     assert GAP[0] <= min(gaps) < max(gaps) <= GAP[1]
 
 
