@@ -71,6 +71,7 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     takes_scales = saved.has_model_layout_of(state)
     wanted = list(_state_to_read(state, tuple(PREFIXES) if loads_moments else ("master",)))
     values = saved.read([item.elements for item in wanted], device=state.device)
+    state.optimizer.wait_for_copies()
     for item, value in zip(wanted, values, strict=True):
         _take(item, value, saved, state, takes_scales=takes_scales)
     for space in state.optimizer.states:

@@ -8,6 +8,7 @@ resuming is bitwise. A file of the rank holds what the values do not determine, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ..formats import STATE_BLOCK
 from ..mcore.topology import Topology
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState
-from ..optimizer.state import SpaceState
+from ..optimizer.state import SpaceState, cpu_copy
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.grad_buffer import ShardedGradBuffer
 from ..sharding.partition import Fragment, Slot
@@ -90,12 +91,17 @@ class Resumable:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's part of a checkpoint, copied to the CPU so that training may continue while it is written."""
+    """A rank's part of a checkpoint, copied to the CPU so that training may continue while it is written.
+
+    Attributes:
+        copied: the end of the copies from a GPU; None on a CPU.
+    """
 
     slots: list[tuple[SpaceState, Slot, Placement]]
     rank_tensors: dict[str, Tensor]
     description: dict[str, Any]
     config: Config
+    copied: torch.cuda.Event | None = None
 
     @property
     def is_native(self) -> bool:
@@ -104,14 +110,33 @@ class Snapshot:
 
     @classmethod
     def of(cls, state: Resumable, progress: Progress) -> Snapshot:
-        """Copy what this rank writes; on a GPU this waits for the step and the copies."""
-        frozen = {id(space): space.on_cpu() for space in state.optimizer.states}
-        slots = [(frozen[id(space)], slot, placement) for space, slot, placement in state.slots()]
-        # Tensors that are already on the CPU would keep changing.
-        rank_tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank_tensors_of(state).items()}
+        """Copy what this rank writes. `wait` before it is read.
+
+        On a GPU the host does not wait. Masters and moments are copied beside the next step, up to its update.
+        """
+        spaces = state.optimizer.states
+        # The next forward changes these: amaxes, generators.
+        rank_tensors = {name: cpu_copy(tensor.detach()) for name, tensor in rank_tensors_of(state).items()}
+        for space in spaces:
+            space.before_copy()
+        copied = None
         if state.device.type == "cuda":
-            torch.cuda.current_stream(state.device).synchronize()
-        return cls(slots, rank_tensors, describe(state, progress), state.config)
+            stream = _copy_stream(state.device)
+            stream.wait_stream(torch.cuda.current_stream(state.device))
+            with torch.cuda.stream(stream):
+                frozen = {id(space): space.on_cpu() for space in spaces}
+            copied = torch.cuda.Event()
+            copied.record(stream)
+            state.optimizer.hold_state(copied)
+        else:
+            frozen = {id(space): space.on_cpu() for space in spaces}
+        slots = [(frozen[id(space)], slot, placement) for space, slot, placement in state.slots()]
+        return cls(slots, rank_tensors, describe(state, progress), state.config, copied)
+
+    def wait(self) -> None:
+        """Wait until everything has been copied."""
+        if self.copied is not None:
+            self.copied.synchronize()
 
     def chunks(self) -> Iterator[Chunk | str]:
         """This rank's part of the model's tensors, one piece of a fragment at a time."""
@@ -135,6 +160,12 @@ class Snapshot:
                         )
             if not self.is_native and space.space.shard_index == 0 and placement.rank == 0:
                 yield from _extra_state(placement)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies to the host."""
+    return torch.cuda.Stream(device)
 
 
 def _encoded(space: SpaceState, kind: str, slot: Slot, piece: Fragment) -> Encoded:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ from .hyperparameters import AdamW
 from .loss_scale import LossScale
 from .split_state import SplitSpaceState
 from .state import SpaceState
+
+
+class Copied(Protocol):
+    """The end of copies on another stream, such as a `torch.cuda.Event`."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
 
 
 class FP8DistributedOptimizer:
@@ -80,6 +87,7 @@ class FP8DistributedOptimizer:
         ]
         self.step_count = torch.zeros(1, device=device)
         self._world = world
+        self._copied: Copied | None = None
         # The same on all ranks, although one rank may have no linear weight in FP8.
         self._releases = storage.releases_gradients
         self._take_released()
@@ -104,6 +112,7 @@ class FP8DistributedOptimizer:
         Raises:
             ValueError: an unknown or missing name, or another shape, with both shapes.
         """
+        self.wait_for_copies()
         by_name = {slot.name: (state, slot) for state, slot in self.slots()}
         missing = set(by_name)
         for name, value in values:
@@ -117,6 +126,16 @@ class FP8DistributedOptimizer:
         for state in self.states:
             state.derive_weights()
 
+    def hold_state(self, copied: Copied) -> None:
+        """Masters and moments are being copied: the next update waits for `copied`, on the device."""
+        self._copied = copied
+
+    def wait_for_copies(self) -> None:
+        """Let the current stream write masters and moments. The host does not wait."""
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
+
     def _take_released(self) -> None:
         """Update each parameter of a released space as soon as its gradient is written."""
         for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
@@ -129,6 +148,7 @@ class FP8DistributedOptimizer:
     @torch.no_grad()
     def _update_released(self, state: SpaceState, group: dict[str, Any], grad: ReleasedGrad) -> None:
         """One parameter's step, inside its backward; skipped where its own gradient is not finite."""
+        self.wait_for_copies()
         factor = _scaled(clip_factor(grad.squared_norm, max_norm=0.0), state)
         state.update_slot(grad, group, self.config, grad_factor=factor, step_count=self.step_count + 1)
 
@@ -167,6 +187,7 @@ class FP8DistributedOptimizer:
             factor = clip_factor(norm, self.config.clip_grad) / self.loss_scale.scale
             self.loss_scale.update(~torch.isfinite(norm))
         self.step_count += self._moved(factor)
+        self.wait_for_copies()
         for buffer, state, group in self._by_first_use():
             if isinstance(buffer, ReleasedGradBuffer):
                 state.finish_update()

@@ -52,10 +52,12 @@ class SplitSpaceState(SpaceState):
         payload = slot.padded_slice(self.weight.payload)[start : start + fragment.length]
         return payload, self.master.part(fragment).payload, self.scale_of(slot)
 
-    def on_cpu(self) -> SplitSpaceState:
-        assert self.weight_scales is not None
+    def before_copy(self) -> None:
         if self.gather is not None:
             self.gather.wait()
+
+    def on_cpu(self) -> SplitSpaceState:
+        assert self.weight_scales is not None
         frozen = super().on_cpu()
         assert isinstance(frozen, SplitSpaceState)
         frozen.weight, frozen.weight_scales = self.weight.on_cpu(), cpu_copy(self.weight_scales)

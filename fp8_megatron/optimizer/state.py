@@ -173,8 +173,11 @@ class SpaceState:
         stored: StateTensor = getattr(self, kind)
         return stored.part(fragment)
 
+    def before_copy(self) -> None:
+        """Make the current stream wait for what `on_cpu` copies."""
+
     def on_cpu(self) -> SpaceState:
-        """A CPU copy of this shard's masters and moments. Read it through `part` while training continues.
+        """A CPU copy of this shard's masters and moments, after `before_copy`. Read it through `part`.
 
         On CUDA it is complete once the current stream is synchronised.
         """

@@ -162,6 +162,8 @@ class _Run:
         )
         self.progress = self._resume()
         self.writer = _checkpoint_writer(config, topology, start, self.progress.iteration)
+        if self.writer is not None:
+            self.writer.prepare(self.resumable)
         self.data = self.data.going_on(self.progress)
         self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
         self.batch_size = config.global_batch_size(topology.world_size)

@@ -23,11 +23,11 @@ from fp8_megatron.checkpoint.run_identity import RunIdentity, saved_by
 from fp8_megatron.checkpoint.run_lock import LOCK, RunLock, RunLockError
 from fp8_megatron.checkpoint.run_state import Progress, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
-from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import StorageDtype
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, train_steps, whole_state
-from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
+from tests.harness.tiny_gpt import GPT3_STYLE, TinyGPT, tiny_config
 
 BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)
 O3 = tiny_config(replace(GPT3_STYLE, num_layers=1), parallel=BUCKETS)
@@ -336,3 +336,45 @@ def test_a_checkpoint_names_its_run_and_launch(tmp_path: Path) -> None:
         Run(tmp_path, 0, identity=identity).saves(7)
     assert [path.name for path in seen] == [f"iter_0000007.{'2' * 16}.tmp"]
     assert saved_by(iteration_folder(tmp_path, 7)) == ("1" * 16, "job")
+
+
+class _Copies:
+    """Copies that end when an update waits for them, with the state as it is then."""
+
+    def __init__(self, gpt: TinyGPT) -> None:
+        self._gpt = gpt
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def wait(self) -> None:
+        self.seen.append(whole_state(self._gpt))
+
+
+def _update_during_copies(root: Path, config: Config) -> None:
+    with tiny_resumable(config, 1) as (gpt, state):
+        train_steps(gpt, config, 0, 2, 1)
+        before, copies = whole_state(gpt), _Copies(gpt)
+        gpt.optimizer.hold_state(copies)
+        train_steps(gpt, config, 2, 1, 1)
+        after = whole_state(gpt)
+        (seen,) = copies.seen
+        assert all(torch.equal(seen[name], value) for name, value in before.items())
+        assert not any(torch.equal(after[name], value) for name, value in before.items() if "weight" in name)
+        train_steps(gpt, config, 3, 1, 1)
+        assert len(copies.seen) == 1
+        writer = CheckpointWriter(root, gpt.topology)
+        writer.save(state, Progress(4, 4))
+        writer.finish()
+        gpt.optimizer.hold_state(copies)
+        load_checkpoint(root, state)
+        assert len(copies.seen) == 2
+
+
+@pytest.mark.parametrize("releases", [False, True], ids=["stored", "released"])
+def test_an_update_waits_for_copies(ranks: RankPool, tmp_path: Path, releases: bool) -> None:
+    """Once, before anything of the state changes; so does loading."""
+    config = replace(
+        O3,
+        precision=replace(O3.precision, release_gradients=releases),
+        optimizer=replace(O3.optimizer, clip_grad=0.0 if releases else 1.0),
+    )
+    ranks.run(_update_during_copies, tmp_path, config, num_ranks=1)

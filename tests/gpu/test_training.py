@@ -90,6 +90,27 @@ def test_resume_is_bitwise(tmp_path: Path, recipe: str, weight_grads: str) -> No
     assert fit(tmp_path / "halves", load=checkpoints, **saving, **settings) == straight
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"main_params_dtype": "split", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"},
+        {"release_gradients": True, "clip_grad": 0.0},
+        {"opt_level": "O2"},
+    ],
+    ids=["O3", "5 bytes", "released", "own master"],
+)
+def test_a_save_beside_training_holds_the_state_of_its_step(tmp_path: Path, settings: dict) -> None:
+    """State is copied while the next steps run: resumed from the middle, a run repeats the rest."""
+    settings = {"train_iters": 12, "deterministic_mode": True, **settings}
+    straight = fit(tmp_path / "straight", **settings)
+    saving = {"save": tmp_path / "saved", "save_interval": 3, "async_save": True}
+    assert fit(tmp_path / "saving", **saving, **settings) == straight
+    for iteration in (3, 6, 9):
+        resumed = fit(tmp_path / str(iteration), load=tmp_path / "saved", ckpt_step=iteration, **settings)
+        assert resumed == straight[iteration:]
+
+
 @pytest.fixture
 def build_state():  # type: ignore[no-untyped-def]
     """A training state of given flags and its loader, on the GPU, until the test ends."""
