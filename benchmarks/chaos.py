@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -49,7 +50,7 @@ from fp8_megatron.checkpoint.manifest import problem_with, read_manifest
 ROOT = Path(__file__).parents[1]
 #: Steps between checkpoints, and the range of steps between two faults.
 SAVE_INTERVAL = 10
-GAP = (6, 24)
+GAP = (4, 14)
 #: Steps past a fault's iteration at which the ranks wait for it.
 _SLACK = 30
 #: Seconds within which training must go on, or a fault must show. More means that the job hangs.
@@ -417,12 +418,15 @@ def undisturbed(folder: Path, num_ranks: int, train_iters: int) -> list[dict[str
     return final_state(orders, num_ranks)
 
 
-def run_chaos(chaos: Chaos, num_faults: int) -> None:
-    """Bring all faults, train to the end, and verify what is on disk."""
+def run_chaos(chaos: Chaos, num_faults: int, seconds: float) -> None:
+    """Bring all faults, or as many as `seconds` allow; train to the end, and verify what is on disk."""
+    deadline = time.monotonic() + seconds
     chaos.orders.mkdir(parents=True)
     chaos.start()
     try:
         for fault in draw_faults(num_faults, chaos.draw):
+            if time.monotonic() > deadline:
+                break
             chaos.faults.append(fault)
             chaos.bring(fault)
             print(describe(fault), flush=True)
@@ -477,6 +481,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=sorted(LAYOUTS), default=2, help="CPU ranks (default 2)")
     parser.add_argument("--faults", type=int, default=60, metavar="N", help="number of faults (default 60)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="bring no more faults after this time")
     parser.add_argument("--seed", type=int, default=1, help="of kinds, iterations and targets (default 1)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the result, as JSON")
     parser.add_argument("--folder", type=Path, help="where to train (default: a temporary folder, removed at the end)")
@@ -492,7 +497,7 @@ def main(words: Sequence[str] | None = None) -> int:
     problem = ""
     try:
         expected = undisturbed(folder, own.ranks, chaos.train_iters)
-        run_chaos(chaos, own.faults)
+        run_chaos(chaos, own.faults, 60 * own.minutes)
         if final_state(chaos.orders, own.ranks) != expected:
             problem = "the state at the end differs from the undisturbed run's"
     except Failed as error:
@@ -500,7 +505,8 @@ def main(words: Sequence[str] | None = None) -> int:
     rows = summary(chaos.faults)
     result = {
         "command": "python benchmarks/chaos.py "
-        + f"--ranks {own.ranks} --faults {own.faults} --seed {own.seed} --output {own.output.name}",
+        + f"--ranks {own.ranks} --faults {own.faults} --seed {own.seed} --output {own.output.name}"
+        + (f" --minutes {own.minutes:g}" if math.isfinite(own.minutes) else ""),
         "device": f"CPU, {os.cpu_count()} cores, {platform.machine()}",
         "train_iters": chaos.train_iters,
         "save_interval": SAVE_INTERVAL,

@@ -16,6 +16,7 @@ from ..collectives.hierarchical import NodeGroups, new_node_groups
 from ..config.schema import ParallelConfig
 from ..device.device import distributed_backend
 from ..device.group import Group
+from ..device.rendezvous import process_group_arguments
 from ..formats import GradReduceMode
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.transport import SendMemory, send_memory
@@ -115,7 +116,10 @@ def initialized(
     os.environ.setdefault("MASTER_PORT", "0")
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     torch.distributed.init_process_group(
-        distributed_backend(device), timeout=timeout, device_id=device if device.type == "cuda" else None
+        distributed_backend(device),
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+        **process_group_arguments(timeout),
     )
     _make_communicators_when_used()
     try:
