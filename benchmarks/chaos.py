@@ -119,7 +119,8 @@ class Job:
                 if match := _STEP.search(line):
                     self.iteration = int(match[1])
                 elif match := _BEGIN.search(line):
-                    self.begins.append(int(match[1] or 0))
+                    self.iteration = int(match[1] or 0)
+                    self.begins.append(self.iteration)
                 elif match := _SAVED.search(line):
                     self.saved.append(int(match[1]))
                 elif _NOT_SAVED.search(line):
