@@ -57,7 +57,7 @@ def fresh_store(
         others = range(1, world_size)
         store.wait([f"{name}/signed/{other}" for other in others], timeout)
         for other in others:
-            store.set(f"{name}/seen/{other}", store.get(f"{name}/signed/{other}"))
+            store.set(f"{name}/seen/{other}", store.get(f"{name}/signed/{other}").decode())
     else:
         name = _sign(store, rank, timeout)
     return torch.distributed.PrefixStore(name, store)
@@ -65,7 +65,7 @@ def fresh_store(
 
 def _sign(store: torch.distributed.Store, rank: int, timeout: timedelta) -> str:
     """The name of this attempt, on a rank that does not choose it."""
-    word = secrets.token_bytes(8).hex().encode()
+    word = secrets.token_hex(8)
     signed = ""
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
@@ -74,7 +74,7 @@ def _sign(store: torch.distributed.Store, rank: int, timeout: timedelta) -> str:
             store.set(f"{name}/signed/{rank}", word)
             signed = name
         seen = f"{name}/seen/{rank}"
-        if store.check([seen]) and store.get(seen) == word:
+        if store.check([seen]) and store.get(seen).decode() == word:
             return name
         time.sleep(_POLL_SECONDS)
     raise torch.distributed.DistStoreError(
