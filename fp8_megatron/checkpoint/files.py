@@ -46,6 +46,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used or was not saved, and why."""
 
 
+class RunLockError(CheckpointError):
+    """The folder belongs to another run. This one cannot save and must stop."""
+
+
 def iteration_folder(root: Path, iteration: int) -> Path:
     """Where the checkpoint of an iteration lives."""
     return root / f"iter_{iteration:07d}"
@@ -122,9 +126,11 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
         iteration: take this one alone (--ckpt-step).
 
     Raises:
-        CheckpointError: `iteration` does not exist, the tracker is unreadable, or the checkpoint has an unsupported
-            format.
+        CheckpointError: `root` is a file, `iteration` does not exist, the tracker is unreadable, or the checkpoint has
+            an unsupported format.
     """
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"{root} is a file; give the folder that --save named")
     _finish_replacing(root)
     saved = saved_iterations(root)
     tracked = _tracked_iteration(root)
@@ -172,7 +178,8 @@ def publish(temporary: Path, folder: Path, token: str = "", check: Callable[[], 
 
     Args:
         token: as for `temporary_folder`.
-        check: called when the folder has its name; raises if the tracker must not point at it.
+        check: called when the folder has its name. If it raises, the folder goes back to `temporary` and the older one
+            to its place; after `RunLockError` nothing is touched.
     """
     sync(temporary)
     replaced = _aside(folder, token, ".replaced")
@@ -187,7 +194,14 @@ def publish(temporary: Path, folder: Path, token: str = "", check: Callable[[], 
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not attempts_left:
                 raise
     sync(folder.parent)
-    check()
+    try:
+        check()
+    except RunLockError:
+        raise
+    except Exception:
+        os.replace(folder, temporary)
+        _finish_replacing(folder.parent)
+        raise
     match = _FOLDER.fullmatch(folder.name)
     assert match is not None, folder
     write_text(folder.parent / TRACKER, str(int(match[1])))

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..sharding.partition import Fragment, Slot
-from .files import CheckpointError, candidates, iteration_folder, unfinished_folders
+from .files import CheckpointError, candidates, iteration_folder, saved_iterations, unfinished_folders
 from .manifest import problem_with, read_manifest
 from .placement import Placement
 from .run_state import (
@@ -220,8 +220,17 @@ def _choose(root: Path, state: Resumable, iteration: int | None) -> Path | None:
             older = iteration_folder(root, choices[index + 1]).name
             logger.warning("ignoring %s, trying %s: %s", folder, older, problems[0])
     if first_problem is not None:
-        raise CheckpointError(f"{first_problem}; use another iteration (--ckpt-step)")
+        raise CheckpointError(f"{first_problem}; {_what_else(root, choices)}")
     return None
+
+
+def _what_else(root: Path, tried: list[int]) -> str:
+    """What to do if none of the tried checkpoints is whole."""
+    others = [number for number in saved_iterations(root) if number not in tried]
+    if others:
+        names = ", ".join(map(str, others))
+        return f"use another iteration (--ckpt-step), there are: {names}"
+    return f"all {len(tried)} checkpoints under {root} are damaged: restore one from a copy, or start without --load"
 
 
 def _problems(folder: Path, state: Resumable) -> list[str]:

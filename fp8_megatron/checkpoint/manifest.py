@@ -144,18 +144,53 @@ def read_manifest(folder: Path) -> list[FileRecord]:
     return sorted(records, key=lambda record: record.name)
 
 
+def read_back(folder: Path, records: Iterable[FileRecord], *, num_threads: int = NUM_READERS) -> None:
+    """Read files that were written and synced from the disk, and compare them with what was written.
+
+    Raises:
+        OSError: a file reads back differently; names it.
+    """
+    for record in records:
+        _forget_pages(folder / record.name)
+        problem = problem_with(folder, record, num_threads=num_threads)
+        if problem is not None:
+            raise OSError(f"it was read back after writing, and {problem}")
+
+
+def read_back_manifest(folder: Path, records: Iterable[FileRecord]) -> None:
+    """Read a manifest that was written and synced from the disk.
+
+    Raises:
+        CheckpointError: it does not hold the given records.
+    """
+    _forget_pages(folder / MANIFEST)
+    if read_manifest(folder) != sorted(records, key=lambda record: record.name):
+        raise CheckpointError(f"{folder / MANIFEST} was read back after writing, and it is another checkpoint's")
+
+
+def _forget_pages(path: Path) -> None:
+    """Let the system drop its copy of a synced file, so that the next read is from the disk or the file server."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # a hint that some file systems do not support; reading finds a missing file
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
 def _checksum_of(files: object) -> str:
     return f"{zlib.crc32(json.dumps(files, sort_keys=True).encode()):08x}"
 
 
-def problem_with(folder: Path, record: FileRecord) -> str | None:
+def problem_with(folder: Path, record: FileRecord, *, num_threads: int = NUM_READERS) -> str | None:
     """The problem of a file, or None; reads the whole file."""
     path = folder / record.name
     try:
         size = path.stat().st_size
         if size != record.size:
             return f"checkpoint file {path} is damaged: it has {size} bytes and had {record.size} when it was written"
-        checksum = _checksum_of_file(path, size)
+        checksum = _checksum_of_file(path, size, num_threads)
     except FileNotFoundError:
         return f"checkpoint file {path} is missing"
     except OSError as error:
@@ -167,11 +202,11 @@ def problem_with(folder: Path, record: FileRecord) -> str | None:
     return None
 
 
-def _checksum_of_file(path: Path, size: int) -> int:
+def _checksum_of_file(path: Path, size: int, num_threads: int = NUM_READERS) -> int:
     """CRC-32 of a file's first `size` bytes, computed by several threads."""
     starts = range(0, size, _PIECE_BYTES)
     sizes = [min(_PIECE_BYTES, size - start) for start in starts]
-    with ThreadPoolExecutor(NUM_READERS) as threads:
+    with ThreadPoolExecutor(num_threads) as threads:
         parts = list(threads.map(_checksum_of_piece, [path] * len(sizes), starts, sizes))
     checksum = 0
     for part, part_size in zip(parts, sizes, strict=True):

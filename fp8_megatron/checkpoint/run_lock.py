@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
-from .files import CheckpointError
+from .files import RunLockError
 from .run_identity import RunIdentity, machine_id, process_start
 
 LOCK = "run.lock"
@@ -45,10 +45,6 @@ _STALE_SECONDS = 60.0
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 logger = logging.getLogger(__name__)
-
-
-class RunLockError(CheckpointError):
-    """The folder belongs to another run. The run cannot save and must stop."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Saving: every rank writes its part, and the first rank describes and publishes the checkpoint.
 
-A save runs in the foreground or in the background. Ranks meet in a separate gloo group, apart from training's
-collectives. They meet three times: when the folder exists, when every rank has written, and to learn the result. A rank
-that cannot write reports it at a meeting, and no rank waits for it.
+A checkpoint is announced as saved only after every file was read back from the disk. Writing and reading back take
+place in the foreground or in the background. Ranks meet in a separate gloo group, apart from training's collectives.
+They meet three times: when the folder exists, when every rank has written, and to learn the result. A rank that cannot
+write reports it at a meeting, and no rank waits for it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from ..config.schema import Config
 from ..mcore.topology import Topology
 from ..reporting.run_log import EventKind, event
 from ..watch.flight_recorder import BACKGROUND_GROUP
+from .concurrency import NUM_READERS
 from .files import (
     ANCESTORS,
     CONFIG,
     META,
     CheckpointError,
+    RunLockError,
     ancestors,
     iteration_folder,
     publish,
@@ -42,9 +45,9 @@ from .files import (
     sync,
     temporary_folder,
 )
-from .manifest import FileRecord, write_file, write_manifest
+from .manifest import FileRecord, read_back, read_back_manifest, write_file, write_manifest
 from .run_identity import LAUNCH, RUN, RunIdentity
-from .run_lock import RunLock, RunLockError
+from .run_lock import RunLock
 from .run_state import Progress, Resumable, Snapshot
 from .torch_dist import NUM_FILES, Written, write_chunks, write_metadata
 
@@ -199,19 +202,25 @@ class CheckpointWriter:
         self._ranks.first_does(lambda: self._start_writing(folder))
         # One thread in the background: four slowed concurrent steps by 70%.
         num_files = 1 if self._in_background else NUM_FILES
-        outputs = self._ranks.gather(lambda: _write_own(temporary, snapshot, self._topology, num_files))
+        outputs = self._ranks.gather(lambda: self._write_and_read_back(temporary, snapshot, num_files))
         self._ranks.first_does(lambda: self._complete(snapshot, temporary, folder, outputs))
 
     def _start_writing(self, folder: Path) -> None:
         with self._changing_the_folder():
             start_writing(folder, self._identity.token)
 
+    def _write_and_read_back(self, temporary: Path, snapshot: Snapshot, num_files: int) -> _RankOutput:
+        output = _write_own(temporary, snapshot, self._topology, num_files)
+        read_back(temporary, output.records, num_threads=1 if self._in_background else NUM_READERS)
+        return output
+
     def _changing_the_folder(self) -> AbstractContextManager[None]:
         return nullcontext() if self._lock is None else self._lock.publishing()
 
-    def _check_lock(self) -> None:
+    def _check_published(self, folder: Path, records: list[FileRecord]) -> None:
         if self._lock is not None:
             self._lock.check()
+        read_back_manifest(folder, records)
 
     def _complete(self, snapshot: Snapshot, temporary: Path, folder: Path, outputs: list[_RankOutput | str]) -> None:
         """Publish on the first rank, when all have written."""
@@ -224,9 +233,9 @@ class CheckpointWriter:
             names = {RUN: self._identity.run, LAUNCH: self._identity.launch}
             description = {**snapshot.description, **names, ANCESTORS: earlier}
             written = [output for output in outputs if isinstance(output, _RankOutput)]
-            _write_description(temporary, description, snapshot.config, written)
+            records = _write_description(temporary, description, snapshot.config, written)
             with self._changing_the_folder():
-                publish(temporary, folder, self._identity.token, self._check_lock)
+                publish(temporary, folder, self._identity.token, lambda: self._check_published(folder, records))
         except BaseException:
             with suppress(OSError):  # frees disk space for other writers
                 shutil.rmtree(temporary)
@@ -264,21 +273,30 @@ def _write_own(folder: Path, snapshot: Snapshot, topology: Topology, num_files: 
     return _RankOutput(written, [*records, write_file(folder, name, content)])
 
 
-def _write_description(folder: Path, description: dict[str, Any], config: Config, outputs: list[_RankOutput]) -> None:
-    """Write everything that a checkpoint holds once, the manifest last."""
-    records = [record for output in outputs for record in output.records]
+def _write_description(
+    folder: Path, description: dict[str, Any], config: Config, outputs: list[_RankOutput]
+) -> list[FileRecord]:
+    """Write everything that a checkpoint holds once, the manifest last, and read it back; what the manifest holds."""
+    by_ranks = [record for output in outputs for record in output.records]
     written = [item for output in outputs for item in output.written]
     is_native = config.checkpoint.ckpt_state_dtype == "native"
     common = {"checkpoint_version": 3.0, "iteration": description["iteration"], "content_metadata": description}
-    records += write_metadata(folder, written, common=None if is_native else common, checkpoint_id=folder.stem)
-    write_last_files(folder, description, config, records)
+    shared = write_metadata(folder, written, common=None if is_native else common, checkpoint_id=folder.stem)
+    records = write_last_files(folder, description, config, [*by_ranks, *shared])
     sync(folder)
+    read_back(folder, records[len(by_ranks) :])
+    read_back_manifest(folder, records)
+    return records
 
 
-def write_last_files(folder: Path, description: dict[str, Any], config: Config, records: list[FileRecord]) -> None:
-    """``checkpoint.json`` and ``config.yaml``, then the manifest of these and of `records`."""
+def write_last_files(
+    folder: Path, description: dict[str, Any], config: Config, records: list[FileRecord]
+) -> list[FileRecord]:
+    """``checkpoint.json`` and ``config.yaml``, then the manifest of `records` and these; what the manifest holds."""
     about = write_file(folder, META, json.dumps(description, indent=2).encode())
-    write_manifest(folder, [*records, about, write_config(folder, config)])
+    records = [*records, about, write_config(folder, config)]
+    write_manifest(folder, records)
+    return records
 
 
 def write_config(folder: Path, config: Config) -> FileRecord:

@@ -142,8 +142,15 @@ def test_an_older_one_is_taken_instead(
     DAMAGES[damage](tmp_path / "iter_0000004" / "__0_0.distcp")
     for run in ranks.run(run_tiny_on_a_rank, CONFIG, 1, tmp_path, None, num_ranks=2):
         assert run.progress.iteration == 2
-    with pytest.raises(RankError, match=r"iter_0000004/__0_0.distcp is .*; use another iteration \(--ckpt-step\)"):
+    with pytest.raises(
+        RankError, match=r"iter_0000004/__0_0.distcp is .*; use another iteration \(--ckpt-step\), there are: 2"
+    ):
         ranks.run(run_tiny_on_a_rank, CONFIG, 1, tmp_path, None, LoadOptions(iteration=4), num_ranks=2)
+    DAMAGES[damage](tmp_path / "iter_0000002" / "metadata.json")
+    with pytest.raises(
+        RankError, match=r"all 2 checkpoints under .* are damaged: restore one from a copy, or start wi"
+    ):
+        ranks.run(run_tiny_on_a_rank, CONFIG, 1, tmp_path, None, num_ranks=2)
 
 
 def _load_and_log(root: Path) -> list[str]:

@@ -81,6 +81,12 @@ def test_a_tracker_that_leads_nowhere(tmp_path: Path) -> None:
         candidates(tmp_path)
 
 
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file is a file; give the folder that --save named"):
+        candidates(tmp_path / "file")
+
+
 def test_an_iteration_that_is_not_there(tmp_path: Path) -> None:
     save(tmp_path, 10)
     with pytest.raises(CheckpointError, match=r"ckpt_step\(5\) is no whole checkpoint under .*; there are: 10"):

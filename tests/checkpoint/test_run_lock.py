@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.checkpoint import run_lock
+from fp8_megatron.checkpoint.files import RunLockError
 from fp8_megatron.checkpoint.run_identity import RunIdentity, process_start
-from fp8_megatron.checkpoint.run_lock import LOCK, Holder, RunLock, RunLockError
+from fp8_megatron.checkpoint.run_lock import LOCK, Holder, RunLock
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,18 @@ import pytest
 import torch
 
 from fp8_megatron.checkpoint import saving
-from fp8_megatron.checkpoint.files import META, TRACKER, CheckpointError, candidates, iteration_folder, saved_iterations
+from fp8_megatron.checkpoint.files import (
+    META,
+    TRACKER,
+    CheckpointError,
+    RunLockError,
+    candidates,
+    iteration_folder,
+    saved_iterations,
+)
 from fp8_megatron.checkpoint.loading import load_checkpoint
 from fp8_megatron.checkpoint.run_identity import RunIdentity, saved_by
-from fp8_megatron.checkpoint.run_lock import LOCK, RunLock, RunLockError
+from fp8_megatron.checkpoint.run_lock import LOCK, RunLock
 from fp8_megatron.checkpoint.run_state import Progress, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
@@ -378,3 +386,79 @@ def test_an_update_waits_for_copies(ranks: RankPool, tmp_path: Path, releases: b
         optimizer=replace(O3.optimizer, clip_grad=0.0 if releases else 1.0),
     )
     ranks.run(_update_during_copies, tmp_path, config, num_ranks=1)
+
+
+def _spoil(path: Path) -> None:
+    """Change one byte behind the writer's back."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _save_what_reads_back_differently(root: Path, in_background: bool) -> str:
+    """Two ranks; one file of the second is spoiled after it was written and synced."""
+    write_chunks = saving.write_chunks
+
+    def and_spoil(folder: Path, rank: int, *args: object, **kwargs: object) -> object:
+        result = write_chunks(folder, rank, *args, **kwargs)  # type: ignore[arg-type]
+        if rank == 1:
+            _spoil(folder / result[1][0].name)
+        return result
+
+    with tiny_resumable(O3, 2) as (gpt, state):
+        writer = CheckpointWriter(root, gpt.topology, in_background=in_background)
+        writer.save(state, Progress(1))
+        writer.finish()
+        with mock.patch.object(saving, "write_chunks", and_spoil):
+            writer.save(state, Progress(2))
+            with pytest.raises(CheckpointError) as error:
+                writer.finish()
+        torch.distributed.barrier()
+        assert candidates(root) == [1] and not list(root.glob("*.tmp"))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
+def test_a_file_that_reads_back_differently_is_not_announced(
+    ranks: RankPool, tmp_path: Path, in_background: bool
+) -> None:
+    errors = ranks.run(_save_what_reads_back_differently, tmp_path, in_background, num_ranks=2)
+    for error in errors:
+        assert "iter_0000002 was not saved: rank 1: it was read back after writing, and checkpoint file " in error
+        assert "__1_0.distcp is damaged: its crc32 is" in error
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "config.yaml", ".metadata", "manifest.json"])
+def test_the_first_ranks_own_files_are_read_back(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path, 0).saves(1)
+    write_manifest = saving.write_manifest
+
+    def and_spoil(folder: Path, records: object) -> None:
+        write_manifest(folder, records)  # type: ignore[arg-type]
+        _spoil(folder / name)
+
+    with mock.patch.object(saving, "write_manifest", and_spoil), pytest.raises(CheckpointError, match=name):
+        run.saves(2)
+    assert saved_iterations(tmp_path) == [1]
+
+
+def test_what_is_published_is_read_once_more(tmp_path: Path) -> None:
+    """The folder gets its name and holds something else: it is taken back, and the older one stays."""
+    run = Run(tmp_path, 0).saves(1, 2)
+    before = (iteration_folder(tmp_path, 2) / "manifest.json").read_bytes()
+    published = CheckpointWriter._check_published
+
+    def spoiled(self: CheckpointWriter, folder: Path, records: list) -> None:
+        _spoil(folder / "manifest.json")
+        published(self, folder, records)
+
+    with (
+        mock.patch.object(CheckpointWriter, "_check_published", spoiled),
+        pytest.raises(CheckpointError, match="damaged"),
+    ):
+        run.saves(2)
+    assert (iteration_folder(tmp_path, 2) / "manifest.json").read_bytes() == before
+    assert candidates(tmp_path) == [2, 1] and sorted(tmp_path.glob("iter_*")) == [
+        iteration_folder(tmp_path, 1),
+        iteration_folder(tmp_path, 2),
+    ]
