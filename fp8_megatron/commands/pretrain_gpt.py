@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..config.checks import check_config
+from ..config.folder_checks import check_run_folders
 from ..config.io import parse_config
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
@@ -30,6 +31,7 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
     check_process_limits()
     config = parse_config(words, prog=prog)
     check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_run_folders(config)
     prepare_megatron()
     from ..training.stopping import TrainingDiverged
     from ..training.trainer import Trainer

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ..config.checks import check_config
+from ..config.folder_checks import check_run_folders
 from ..config.io import parse_config
 from ..errors import UserError
 from .launch import Placement, check_gpus, hide_gpus, run_ranks
@@ -46,6 +47,7 @@ def _main(words: list[str], prog: str) -> int:
     placement = _placement(own)
     config = parse_config(flags, prog=prog)
     check_config(config, placement.world_size)
+    check_run_folders(config)
     if placement.world_size == 1 and placement.max_restarts == 0:
         return _train_here(flags, prog, placement, exact=own.gpus is not None)
     check_gpus(placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config.schema import Config, ModelConfig
@@ -59,15 +60,7 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     replicas = world_size // (tp * pp)
     counts = count_parameters(config.model, padded_vocab_size, tensor_parallel_size=tp, num_stages=pp, stage=stage)
     stored = model_storage(config.precision, config.num_micro_batches(world_size))
-    by_class = {
-        StorageClass.LINEAR: counts.linear,
-        StorageClass.MATRIX: counts.matrix,
-        StorageClass.VECTOR: counts.vector,
-    }
-    layers = config.layers_of_stage(stage)
-    in_16_bits = sum(not config.is_fp8_layer(layer) for layer in layers) * (counts.linear // len(layers))
-    by_class[StorageClass.LINEAR] -= in_16_bits
-    by_class[StorageClass.MATRIX] += in_16_bits
+    by_class = _by_class(counts, config, config.layers_of_stage(stage))
     linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)
     for storage, count in by_class.items():
         held = _predict(storage, count, stored, replicas)
@@ -76,6 +69,34 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
         else:
             rest += held
     return MemoryByKind(linear, rest)
+
+
+def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:
+    """Predicted bytes of the tensors of one checkpoint, of all ranks together."""
+    model = config.model
+    counts = count_parameters(model, padded_vocab_size, tensor_parallel_size=1, num_stages=1, stage=0)
+    if config.checkpoint.ckpt_state_dtype == "fp32":
+        return 3 * StorageDtype.FP32.itemsize * (counts.linear + counts.matrix + counts.vector)
+    stored = model_storage(config.precision, num_micro_batches=1)
+    total = 0
+    for storage, count in _by_class(counts, config, range(model.num_layers)).items():
+        formats = stored.of_state(storage)
+        master = formats.master_weight or formats.weight
+        for dtype in (master, formats.exp_avg, formats.exp_avg_sq):
+            total += count * dtype.itemsize + (4 * count // STATE_BLOCK if dtype.is_scaled else 0)
+        if master is StorageDtype.SPLIT:
+            total += count * formats.weight.itemsize
+    return total
+
+
+def _by_class(counts: ParameterCounts, config: Config, layers: Sequence[int]) -> dict[StorageClass, int]:
+    """Parameters of some layers by the way they are stored: linear layers outside FP8 are stored as matrices."""
+    in_16_bits = sum(not config.is_fp8_layer(layer) for layer in layers) * (counts.linear // len(layers))
+    return {
+        StorageClass.LINEAR: counts.linear - in_16_bits,
+        StorageClass.MATRIX: counts.matrix + in_16_bits,
+        StorageClass.VECTOR: counts.vector,
+    }
 
 
 def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: int) -> StorageBytes:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ import torch
 from ..checkpoint import run_lock
 from ..checkpoint.files import (
     CheckpointError,
+    RunLockError,
     candidates,
     iteration_folder,
     named_checkpoint,
@@ -23,9 +24,14 @@ from ..checkpoint.files import (
 )
 from ..checkpoint.loading import LoadOptions
 from ..checkpoint.run_identity import RunIdentity, own_restart, saved_by
-from ..checkpoint.run_lock import RunLock, RunLockError
-from ..config.schema import CheckpointConfig
+from ..checkpoint.run_lock import RunLock
+from ..checkpoint.saving import CheckpointWriter, Retention
+from ..config.folder_checks import load_problem
+from ..config.schema import CheckpointConfig, Config
+from ..errors import UserError
 from ..mcore.topology import Topology
+from ..outputs import check_free_bytes, free_bytes, writing_to
+from ..planning.memory import predict_checkpoint_bytes
 from .stopping import SignalHandler
 
 #: Seconds that a run waits for another one to leave its folder: a process outlives a killed torchrun by up to 30 s.
@@ -38,10 +44,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of checkpoints to load from, and what to load."""
+    """A folder of checkpoints to load from, what to load, and the newest iteration that may be loaded."""
 
     root: Path
     options: LoadOptions
+    newest: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,62 @@ def starting_run(checkpoint: CheckpointConfig, topology: Topology, signals: Sign
             lock.release()
 
 
+def check_room(config: Config, start: RunStart, topology: Topology, padded_vocab_size: int) -> None:
+    """Compare the free space of --save with the checkpoints to come; log a warning if not all fit. For all ranks.
+
+    Raises:
+        CheckpointError: not even one fits. The same on every rank.
+    """
+    if config.checkpoint.save is not None:
+        save = Path(config.checkpoint.save)
+        _first_says(
+            topology, lambda: _check_room(save, config, start, predict_checkpoint_bytes(config, padded_vocab_size))
+        )
+
+
+def _check_room(save: Path, config: Config, start: RunStart, num_bytes: int) -> None:
+    check_free_bytes(save, "--save", num_bytes, "one checkpoint")
+    checkpoint = config.checkpoint
+    reached = start.source.newest if start.continues_save and start.source is not None else 0
+    remaining = max(0, config.training.train_iters - reached)
+    count = 1 if checkpoint.save_interval is None else -(-remaining // checkpoint.save_interval)
+    if checkpoint.keep_last is not None or checkpoint.save_retain_interval is not None:
+        held = checkpoint.keep_last or 1
+        if checkpoint.save_retain_interval is not None:
+            held += remaining // checkpoint.save_retain_interval
+        present = len(saved_iterations(save)) if start.continues_save else 0
+        # The oldest is removed when the next one is whole.
+        count = min(count, max(1, held + 1 - present))
+    free = free_bytes(save)
+    if free is not None and free < count * num_bytes:
+        logger.warning(
+            "%s: %d checkpoints of %.3f GB are to come, its disk has %.3f GB free; free some, or give --keep-last",
+            save,
+            count,
+            num_bytes / 1e9,
+            free / 1e9,
+        )
+
+
+def checkpoint_writer(config: Config, topology: Topology, start: RunStart, iteration: int) -> CheckpointWriter | None:
+    """The writer of a run that starts or resumes at `iteration`; None without --save."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return None
+    return CheckpointWriter(
+        Path(checkpoint.save),
+        topology,
+        Retention(checkpoint.keep_last, checkpoint.save_retain_interval),
+        in_background=checkpoint.async_save,
+        resumed_at=iteration if start.continues_save else 0,
+        identity=start.identity,
+        lock=start.lock,
+    )
+
+
 def _opened(save: Path, identity: RunIdentity) -> RunLock:
-    save.mkdir(parents=True, exist_ok=True)
+    with writing_to(save, "--save"):
+        save.mkdir(parents=True, exist_ok=True)
     return RunLock(save, identity)
 
 
@@ -100,7 +161,8 @@ def _wait_for(lock: RunLock | None, save: Path, topology: Topology, signals: Sig
     def attempt() -> bool:
         nonlocal said
         assert lock is not None
-        holder = lock.attempt()
+        with writing_to(save, "--save"):
+            holder = lock.attempt()
         if holder is None:
             return True
         waited = time.monotonic() - started
@@ -152,6 +214,7 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
     if not found:
         _allow_missing(checkpoint, source, quiet=quiet)
         return None, None
+    source = replace(source, newest=found[0])
     runs = (saved_by(iteration_folder(source.root, number))[0] for number in found)
     return source, None if source.options.finetune else next((run for run in runs if run is not None), None)
 
@@ -159,12 +222,8 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
 def _allow_missing(checkpoint: CheckpointConfig, source: Source, *, quiet: bool) -> None:
     """Raise, unless this is the first start of a run that will resume from where it saves."""
     root = source.root
-    if root.is_dir():
-        problem = f"load({root}) holds no checkpoint; give the folder that --save named, or its iter_* folder"
-    elif root.exists():
-        problem = f"load({root}) is a file; give the folder that --save named"
-    else:
-        problem = f"load({root}) does not exist; give the folder that --save named"
+    holds_none = f"load({root}) holds no checkpoint; give the folder that --save named, or its iter_* folder"
+    problem = load_problem(root) or holds_none
     if source.options.finetune:
         raise CheckpointError(f"finetune: {problem}")
     if not _continues(checkpoint, source):
@@ -201,7 +260,7 @@ def _first_says(topology: Topology, action: Callable[[], Result]) -> Result:
     if topology.rank == 0:
         try:
             result = action()
-        except (CheckpointError, OSError) as error:
+        except (UserError, OSError) as error:
             problem = str(error)
     outcome = [(result, problem)]
     if topology.world_size > 1:

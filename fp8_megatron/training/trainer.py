@@ -17,7 +17,6 @@ import torch
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.run_state import Progress, Resumable
-from ..checkpoint.saving import CheckpointWriter, Retention
 from ..config.checks import check_config
 from ..config.io import format_config, save_config
 from ..config.schema import Config
@@ -43,7 +42,7 @@ from .build import TrainingState, build_training_state, measured_storage
 from .graph_choice import GraphChoice, choose_graph
 from .run_data import RunData, open_run_data
 from .run_events import RunEvents
-from .run_start import RunStart, starting_run
+from .run_start import RunStart, check_room, checkpoint_writer, starting_run
 from .step_results import Mark, PendingStep, StepResult
 from .stopping import NonFiniteGuard, SignalHandler, StopReason, TrainingDiverged
 from .train_step import evaluate, step_graph, train_step
@@ -150,6 +149,7 @@ class _Run:
             graph_choice.log()
             _log_cut_warmup(config)
         self.data: RunData = open_run_data(config, topology)
+        check_room(config, start, topology, self.data.vocab_size)
         self.state: TrainingState = build_training_state(config, self.data.vocab_size, topology, device)
         self.resumable = Resumable(
             config,
@@ -161,7 +161,7 @@ class _Run:
             padded_vocab_size=self.data.vocab_size,
         )
         self.progress = self._resume()
-        self.writer = _checkpoint_writer(config, topology, start, self.progress.iteration)
+        self.writer = checkpoint_writer(config, topology, start, self.progress.iteration)
         if self.writer is not None:
             self.writer.prepare(self.resumable)
         self.data = self.data.going_on(self.progress)
@@ -418,22 +418,6 @@ def _log_cut_warmup(config: Config) -> None:
             train_iters,
             steps,
         )
-
-
-def _checkpoint_writer(config: Config, topology: Topology, start: RunStart, iteration: int) -> CheckpointWriter | None:
-    """The writer of a run that starts or resumes at `iteration`; None without --save."""
-    checkpoint = config.checkpoint
-    if checkpoint.save is None:
-        return None
-    return CheckpointWriter(
-        Path(checkpoint.save),
-        topology,
-        Retention(checkpoint.keep_last, checkpoint.save_retain_interval),
-        in_background=checkpoint.async_save,
-        resumed_at=iteration if start.continues_save else 0,
-        identity=start.identity,
-        lock=start.lock,
-    )
 
 
 def _output_dir(config: Config) -> Path:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from fp8_megatron.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from fp8_megatron.formats import StorageDtype
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.planning.memory import predict_memory
+from fp8_megatron.planning.memory import predict_checkpoint_bytes, predict_memory
 from fp8_megatron.reporting.memory_report import MemoryByKind, StorageBytes
 from fp8_megatron.training.build import build_training_state, measured_storage
 from tests.harness.ranks import RankPool
-from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
+from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, tiny_config
 
 CPU = torch.device("cpu")
 VOCAB = 1024
@@ -100,3 +109,28 @@ def test_sharded_bytes_per_parameter() -> None:
         linear = predict_memory(config, 50304, world_size=world_size).linear
         assert linear.num_params == 12 * 32 * 4096**2
         assert least < linear.total / linear.num_params < least + 0.1
+
+
+@pytest.mark.parametrize("dtype", ["native", "fp32"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        PrecisionConfig(),
+        PrecisionConfig(opt_level="O1"),
+        PrecisionConfig(precision="bf16"),
+        STRETCH,
+    ],
+    ids=["O3", "O1", "bf16", "split"],
+)
+def test_predicted_size_of_a_checkpoint_is_that_on_disk(
+    ranks: RankPool, tmp_path: Path, precision: PrecisionConfig, dtype: str
+) -> None:
+    """The files of the tensors hold the predicted bytes, and headers: 1 KB a tensor, torch's own 4 KB."""
+    config = tiny_config(replace(GPT3_STYLE, num_layers=2), precision=precision)
+    config = replace(config, checkpoint=CheckpointConfig(ckpt_state_dtype=dtype))  # type: ignore[arg-type]
+    ranks.run(run_tiny_on_a_rank, config, 1, None, tmp_path, num_ranks=1)
+    on_disk = sum(path.stat().st_size for path in tmp_path.glob("iter_*/*.distcp"))
+    predicted = predict_checkpoint_bytes(config, VOCAB_SIZE)
+    num_tensors = 3 * 14 * config.model.num_layers
+    header_bytes = 1024 if dtype == "native" else 4096
+    assert predicted <= on_disk <= predicted + header_bytes * num_tensors

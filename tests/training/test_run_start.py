@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from fp8_megatron import outputs
 from fp8_megatron.checkpoint import run_lock
-from fp8_megatron.checkpoint.files import MANIFEST, META, TRACKER, CheckpointError, iteration_folder
+from fp8_megatron.checkpoint.files import MANIFEST, META, TRACKER, CheckpointError, RunLockError, iteration_folder
 from fp8_megatron.checkpoint.run_identity import LAUNCH, RUN, RunIdentity, launch_id, own_restart, saved_by
-from fp8_megatron.checkpoint.run_lock import LOCK, RunLock, RunLockError
-from fp8_megatron.config.schema import CheckpointConfig
+from fp8_megatron.checkpoint.run_lock import LOCK, RunLock
+from fp8_megatron.config.schema import CheckpointConfig, Config, TrainingConfig
 from fp8_megatron.training import run_start
-from fp8_megatron.training.run_start import RunStart, starting_run
+from fp8_megatron.training.run_start import RunStart, check_room, starting_run
 
 A_RUN, ANOTHER = "a" * 16, "b" * 16
 
@@ -217,6 +218,55 @@ def test_a_run_that_saved_while_it_was_waited_for(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(RunLock, "attempt", others_first)
     started = start(load=tmp_path, save=tmp_path)
     assert started.identity.run == A_RUN and started.continues_save
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "expected"),
+    [
+        (0.9 * GB, {}, "error"),
+        (1.1 * GB, {}, None),
+        (5.1 * GB, {"save_interval": 20}, None),
+        (4.9 * GB, {"save_interval": 20}, "5 checkpoints"),
+        (3.1 * GB, {"save_interval": 20, "keep_last": 2}, None),
+        (2.9 * GB, {"save_interval": 20, "keep_last": 2}, "3 checkpoints"),
+        (3.9 * GB, {"save_interval": 20, "save_retain_interval": 50}, "4 checkpoints"),
+        (4.1 * GB, {"save_interval": 20, "save_retain_interval": 50}, None),
+        (4.9 * GB, {"save_interval": 20, "keep_last": 50}, "5 checkpoints"),
+        (2.1 * GB, {"save_interval": 20, "keep_last": 2, "load": "save"}, None),
+        (1.9 * GB, {"save_interval": 20, "keep_last": 2, "load": "save"}, "2 checkpoints"),
+    ],
+)
+def test_a_disk_without_room_is_found_at_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free: float,
+    settings: dict,
+    expected: str | None,
+) -> None:
+    """Checkpoints of 1 GB and 100 steps; the resumed run has one of them, and 90 steps to go."""
+    monkeypatch.setattr(run_start, "predict_checkpoint_bytes", lambda *_: GB)
+    for module in (run_start, outputs):
+        monkeypatch.setattr(module, "free_bytes", lambda _: int(free))
+    if "load" in settings:
+        add_checkpoint(tmp_path, 10)
+        settings = {**settings, "load": str(tmp_path)}
+    checkpoint = CheckpointConfig(save=str(tmp_path), **settings)
+    config = Config(checkpoint=checkpoint, training=TrainingConfig(train_iters=100))
+    with starting_run(checkpoint, OneRank(), NoSignals()) as started:  # type: ignore[arg-type]
+        if expected == "error":
+            with pytest.raises(
+                CheckpointError, match=rf"--save {tmp_path}: one checkpoint takes 1.000 GB, .* 0.900 GB"
+            ):
+                check_room(config, started, OneRank(), 64)  # type: ignore[arg-type]
+            return
+        check_room(config, started, OneRank(), 64)  # type: ignore[arg-type]
+    warned = [line for line in caplog.messages if "are to come" in line]
+    assert len(warned) == (expected is not None)
+    assert not warned or f"{expected} of 1.000 GB are to come" in warned[0]
 
 
 def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
