@@ -1,16 +1,20 @@
-"""Time saving and loading a checkpoint against raw writes and reads of as many bytes, and break the time down.
+"""Time saving and loading a checkpoint in each format, against raw writes and reads of the same bytes.
 
 torchrun --nproc-per-node 1 benchmarks/checkpoint_io.py --folder /scratch/io --output io.json -- \
     --config configs/gpt_345m.yaml --mock-data
 
-Everything after -- are flags of pretrain_gpt.py. Reports, from the slowest rank, in GB of 10^9 bytes: two saves at once
-(the first one also allocates pinned memory), the stall of a save in the background while training steps go on, and a
-load (the page cache holds the files). For comparison it times raw writes (synced) and reads: of as many files of the
-same size as a rank's, with as many threads, and of one file with one thread.
+Everything after -- are flags of pretrain_gpt.py. Reports, from the slowest rank, in GB of 10^9 bytes, for each of
+--ckpt-state-dtype native and fp32:
+
+- two saves at once;
+- two saves in the background: the stall of each, and the steps beside the second one;
+- a load with the files in the page cache, and one after they were dropped from it;
+- beside each, raw writes (synced) and reads of as many files, as large, with as many threads. `of_the_disk` is
+  the raw time over the time of the save or load: 1 is bound by the disk.
 
 Stages are the first rank's, in seconds added up over its threads, so their sum may exceed the total. CPU seconds do not
 depend on other work on the cores. They cover the calling thread, without torch's helper threads. A stage's time
-excludes the stages that it calls. On a GPU `distribute` is the time to launch.
+excludes the stages that it calls. On a GPU `decode` and `distribute` are the time to launch.
 """
 
 # ruff: noqa: E402  # cuDNN comes before the other imports
@@ -28,6 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,14 +43,15 @@ from fp8_megatron.device.cudnn import load_bundled
 
 load_bundled()  # before megatron-core, which imports Transformer Engine
 
-from fp8_megatron.checkpoint import loading
+from fp8_megatron.checkpoint import loading, torch_dist
 from fp8_megatron.checkpoint.concurrency import NUM_READERS
+from fp8_megatron.checkpoint.encoding import Encoded
 from fp8_megatron.checkpoint.files import iteration_folder
 from fp8_megatron.checkpoint.loading import load_checkpoint
 from fp8_megatron.checkpoint.manifest import RecordedFile
 from fp8_megatron.checkpoint.run_state import Progress, Resumable, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter
-from fp8_megatron.checkpoint.torch_dist import TorchDistReader
+from fp8_megatron.checkpoint.torch_dist import PlannedRead, TorchDistReader
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.device import device as devices
@@ -63,26 +69,69 @@ _BUFFER_BYTES = 1 << 22
 
 #: Stage → the calls that belong to it: owner and name.
 _SAVE_STAGES: dict[str, list[tuple[Any, str]]] = {
-    "copy_to_host": [(Snapshot, "of")],
-    "decode": [(StateTensor, "load")],
-    "serialise": [(torch, "save")],
+    "copy_to_host": [(Snapshot, "of"), (Snapshot, "wait")],
+    "decode": [(Encoded, "decode")],
+    "serialise": [(torch, "save"), (Encoded, "write")],
     "checksum": [(zlib, "crc32")],
     "write": [(RecordedFile, "write")],
     "sync": [(os, "fsync")],
+    "describe": [(torch_dist, "_pickled")],
 }
 _LOAD_STAGES: dict[str, list[tuple[Any, str]]] = {
     "verify": [(loading, "problem_with")],
     "checksum": [(zlib, "crc32")],
-    "read": [(torch, "load")],
-    "place": [(TorchDistReader, "read")],
+    "read": [(TorchDistReader, "load")],
+    "decode": [(Encoded, "decode")],
+    "place": [(PlannedRead, "place")],
     "distribute": [(StateTensor, "store_"), (SplitSpaceState, "set_master"), (SpaceState, "derive_weights")],
 }
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What every measurement needs.
+
+    Attributes:
+        steps: trains.
+    """
+
+    folder: Path
+    state: Resumable
+    steps: Callable[[], None]
+    num_steps: int
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.state.topology.rank
+
+    def timed(self, action: Callable[[], object]) -> float:
+        """Seconds of the slowest rank."""
+        device = self.state.device
+        _synchronize(device)
+        torch.distributed.barrier()
+        started = time.perf_counter()
+        action()
+        _synchronize(device)
+        return self.slowest(time.perf_counter() - started)
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder, so that no more than one checkpoint lies on the disk."""
+        torch.distributed.barrier()
+        if self.rank == 0:
+            shutil.rmtree(folder)
+        torch.distributed.barrier()
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of all ranks' numbers."""
+        value = torch.tensor(seconds, device=self.state.device)
+        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
+        return value.item()
 
 
 def main() -> None:
     """Measure and print one JSON object on the first rank."""
     options, flags = _parse()
-    folder = options.folder
     config = parse_config(flags)
     in_order = needs_launch_order(config.parallel, has_fp8_layers=config.precision.is_fp8)
     devices.prepare_cuda_environment(needs_launch_order=in_order)
@@ -108,75 +157,119 @@ def main() -> None:
             for _ in range(options.steps):
                 train_step(state, loader, wants_stop=False)
 
-        def timed(action: Callable[[], object]) -> float:
-            """Seconds of the slowest rank."""
-            _synchronize(device)
-            torch.distributed.barrier()
-            started = time.perf_counter()
-            action()
-            _synchronize(device)
-            seconds = torch.tensor(time.perf_counter() - started, device=device)
-            torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
-            return seconds.item()
-
         steps()
-        at_once, in_background = folder / "at_once", folder / "in_background"
-        writer = CheckpointWriter(at_once, topology)
-        save_seconds = timed(lambda: writer.save(resumable, Progress(1, 0, 0)))
-        with _stages(_SAVE_STAGES) as save_stages:
-            save_again = timed(lambda: writer.save(resumable, Progress(2, 0, 0)))
-        writer.finish()
-        saved = iteration_folder(at_once, 1)
-        total = sum(path.stat().st_size for path in saved.iterdir())
-        background = CheckpointWriter(in_background, topology, in_background=True)
-        plain_steps = timed(steps)
-        stall = timed(lambda: background.save(resumable, Progress(2, 0, 0)))
-        steps_beside = timed(steps)
-        background.finish()
-        with _stages(_LOAD_STAGES) as load_stages:
-            load_seconds = timed(lambda: load_checkpoint(at_once, resumable))
-        sizes = [path.stat().st_size for path in sorted(saved.glob(f"__{topology.rank}_*"))]
-        raw = [folder / f"raw_{topology.rank}_{index}" for index in range(len(sizes))]
-        raw_write = timed(lambda: _write_all(raw, sizes))
-        raw_read = timed(lambda: _read_all(raw, NUM_READERS))
-        raw_write_of_one = timed(lambda: _write_all(raw[:1], [sum(sizes)]))
-        raw_read_of_one = timed(lambda: _read_all(raw[:1], 1))
-        torch.distributed.barrier()
+        result: dict[str, Any] = {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "cores": len(os.sched_getaffinity(0)),
+            "ranks": topology.world_size,
+        }
+        for state_dtype in options.state_dtypes:
+            checkpoint = replace(config.checkpoint, ckpt_state_dtype=state_dtype)
+            changed = replace(resumable, config=replace(config, checkpoint=checkpoint))
+            bench = _Bench(options.folder / state_dtype, changed, steps, options.steps)
+            result[state_dtype] = _measure(bench)
+            bench.remove(bench.folder)
         if topology.rank == 0:
-            shutil.rmtree(folder)
-            gb = total / 1e9
-            share = sum(sizes) / 1e9
-            result = {
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-                "cores": len(os.sched_getaffinity(0)),
-                "ranks": topology.world_size,
-                "gb": gb,
-                "files_per_rank": len(sizes),
-                "save_seconds": save_seconds,
-                "save_again_seconds": save_again,
-                "save_again_gb_per_s": gb / save_again,
-                "raw_write_gb_per_s": gb / raw_write,
-                "raw_write_of_one_file_gb_per_s": gb / raw_write_of_one,
-                "save_again_stages": _table(save_stages, share),
-                "load_seconds": load_seconds,
-                "load_gb_per_s": gb / load_seconds,
-                "raw_read_gb_per_s": gb / raw_read,
-                "raw_read_of_one_thread_gb_per_s": gb / raw_read_of_one,
-                "load_stages": _table(load_stages, share),
-                "async_stall_seconds": stall,
-                "step_seconds": plain_steps / options.steps,
-                "step_seconds_beside_a_save": steps_beside / options.steps,
-            }
             print(json.dumps(result))
             if options.output is not None:
                 options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def _measure(bench: _Bench) -> dict[str, Any]:
+    """Every time of one format."""
+    at_once = bench.folder / "at_once"
+    writer = CheckpointWriter(at_once, bench.state.topology)
+    first = bench.timed(lambda: writer.save(bench.state, Progress(1, 0, 0)))
+    bench.remove(iteration_folder(at_once, 1))
+    with _stages(_SAVE_STAGES) as save_stages:
+        again = bench.timed(lambda: writer.save(bench.state, Progress(2, 0, 0)))
+    writer.finish()
+    saved = iteration_folder(at_once, 2)
+    gb = sum(path.stat().st_size for path in saved.iterdir()) / 1e9
+    own = sorted(saved.glob(f"__{bench.rank}_*"))
+    sizes = [path.stat().st_size for path in own]
+    share = sum(sizes) / 1e9
+    with _stages(_LOAD_STAGES) as load_stages:
+        warm = bench.timed(lambda: load_checkpoint(at_once, bench.state))
+    _drop(saved)
+    cold = bench.timed(lambda: load_checkpoint(at_once, bench.state))
+    bench.remove(at_once)
+    result = {"gb": gb, "files_per_rank": len(sizes)}
+    result |= _raw(bench, sizes, gb, save=again, load=warm, load_cold=cold)
+    result |= {
+        "save_seconds": first,
+        "save_again_seconds": again,
+        "save_again_gb_per_s": gb / again,
+        "save_again_stages": _table(save_stages, share),
+        "load_seconds": warm,
+        "load_gb_per_s": gb / warm,
+        "load_cold_seconds": cold,
+        "load_cold_gb_per_s": gb / cold,
+        "load_stages": _table(load_stages, share),
+    }
+    return result | _beside_training(bench)
+
+
+def _raw(bench: _Bench, sizes: list[int], gb: float, *, save: float, load: float, load_cold: float) -> dict[str, float]:
+    """Raw writes and reads of as many bytes, in as many files and threads, and of one file in one thread."""
+    folder = bench.folder / "raw"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{bench.rank}_{index}" for index in range(len(sizes))]
+    write = bench.timed(lambda: _write_all(paths, sizes))
+    read = bench.timed(lambda: _read_all(paths, NUM_READERS))
+    _drop(folder)
+    read_cold = bench.timed(lambda: _read_all(paths, NUM_READERS))
+    for path in paths:
+        path.unlink()
+    write_of_one = bench.timed(lambda: _write_all(paths[:1], [sum(sizes)]))
+    read_of_one = bench.timed(lambda: _read_all(paths[:1], 1))
+    bench.remove(folder)
+    return {
+        "raw_write_gb_per_s": gb / write,
+        "raw_write_of_one_file_gb_per_s": gb / write_of_one,
+        "raw_read_gb_per_s": gb / read,
+        "raw_read_cold_gb_per_s": gb / read_cold,
+        "raw_read_of_one_thread_gb_per_s": gb / read_of_one,
+        "save_again_of_the_disk": write / save,
+        "load_of_the_disk": read / load,
+        "load_cold_of_the_disk": read_cold / load_cold,
+    }
+
+
+def _beside_training(bench: _Bench) -> dict[str, float]:
+    """Two saves in the background; the first may still pin memory where `prepare` was not called."""
+    root = bench.folder / "in_background"
+    writer = CheckpointWriter(root, bench.state.topology, in_background=True)
+    prepare = bench.timed(lambda: writer.prepare(bench.state))
+    plain_steps = bench.timed(bench.steps)
+    stalls = []
+    for iteration in (1, 2):
+        _synchronize(bench.state.device)
+        torch.distributed.barrier()
+        stalls.append(bench.slowest(writer.save(bench.state, Progress(iteration, 0, 0))))
+        # The host's stall is launches alone: what the copies cost shows in the steps beside them.
+        beside = bench.timed(bench.steps)
+        started = time.perf_counter()
+        writer.finish()
+        left = bench.slowest(time.perf_counter() - started)
+        bench.remove(iteration_folder(root, iteration))
+    return {
+        "async_prepare_seconds": prepare,
+        "async_first_stall_seconds": stalls[0],
+        "async_stall_seconds": stalls[1],
+        "async_seconds_after_the_steps": left,
+        "step_seconds": plain_steps / bench.num_steps,
+        "step_seconds_beside_a_save": beside / bench.num_steps,
+        "stall_with_slower_steps_in_steps": (stalls[1] + beside - plain_steps) / (plain_steps / bench.num_steps),
+    }
+
+
 def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description="Time saving and loading beside raw writes and reads.")
-    parser.add_argument("--folder", type=Path, required=True, help="scratch folder; removed at the end")
+    parser.add_argument("--folder", type=Path, required=True, help="scratch folder; what is measured in it is removed")
     parser.add_argument("--output", type=Path, help="file to write the JSON object to as well")
     parser.add_argument("--steps", type=int, default=5, help="training steps beside a save, and without one")
+    parser.add_argument("--state-dtypes", nargs="+", choices=("native", "fp32"), default=["native", "fp32"])
     own, flags = own_and_run_flags(sys.argv[1:])
     return parser.parse_args(own), flags or ["--mock-data", "--vocab-size", "512"]
 
@@ -229,6 +322,16 @@ def _table(stages: dict[str, complex], gb: float) -> dict[str, dict[str, float]]
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _drop(folder: Path) -> None:
+    """Drop a folder's files, which are on disk, from the page cache."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def _write_all(paths: list[Path], sizes: list[int]) -> None:
