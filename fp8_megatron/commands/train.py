@@ -6,6 +6,7 @@ A mistake in a flag or a file prints one line and exits with status 2 before any
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -15,11 +16,16 @@ from ..config.checks import check_config
 from ..config.folder_checks import check_run_folders
 from ..config.io import parse_config
 from ..errors import UserError
+from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
 from .launch import Placement, check_gpus, hide_gpus, run_ranks
 from .program import exit_status
 
 #: Restarts of --restart. A fault that comes again at the same iteration ends the job sooner.
 _DEFAULT_RESTARTS = 10
+#: Ranks on a CPU share cores only in tests. More than this many for each start for minutes and then exhaust memory.
+_RANKS_PER_CORE = 16
+#: A whole number of any sign; `_placement` knows the limits.
+_count = whole(least=-MAX_COUNT)
 _RANK_PROGRAM = "fp8_megatron.commands.pretrain_gpt"
 _EXAMPLES = """\
 examples:
@@ -40,6 +46,7 @@ def main(words: Sequence[str] | None = None, prog: str = "fp8-megatron train") -
 def _main(words: list[str], prog: str) -> int:
     parser = _parser(prog)
     own, flags = parser.parse_known_args(words)
+    note_repeated_flags(_words_of(parser, words))
     if "-h" in flags or "--help" in flags:
         parser.print_help()
         print("\nEvery other flag is the model's, the data's or the run's:\n", flush=True)
@@ -55,6 +62,12 @@ def _main(words: list[str], prog: str) -> int:
     return run_ranks(_RANK_PROGRAM, flags, placement, folder=None if folder is None else Path(folder))
 
 
+def _words_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """The words that `parser` takes: its flags, and the value after each."""
+    mine = [word.partition("=")[0] in parser._option_string_actions for word in words]
+    return [word for index, word in enumerate(words) if mine[index] or (index and mine[index - 1])]
+
+
 def _train_here(flags: list[str], prog: str, placement: Placement, *, exact: bool) -> int:
     """Train on a single rank, in this process, without a launcher."""
     from . import pretrain_gpt
@@ -67,7 +80,7 @@ def _train_here(flags: list[str], prog: str, placement: Placement, *, exact: boo
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         usage=f"{prog} [--gpus N | --cpu-ranks N] [--nnodes N --node-rank N --master-addr HOST] [flags]",
         description=__doc__,
@@ -79,19 +92,23 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument(
         "--gpus",
-        type=int,
+        type=_count,
         metavar="N",
         help="GPUs of this node, a rank each; 0: one rank on the CPU (default: 1 if there is one)",
     )
-    ranks.add_argument("--cpu-ranks", type=int, metavar="N", help="ranks on this node's CPU instead, over gloo")
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes (default 1), all with as many GPUs")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="this node's number, from 0 (default 0)")
-    parser.add_argument("--master-addr", metavar="HOST", help="node 0, for several nodes")
-    parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port there (default 29500)")
+    ranks.add_argument("--cpu-ranks", type=_count, metavar="N", help="ranks on this node's CPU instead, over gloo")
+    parser.add_argument(
+        "--nnodes", type=_count, default=1, metavar="N", help="nodes (default 1), all with as many GPUs"
+    )
+    parser.add_argument(
+        "--node-rank", type=_count, default=0, metavar="N", help="this node's number, from 0 (default 0)"
+    )
+    parser.add_argument("--master-addr", type=nonempty, metavar="HOST", help="node 0, for several nodes")
+    parser.add_argument("--master-port", type=_count, metavar="PORT", help="a free port there (default 29500)")
     restarts = parser.add_mutually_exclusive_group()
     restarts.add_argument(
         "--max-restarts",
-        type=int,
+        type=_count,
         default=0,
         metavar="N",
         help="start all ranks again up to N times after one died, hung or diverged, from the newest checkpoint under "
@@ -117,6 +134,11 @@ def _placement(own: argparse.Namespace) -> Placement:
         raise UserError(f"--gpus {own.gpus} is negative; give 0 or more")
     if own.cpu_ranks is not None and own.cpu_ranks < 1:
         raise UserError(f"--cpu-ranks {own.cpu_ranks}: there is no such run; give 1 or more")
+    most = _RANKS_PER_CORE * (os.cpu_count() or 1)
+    if own.cpu_ranks is not None and own.cpu_ranks > most:
+        raise UserError(f"--cpu-ranks {own.cpu_ranks} is more than this node's cores can run; give at most {most}")
+    if own.master_port is not None and not 1 <= own.master_port <= 65_535:
+        raise UserError(f"--master-port {own.master_port} is no port; give 1 to 65535")
     if own.nnodes < 1 or not 0 <= own.node_rank < own.nnodes:
         raise UserError(
             f"--node-rank {own.node_rank} is none of --nnodes {own.nnodes}; number the nodes from 0 to --nnodes - 1"

@@ -20,13 +20,35 @@ Switch = Annotated[bool, UNSET]
 Words = Annotated[tuple[str, ...], UNSET]
 Text = Annotated[str | None, UNSET]
 
-Count = Annotated[int, Ge(1)]
-CountOrZero = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-NotNegative = Annotated[float, Ge(0)]
+#: The largest count of steps, samples or bytes' owners: it fits into every integer that counts are kept in.
+MAX_COUNT = 2**31 - 1
+#: Kernels compute in FP32. Below its largest value there is room for products with learning rates and scales.
+MAX_REAL = 1e30
+
+Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
+CountOrZero = Annotated[int, Ge(0), Le(MAX_COUNT)]
+#: A dimension of the model. The largest published ones are vocabularies and contexts of some millions.
+Size = Annotated[int, Ge(1), Le(2**24)]
+Layers = Annotated[int, Ge(1), Le(100_000)]
+LayersOrZero = Annotated[int, Ge(0), Le(100_000)]
+#: Ranks that share something.
+Ranks = Annotated[int, Ge(1), Le(1_000_000)]
+#: Sequences in a step.
+BatchSize = Annotated[int, Ge(1), Le(2**20)]
+#: Processes that each rank starts.
+Processes = Annotated[int, Ge(0), Le(256)]
+#: Steps whose values are kept.
+History = Annotated[int, Ge(1), Le(65_536)]
+#: torch's group timeouts are milliseconds; a collective between nodes takes some at least, and no job runs for years.
+Minutes = Annotated[float, Ge(0.01), Le(1e6)]
+Positive = Annotated[float, Gt(0), Le(MAX_REAL)]
+NotNegative = Annotated[float, Ge(0), Le(MAX_REAL)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 UpToOne = Annotated[float, Gt(0), Le(1)]
 
 OptionalCount = Annotated[Count | None, UNSET]
+OptionalSize = Annotated[Size | None, UNSET]
+OptionalLayers = Annotated[Layers | None, UNSET]
+OptionalBatchSize = Annotated[BatchSize | None, UNSET]
 OptionalPositive = Annotated[Positive | None, UNSET]
 OptionalFraction = Annotated[BelowOne | None, UNSET]

@@ -2,65 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
-import re
+import reprlib
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union
+from typing import Any
 
-import tyro
 import yaml
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from .checks import ConfigError
-from .fields import UNSET, Switch
+from .command_line import read_words, repeated_flags, with_config
 from .limits import FieldType, field_types
 from .schema import Config, OptimizerConfig, Precision
-
-# YAML 1.2's plain scalars. PyYAML reads YAML 1.1, where 3e-4 is a string, off is false and 1:30 is 90.
-_PLAIN_SCALARS = {
-    None: [
-        ("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)\Z")),
-        ("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")),
-        ("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z")),
-        ("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z")),
-        ("tag:yaml.org,2002:float", re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")),
-    ]
-}
-
+from .words import decimal, shortened, whole_number
+from .yaml_files import Dumper, read_mapping
 
 #: Pairs of `OptimizerConfig` fields that set the same thing. The one given later replaces the other.
 _ALTERNATIVES = (("lr_warmup_iters", "lr_warmup_fraction"),)
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.2 scalars. A duplicate key is an error."""
-
-    yaml_implicit_resolvers = _PLAIN_SCALARS
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                continue
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key '{key_node.value}' is given twice", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
-
-    yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, **_PLAIN_SCALARS}  # noqa: RUF012
 
 
 def _expected(field_type: FieldType) -> str:
@@ -68,8 +29,8 @@ def _expected(field_type: FieldType) -> str:
     if field_type.choices:
         expected = "one of " + ", ".join(field_type.choice_names)
     else:
-        names = {tuple: "a list of strings", str: "a string", bool: "true or false"}
-        expected = names.get(field_type.base, field_type.base.__name__)
+        names = {tuple: "a list of strings", str: "a string", bool: "true or false", int: "a whole number"}
+        expected = names.get(field_type.base, "a number")
     return expected + (" or null" if field_type.optional else "")
 
 
@@ -85,17 +46,29 @@ def _from_yaml(field_type: FieldType, value: Any) -> Any:
     if field_type.choices:
         return _choice(field_type, value)
     if field_type.base is float and type(value) is int:
-        return float(value)
+        return decimal(str(value))
     if type(value) is not field_type.base:
         raise ValueError
     return value
 
 
-def _from_flag(field_type: FieldType, text: str) -> Any:
-    """The field's value for one command-line word; `none` unsets an optional field."""
-    if field_type.optional and text.lower() == "none":
-        return None
-    return _choice(field_type, text) if field_type.choices else field_type.base(text)
+def _from_flag(field_type: FieldType, words: tuple[str, ...]) -> Any:
+    """The field's value for the words of its flag. `none` unsets a list and an optional field.
+
+    Raises:
+        ValueError: no value of the field is written so.
+    """
+    if (field_type.optional or field_type.base is tuple) and [word.lower() for word in words] == ["none"]:
+        return () if field_type.base is tuple else None
+    if field_type.base is tuple:
+        return words
+    (word,) = words
+    if field_type.choices:
+        return _choice(field_type, word)
+    if field_type.base is bool:
+        return word == "true"
+    read = {int: whole_number, float: decimal}.get(field_type.base, str)
+    return read(word)
 
 
 def _choice(field_type: FieldType, name: Any) -> Any:
@@ -104,70 +77,64 @@ def _choice(field_type: FieldType, name: Any) -> Any:
     return field_type.choices[field_type.choice_names.index(name)]
 
 
-@dataclass(frozen=True)
-class _CommandLine(Config):
-    config: Annotated[tuple[str, ...], UNSET, tyro.conf.arg(metavar="FILE.yaml [FILE.yaml ...]")] = ()
-    """YAML files of settings: {section: {name: value}} or {name: value}, names as the flags' with underscores. A file
-    overrides those before it."""
-    bf16: Annotated[Switch, tyro.conf.FlagCreatePairsOff] = False
-    """Same as --precision bf16."""
-    fp16: Annotated[Switch, tyro.conf.FlagCreatePairsOff] = False
-    """Same as --precision fp16."""
-
-
-#: Written in paragraphs: tyro joins the lines of each.
-_ABOUT = """\
-Train a GPT in FP8 end to end. A first try, on random tokens:
-
-  {prog} --config configs/gpt_345m.yaml --mock-data --train-iters 20
-
-From token files to checkpoints:
-
-  {prog} --config configs/gpt_345m.yaml --data-path PREFIX --tokenizer-model FILE --save runs/a
-
-configs/ has models from 345M to 175B parameters; configs/fast.yaml goes over any of them. docs/ has the guides.
-
-Settings come from --config and from flags. A flag overrides the files. `none` unsets a flag that has no default. A
-switch is listed in the form that changes its default; --NAME and --no-NAME both work.
-"""
-
-
 def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> Config:
     """The configuration of a command line. Each --config FILE.yaml overrides the defaults; flags override the files.
 
     Args:
         argv: words after the program's name; ``sys.argv[1:]`` if None.
-        prog: the program's name in help and errors.
+        prog: the program's name in help.
 
     Raises:
-        ConfigError: a YAML file is missing or malformed, has an unknown key or a value of the wrong type, or flags
-            contradict each other.
-        SystemExit: code 2, with a message on stderr, for an unknown flag or a bad value; code 0 after --help.
+        ConfigError: a YAML file is missing or malformed, a flag or key is unknown or has a value of the wrong type, or
+            flags contradict each other. The text has one line for each problem.
+        SystemExit: code 0 after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", nargs="+", action="extend", default=[])
-    paths = finder.parse_known_args(words)[0].config
+    sections = _field_types()
+    types = {name: kind for fields in sections.values() for name, kind in fields.items()}
+    asks_for_help = "-h" in words or "--help" in words
+    given, problems = read_words(words, with_config(types))
+    paths = [path for one in given if one.name == "config" for path in one.words]
     base = Config()
     for path in paths:
         base = load_config(path, base)
-    flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-    base = _without_alternatives(base, flags)
-    asks_for_help = "-h" in words or "--help" in words
-    parsed = tyro.cli(
-        _CommandLine,
-        prog=prog,
-        description=_ABOUT.format(prog=prog),
-        args=words,
-        default=_CommandLine(**_sections(base), config=tuple(paths)),
-        config=(
-            tyro.conf.OmitArgPrefixes,
-            tyro.conf.EnumChoicesFromValues,
-            *((tyro.conf.FlagCreatePairsOff,) if asks_for_help else ()),
-        ),
-        registry=_flag_rules(),
-    )
-    return _with_precision_alias(parsed, flags)
+    if asks_for_help:
+        from .help import show_help
+
+        show_help(base, paths, prog)
+    values: dict[str, dict[str, Any]] = {section: {} for section in sections}
+    for one in given:
+        if one.name not in types:
+            continue
+        kind = types[one.name]
+        try:
+            owner = next(section for section, fields in sections.items() if one.name in fields)
+            values[owner][one.name] = _from_flag(kind, one.words)
+        except ValueError:
+            value = shortened(" ".join(one.words))
+            problems.append(f"{one.flag} {value!r} is not {_expected(kind).replace('null', 'none')}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config = _overridden(base, values)
+    last = {one.name: one.words for one in given}
+    return _with_precision_alias(config, {name for name, value in last.items() if value != ("false",)})
+
+
+def repeated_in(argv: Sequence[str]) -> list[str]:
+    """One line for each flag of a command line that is given more than once with other values; the last counts."""
+    types = {name: kind for fields in _field_types().values() for name, kind in fields.items()}
+    return repeated_flags(read_words(argv, with_config(types))[0])
+
+
+def _field_types() -> dict[str, dict[str, FieldType]]:
+    """The fields' types by section and name."""
+    return {section: field_types(type(default)) for section, default in _sections(Config()).items()}
+
+
+def _overridden(base: Config, values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """`base` with values by section and name instead of its own."""
+    sections = _sections(_without_alternatives(base, values["optimizer"]))
+    return Config(**{name: dataclasses.replace(section, **values[name]) for name, section in sections.items()})
 
 
 def _without_alternatives(base: Config, given: Collection[str]) -> Config:
@@ -181,14 +148,13 @@ def _without_alternatives(base: Config, given: Collection[str]) -> Config:
     return dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, **replaced))
 
 
-def _with_precision_alias(parsed: _CommandLine, given: Collection[str]) -> Config:
-    """The parsed configuration, with --bf16 or --fp16 applied to its precision."""
-    config = Config(**_sections(parsed))
-    if parsed.bf16 and parsed.fp16:
+def _with_precision_alias(config: Config, given: Collection[str]) -> Config:
+    """`config`, with --bf16 or --fp16 applied to its precision."""
+    if {"bf16", "fp16"} <= set(given):
         raise ConfigError("--bf16 contradicts --fp16; give one of them")
-    if not parsed.bf16 and not parsed.fp16:
+    if not {"bf16", "fp16"} & set(given):
         return config
-    alias: Precision = "bf16" if parsed.bf16 else "fp16"
+    alias: Precision = "bf16" if "bf16" in given else "fp16"
     if "precision" in given and config.precision.precision != alias:
         raise ConfigError(f"--{alias} contradicts --precision {config.precision.precision}; give one of them")
     return dataclasses.replace(config, precision=dataclasses.replace(config.precision, precision=alias))
@@ -207,13 +173,15 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
     Raises:
         ConfigError: as in `parse_config`; lists all problems of the file, one per line.
     """
-    types = {section: field_types(type(default)) for section, default in _sections(Config()).items()}
+    types = _field_types()
     values: dict[str, dict[str, Any]] = {section: {} for section in types}
     problems = []
-    for section, key, value in _entries(_read_mapping(path), types):
+    for section, key, value in _entries(read_mapping(path), types):
         label = f"{section}.{key}" if section else key
         owner = next((name for name, fields in types.items() if key in fields), None)
-        if owner is None or section not in (owner, None):
+        if section is None and owner is None and key in types:
+            problems.append(f"{path}: '{key}' is a section, not a setting; write it as {key}: {{name: value}}")
+        elif owner is None or section not in (owner, None):
             problems.append(f"{path}: unknown key '{label}'{_suggestion(key, owner, types)}")
         elif key in values[owner]:
             problems.append(f"{path}: '{key}' is given twice, at the top and under '{owner}'; keep one")
@@ -222,17 +190,17 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
             try:
                 values[owner][key] = _from_yaml(types[owner][key], value)
             except ValueError:
-                problems.append(f"{path}: {label}: {value!r} is not {_expected(types[owner][key])}")
+                shown = shortened(reprlib.repr(value))
+                problems.append(f"{path}: {label}: {shown} is not {_expected(types[owner][key])}")
     if problems:
         raise ConfigError("\n".join(problems))
-    overridden = _sections(_without_alternatives(base or Config(), values["optimizer"])).items()
-    return Config(**{name: dataclasses.replace(section, **values[name]) for name, section in overridden})
+    return _overridden(base or Config(), values)
 
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write all settings by section as YAML. `load_config` reads back an equal configuration. Makes parent folders."""
     sections = {name: _plain_values(section) for name, section in _sections(config).items()}
-    text = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.dump(sections, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, encoding="utf-8")
 
@@ -253,57 +221,6 @@ def format_config(config: Config) -> str:
 def _sections(config: Config) -> dict[str, Any]:
     """The sections of a configuration by name."""
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
-
-
-def _flag_rules() -> ConstructorRegistry:
-    """Rules that show optional fields and tuples with a plain metavar; tyro would print `{None}|INT`."""
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if info.type_origin not in (Union, UnionType):
-            return None
-        field_type = FieldType.of(info.type)
-        choices = field_type.choice_names
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="{" + ",".join(choices) + "}" if choices else field_type.base.__name__.upper(),
-            instance_from_str=lambda words: _from_flag(field_type, words[0]),
-            is_instance=lambda value: value is None or isinstance(value, field_type.base),
-            str_from_instance=lambda value: [_shown(value.value if isinstance(value, Enum) else value)],
-            choices=(*choices, "none") if choices else None,
-        )
-
-    @registry.primitive_rule
-    def tuple_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]] | None:
-        if info.type_origin is not tuple:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs="*",
-            metavar="STR [STR ...]",
-            instance_from_str=tuple,
-            is_instance=lambda value: isinstance(value, tuple),
-            str_from_instance=list,
-        )
-
-    return registry
-
-
-def _read_mapping(path: str | Path) -> Mapping[Any, Any]:
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot read the configuration file: {reason}; check --config") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{path}: holds a {type(content).__name__}; expected a mapping such as 'num_layers: 24'")
-    return content
 
 
 def _entries(

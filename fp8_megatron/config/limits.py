@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from .words import shortened, text_problem
+
 Bound = Ge | Gt | Le | Lt
 #: Kind of bound → (its attribute, the comparison that a value must pass, the bound in words).
 _BOUNDS = {
@@ -76,7 +78,17 @@ def limit_problems(config: Any) -> Iterator[str]:
             if fix is not None:
                 shown = getattr(values, name)
                 shown = shown.value if isinstance(shown, Enum) else shown
-                yield f"{name}({shown}) is out of range; give --{name.replace('_', '-')} {fix}"
+                yield f"{name}({shortened(str(shown))}) is out of range; give --{name.replace('_', '-')} {fix}"
+            yield from _text_problems(name, getattr(values, name))
+
+
+def _text_problems(name: str, value: Any) -> Iterator[str]:
+    """One line for each string that can be neither a path nor a name."""
+    for text in value if isinstance(value, tuple) else (value,):
+        problem = text_problem(text) if isinstance(text, str) else None
+        if problem is not None:
+            flag = f"--{name.replace('_', '-')}"
+            yield f"{name}({shortened(text)!r}) {problem}; give {flag} another value, or leave it out"
 
 
 def _fix(field_type: FieldType, value: Any) -> str | None:
@@ -87,7 +99,7 @@ def _fix(field_type: FieldType, value: Any) -> str | None:
         return None if value in field_type.choices else "one of " + ", ".join(field_type.choice_names)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if math.isfinite(value) and all(_holds(bound, value) for bound in field_type.bounds):
+    if (isinstance(value, int) or math.isfinite(value)) and all(_holds(bound, value) for bound in field_type.bounds):
         return None
     kind = "a whole number" if field_type.base is int else "a finite number"
     return " ".join([kind, " and ".join(map(_words, field_type.bounds))]).strip()

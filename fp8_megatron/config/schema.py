@@ -14,14 +14,25 @@ from typing import Annotated, Literal
 from ..storage import LEVELS, GradReduceMode, StorageDtype, StorageFormats
 from .fields import (
     UNSET,
+    BatchSize,
     BelowOne,
     Count,
     CountOrZero,
+    History,
+    Layers,
+    LayersOrZero,
+    Minutes,
     NotNegative,
+    OptionalBatchSize,
     OptionalCount,
     OptionalFraction,
+    OptionalLayers,
     OptionalPositive,
+    OptionalSize,
     Positive,
+    Processes,
+    Ranks,
+    Size,
     Switch,
     Text,
     UpToOne,
@@ -48,23 +59,23 @@ MIN_CUDA_GRAPH_WARMUP_STEPS = 2
 class ModelConfig:
     """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head), Llama style by flags."""
 
-    num_layers: Count = 24
+    num_layers: Layers = 24
     """Transformer layers."""
-    hidden_size: Count = 1024
+    hidden_size: Size = 1024
     """Width of the residual stream."""
-    ffn_hidden_size: OptionalCount = None
+    ffn_hidden_size: OptionalSize = None
     """Width of the MLP. Default: 4 × hidden-size; with --swiglu 8/3 × hidden-size rounded up to a multiple of 256."""
-    num_attention_heads: Count = 16
+    num_attention_heads: Size = 16
     """Attention (query) heads."""
-    kv_channels: OptionalCount = None
+    kv_channels: OptionalSize = None
     """Width of one head. Default: hidden-size / num-attention-heads."""
     group_query_attention: Switch = False
     """Grouped-query attention: all query heads share --num-query-groups key/value heads."""
-    num_query_groups: Count = 1
+    num_query_groups: Size = 1
     """Key/value heads with --group-query-attention."""
-    seq_length: Count = 1024
+    seq_length: Size = 1024
     """Tokens in a training sequence."""
-    max_position_embeddings: OptionalCount = None
+    max_position_embeddings: OptionalSize = None
     """Rows of the learned position table. Default: seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
     """Kind of position embedding."""
@@ -90,9 +101,9 @@ class ModelConfig:
     """Dropout on the embedding and on each residual branch."""
     init_method_std: Positive = 0.02
     """Standard deviation of the initial weights (normal); for output projections, divided by sqrt(2 · num-layers)."""
-    vocab_size: OptionalCount = None
+    vocab_size: OptionalSize = None
     """Size of the vocabulary before padding. Default: the tokenizer's."""
-    make_vocab_size_divisible_by: Count = 128
+    make_vocab_size_divisible_by: Size = 128
     """The vocabulary is padded to a multiple of this × tensor-model-parallel-size."""
     attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
     """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash."""
@@ -121,11 +132,11 @@ class ModelConfig:
 class ParallelConfig:
     """How the model is split over ranks. Data-parallel size: WORLD_SIZE / (tensor × pipeline size)."""
 
-    tensor_model_parallel_size: Count = 1
+    tensor_model_parallel_size: Ranks = 1
     """Ranks that share each layer."""
-    pipeline_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Ranks = 1
     """Stages that share the layers."""
-    num_layers_per_virtual_pipeline_stage: OptionalCount = None
+    num_layers_per_virtual_pipeline_stage: OptionalLayers = None
     """Layers in one virtual stage. Turns on the interleaved schedule."""
     sequence_parallel: Switch = False
     """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
@@ -151,7 +162,7 @@ class ParallelConfig:
     nccl_communicator_config_path: Text = None
     """YAML file of NCCL settings by process group, in megatron-core's format. {dp_cp: {max_ctas: 8}} limits the
     multiprocessors that data-parallel collectives take from concurrent GEMMs."""
-    distributed_timeout_minutes: Positive = 10.0
+    distributed_timeout_minutes: Minutes = 10.0
     """Time limit of a collective. The job ends if one takes longer."""
 
     def virtual_pipeline_model_parallel_size(self, num_layers: int) -> int | None:
@@ -180,9 +191,9 @@ class PrecisionConfig:
     cross-entropy casts the gradient of the logits to FP8. Needs --precision fp8."""
     first_last_layers_bf16: Switch = False
     """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
-    num_layers_at_start_in_bf16: CountOrZero = 1
+    num_layers_at_start_in_bf16: LayersOrZero = 1
     """Number of first layers in BF16 with --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: CountOrZero = 1
+    num_layers_at_end_in_bf16: LayersOrZero = 1
     """Number of last layers in BF16 with --first-last-layers-bf16."""
     release_gradients: Switch = False
     """Update each linear weight during backward as soon as its gradient is computed, and store no gradients of linear
@@ -193,10 +204,10 @@ class PrecisionConfig:
     grad_accumulation_dtype: Annotated[Literal["fp32", "bf16"] | None, UNSET] = None
     """Dtype in which FP8 weight gradients are added up over micro-batches (never FP8). Default: fp32 for shards of
     several replicas, otherwise bf16. bf16 shards take 2 / replicas bytes per parameter instead of 4 / replicas."""
-    keep_fp8_transpose_cache: CountOrZero = 0
+    keep_fp8_transpose_cache: LayersOrZero = 0
     """Layers per pipeline stage that keep the transposes of their FP8 weights over the micro-batches of a step, at one
     byte per parameter. Other layers transpose for each backward."""
-    fp8_amax_history_len: Count = 16
+    fp8_amax_history_len: History = 16
     """Length of delayed scaling's amax history, in steps."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """How delayed scaling derives an amax from its history."""
@@ -325,7 +336,7 @@ class DataConfig:
     """The SentencePiece .model file, or a local Hugging Face tokenizer folder."""
     data_cache_path: Text = None
     """Folder for caches of dataset indices. Default: cache/ beside the data."""
-    num_workers: CountOrZero = 2
+    num_workers: Processes = 2
     """Loader processes per rank; 0 loads in the training process."""
     reset_position_ids: Switch = False
     """Restart position ids after each end-of-document."""
@@ -337,9 +348,9 @@ class DataConfig:
 class TrainingConfig:
     """The training loop."""
 
-    micro_batch_size: Count = 4
+    micro_batch_size: BatchSize = 4
     """Sequences in one forward pass of one rank."""
-    global_batch_size: OptionalCount = None
+    global_batch_size: OptionalBatchSize = None
     """Sequences in one step over all ranks. Default: micro-batch-size × data-parallel size."""
     train_iters: Count = 1000
     """Number of optimizer steps."""
@@ -372,7 +383,7 @@ class TrainingConfig:
     """Recompute activations in backward: whole layers (full) or only core attention (selective)."""
     recompute_method: Annotated[Literal["uniform", "block"] | None, UNSET] = None
     """Which layers full recomputation covers; see --recompute-num-layers."""
-    recompute_num_layers: OptionalCount = None
+    recompute_num_layers: OptionalLayers = None
     """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
 
 

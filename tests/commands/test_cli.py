@@ -80,6 +80,20 @@ def test_what_must_come_at_once_imports_nothing_heavy(code: str) -> None:
     assert (result.stdout.strip(), result.returncode) == ("", 0), result.stderr
 
 
+@pytest.mark.parametrize(
+    "words", ["--lr 0", "--lr", "--num-layrs 3", "--config nowhere.yaml", "--seed 1_0", "--gpus x", "--save="]
+)
+def test_a_mistake_is_told_where_neither_torch_nor_megatron_can_be_imported(words: str) -> None:
+    """So it is told in less than a second, as both take several."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); from fp8_megatron import cli; "
+        f"sys.exit(cli.main('train --mock-data --vocab-size 64 {words}'.split()))"
+    )
+    result = python("-c", code)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    assert result.stderr.startswith("error: ")
+
+
 def test_importing_changes_nothing() -> None:
     code = "import os, sys; before = dict(os.environ); import fp8_megatron, fp8_megatron.device.cudnn as cudnn; "
     result = python("-c", code + "print(os.environ == before, cudnn._home)")

@@ -78,6 +78,10 @@ def test_own_flags_place_the_ranks_and_all_others_are_passed_on(
         ("--cpu-ranks 0", "--cpu-ranks 0: there is no such run"),
         ("--nnodes 2", "--nnodes 2 needs --master-addr"),
         ("--nnodes 2 --master-addr a --node-rank 2", "--node-rank 2 is none of --nnodes 2"),
+        ("--num-layrs 3", "unknown flag --num-layrs; did you mean --num-layers?"),
+        ("--save=", "save('') is empty (an unset shell variable?); give --save another value"),
+        ("--cpu-ranks 100000", "--cpu-ranks 100000 is more than this node's cores can run; give at most "),
+        ("--nnodes 2 --master-addr a --master-port 70000", "--master-port 70000 is no port; give 1 to 65535"),
         ("--node-rank 1", "--node-rank 1 is none of --nnodes 1"),
         ("--gpus 2 --max-restarts -1", "--max-restarts -1 is negative; give 0 or more"),
         ("--master-port 1234", "--master-port have no effect with one node"),
@@ -92,11 +96,22 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert printed.out == "" and started == []
 
 
-@pytest.mark.parametrize("words", ["--gpus 2 --cpu-ranks 2", "--gpus two", "--num-layrs 3"])
-def test_a_bad_flag_exits_with_status_2(words: str, started: list[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["--gpus 2 --cpu-ranks 2", "--gpus two", "--gpus \uff12", "--master-addr=", "--gpus"])
+def test_a_bad_flag_exits_with_status_2(
+    words: str, started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_info:
         train.main([*tiny_flags(tmp_path), *words.split()])
     assert exit_info.value.code == 2 and started == []
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_flag_that_is_given_twice_is_noted_once(
+    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--gpus", "1", *tiny_flags(tmp_path), "--lr", "2", "--gpus=2", "--nnodes", "1"]) == 0
+    assert capsys.readouterr().err == "note: --gpus is given 2 times; the last one counts: --gpus 2\n"
+    assert started[0][0].ranks_per_node == 2
 
 
 def test_help_shows_its_own_flags_before_the_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from fp8_megatron.config.checks import ConfigError
-from fp8_megatron.config.io import format_config, load_config, own_and_run_flags, parse_config, save_config
+from fp8_megatron.config.io import format_config, load_config, own_and_run_flags, parse_config, repeated_in, save_config
 from fp8_megatron.config.limits import field_types
 from fp8_megatron.config.schema import (
     Config,
@@ -88,24 +89,63 @@ def test_bf16_means_precision_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--num-layer", "3"], "--num-layers INT"),
-        (["--fp64"], "--fp64"),
-        (["--num-layers", "1.5"], "1.5"),
-        (["--ffn-hidden-size", "wide"], "wide"),
-        (["--exp-avg-dtype", "uint8"], "uint8"),
+        (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers?"),
+        (["--fp64"], "unknown flag --fp64; did you mean --fp16?"),
+        (["--zzzzzz", "3", "4"], "unknown flag --zzzzzz; --help lists the flags"),
+        (["--num-layers", "1.5"], "--num-layers '1.5' is not a whole number"),
+        (["--num-layers", "1_000"], "--num-layers '1_000' is not a whole number"),
+        (["--num-layers=\uff11\uff12"], "--num-layers '\uff11\uff12' is not a whole number"),
+        (["--seed", " 7"], "--seed ' 7' is not a whole number"),
+        (["--seed", "9" * 5000], f"--seed '{'9' * 77}...' is not a whole number"),
+        (["--lr", "\u0661e-3"], "--lr '\u0661e-3' is not a number"),
+        (["--lr", "1_0.0"], "--lr '1_0.0' is not a number"),
+        (["--lr="], "--lr '' is not a number"),
+        (["--lr"], "--lr has no value; give one after it, or drop it (an unset shell variable?)"),
+        (["--lr", "--seed", "3"], "--lr has no value"),
+        (["--data-path", "--mock-data"], "--data-path has no value"),
+        (["--mock-data=true"], "--mock-data=true: a switch has no value; give it alone, or as --no-…"),
+        (["--mock-data", "yes"], "'yes' belongs to no flag; put one before it, or drop it"),
+        (["--ffn-hidden-size", "wide"], "--ffn-hidden-size 'wide' is not a whole number or none"),
+        (["--exp-avg-dtype", "uint8"], "--exp-avg-dtype 'uint8' is not one of fp32, bf16, fp16, fp8, int8 or none"),
         (["--exp-avg-sq-dtype", "int8"], "int8"),
         (["--main-params-dtype", "int8"], "int8"),
         (["--main-grads-dtype", "fp16"], "fp16"),
         (["--params-dtype", "split"], "split"),
-        (["--precision", "fp4"], "fp4"),
-        (["stray"], "stray"),
+        (["--precision", "fp4"], "--precision 'fp4' is not one of bf16, fp16, te, fp8"),
+        (["stray"], "'stray' belongs to no flag"),
+        (["--no-num-layers"], "unknown flag --no-num-layers"),
+        (["--config"], "--config has no value"),
+        (["--config", ""], "--config is empty (an unset shell variable?)"),
     ],
 )
-def test_a_bad_flag_exits_with_code_2(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
+def test_a_bad_flag_is_one_line(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
         parse_config(argv)
-    assert exit_info.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_all_bad_flags_come_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--num-layrs", "3", "--lr", "fast", "stray", "--seed"])
+    assert len(str(error.value).splitlines()) == 4
+
+
+def test_every_form_of_a_flag() -> None:
+    words = ["--num_layers=3", "--no-tensorboard", "--data-path", "-a", "b", "--min-lr", "-0.0", "--save=a=b"]
+    config = parse_config(words)
+    assert (config.model.num_layers, config.logging.tensorboard, config.checkpoint.save) == (3, False, "a=b")
+    assert config.data.data_path == ("-a", "b") and parse_config([*words, "--data-path", "none"]).data.data_path == ()
+
+
+def test_a_flag_that_is_given_twice_counts_last_and_is_noted(tmp_path: Path) -> None:
+    path = write(tmp_path, "lr: 3")
+    words = ["--config", path, "--lr", "1", "--lr=2", "--seed", "1", "--seed", "1", "--bf16", "--no-bf16"]
+    config = parse_config([*words, "--config", path])
+    assert (config.optimizer.lr, config.precision.precision) == (2.0, "fp8")
+    assert repeated_in(words) == [
+        "--lr is given 2 times; the last one counts: --lr 2",
+        "--bf16 is given 2 times; the last one counts: --no-bf16",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,11 +156,11 @@ def test_a_bad_flag_exits_with_code_2(argv: list[str], said: str, capsys: pytest
         ("modle: {num_layers: 4}", "unknown key 'modle'; did you mean 'model'?"),
         ("zzzzzz: 4", "unknown key 'zzzzzz'; --help lists the names"),
         ("model: {lr: 4}", "unknown key 'model.lr'; 'lr' belongs under 'optimizer'"),
-        ("num_layers: abc", "num_layers: 'abc' is not int"),
-        ("model: {num_layers: 4.0}", "model.num_layers: 4.0 is not int"),
-        ("num_layers: true", "num_layers: True is not int"),
-        ("num_layers: null", "num_layers: None is not int"),
-        ("lr: fast", "lr: 'fast' is not float"),
+        ("num_layers: abc", "num_layers: 'abc' is not a whole number"),
+        ("model: {num_layers: 4.0}", "model.num_layers: 4.0 is not a whole number"),
+        ("num_layers: true", "num_layers: True is not a whole number"),
+        ("num_layers: null", "num_layers: None is not a whole number"),
+        ("lr: fast", "lr: 'fast' is not a number"),
         ("sequence_parallel: 1", "sequence_parallel: 1 is not true or false"),
         ("sequence_parallel: yes", "sequence_parallel: 'yes' is not true or false"),
         ("save: 3", "save: 3 is not a string or null"),
@@ -132,6 +172,21 @@ def test_a_bad_flag_exits_with_code_2(argv: list[str], said: str, capsys: pytest
         ("num_layers: 4\nnum_layers: 6", "key 'num_layers' is given twice"),
         ("[1, 2]", "holds a list; expected a mapping"),
         ("model: {num_layers: 4", ":1:"),
+        ("model: 3", "'model' is a section, not a setting; write it as model: {name: value}"),
+        ("num_layers: 1_000", "num_layers: '1_000' is not a whole number"),
+        ("num_layers: \uff11", "num_layers: '\uff11' is not a whole number"),
+        ("num_layers: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
+        ("lr: " + "9" * 4000, "is not a number"),
+        ("num_layers: !!int '3'", "settings have no tags; leave out tag:yaml.org,2002:int"),
+        ("a: !!python/object/apply:os.system [ls]", "settings have no tags"),
+        ("a: " + "[" * 100_000, "nested deeper than 20 levels"),
+        ("- " * 100_000, "nested deeper than 20 levels"),
+        ("lr: [&a [" + "x, " * 9 + "], &b [" + "*a, " * 9 + "], " + "*b, " * 9 + "]", "is not a number"),
+        ("lr: &a [*a]", "is not a number"),
+        ("{[1]: 2}", "not valid YAML"),
+        ("1: 2", "unknown key '1'"),
+        ("lr: \x01", "not valid YAML: unacceptable character"),
+        ("# " + "x" * 1_000_000, "has more than 1,000,000 bytes; give a file of settings"),
         ("model:\n\t- 3", "not valid YAML"),
     ],
 )
@@ -142,6 +197,20 @@ def test_a_bad_file_is_named_with_key_and_value(tmp_path: Path, text: str, messa
     assert str(error.value).startswith(path)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_what_is_no_file_of_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"lr: 1 # \xff")
+    os.mkfifo(tmp_path / "pipe")
+    for path, said in (
+        (tmp_path / "x", "byte 8 is not UTF-8 text; check --config"),
+        (tmp_path / "pipe", "--config takes files, which every rank reads again; this is none"),
+        (tmp_path, "--config takes files"),
+        (Path("/dev/zero"), "--config takes files"),
+        (tmp_path / "x" / "y", "cannot read the configuration file: Not a directory"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{path}: {said}"):
+            load_config(path)
 
 
 def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def test_the_defaults_are_inside() -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_has_a_least_value(name: str) -> None:
-    assert any(isinstance(bound, Ge | Gt) for bound in FIELDS[name][1].bounds)
+def test_a_number_has_a_least_and_a_largest_value(name: str) -> None:
+    assert {isinstance(bound, Ge | Gt) for bound in FIELDS[name][1].bounds} == {True, False}
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -127,3 +127,28 @@ def test_a_choice_is_one_of_those_that_are_listed(name: str, tmp_path: Path) -> 
         (tmp_path / "x.yaml").write_text(f"{name}: {shown}")
         with pytest.raises(ConfigError, match=f"is not one of {names}"):
             load_config(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_a_whole_number_may_be_of_any_length(value: int) -> None:
+    (problem,) = limit_problems(with_values({"seed": value}))
+    assert problem.startswith(f"seed({str(value)[:77]}...) is out of range; give --seed a whole number")
+
+
+TEXTS = [name for name, (_, kind) in FIELDS.items() if kind.base in (str, tuple) and not kind.choices]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty (an unset shell variable?)"),
+        (" ", "is empty (an unset shell variable?)"),
+        ("a\0b", "holds a control character"),
+        ("a\nb", "holds a control character"),
+        ("\udc80", "holds bytes that are not UTF-8"),
+    ],
+)
+def test_a_text_is_a_path_or_a_name(name: str, text: str, said: str) -> None:
+    (problem,) = limit_problems(with_values({name: ("a", text) if FIELDS[name][1].base is tuple else text}))
+    assert problem.startswith(f"{name}({text!r}) {said}; give {flag(name)} ")

@@ -1,0 +1,103 @@
+"""The words of a command line as settings: which flag each word belongs to. A mistake is one line with flag and fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .limits import FieldType
+from .words import shortened
+
+
+@dataclass(frozen=True)
+class Given:
+    """One flag of a command line.
+
+    Attributes:
+        flag: the flag, as written.
+        name: the setting that it sets.
+        words: its values; for a switch ``true`` or ``false``.
+    """
+
+    flag: str
+    name: str
+    words: tuple[str, ...]
+
+
+def read_words(words: Sequence[str], types: Mapping[str, FieldType]) -> tuple[list[Given], list[str]]:
+    """The flags of a command line in order, and one line for each mistake.
+
+    A flag is ``--name value`` or ``--name=value``. A switch is ``--name`` or ``--no-name``. A list takes all words up
+    to the next flag. Dashes and underscores in names are alike.
+
+    Args:
+        words: the command line.
+        types: the settings by name.
+    """
+    given: list[Given] = []
+    problems: list[str] = []
+    rest = list(words)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if not _is_flag(flag):
+            problems.append(f"{shortened(flag + equals + value)!r} belongs to no flag; put one before it, or drop it")
+            continue
+        name = flag.removeprefix("--").replace("-", "_")
+        turned_off = name.removeprefix("no_") if name not in types else name
+        if name not in types and turned_off in types and types[turned_off].base is bool:
+            name, truth = turned_off, "false"
+        else:
+            truth = "true"
+        values = [value] if equals else _values(rest, types.get(name))
+        if name not in types:
+            problems.append(f"unknown flag {shortened(flag)}{_suggestion(name, types)}")
+        elif types[name].base is bool:
+            if equals:
+                problems.append(f"{flag}={shortened(value)}: a switch has no value; give it alone, or as --no-…")
+            given.append(Given(flag, name, (truth,)))
+        elif not values:
+            problems.append(f"{flag} has no value; give one after it, or drop it (an unset shell variable?)")
+        else:
+            given.append(Given(flag, name, tuple(values)))
+    return given, problems
+
+
+def repeated_flags(given: Sequence[Given]) -> list[str]:
+    """One line for each setting that is given more than once with other values."""
+    by_name: dict[str, list[Given]] = {}
+    for one in given:
+        by_name.setdefault(one.name, []).append(one)
+    return [
+        f"--{name.replace('_', '-')} is given {len(several)} times; the last one counts: {_shown(several[-1])}"
+        for name, several in by_name.items()
+        if name != "config" and len({one.words for one in several}) > 1
+    ]
+
+
+def with_config(types: Mapping[str, FieldType]) -> dict[str, FieldType]:
+    """The settings and the flags that stand beside them: --config, --bf16, --fp16."""
+    return {**types, "config": FieldType(tuple), "bf16": FieldType(bool), "fp16": FieldType(bool)}
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") and len(word) > 2
+
+
+def _values(rest: list[str], field_type: FieldType | None) -> list[str]:
+    """Take the values of a flag from the words after it. An unknown flag takes all up to the next flag."""
+    most = len(rest) if field_type is None or field_type.base is tuple else 0 if field_type.base is bool else 1
+    values: list[str] = []
+    while rest and len(values) < most and not _is_flag(rest[0]):
+        values.append(rest.pop(0))
+    return values
+
+
+def _suggestion(name: str, types: Mapping[str, FieldType]) -> str:
+    nearest = difflib.get_close_matches(name, types, n=1)
+    return f"; did you mean --{nearest[0].replace('_', '-')}?" if nearest else "; --help lists the flags"
+
+
+def _shown(one: Given) -> str:
+    text = one.flag if one.words in (("true",), ("false",)) else " ".join((one.flag, *one.words))
+    return shortened(text)

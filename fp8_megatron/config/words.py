@@ -1,0 +1,41 @@
+"""Words of a command line or a file as values: numbers in ASCII digits, strings that can be paths and names."""
+
+from __future__ import annotations
+
+import re
+
+_WHOLE = re.compile(r"[-+]?[0-9]+", re.ASCII)
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?(?:inf|infinity|nan)", re.ASCII)
+#: Digits of a whole number. Far beyond every limit, and below what Python refuses to read.
+_MOST_DIGITS = 300
+_MOST_SHOWN = 80
+
+
+def whole_number(word: str) -> int:
+    """The whole number that `word` writes in ASCII digits, without underscores. Raises ValueError for other words."""
+    if not _WHOLE.fullmatch(word) or len(word) > _MOST_DIGITS:
+        raise ValueError(word)
+    return int(word)
+
+
+def decimal(word: str) -> float:
+    """The number that `word` writes in ASCII digits, or inf or nan. Raises ValueError for other words."""
+    if not _DECIMAL.fullmatch(word.lower()) or len(word) > _MOST_DIGITS:
+        raise ValueError(word)
+    return float(word)
+
+
+def text_problem(text: str) -> str | None:
+    """Why `text` can be neither a path nor a name; None if it can."""
+    if not text.strip():
+        return "is empty (an unset shell variable?)"
+    if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
+        return "holds bytes that are not UTF-8"
+    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in text):
+        return "holds a control character"
+    return None
+
+
+def shortened(text: str) -> str:
+    """`text` for an error: as it is, or its beginning if it is long."""
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
