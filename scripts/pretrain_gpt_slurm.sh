@@ -13,9 +13,11 @@
 #
 # Submit from the repository root. Arguments go to pretrain_gpt.py. Let --exit-duration-in-mins end some minutes before
 # the job's time limit: the run then saves and stops, and resumes when submitted again (torchrun gives its workers only
-# 30 s between SIGTERM and SIGKILL, too short to save a large model). A rank that dies ends the job and is named in
-# the log (docs/failures.md).
-# Environment: PY (python of the environment, default .venv/bin/python), GPUS_PER_NODE (default 8), MASTER_PORT.
+# 30 s between SIGTERM and SIGKILL, too short to save a large model). Where a rank dies, hangs or diverges,
+# torchrun starts all ranks again from the newest checkpoint, up to MAX_RESTARTS times (docs/failures.md). A node that
+# the log names twice: sbatch --exclude=NODE.
+# Environment: PY (python of the environment, default .venv/bin/python), GPUS_PER_NODE (default 8), MASTER_PORT,
+# MAX_RESTARTS (default 3; 0: none).
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 
@@ -28,6 +30,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 exec srun --kill-on-bad-exit=1 "${PY:-.venv/bin/python}" -m torch.distributed.run \
   --nnodes="${SLURM_JOB_NUM_NODES}" \
   --nproc-per-node="${GPUS_PER_NODE:-8}" \
+  --max-restarts="${MAX_RESTARTS:-3}" \
   --rdzv-backend=c10d \
   --rdzv-id="${SLURM_JOB_ID}" \
   --rdzv-endpoint="${MASTER_ADDR}:${MASTER_PORT}" \

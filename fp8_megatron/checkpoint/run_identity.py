@@ -84,13 +84,17 @@ def saved_by(folder: Path) -> tuple[str | None, str | None]:
 
 
 def own_restart(root: Path) -> bool:
-    """Whether torchrun has restarted this process, and an earlier start of the same launch saved under `root`.
+    """Whether an earlier start of this process's launch saved under `root`, and torchrun may have restarted it.
+
+    torchrun's count of restarts alone does not tell: with several nodes each torchrun counts its own, and that of rank
+    0's node stays 0 where another node failed.
 
     Raises:
         CheckpointError: the tracker under `root` is damaged.
     """
     launch = launch_id()
-    if launch is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+    counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    if launch is None or not any(int(os.environ.get(name, "0")) for name in counts):
         return False
     newest = candidates(root)[:1]
     return bool(newest) and saved_by(iteration_folder(root, newest[0]))[1] == launch

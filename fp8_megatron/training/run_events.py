@@ -7,7 +7,7 @@ import socket
 
 from ..config.schema import Config
 from ..reporting.run_log import EventKind, RunLog, event
-from ..watch.restarts import Attempt
+from ..watch.restarts import Launch
 from .step_results import StepResult
 from .stopping import StopReason
 
@@ -40,7 +40,8 @@ class RunEvents:
         kind = EventKind.START if iteration == 0 else EventKind.RESUME
         where = f"{self._world_size} rank{'s' * (self._world_size > 1)}, first host {socket.gethostname()}"
         begins = "training starts from scratch" if iteration == 0 else f"training resumes after iteration {iteration}"
-        fields = {"world_size": self._world_size, "skipped_steps": skipped_steps, **Attempt.of_environment().fields()}
+        fields = {"world_size": self._world_size, "skipped_steps": skipped_steps}
+        fields["launch"] = Launch.of_environment().name
         logger.info(
             "%s on %s, to iteration %d", begins, where, self._total, extra=event(kind, iteration=iteration, **fields)
         )

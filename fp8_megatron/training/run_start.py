@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -199,8 +198,7 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
     save = None if checkpoint.save is None else Path(checkpoint.save)
     if save is not None and own_restart(save):
         if not quiet:
-            count = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            logger.info("restart %s by torchrun: going on from the newest checkpoint of %s", count, save)
+            logger.info("started again by torchrun: going on from the newest checkpoint of %s", save)
         source = Source(save, LoadOptions())
     elif checkpoint.load is None:
         return None, None

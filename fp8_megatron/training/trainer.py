@@ -36,7 +36,7 @@ from ..reporting.profiling import StepProfiler
 from ..reporting.run_log import RunLog, recording
 from ..watch.failures import RankWatch, watched_world
 from ..watch.replica_hash import PendingCheck, ReplicaCheck, ReplicasDiffer
-from ..watch.restarts import Attempt, begin_attempt
+from ..watch.restarts import Launch, begin_attempt
 from .batches import Batch
 from .build import TrainingState, build_training_state, measured_storage
 from .graph_choice import GraphChoice, choose_graph
@@ -104,7 +104,7 @@ class Trainer:
                 checkpoint = self.config.checkpoint
                 begin_attempt(
                     self.output_dir,
-                    Attempt.of_environment(),
+                    Launch.of_environment(),
                     saves=checkpoint.save is not None,
                     saves_by_interval=checkpoint.save_interval is not None,
                 )

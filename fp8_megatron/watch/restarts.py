@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 SAME_FAULT_LIMIT = 3
 #: Faults of one host that make it suspect.
 _SUSPECT_FAULTS = 2
+#: What says how an attempt ended.
+_LAST_WORDS = (EventKind.FAULT.value, EventKind.GIVE_UP.value, EventKind.STOP.value)
 
 Event = dict[str, Any]
 
@@ -51,35 +53,24 @@ class GaveUp(UserError):
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One start of the ranks by torchrun.
+class Launch:
+    """The run of torchrun that this process belongs to.
 
     Attributes:
-        launch: names torchrun's run; equal for all attempts of it.
-        number: restarts before this attempt.
+        name: the same for all restarts. torchrun's count of restarts is not: with several nodes each counts its own.
         max_restarts: restarts that torchrun may make.
         num_nodes: nodes of the run.
     """
 
-    launch: str
-    number: int = 0
+    name: str
     max_restarts: int = 0
     num_nodes: int = 1
 
     @classmethod
-    def of_environment(cls) -> Attempt:
+    def of_environment(cls) -> Launch:
         """What torchrun tells its ranks."""
         world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        return cls(
-            launch=_launch(),
-            number=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
-            num_nodes=max(1, world // local),
-        )
-
-    def fields(self) -> dict[str, Any]:
-        """What an event says of its attempt."""
-        return {"launch": self.launch, "attempt": self.number}
+        return cls(_launch(), int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), max(1, world // local))
 
 
 def _launch() -> str:
@@ -112,11 +103,11 @@ def log_fault(
         ranks=sorted(hosts),
         hosts=sorted(set(hosts.values())),
         error=error,
-        **Attempt.of_environment().fields(),
+        launch=Launch.of_environment().name,
     )
 
 
-def begin_attempt(folder: Path, attempt: Attempt, *, saves: bool, saves_by_interval: bool) -> None:
+def begin_attempt(folder: Path, launch: Launch, *, saves: bool, saves_by_interval: bool) -> None:
     """Log how the attempt before this one ended. The first rank calls it before anything is built.
 
     Args:
@@ -126,32 +117,40 @@ def begin_attempt(folder: Path, attempt: Attempt, *, saves: bool, saves_by_inter
     Raises:
         GaveUp: the same fault came `SAME_FAULT_LIMIT` times at one iteration.
     """
-    if attempt.max_restarts > 0 and attempt.number == 0 and not (saves and saves_by_interval):
-        missing = "--save-interval" if saves else "--save"
-        logger.warning("restarts(%d) without %s begin from scratch: give %s", attempt.max_restarts, missing, missing)
-    if attempt.number == 0:
+    if launch.max_restarts == 0:
         return
-    events = of_launch(read_events(folder / EVENTS_FILE), attempt.launch)
-    if not any(_is_fault(e) and e.get("attempt") == attempt.number - 1 for e in events):
-        last: Event = events[-1] if events else {"iteration": 0, "text": "nothing"}
-        text = f"attempt {attempt.number - 1} ended without a word; its last event was: {last['text']}"
-        vanished = {"fault": Fault.VANISHED.value, "ranks": [], "hosts": [], "error": ""}
-        marks = {"launch": attempt.launch, "attempt": attempt.number - 1}
-        logger.warning("%s", text, extra=event(EventKind.FAULT, iteration=last["iteration"], **vanished, **marks))
-        events.append({"kind": "fault", "iteration": last["iteration"], "text": text, "time": "", **vanished, **marks})
-    before = next(e for e in reversed(events) if _is_fault(e))
+    events = of_launch(read_events(folder / EVENTS_FILE), launch.name)
+    if not events:
+        if not (saves and saves_by_interval):
+            missing = "--save-interval" if saves else "--save"
+            logger.warning("restarts(%d) without %s begin from scratch: give %s", launch.max_restarts, missing, missing)
+        return
+    events += _vanished(events, launch)
+    before = next(e for e in reversed(events) if e["kind"] in _LAST_WORDS)
     logger.warning(
         "restart %d of at most %d, after: %s",
-        attempt.number,
-        attempt.max_restarts,
+        1 + sum(e["kind"] == EventKind.RESTART.value for e in events),
+        launch.max_restarts,
         before["text"],
-        extra=event(EventKind.RESTART, iteration=before["iteration"], **attempt.fields()),
+        extra=event(EventKind.RESTART, iteration=before["iteration"], launch=launch.name),
     )
-    for host in suspects(events):
-        logger.warning("%s", _about_suspect(host, suspects(events)[host], attempt.num_nodes))
+    for host, count in suspects(events).items():
+        logger.warning("%s", _about_suspect(host, count, launch.num_nodes))
     repeated = repeated_fault(events)
     if repeated is not None:
-        raise GaveUp(_given_up(folder, repeated, events, attempt))
+        raise GaveUp(_given_up(folder, repeated, events, launch))
+
+
+def _vanished(events: Sequence[Event], launch: Launch) -> list[Event]:
+    """The fault of the last attempt if it ended without a word; it is logged."""
+    beginnings = [index for index, e in enumerate(events) if e["kind"] == EventKind.RESTART.value]
+    if any(e["kind"] in _LAST_WORDS for e in events[beginnings[-1] if beginnings else 0 :]):
+        return []
+    last = events[-1]
+    text = f"the ranks ended without a word; their last event was: {last['text']}"
+    fields = {"fault": Fault.VANISHED.value, "ranks": [], "hosts": [], "error": "", "launch": launch.name}
+    logger.warning("%s", text, extra=event(EventKind.FAULT, iteration=last["iteration"], **fields))
+    return [{"kind": EventKind.FAULT.value, "iteration": last["iteration"], "text": text, "time": "", **fields}]
 
 
 def of_launch(events: Sequence[Event], launch: str) -> list[Event]:
@@ -184,20 +183,17 @@ def suspects(events: Sequence[Event]) -> dict[str, int]:
 def report(events: Sequence[Event], num_nodes: int) -> str:
     """A line for each fault, and one for each host that failed twice; empty without faults."""
     faults = list(filter(_is_fault, events))
-    lines = [
-        f"  {item['time'][:19]} attempt {item.get('attempt')}, iteration {item.get('iteration')}: {item.get('text')}"
-        for item in faults
-    ]
+    lines = [f"  {item['time'][:19]} iteration {item.get('iteration')}: {item.get('text')}" for item in faults]
     return "\n".join(lines + [_about_suspect(host, n, num_nodes) for host, n in suspects(events).items()])
 
 
-def _given_up(folder: Path, repeated: Event, events: list[Event], attempt: Attempt) -> str:
+def _given_up(folder: Path, repeated: Event, events: list[Event], launch: Launch) -> str:
     summary = (
         f"no more restarts: iteration {repeated['iteration']} failed {SAME_FAULT_LIMIT} times in the same way "
         f"({repeated['fault']}); mend the cause and start again with --load"
     )
-    logger.error("%s", summary, extra=event(EventKind.GIVE_UP, iteration=repeated["iteration"], **attempt.fields()))
-    return f"{summary} (faults in {folder / EVENTS_FILE})\n{report(events, attempt.num_nodes)}"
+    logger.error("%s", summary, extra=event(EventKind.GIVE_UP, iteration=repeated["iteration"], launch=launch.name))
+    return f"{summary} (faults in {folder / EVENTS_FILE})\n{report(events, launch.num_nodes)}"
 
 
 def _about_suspect(host: str, count: int, num_nodes: int) -> str:

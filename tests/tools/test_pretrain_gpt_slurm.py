@@ -31,5 +31,6 @@ def test_the_first_of_many_nodes_is_the_rendezvous(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     words = run.stdout.splitlines()
     assert "--nnodes=20000" in words
+    assert "--max-restarts=3" in words
     assert "--rdzv-endpoint=node1:20017" in words
     assert words[-3:] == ["pretrain_gpt.py", "--seed", "1"]

@@ -164,6 +164,10 @@ def test_a_restart_by_torchrun_goes_on_by_itself(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     with pytest.raises(CheckpointError, match="another run"):
         start(save=tmp_path / "save")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # another node's torchrun counted the restart
+    assert own_restart(tmp_path / "save")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert not own_restart(tmp_path / "save")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert own_restart(tmp_path / "save") and not own_restart(tmp_path / "base")
     for settings in ({}, {"load": tmp_path / "base", "finetune": True}):
