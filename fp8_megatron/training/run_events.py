@@ -40,11 +40,9 @@ class RunEvents:
         kind = EventKind.START if iteration == 0 else EventKind.RESUME
         where = f"{self._world_size} rank{'s' * (self._world_size > 1)}, first host {socket.gethostname()}"
         begins = "training starts from scratch" if iteration == 0 else f"training resumes after iteration {iteration}"
-        fields = {"world_size": self._world_size, "skipped_steps": skipped_steps}
-        fields["launch"] = Launch.of_environment().name
-        logger.info(
-            "%s on %s, to iteration %d", begins, where, self._total, extra=event(kind, iteration=iteration, **fields)
-        )
+        launch = Launch.of_environment().name
+        mark = event(kind, iteration=iteration, world_size=self._world_size, skipped_steps=skipped_steps, launch=launch)
+        logger.info("%s on %s, to iteration %d", begins, where, self._total, extra=mark)
 
     def skipped(self, result: StepResult) -> None:
         """The optimizer skipped a step."""
