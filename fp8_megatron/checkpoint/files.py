@@ -35,6 +35,8 @@ ANCESTORS = "ancestors"
 
 logger = logging.getLogger(__name__)
 
+#: More digits than any run takes steps.
+_ITERATION = re.compile(r"[0-9]{1,15}")
 _FOLDER = re.compile(r"iter_(\d{7,})")
 #: A folder between the two renames of `publish`; earlier versions wrote no token.
 _REPLACED = re.compile(r"(iter_\d{7,})(\.[0-9a-f]{16})?\.replaced")
@@ -91,7 +93,7 @@ def ancestors(root: Path, iteration: int) -> list[int]:
     lower = [number for number in saved_iterations(root) if number < iteration]
     try:
         own = set(json.loads((iteration_folder(root, iteration) / META).read_text())[ANCESTORS])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return lower
     return [number for number in lower if number in own]
 
@@ -268,9 +270,9 @@ def _tracked_iteration(root: Path) -> int | None:
         raise CheckpointError(
             f"{tracker} cannot be read ({error}); write the number of a folder iter_* into it"
         ) from None
-    if not text.isdigit():
+    if not _ITERATION.fullmatch(text):
         raise CheckpointError(
-            f"{tracker} holds {text!r}, not an iteration; write the number of a folder iter_* into it"
+            f"{tracker} holds {text[:60]!r}, not an iteration; write the number of a folder iter_* into it"
         )
     return int(text)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -136,7 +136,7 @@ def read_manifest(folder: Path) -> list[FileRecord]:
         records = [FileRecord(name, entry["size"], entry[_ALGORITHM]) for name, entry in content["files"].items()]
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint file {path} is missing; use another iteration (--ckpt-step)") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from None
     for record in records:
         if Path(record.name).name != record.name:
@@ -200,6 +200,17 @@ def problem_with(folder: Path, record: FileRecord, *, num_threads: int = NUM_REA
             f"checkpoint file {path} is damaged: its {_ALGORITHM} is {checksum:08x}, the manifest's {record.checksum}"
         )
     return None
+
+
+def check_files(folder: Path, names: Container[str]) -> None:
+    """Compare the files of these names with the manifest.
+
+    Raises:
+        CheckpointError: the first problem; the manifest itself is missing or damaged.
+    """
+    for record in read_manifest(folder):
+        if record.name in names and (problem := problem_with(folder, record)) is not None:
+            raise CheckpointError(f"{problem}; use another iteration (--ckpt-step)")
 
 
 def _checksum_of_file(path: Path, size: int, num_threads: int = NUM_READERS) -> int:

@@ -77,7 +77,7 @@ def saved_by(folder: Path) -> tuple[str | None, str | None]:
     try:
         about = json.loads((folder / META).read_text())
         values = [about.get(RUN), about.get(LAUNCH)]
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None, None
     run, launch = (value if isinstance(value, str) else None for value in values)
     return run, launch

@@ -52,7 +52,7 @@ def read_description(folder: Path) -> dict[str, Any]:
         version = description["format_version"]
         names = ("iteration", "consumed_samples", "skipped_steps", "topology", "vocab_size", "padded_vocab_size")
         missing = [name for name in names if name not in description]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read ({error!r}); use another iteration") from None
     versions = sorted(FORMAT_VERSIONS.values())
     if version not in versions or missing:
@@ -87,7 +87,7 @@ def _saved_settings(folder: Path) -> dict[str, Any]:
     """The model section of ``config.yaml``, unchecked; empty if it is missing or not a mapping."""
     try:
         content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     section = content.get("model") if isinstance(content, dict) else None
     return section if isinstance(section, dict) else {}

@@ -84,12 +84,15 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 def _tensor_parallel_size(checkpoint_root: Path) -> int:
     """Ranks that the latest checkpoint needs. 1 if there is no checkpoint; `generate_text` reports that."""
     from ..checkpoint.files import CONFIG, candidates, iteration_folder
+    from ..checkpoint.manifest import check_files
     from ..config.io import load_config
 
     iterations = candidates(checkpoint_root)
     if not iterations:
         return 1
-    config = load_config(iteration_folder(checkpoint_root, iterations[0]) / CONFIG)
+    folder = iteration_folder(checkpoint_root, iterations[0])
+    check_files(folder, (CONFIG,))
+    config = load_config(folder / CONFIG)
     return config.parallel.tensor_model_parallel_size
 
 

@@ -71,8 +71,8 @@ def find_format(path: Path, iteration: int | None = None) -> tuple[Format, Path]
     if (path / METADATA).is_file():
         return (Format.OURS if (path / META).is_file() else Format.MEGATRON_CORE), path
     if iteration is None and (path / TRACKER).is_file():
-        text = (path / TRACKER).read_text().strip()
-        iteration = int(text) if text.isdigit() else None
+        text = (path / TRACKER).read_bytes()[:100].strip()
+        iteration = int(text) if text.isdigit() and len(text) <= 15 else None  # `candidates` tells of another content
     if iteration is not None:
         folder = iteration_folder(path, iteration)
         if (folder / METADATA).is_file() and not (folder / META).is_file():

@@ -21,6 +21,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from ..config.schema import DataConfig
+from ..errors import UserError
 from .indexed import IndexedSummary, check_indexed_dataset
 from .tokenizer import Tokenizer
 
@@ -58,14 +59,14 @@ class Blend:
         weights = tuple(number for number in numbers[::2] if number is not None)
         prefixes = tuple(words[1::2])
         if not len(weights) == len(prefixes) == len(words) / 2 or any(number is not None for number in numbers[1::2]):
-            raise ValueError(
+            raise UserError(
                 f"{flag} {given}: weights and prefixes do not alternate; give 'weight prefix weight prefix …' or "
                 f"prefixes alone"
             )
         if not all(weight > 0 for weight in weights):  # also refuses NaN
-            raise ValueError(f"{flag} {given}: weights have to be above 0; leave out a dataset that is not to be used")
+            raise UserError(f"{flag} {given}: weights have to be above 0; leave out a dataset that is not to be used")
         if not math.isfinite(sum(weights)):
-            raise ValueError(f"{flag} {given}: the sum of the weights is {sum(weights)}; give finite numbers")
+            raise UserError(f"{flag} {given}: the sum of the weights is {sum(weights)}; give finite numbers")
         return cls(prefixes, weights)
 
 
@@ -122,7 +123,7 @@ def build_datasets(
         vocab_size: upper bound of token ids (exclusive). Default: the tokenizer's.
 
     Raises:
-        ValueError: bad paths, blends, files or --split, or too little text for one sample.
+        UserError: bad paths, blends, files or --split, or too little text for one sample.
     """
     sizes = (num_train_samples, num_valid_samples, num_test_samples)
     vocab_size = vocab_size or tokenizer.vocab_size
@@ -158,18 +159,16 @@ def _blends(data: DataConfig, sizes: Sequence[int]) -> tuple[Blend | None, ...]:
     own = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
     if data.data_path:
         if any(own.values()):
-            raise ValueError("--data-path (cut by --split) and --train-data-path … exclude each other: give one")
+            raise UserError("--data-path (cut by --split) and --train-data-path … exclude each other: give one")
         _check_split(data.split)
         blend = Blend.parse("--data-path", data.data_path)
         return tuple(blend if size else None for size in sizes)
     if not any(own.values()):
-        raise ValueError("no data: give --data-path, or --train-data-path and --valid-data-path, or --mock-data")
+        raise UserError("no data: give --data-path, or --train-data-path and --valid-data-path, or --mock-data")
     for split, size in zip(_SPLITS, sizes, strict=True):
         if size and not own[split]:
             instead = _HOW_TO_DO_WITHOUT.get(split, "")
-            raise ValueError(
-                f"{size} {split} samples are wanted, but no --{split}-data-path is given: give it{instead}"
-            )
+            raise UserError(f"{size} {split} samples are wanted, but no --{split}-data-path is given: give it{instead}")
     return tuple(
         Blend.parse(f"--{split}-data-path", own[split]) if size else None
         for split, size in zip(_SPLITS, sizes, strict=True)
@@ -180,7 +179,7 @@ def _check_split(split: str) -> None:
     parts = [_number(part) for part in split.split(",")]
     known = [part for part in parts if part is not None and 0 <= part < math.inf]
     if len(parts) > 3 or len(known) < len(parts) or not 0 < sum(known) < math.inf:
-        raise ValueError(f"--split {split}: give up to three weights (train,valid,test), not all 0, e.g. 969,30,1")
+        raise UserError(f"--split {split}: give up to three weights (train,valid,test), not all 0, e.g. 969,30,1")
 
 
 def _weighted(blend: Blend, files: dict[str, IndexedSummary]) -> Blend:
@@ -229,7 +228,7 @@ def _sources(data: DataConfig, blends: Sequence[Blend | None]) -> dict[str, obje
 def _check_enough_text(
     data: DataConfig, config: GPTDatasetConfig, blends: Sequence[Blend | None], files: dict[str, IndexedSummary]
 ) -> None:
-    """Raise ValueError if a file of a needed split has less text than one sample."""
+    """Raise UserError if a file of a needed split has less text than one sample."""
     needed = config.sequence_length + 1
     for number, (split, blend) in enumerate(zip(_SPLITS, blends, strict=True)):
         if blend is None:
@@ -241,7 +240,7 @@ def _check_enough_text(
             num_tokens = int(lengths[start:end].sum(dtype=np.int64))
             if num_tokens < needed:
                 where = f"with --split {data.split}, the {split} part of {prefix}" if data.data_path else prefix
-                raise ValueError(
+                raise UserError(
                     f"{where} has {num_tokens} tokens in {end - start} of {len(lengths)} documents, but one {split} "
                     f"sample takes seq_length + 1 = {needed}: give more documents, a larger share in --split, or a "
                     f"--{split}-data-path of its own{_HOW_TO_DO_WITHOUT.get(split, '')}"
@@ -264,7 +263,7 @@ def _cache_folder(prefixes: Sequence[str], root: str | None) -> Path:
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, "Permission denied")
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cannot write dataset index caches to {parent} ({error.strerror}): "
             f"give --data-cache-path a folder that can be written"
         ) from error

@@ -19,6 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
 
+from ..errors import UserError
+
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
@@ -57,16 +59,16 @@ class ParsedBatch:
 
 
 def check_inputs(paths: Sequence[str]) -> int:
-    """Bytes on disk of all inputs. Raises ValueError if one is missing, empty, a folder or of an unknown kind."""
+    """Bytes on disk of all inputs. Raises UserError if one is missing, empty, a folder or of an unknown kind."""
     total = 0
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            raise ValueError(f"input {name} is a folder: give files, e.g. {name}/*.jsonl")
+            raise UserError(f"input {name} is a folder: give files, e.g. {name}/*.jsonl")
         if not path.is_file():
-            raise ValueError(f"input {name} does not exist")
+            raise UserError(f"input {name} does not exist")
         if path.stat().st_size == 0:
-            raise ValueError(f"input {name} is empty (0 bytes): remove it from --input")
+            raise UserError(f"input {name} is empty (0 bytes): remove it from --input")
         _text_suffix(name)
         total += path.stat().st_size
     return total
@@ -85,7 +87,7 @@ def read_batches(
     A plain-text file is one document; with `split_on_blank_lines`, each paragraph is one.
 
     Raises:
-        ValueError: a file that cannot be decompressed.
+        UserError: a file that cannot be decompressed.
     """
     finished_bytes = 0
     for name in paths:
@@ -105,7 +107,7 @@ def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool 
     """The texts of a batch. A plain-text document has one text, under the first key.
 
     Raises:
-        ValueError: a malformed document; the message names ``file:line``. With `skip_errors` it is skipped and listed.
+        UserError: a malformed document; the message names ``file:line``. With `skip_errors` it is skipped and listed.
     """
     keys = json_keys if batch.layout == "json_lines" else json_keys[:1]
     parsed = ParsedBatch(texts={key: [] for key in keys})
@@ -120,7 +122,7 @@ def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool 
         except (ValueError, RecursionError) as error:
             message = f"{batch.path}:{line}: {_reason(error)}"
             if not skip_errors:
-                raise ValueError(f"{message}. Correct it, or leave such documents out with --skip-errors") from error
+                raise UserError(f"{message}. Correct it, or leave such documents out with --skip-errors") from error
             parsed.errors.append(message)
             continue
         parsed.places.append(f"{batch.path}:{line}")
@@ -153,14 +155,14 @@ def _documents(batch: RawBatch) -> Iterator[tuple[int, bytes]]:
 def _json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
     document = json.loads(line)
     if not isinstance(document, dict):
-        raise ValueError(f"expected a JSON object on every line, found {type(document).__name__}")
+        raise UserError(f"expected a JSON object on every line, found {type(document).__name__}")
     texts = []
     for key in keys:
         if key not in document:
             found = ", ".join(map(repr, list(document)[:_SHOWN_KEYS])) + (", …" if len(document) > _SHOWN_KEYS else "")
-            raise ValueError(f'no key "{key}" (it has {found or "none"}; see --json-keys)')
+            raise UserError(f'no key "{key}" (it has {found or "none"}; see --json-keys)')
         if not isinstance(document[key], str):
-            raise ValueError(f'"{key}" is {type(document[key]).__name__}, expected a string')
+            raise UserError(f'"{key}" is {type(document[key]).__name__}, expected a string')
         texts.append(document[key])
     return texts
 
@@ -193,7 +195,7 @@ def _text_suffix(name: str) -> str:
     path = Path(name)
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
     if suffix not in JSON_SUFFIXES + TEXT_SUFFIXES:
-        raise ValueError(
+        raise UserError(
             f"input {name} is of an unknown kind ({suffix or 'no suffix'}): give {', '.join(JSON_SUFFIXES)} for JSON "
             f"lines or {', '.join(TEXT_SUFFIXES)} for plain text, with or without {', '.join(COMPRESSED_SUFFIXES)}"
         )
@@ -202,7 +204,7 @@ def _text_suffix(name: str) -> str:
 
 @contextmanager
 def _decompressed(name: str, raw: BinaryIO) -> Iterator[IO[bytes]]:
-    """The text of an open file. Errors of its decompressor become ValueErrors."""
+    """The text of an open file. Errors of its decompressor become UserErrors."""
     suffix = Path(name).suffix
     stream: Any = raw  # the decompressors have no common type
     damage: tuple[type[Exception], ...] = ()
@@ -216,13 +218,13 @@ def _decompressed(name: str, raw: BinaryIO) -> Iterator[IO[bytes]]:
         try:
             zstandard = import_module("zstandard")
         except ImportError as error:
-            raise ValueError(f"input {name} is Zstandard: pip install zstandard") from error
+            raise UserError(f"input {name} is Zstandard: pip install zstandard") from error
         reader = _ZstandardReader(raw, zstandard.ZstdDecompressor())
         stream, damage = io.BufferedReader(reader), (EOFError, zstandard.ZstdError)
     try:
         yield stream
     except damage as error:
-        raise ValueError(f"input {name} cannot be decompressed ({error}): it is truncated or not {suffix}") from error
+        raise UserError(f"input {name} cannot be decompressed ({error}): it is truncated or not {suffix}") from error
 
 
 class _ZstandardReader(io.RawIOBase):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.schema import DataConfig
+from ..errors import UserError
 from .tokenizer import SentencePieceTokenizer, check_json_files
 
 _SPACE = "\u2581"
@@ -61,7 +62,7 @@ def export_tokenizer(data: DataConfig, folder: Path) -> ExportedTokenizer:
     """Write a run's tokenizer beside an exported model, as far as Hugging Face's format can express it.
 
     Raises:
-        ValueError: the tokenizer's files cannot be read.
+        UserError: the tokenizer's files cannot be read.
     """
     if data.tokenizer_model is None or data.tokenizer_type == "NullTokenizer":
         return ExportedTokenizer(
@@ -117,7 +118,7 @@ def import_tokenizer(folder: Path, target: Path, final: Path | None = None) -> I
         final: where `target` will be when the settings are used. Default: it stays.
 
     Raises:
-        ValueError: a file is damaged.
+        UserError: a file is damaged.
     """
     final = final or target
     if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
@@ -145,7 +146,7 @@ def _their_token_ids(folder: Path) -> dict[str, int]:
     """The ids of the special tokens that a folder names, read from its added tokens.
 
     Raises:
-        ValueError: a file is damaged.
+        UserError: a file is damaged.
     """
     paths = [folder / "tokenizer_config.json", folder / "tokenizer.json"]
     if not all(path.is_file() for path in paths):
@@ -154,7 +155,7 @@ def _their_token_ids(folder: Path) -> dict[str, int]:
     settings, content = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
     tokens = content.get("added_tokens") or []
     if not (isinstance(tokens, list) and all(isinstance(token, dict) for token in tokens)):
-        raise ValueError(f"tokenizer file {paths[1]}: added_tokens is no list of objects: copy it again")
+        raise UserError(f"tokenizer file {paths[1]}: added_tokens is no list of objects: copy it again")
     ids = {token.get("content"): token.get("id") for token in tokens if isinstance(token.get("content"), str)}
     found = {}
     for kind in ("bos", "eos", "pad"):

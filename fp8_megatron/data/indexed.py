@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 
+from ..errors import UserError
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 #: .bin files up to this size are searched whole for token ids outside the vocabulary. Larger ones are sampled.
@@ -46,7 +48,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> Indexed
         vocab_size: upper bound of token ids (exclusive). None: do not check token ids.
 
     Raises:
-        ValueError: the first fault that was found.
+        UserError: the first fault that was found.
     """
     bin_path, idx_path = _existing_files(prefix)
     dtype, num_sequences, num_boundaries = _read_header(idx_path)
@@ -58,7 +60,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> Indexed
     expected = num_tokens * dtype.itemsize
     actual = bin_path.stat().st_size
     if actual != expected:
-        raise ValueError(
+        raise UserError(
             f"{bin_path} has {actual} bytes, but {idx_path.name} describes {num_tokens} tokens of {dtype.name} = "
             f"{expected} bytes: the two are from different runs, or {bin_path.name} was cut short; copy both again, "
             f"or {_REPEAT}"
@@ -71,7 +73,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> Indexed
 def _existing_files(prefix: str) -> tuple[Path, Path]:
     for extension in (".bin", ".idx"):
         if prefix.endswith(extension):
-            raise ValueError(
+            raise UserError(
                 f"data path {prefix} ends with {extension}, but the prefix of the .bin/.idx pair is wanted: "
                 f"drop the extension: {prefix.removesuffix(extension)}"
             )
@@ -86,10 +88,10 @@ def _existing_files(prefix: str) -> tuple[Path, Path]:
             fix = "turn text into tokens with tools/preprocess_data.py, and give its output prefix"
         else:
             fix = "check the path, or make the pair with tools/preprocess_data.py"
-        raise ValueError(f"no dataset at {prefix}: {' and '.join(missing)} not found in {bin_path.parent}; {fix}")
+        raise UserError(f"no dataset at {prefix}: {' and '.join(missing)} not found in {bin_path.parent}; {fix}")
     for path in (bin_path, idx_path):
         if path.stat().st_size == 0:
-            raise ValueError(f"{path} is empty (0 bytes): preprocessing was interrupted or found no text; {_REPEAT}")
+            raise UserError(f"{path} is empty (0 bytes): preprocessing was interrupted or found no text; {_REPEAT}")
     return bin_path, idx_path
 
 
@@ -99,31 +101,31 @@ def _read_header(idx_path: Path) -> tuple[np.dtype, int, int]:
     with open(idx_path, "rb") as stream:
         head = stream.read(_HEADER.size)
     if not head.startswith(_MAGIC):
-        raise ValueError(
+        raise UserError(
             f"{idx_path} is not a Megatron index: it starts with {head[:9]!r}, expected {_MAGIC!r}; "
             f"{_REPEAT} (files of fairseq or of other tools are not read)"
         )
     if size < _HEADER.size:
-        raise ValueError(f"{idx_path} is truncated: {size} bytes, its header alone is {_HEADER.size}; {_REPEAT}")
+        raise UserError(f"{idx_path} is truncated: {size} bytes, its header alone is {_HEADER.size}; {_REPEAT}")
     _, version, code, num_sequences, num_boundaries = _HEADER.unpack(head)
     if version != 1:
-        raise ValueError(f"{idx_path} has format version {version}, expected 1; {_REPEAT}")
+        raise UserError(f"{idx_path} has format version {version}, expected 1; {_REPEAT}")
     try:
         dtype = np.dtype(DType.dtype_from_code(code))
     except ValueError:
         dtype = None
     if dtype is None or dtype.kind not in "iu":
         found = f"code {code}" if dtype is None else dtype.name
-        raise ValueError(f"{idx_path} declares tokens of {found}, expected an integer type; {_REPEAT}")
+        raise UserError(f"{idx_path} declares tokens of {found}, expected an integer type; {_REPEAT}")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
     if size not in (expected, expected + num_sequences):
         state = "truncated" if size < expected else "too long"
-        raise ValueError(
+        raise UserError(
             f"{idx_path} is {state}: {size} bytes, but its header ({num_sequences} sequences, {num_boundaries} "
             f"document boundaries) makes {expected}; copy it again, or {_REPEAT}"
         )
     if num_sequences == 0 or num_boundaries < 2:
-        raise ValueError(
+        raise UserError(
             f"{idx_path} describes no documents ({num_sequences} sequences, {num_boundaries} document boundaries): "
             f"the preprocessed text was empty; {_REPEAT} on text"
         )
@@ -137,7 +139,7 @@ def _check_sequences(idx_path: Path, lengths: np.ndarray, offsets: np.ndarray, d
         length = np.asarray(lengths[start : start + _CHUNK], dtype=np.int64)
         if (length < 0).any():
             index = int(np.argmax(length < 0))
-            raise ValueError(
+            raise UserError(
                 f"{idx_path} is damaged: sequence {start + index} has {length[index]} tokens; "
                 f"copy it again, or {_REPEAT}"
             )
@@ -146,19 +148,19 @@ def _check_sequences(idx_path: Path, lengths: np.ndarray, offsets: np.ndarray, d
         wrong = np.asarray(offsets[start : start + _CHUNK]) != expected
         if wrong.any():
             index = int(np.argmax(wrong))
-            raise ValueError(
+            raise UserError(
                 f"{idx_path} is damaged: sequence {start + index} is said to start at byte {offsets[start + index]}, "
                 f"but the lengths before it make {expected[index]}; copy it again, or {_REPEAT}"
             )
         num_tokens = int(ends[-1])
     if num_tokens == 0:
-        raise ValueError(f"{idx_path} describes {len(lengths)} sequences but no tokens; {_REPEAT} on text")
+        raise UserError(f"{idx_path} describes {len(lengths)} sequences but no tokens; {_REPEAT} on text")
     return num_tokens
 
 
 def _check_boundaries(idx_path: Path, boundaries: np.ndarray, num_sequences: int) -> None:
     if boundaries[0] != 0 or boundaries[-1] != num_sequences or (np.diff(boundaries) < 0).any():
-        raise ValueError(
+        raise UserError(
             f"{idx_path} is damaged: its document boundaries go from {boundaries[0]} to {boundaries[-1]}, expected "
             f"0 to {num_sequences} (sequences) without a step back; copy it again, or {_REPEAT}"
         )
@@ -174,9 +176,9 @@ def _check_token_ids(bin_path: Path, dtype: np.dtype, vocab_size: int) -> None:
         part = tokens[start : start + width]
         lowest, highest = int(part.min()), int(part.max())
         if highest >= vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"token id {highest} in {bin_path} but the model's vocabulary is {vocab_size}: "
                 f"preprocess with the same tokenizer, or set --vocab-size"
             )
         if lowest < 0:
-            raise ValueError(f"token id {lowest} in {bin_path} is negative: the file is damaged; {_REPEAT}")
+            raise UserError(f"token id {lowest} in {bin_path} is negative: the file is damaged; {_REPEAT}")

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+from ..errors import UserError
+
 #: Values of --tokenizer-type.
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
@@ -75,18 +77,18 @@ class SentencePieceTokenizer(Tokenizer):
         path = Path(model)
         if not path.is_file():
             kind = "is a folder, not a file" if path.is_dir() else "does not exist"
-            raise ValueError(f"tokenizer model {model} {kind}: give the .model file of tools/train_tokenizer.py")
+            raise UserError(f"tokenizer model {model} {kind}: give the .model file of tools/train_tokenizer.py")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=model)
             self._processor.serialized_model_proto()  # a part that is not UTF-8 is found here
         except (RuntimeError, OSError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"tokenizer model {model} ({path.stat().st_size} bytes) is not a SentencePiece model: "
                 f"give the .model file (not .vocab), or --tokenizer-type HuggingFaceTokenizer for a Hugging Face folder"
             ) from error
         eod = self._processor.eos_id()
         if eod < 0:
-            raise ValueError(
+            raise UserError(
                 f"tokenizer model {model} has no end-of-sequence token (eos_id = {eod}), which ends each document: "
                 f"train it with tools/train_tokenizer.py, or with SentencePiece's --eos_id=1"
             )
@@ -128,14 +130,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, model: str):
         if not Path(model).is_dir():
-            raise ValueError(
+            raise UserError(
                 f"tokenizer folder {model} does not exist: a HuggingFaceTokenizer is a local folder with "
                 f"tokenizer.json (save_pretrained() writes one)"
             )
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ValueError("HuggingFaceTokenizer needs transformers: pip install transformers") from error
+            raise UserError("HuggingFaceTokenizer needs transformers: pip install transformers") from error
         check_json_files(Path(model))
         try:
             # No code of the folder runs, and nobody is asked whether it should.
@@ -146,12 +148,12 @@ class HuggingFaceTokenizer(Tokenizer):
             raise
         except BaseException as error:  # a damaged file raises almost anything; a panic of Rust is no Exception
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise ValueError(
+            raise UserError(
                 f"tokenizer folder {model} cannot be loaded by transformers ({reason}): it needs the "
                 f"tokenizer.json and tokenizer_config.json that save_pretrained() writes; copy them again"
             ) from error
         if eod is None:
-            raise ValueError(
+            raise UserError(
                 f"tokenizer folder {model} has no end-of-sequence token, which ends each document: "
                 f"set eos_token in its tokenizer_config.json"
             )
@@ -164,7 +166,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         except (TypeError, KeyError, OverflowError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"the Hugging Face tokenizer cannot encode the text ({reason})") from error
+            raise UserError(f"the Hugging Face tokenizer cannot encode the text ({reason})") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -174,7 +176,7 @@ def check_json_files(folder: Path) -> None:
     """Check that the JSON files of a Hugging Face tokenizer are JSON objects.
 
     Raises:
-        ValueError: names the file and the fault.
+        UserError: names the file and the fault.
     """
     for name in JSON_FILES:
         path = folder / name
@@ -184,9 +186,9 @@ def check_json_files(folder: Path) -> None:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             reason = "it nests too deeply" if isinstance(error, RecursionError) else error
-            raise ValueError(f"tokenizer file {path} is not JSON ({reason}): copy it again") from error
+            raise UserError(f"tokenizer file {path} is not JSON ({reason}): copy it again") from error
         if not isinstance(content, dict):
-            raise ValueError(f"tokenizer file {path} holds a {type(content).__name__}, not an object: copy it again")
+            raise UserError(f"tokenizer file {path} holds a {type(content).__name__}, not an object: copy it again")
 
 
 class NullTokenizer(Tokenizer):
@@ -194,7 +196,7 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int):
         if vocab_size < 2:
-            raise ValueError(f"--vocab-size {vocab_size} leaves no token beside end-of-document: give at least 2")
+            raise UserError(f"--vocab-size {vocab_size} leaves no token beside end-of-document: give at least 2")
         super().__init__(vocab_size, vocab_size - 1, None)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -206,16 +208,16 @@ class NullTokenizer(Tokenizer):
     def _ids(self, text: str) -> list[int]:
         try:
             if not text.isascii() or "_" in text:  # int() takes digits of other scripts, and underscores
-                raise ValueError("other characters than digits")
+                raise UserError("other characters than digits")
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"NullTokenizer reads token ids separated by spaces, found {text[:40]!r}: "
                 f"give --tokenizer-type SentencePieceTokenizer for text"
             ) from error
         outside = [token for token in ids if not 0 <= token < self.vocab_size]
         if outside:
-            raise ValueError(f"token id {outside[0]} is outside --vocab-size {self.vocab_size}: raise --vocab-size")
+            raise UserError(f"token id {outside[0]} is outside --vocab-size {self.vocab_size}: raise --vocab-size")
         return ids
 
 
@@ -228,20 +230,20 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size
         vocab_size: of the model. NullTokenizer uses it; other tokenizers must fit into it.
 
     Raises:
-        ValueError: the model is missing or bad, has no end-of-sequence token, or does not fit into `vocab_size`.
+        UserError: the model is missing or bad, has no end-of-sequence token, or does not fit into `vocab_size`.
     """
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None:
-            raise ValueError("NullTokenizer has no vocabulary of its own: set --vocab-size")
+            raise UserError("NullTokenizer has no vocabulary of its own: set --vocab-size")
         return NullTokenizer(vocab_size)
     kinds = {"SentencePieceTokenizer": SentencePieceTokenizer, "HuggingFaceTokenizer": HuggingFaceTokenizer}
     if tokenizer_type not in kinds:
-        raise ValueError(f"--tokenizer-type {tokenizer_type} is unknown: choose {', '.join(kinds)} or NullTokenizer")
+        raise UserError(f"--tokenizer-type {tokenizer_type} is unknown: choose {', '.join(kinds)} or NullTokenizer")
     if not tokenizer_model:
-        raise ValueError(f"{tokenizer_type} needs --tokenizer-model: the .model file, or the Hugging Face folder")
+        raise UserError(f"{tokenizer_type} needs --tokenizer-model: the .model file, or the Hugging Face folder")
     tokenizer = kinds[tokenizer_type](tokenizer_model)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--vocab-size {vocab_size} is smaller than the vocabulary of {tokenizer_model} ({tokenizer.vocab_size}): "
             f"leave --vocab-size out, or raise it to {tokenizer.vocab_size}"
         )

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint.files import CONFIG, CheckpointError, candidates, iteration_folder
+from ..checkpoint.files import CONFIG, META, CheckpointError, candidates, iteration_folder
 from ..checkpoint.loading import read_weights
+from ..checkpoint.manifest import check_files
 from ..checkpoint.placement import placement_of
 from ..checkpoint.saved_run import read_description
 from ..config.checks import ConfigError
@@ -50,6 +51,7 @@ def generate_text(
     if not iterations:
         raise CheckpointError(f"no checkpoint under {checkpoint_root}; give the folder that --save named")
     folder = iteration_folder(checkpoint_root, iterations[0])
+    check_files(folder, (CONFIG, META))
     config = load_config(folder / CONFIG)
     parallel = replace(config.parallel, pipeline_model_parallel_size=1, num_layers_per_virtual_pipeline_stage=None)
     config = replace(config, parallel=parallel, checkpoint=replace(config.checkpoint, load=None, save=None))

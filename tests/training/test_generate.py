@@ -72,6 +72,7 @@ def test_bad_input_is_one_line(
     save_config(config, tmp_path / "config.yaml")
     monkeypatch.setattr(generate, "candidates", lambda root: [1])
     monkeypatch.setattr(generate, "iteration_folder", lambda root, iteration: root)
+    monkeypatch.setattr(generate, "check_files", lambda folder, names: None)
     monkeypatch.setattr(generate, "initialized", None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     arguments = {"prompts": ["1 2"], "num_tokens": 1, "temperature": 0.0, "top_k": 1, "seed": 1} | changes

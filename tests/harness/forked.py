@@ -1,0 +1,91 @@
+"""Calls of a program in a forked process, with limits of time and memory, to see how it ends."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a program ended.
+
+    Attributes:
+        status: exit status; the negative number of the signal that killed it; None if it ran out of time.
+        output, errors: what it wrote to stdout and stderr.
+        more_bytes: by how much its memory grew beyond what it had at the fork.
+    """
+
+    status: int | None
+    output: str
+    errors: str
+    more_bytes: int
+
+
+def run_forked(program: Callable[[], object], *, folder: Path, seconds: float, address_bytes: int) -> Ending:
+    """Run a program in a fork of this process. What it has imported is there at once.
+
+    Args:
+        program: its exit status is what it returns, or the code of its SystemExit; another exception is status 99.
+        folder: its working directory.
+        seconds: it is killed after this time.
+        address_bytes: address space that it may take beyond this process's.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _be_child(program, folder, output.fileno(), errors.fileno(), address_bytes)
+        deadline, ended = time.monotonic() + seconds, 0
+        while not ended and time.monotonic() < deadline:
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
+            time.sleep(0.002)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            _, status, usage = os.wait4(pid, 0)
+        texts = [os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace") for file in (output, errors)]
+        grown = usage.ru_maxrss * 1024 - _resident_bytes()
+        return Ending(os.waitstatus_to_exitcode(status) if ended else None, *texts, grown)
+
+
+def _be_child(program: Callable[[], object], folder: Path, output: int, errors: int, address_bytes: int) -> None:
+    status = 99
+    try:
+        os.chdir(folder)
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # pytest has replaced them
+        sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        limit = _address_bytes() + address_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+        try:
+            result = program()
+            status = result if isinstance(result, int) else 0
+        except SystemExit as ending:
+            status = ending.code if isinstance(ending.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def _address_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
