@@ -63,13 +63,23 @@ def process_start(process: int) -> int | None:
 
     Differs from wall-clock times in that nobody sets this clock.
     """
+    fields = _process_fields(process)
+    has_ended = not fields or fields[0] in ("Z", "X")
+    return None if has_ended else int(fields[19])
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a signal or a debugger has stopped a process of this machine."""
+    return _process_fields(process)[:1] in (["T"], ["t"])
+
+
+def _process_fields(process: int) -> list[str]:
+    """The fields of ``/proc/<process>/stat`` from the third one, the state, on; empty if there is no such process."""
     try:
         # The second field, the program's name, may hold spaces and parentheses.
-        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return None
-    has_ended = fields[0] in ("Z", "X")
-    return None if has_ended else int(fields[19])
+        return []
 
 
 def saved_by(folder: Path) -> tuple[str | None, str | None]:
@@ -96,5 +106,6 @@ def own_restart(root: Path) -> bool:
     counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     if launch is None or not any(int(os.environ.get(name, "0")) for name in counts):
         return False
-    newest = candidates(root)[:1]
-    return bool(newest) and saved_by(iteration_folder(root, newest[0]))[1] == launch
+    saved = (saved_by(iteration_folder(root, iteration)) for iteration in candidates(root))
+    # The newest one may be damaged.
+    return next((by for run, by in saved if run is not None), None) == launch

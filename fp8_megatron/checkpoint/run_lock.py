@@ -4,9 +4,10 @@
 taken away by a rename. A second file, ``run.lock.<token>.beat``, changes every few seconds while its holder lives. Each
 holder has its own, so a holder that lost the lock does not disturb the next one.
 
-A holder is dead if its process on this machine has ended. Elsewhere it is dead if its beat has not changed for 30 s on
-the clock of the reader; clocks of machines are not compared. A process that was taken for dead may wake up. Hence a
-holder looks at the lock again before each change that others see (`RunLock.check`).
+On one machine a holder is dead if its process has ended, and lives while its process runs. Any other holder, and a
+stopped process, is dead if its beat has not changed for 30 s on the clock of the reader; clocks of machines are not
+compared. A process that was taken for dead may wake up. Hence a holder looks at the lock again before each change that
+others see (`RunLock.check`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from .files import RunLockError
-from .run_identity import RunIdentity, machine_id, process_start
+from .run_identity import RunIdentity, is_stopped, machine_id, process_start
 
 LOCK = "run.lock"
 
@@ -94,10 +95,13 @@ class Holder:
         return f"process {self.process} on {self.host} (user {self.user}, run {self.run}, since {self.since})"
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it was a process of this machine that has ended."""
-        here = self.machine is not None and self.machine == machine_id()
-        return here and process_start(self.process) != self.process_start
+    def lives(self) -> bool | None:
+        """Whether its process runs; None if that cannot be told: another machine's, or a stopped one."""
+        if self.machine is None or self.machine != machine_id():
+            return None
+        if process_start(self.process) != self.process_start:
+            return False
+        return None if is_stopped(self.process) else True
 
 
 class RunLock:
@@ -247,7 +251,11 @@ class RunLock:
 
     def _is_dead(self, content: bytes) -> bool:
         holder = Holder.parse(content)
-        if holder.has_ended:
+        lives = holder.lives
+        if lives:  # its threads may be kept from beating, by work that holds Python's lock
+            self._seen = None
+            return False
+        if lives is False:
             logger.info("taking over %s: %s has ended", self._path, holder)
             return True
         seen, now = (content, _read_or_none(self._path.with_name(f"{LOCK}.{holder.token}.beat"))), time.monotonic()
@@ -274,8 +282,11 @@ class RunLock:
                     return
 
     def _write_beat(self, count: int) -> None:
-        """Written in place: on NFS, opening it anew then shows the change at once."""
-        _write(self._aside("beat"), f"{count:012d}".encode(), 0)
+        """Written in place: on NFS, opening it anew then shows the change at once. Closing it sends it there.
+
+        Not synced: that would wait for a checkpoint that is written at the time.
+        """
+        _write(self._aside("beat"), f"{count:012d}".encode(), 0, syncs=False)
 
     def _clear_leftovers(self) -> None:
         """Clear beats of dead holders, and what a kill left in the middle of taking the lock."""
@@ -289,11 +300,12 @@ class RunLock:
                         path.unlink()
 
 
-def _write(path: Path, content: bytes, flags: int) -> None:
+def _write(path: Path, content: bytes, flags: int, *, syncs: bool = True) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
     try:
         os.write(descriptor, content)
-        os.fsync(descriptor)
+        if syncs:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

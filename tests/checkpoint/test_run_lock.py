@@ -76,6 +76,17 @@ def test_a_live_holder_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.Mon
     first.release()
 
 
+def test_a_running_process_of_this_machine_lives_without_a_beat(tmp_path: Path) -> None:
+    """Python's lock may be held for long, and then no thread beats."""
+    first, second = lock_of(tmp_path), lock_of(tmp_path)
+    assert first.attempt() is None
+    first._stopped.set()
+    assert not acquired_within(second, 2.5)
+    first._stopped.clear()
+    first.check()
+    first.release()
+
+
 @contextmanager
 def process_with_lock(root: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the lock and waits."""

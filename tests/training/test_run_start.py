@@ -175,6 +175,9 @@ def test_a_restart_by_torchrun_goes_on_by_itself(tmp_path: Path, monkeypatch: py
         assert started.source is not None and started.source.root == tmp_path / "save" and started.continues_save
         assert not started.source.options.finetune and started.identity.run == A_RUN
     assert start(save=tmp_path / "new").source is None
+    damaged = add_checkpoint(tmp_path / "save", 30, launch="job1")
+    (damaged / META).write_text("{")
+    assert own_restart(tmp_path / "save")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job2")
     with pytest.raises(CheckpointError, match="another run"):
         start(save=tmp_path / "save")
