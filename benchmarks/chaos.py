@@ -204,7 +204,7 @@ class Chaos:
         time.sleep(self.draw.uniform(0.0, 0.2))
         job, started = self.job, time.monotonic()
         announced, num_begins = self._newest_saved(), len(job.begins)
-        damaged = ACTIONS[fault.kind](self, fault)
+        older = ACTIONS[fault.kind](self, fault)
         if fault.kind in UNINTERRUPTED:
             fault.reached = self.job.iteration
             fault.seconds = round(time.monotonic() - started, 1)
@@ -217,7 +217,7 @@ class Chaos:
         fault.restarted_by = "torchrun" if self.job is job else "driver"
         self.wait(lambda: self.job.iteration > resumed or self.is_done(), "step after the restart")
         fault.seconds = round(time.monotonic() - started, 1)
-        self._check_lost(fault, announced, damaged)
+        self._check_lost(fault, announced, older)
 
     def _begun_since(self, job: Job, num_begins: int) -> int | None:
         """Where training went on after a fault of `job`; None until it does."""
@@ -227,13 +227,18 @@ class Chaos:
     def _newest_saved(self) -> int:
         return max((iteration for job in self.jobs for iteration in job.saved), default=0)
 
-    def _check_lost(self, fault: Fault, announced: int, damaged: int | None) -> None:
-        """Nothing that was announced as saved is lost, and no more than a save interval of steps."""
+    def _check_lost(self, fault: Fault, announced: int, older: int | None) -> None:
+        """Nothing that was announced as saved is lost, and no more than a save interval of steps.
+
+        Args:
+            announced: the newest checkpoint when the fault came.
+            older: the newest one that the fault did not damage; None if it damaged none.
+        """
         assert fault.resumed is not None
-        keeps = announced if damaged is None else damaged - SAVE_INTERVAL
-        if fault.resumed < min(keeps, announced):
-            raise Failed(f"{fault}: iteration {announced} had been announced as saved")
-        allowed = SAVE_INTERVAL * (1 + (damaged is not None))
+        keeps = announced if older is None else older
+        if fault.resumed < keeps:
+            raise Failed(f"{fault}: iteration {keeps} had been announced as saved")
+        allowed = SAVE_INTERVAL + max(0, announced - keeps)
         if fault.lost > allowed:
             raise Failed(f"{fault}: more than {allowed} steps are lost")
 
@@ -273,7 +278,7 @@ def signal_torchrun(number: signal.Signals) -> Callable[[Chaos, Fault], None]:
 
 
 def damage_checkpoint(chaos: Chaos, fault: Fault) -> int | None:
-    """Damage a file of the newest checkpoint, and kill a rank. Returns the checkpoint's iteration."""
+    """Damage a file of the newest checkpoint, and kill a rank. Returns the checkpoint before it."""
     saved = saved_iterations(chaos.save)
     if len(saved) < 2:  # no older one to go back to
         signal_rank(signal.SIGKILL)(chaos, fault)
@@ -291,7 +296,7 @@ def damage_checkpoint(chaos: Chaos, fault: Fault) -> int | None:
         path.unlink()
     fault.target += f", {path.name} {how}"
     _signal(process, signal.SIGKILL)
-    return saved[-1]
+    return saved[-2]
 
 
 def fill_disk(chaos: Chaos, fault: Fault) -> None:

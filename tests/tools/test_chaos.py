@@ -24,25 +24,25 @@ def test_faults_are_drawn_by_seed_in_equal_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("resumed", "announced", "damaged", "message"),
+    ("resumed", "announced", "older", "message"),
     [
         (40, 40, None, ""),
         (30, 40, None, "iteration 40 had been announced as saved"),
         (30, 30, None, "more than 10 steps are lost"),
-        (30, 40, 40, ""),
-        (20, 40, 40, "iteration 40 had been announced as saved"),
+        (30, 40, 30, ""),
+        (20, 40, 30, "iteration 30 had been announced as saved"),
     ],
 )
 def test_what_was_announced_may_not_be_lost(
-    tmp_path: Path, resumed: int, announced: int, damaged: int | None, message: str
+    tmp_path: Path, resumed: int, announced: int, older: int | None, message: str
 ) -> None:
     run = Chaos(tmp_path, 2, 100, random.Random(0))
     fault = Fault(1, "kill rank", 43, reached=45, resumed=resumed, lost=45 - resumed)
     if not message:
-        run._check_lost(fault, announced, damaged)
+        run._check_lost(fault, announced, older)
         return
     with pytest.raises(Failed, match=message):
-        run._check_lost(fault, announced, damaged)
+        run._check_lost(fault, announced, older)
 
 
 def test_the_table_has_a_row_for_each_kind() -> None:
