@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ..errors import UserError
 from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
+from .ignored import ignored_settings
 from .limits import limit_problems
 from .precision_checks import precision_problems
 from .run_checks import run_problems
@@ -35,6 +36,7 @@ def check_config(config: Config, world_size: int) -> None:
         problems += _check_cuda_graph(config)
     problems += precision_problems(config)
     problems += run_problems(config)
+    problems += [] if problems else ignored_settings(config)  # what is wrong in itself comes first
     if problems:
         raise ConfigError("\n".join(problems))
 

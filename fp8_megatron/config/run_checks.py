@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .schema import Config, DataConfig
+from .words import decimal, shortened
 
 
 def run_problems(config: Config) -> Iterator[str]:
@@ -67,6 +69,7 @@ def _check_data(config: Config) -> Iterator[str]:
             f"valid_data_path({' '.join(data.valid_data_path)}) and test_data_path({' '.join(data.test_data_path)}) "
             f"go with train_data_path; give it instead of data_path, which split cuts"
         )
+    yield from _check_blends(data)
     yield from _check_evaluation_data(config)
     if data.tokenizer_type == "NullTokenizer" or data.mock_data:
         if model.vocab_size is None:
@@ -87,17 +90,36 @@ def _check_evaluation_data(config: Config) -> Iterator[str]:
                 f"give it or --eval-interval 0"
             )
         return
-    try:
-        weights = [float(weight) for weight in data.split.split(",")]
-    except ValueError:
-        weights = []
-    if len(weights) != 3 or not all(weight >= 0 for weight in weights) or weights[0] == 0:
+    weights = _weights(data.split.split(","))
+    if len(weights) != 3 or min(weights) < 0 or weights[0] == 0 or not math.isfinite(sum(weights)):
         yield f"split({data.split}) is not three weights train,validation,test; write for example 969,31,0"
     elif data.data_path and eval_interval > 0 and weights[1] == 0:
         yield (
             f"split({data.split}) leaves nothing to validate on every eval_interval({eval_interval}) steps; "
             f"raise its second weight, or --eval-interval 0"
         )
+
+
+def _weights(words: Sequence[str]) -> list[float]:
+    """The numbers that `words` write; empty if one is none."""
+    try:
+        return [decimal(word.strip()) for word in words]
+    except ValueError:
+        return []
+
+
+def _check_blends(data: DataConfig) -> Iterator[str]:
+    """Check the weights of blends, weight prefix weight prefix …, where the first word is a number."""
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = getattr(data, name)
+        if len(words) < 2 or not _weights(words[:1]):
+            continue
+        weights = _weights(words[::2])
+        if len(words) % 2 or not weights or min(weights) <= 0 or not sum(weights) < math.inf:
+            yield (
+                f"{name}({shortened(' '.join(words))}) is no blend; give weight prefix weight prefix …, with finite "
+                f"weights above 0"
+            )
 
 
 def _check_checkpoint(config: Config) -> Iterator[str]:
@@ -139,6 +161,6 @@ def _check_profile(config: Config) -> Iterator[str]:
             f"profile_step_start({start}) and profile_step_end({end}) are not a range of steps within "
             f"train_iters({config.training.train_iters}); steps count from 1 and the end is not profiled itself"
         )
-    bad = [rank for rank in profile.profile_ranks if not rank.isdecimal()]
+    bad = [rank for rank in profile.profile_ranks if not (rank.isdecimal() and rank.isascii())]
     if bad:
         yield f"profile_ranks({' '.join(bad)}) are not ranks; give numbers, e.g. --profile-ranks 0 1"

@@ -59,7 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_own_flags_place_the_ranks_and_all_others_are_passed_on(
     words: str, expected: list[Any], started: list[Any], tmp_path: Path
 ) -> None:
-    flags = [*tiny_flags(tmp_path), "--profile-ranks", "0", "1", "--min-lr", "-0.0"]
+    flags = [*tiny_flags(tmp_path), "--profile", "--profile-ranks", "0", "1", "--min-lr", "-0.0"]
     own = words.split()
     assert train.main([*own[:1], *own[1:2], *flags, *own[2:]] if own else flags) == 0
     assert started == [place if isinstance(place, str) else (place[0], flags) for place in expected]

@@ -534,3 +534,50 @@ def test_what_cannot_be_recorded_is_refused_only_where_recording_is_asked_for(
 def test_transformer_engines_layers_are_not_recorded() -> None:
     found = problems(parse("--cuda-graph-impl local --precision te"), 1)
     assert any("cuda_graph_impl(local) cannot record Transformer Engine's layers" in problem for problem in found)
+
+
+IGNORED = [
+    ("rotary_base", "--rotary-base 5", "under position_embedding_type(learned_absolute)"),
+    ("rotary_percent", "--rotary-percent 0.5", "under position_embedding_type(learned_absolute)"),
+    ("opt_level", "--bf16 --opt-level O2", "under precision(bf16); drop it or choose --precision fp8"),
+    ("fp8_recipe", "--bf16 --fp8-recipe delayed", "under precision(bf16)"),
+    ("first_last_layers_bf16", "--fp16 --first-last-layers-bf16", "under precision(fp16)"),
+    ("fp8_power_of_two_scales", "--bf16 --fp8-power-of-two-scales", "under precision(bf16)"),
+    ("fp8_amax_history_len", "--fp8-amax-history-len 4", "under fp8_recipe(tensorwise); drop it or choose --fp8-re"),
+    ("fp8_amax_compute_algo", "--fp8-recipe blockwise --fp8-amax-compute-algo most_recent", "under fp8_recipe(block"),
+    ("hysteresis", "--hysteresis 1", "under precision(fp8); drop it or choose fp16"),
+    ("loss_scale_window", "--fp16 --loss-scale 8 --loss-scale-window 5", "with loss_scale(8.0)"),
+    ("lr_warmup_init", "--lr-warmup-init 1e-5", "without a warm-up"),
+    ("min_lr", "--lr-decay-style constant --min-lr 1e-5", "under lr_decay_style(constant)"),
+    ("lr_wsd_decay_style", "--lr-wsd-decay-style linear", "under lr_decay_style(cosine)"),
+    ("split", "--split 9,1,0", "with mock_data; drop it or give --data-path instead"),
+    ("data_cache_path", "--data-cache-path here", "with mock_data"),
+    ("eod_mask_loss", "--eod-mask-loss", "with mock_data"),
+    ("load_optim", "--no-load-optim", "without load; drop it or give --load"),
+    ("wandb_exp_name", "--wandb-exp-name a", "without wandb_project"),
+    ("profile_ranks", "--profile-ranks 0 1", "without profile; drop it or give --profile"),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "mode"), IGNORED)
+def test_a_setting_that_its_mode_does_not_read_is_refused(name: str, flags: str, mode: str) -> None:
+    (problem,) = problems(parse(flags), 1)
+    assert problem.startswith(f"{name}(") and f") has no effect {mode}" in problem
+
+
+def test_a_tokenizers_model_is_not_read_by_the_null_tokenizer() -> None:
+    data = "--data-path a --vocab-size 512 --tokenizer-type NullTokenizer --tokenizer-model here"
+    (problem,) = problems(parse("", data=data), 1)
+    assert problem.startswith("tokenizer_model(here) has no effect under tokenizer_type(NullTokenizer)")
+
+
+@pytest.mark.parametrize("words", ["nan a 1 b", "0 a 0 b", "inf a 1 b", "1 a 2", "-1 a 2 b", "1e308 a 1e308 b"])
+def test_a_blend_has_finite_weights(words: str) -> None:
+    (problem,) = problems(parse("", data=f"--data-path {words} --vocab-size 64 --tokenizer-type NullTokenizer"), 1)
+    assert problem.startswith(f"data_path({words}) is no blend; give weight prefix weight prefix …, with finite")
+
+
+@pytest.mark.parametrize("split", ["nan,1,1", "inf,1,0", "1e308,1e308,0", "\uff11,1,0", "1_0,1,0", "9,1", "9,-1,0"])
+def test_a_split_has_finite_weights(split: str) -> None:
+    (problem,) = problems(parse(f"--split {split}"), 1)
+    assert problem.startswith(f"split({split}) is not three weights")

@@ -1,0 +1,147 @@
+"""Settings that a mode does not read. Each that is not at its default is an error, which names the mode and the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from .schema import Config
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Settings that have no effect in one mode.
+
+    Attributes:
+        names: the settings.
+        mode: the mode in words with its value, if `config` is in it; else None.
+        fix: what to choose so that they have one.
+    """
+
+    names: tuple[str, ...]
+    mode: Callable[[Config], str | None]
+    fix: str
+
+
+def ignored_settings(config: Config) -> Iterator[str]:
+    """One line for each setting that is not at its default and has no effect: value, mode, fix."""
+    values, defaults = _values(config), _defaults()
+    for rule in _RULES:
+        mode = rule.mode(config)
+        for name in rule.names if mode is not None else ():
+            if values[name] != defaults[name]:
+                yield f"{name}({_shown(values[name])}) has no effect {mode}; drop it or {rule.fix}"
+
+
+def _sixteen_bits(config: Config) -> str | None:
+    precision = config.precision.precision
+    return f"under precision({precision})" if precision in ("bf16", "fp16") else None
+
+
+def _not_fp8(config: Config) -> str | None:
+    return None if config.precision.is_fp8 else f"under precision({config.precision.precision})"
+
+
+def _no_history(config: Config) -> str | None:
+    recipe = config.precision.fp8_recipe
+    has_none = config.precision.precision in ("fp8", "te") and recipe != "delayed"
+    return f"under fp8_recipe({recipe})" if has_none else None
+
+
+def _no_rope(config: Config) -> str | None:
+    kind = config.model.position_embedding_type
+    return None if kind == "rope" else f"under position_embedding_type({kind})"
+
+
+def _not_fp16(config: Config) -> str | None:
+    precision = config.precision.precision
+    return None if precision == "fp16" else f"under precision({precision})"
+
+
+def _constant_scale(config: Config) -> str | None:
+    scale = config.optimizer.loss_scale
+    return f"with loss_scale({scale})" if scale is not None and config.precision.precision == "fp16" else None
+
+
+def _no_warmup(config: Config) -> str | None:
+    optimizer = config.optimizer
+    return None if optimizer.lr_warmup_iters or optimizer.lr_warmup_fraction else "without a warm-up"
+
+
+def _no_decay(config: Config) -> str | None:
+    return "under lr_decay_style(constant)" if config.optimizer.lr_decay_style == "constant" else None
+
+
+def _no_wsd(config: Config) -> str | None:
+    style = config.optimizer.lr_decay_style
+    return None if style == "WSD" else f"under lr_decay_style({style})"
+
+
+def _random_tokens(config: Config) -> str | None:
+    return "with mock_data" if config.data.mock_data else None
+
+
+def _no_tokenizer(config: Config) -> str | None:
+    return "under tokenizer_type(NullTokenizer)" if config.data.tokenizer_type == "NullTokenizer" else None
+
+
+def _no_load(config: Config) -> str | None:
+    return "without load" if config.checkpoint.load is None else None
+
+
+def _no_wandb(config: Config) -> str | None:
+    return "without wandb_project" if config.logging.wandb_project is None else None
+
+
+def _no_profile(config: Config) -> str | None:
+    return None if config.profile.profile else "without profile"
+
+
+_RULES = (
+    Ignored(("rotary_base", "rotary_percent"), _no_rope, "give --position-embedding-type rope"),
+    Ignored(("opt_level",), _not_fp8, "choose --precision fp8"),
+    Ignored(
+        ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16"),
+        _sixteen_bits,
+        "choose --precision fp8",
+    ),
+    Ignored(("fp8_power_of_two_scales",), _not_fp8, "choose --precision fp8"),
+    Ignored(("fp8_amax_history_len", "fp8_amax_compute_algo"), _no_history, "choose --fp8-recipe delayed"),
+    Ignored(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _not_fp16, "choose fp16"),
+    Ignored(
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _constant_scale, "drop loss_scale"
+    ),
+    Ignored(("lr_warmup_init",), _no_warmup, "give --lr-warmup-iters"),
+    Ignored(("min_lr",), _no_decay, "choose another --lr-decay-style"),
+    Ignored(("lr_wsd_decay_style",), _no_wsd, "choose --lr-decay-style WSD"),
+    Ignored(
+        ("split", "data_cache_path", "reset_position_ids", "eod_mask_loss"), _random_tokens, "give --data-path instead"
+    ),
+    Ignored(("tokenizer_model",), _no_tokenizer, "choose another --tokenizer-type"),
+    Ignored(("load_optim", "load_rng"), _no_load, "give --load"),
+    Ignored(("wandb_exp_name", "wandb_save_dir"), _no_wandb, "give --wandb-project"),
+    Ignored(
+        ("profile_step_start", "profile_step_end", "profile_ranks", "profile_trace"), _no_profile, "give --profile"
+    ),
+)
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """Every setting by name; names are unique over sections."""
+    sections = [getattr(config, section.name) for section in dataclasses.fields(Config)]
+    return {field.name: getattr(section, field.name) for section in sections for field in dataclasses.fields(section)}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return _values(Config())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return str(value.value if isinstance(value, Enum) else value)
