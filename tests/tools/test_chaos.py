@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chaos
-from benchmarks.chaos import ACTIONS, GAP, Chaos, Failed, Fault, draw_faults, summary, table
+from benchmarks.chaos import summary, table
+from benchmarks.chaos_faults import ACTIONS, GAP, Chaos, Fault, draw_faults
+from benchmarks.chaos_job import Failed
 
 
 def test_faults_are_drawn_by_seed_in_equal_numbers() -> None:
