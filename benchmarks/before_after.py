@@ -11,7 +11,6 @@ if a bitwise case differs or a run fails.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -26,7 +25,9 @@ from typing import Any
 
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from fp8_megatron.commands.arguments import Parser, output_file
 from fp8_megatron.commands.program import exit_status
+from fp8_megatron.outputs import write_output
 
 ROOT = Path(__file__).parents[1]
 #: Steps that a median leaves out.
@@ -192,11 +193,11 @@ def describe(row: Compared, *, bitwise: bool) -> str:
 
 def main() -> int:
     """Compare, print, write JSON; the exit status is 1 if a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--base", required=True, help="the commit before the change")
     parser.add_argument("--cases", choices=CASES, default="cpu", help="which runs (default: cpu)")
     parser.add_argument("--only", nargs="*", help="names of cases; default: all of them")
-    parser.add_argument("--output", type=Path, help="JSON to write")
+    parser.add_argument("--output", type=output_file, help="JSON to write")
     args = parser.parse_args()
     names = [case.name for case in CASES[args.cases]]
     if unknown := set(args.only or []) - set(names):
@@ -216,7 +217,7 @@ def main() -> int:
             failed |= case.bitwise and not row.losses_alike
             print(describe(row, bitwise=case.bitwise), flush=True)
     if args.output:
-        args.output.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_output(args.output, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode(), "--output")
     return int(failed)
 
 

@@ -33,6 +33,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.comparison import Result, device_name, finite, table_of, write_report
 from benchmarks.peers.runs import PEERS
+from fp8_megatron.commands.arguments import Parser, output_folder, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.device.cudnn import users_environment
@@ -119,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare training speed and memory side by side.")
+    parser = Parser(description="Compare training speed and memory side by side.")
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--runs", nargs="*", choices=[*RUNS, *PEERS], help=f"default: {' '.join(DEFAULT_RUNS)}")
     parser.add_argument(
@@ -132,15 +133,15 @@ def _parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peer", action="append", default=[], type=_peer, metavar="NAME=COMMAND", help="another program"
     )
-    parser.add_argument("--nproc-per-node", type=int, default=1)
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--num-micro-batches", type=int, default=1, help="per rank and step")
-    parser.add_argument("--train-iters", type=int, default=14)
+    parser.add_argument("--nproc-per-node", type=whole(), default=1)
+    parser.add_argument("--micro-batch-size", type=whole(), default=4)
+    parser.add_argument("--num-micro-batches", type=whole(), default=1, help="per rank and step")
+    parser.add_argument("--train-iters", type=whole(), default=14)
     parser.add_argument(
-        "--profiled-steps", type=int, default=2, help="at the end; 0 saves the time and has no breakdown"
+        "--profiled-steps", type=whole(least=0), default=2, help="at the end; 0 saves the time and has no breakdown"
     )
-    parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
-    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--timeout", type=whole(most=10**7), default=600, help="seconds for one run")
+    parser.add_argument("--output-dir", type=output_folder, required=True)
     own, passed = own_and_run_flags(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(own)
     args.passed = passed or ["--mock-data"]

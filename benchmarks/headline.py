@@ -12,7 +12,6 @@ comparison.png.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import compare
+from fp8_megatron.commands.arguments import Parser, output_folder, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags
 
@@ -33,14 +33,14 @@ _TRAIN_ITERS = 13
 
 def comparison_flags(argv: list[str], num_gpus: int) -> list[str]:
     """Flags of compare.py for this command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--gpus", type=int, default=num_gpus, help="default: all that this machine has")
+    parser = Parser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--gpus", type=whole(), default=num_gpus, help="default: all that this machine has")
     parser.add_argument("--model", choices=list(compare.MODELS))
-    parser.add_argument("--micro-batch-size", type=int)
-    parser.add_argument("--num-micro-batches", type=int, help="per rank and step")
+    parser.add_argument("--micro-batch-size", type=whole())
+    parser.add_argument("--num-micro-batches", type=whole(), help="per rank and step")
     parser.add_argument("--runs", nargs="+", help=f"as compare.py's; default: {' '.join(RUNS)}")
-    parser.add_argument("--timeout", type=int, default=150, help="seconds for one run")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/headline"))
+    parser.add_argument("--timeout", type=whole(most=10**7), default=150, help="seconds for one run")
+    parser.add_argument("--output-dir", type=output_folder, default=Path("runs/headline"))
     own, passed = own_and_run_flags(argv)
     args = parser.parse_args(own)
     if not 1 <= args.gpus <= num_gpus:

@@ -9,7 +9,6 @@ Times are CPU seconds of this thread, the minimum of several runs, so other prog
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -25,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_megatron.commands.arguments import Parser, output_file
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
 from fp8_megatron.kernels import ops, registration
+from fp8_megatron.outputs import write_output
 
 TOKENS, HIDDEN = 64, 128
 NUMEL = TOKENS * HIDDEN
@@ -156,9 +157,9 @@ def _commit() -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, print, and write the JSON if one is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser = Parser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--no-op", action="store_true", help="kernels that do nothing, on a machine with a GPU too")
-    parser.add_argument("--output", type=Path, help="write the rows as JSON")
+    parser.add_argument("--output", type=output_file, help="write the rows as JSON")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     is_no_op = arguments.no_op or not torch.cuda.is_available()
@@ -174,7 +175,7 @@ def main(words: Sequence[str] | None = None) -> None:
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
             "rows": [asdict(row) for row in rows],
         }
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_output(arguments.output, (json.dumps(result, indent=1) + "\n").encode(), "--output")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ import torch
 from kernel_timing import Bench, Case, Row
 from linear_cases import LinearRow, Shape
 
+from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.commands.program import exit_status
+from fp8_megatron.outputs import write_output
 
 TOKENS, HIDDEN, FFN, LLAMA_FFN, VOCAB_SIZE = 8192, 4096, 16384, 11008, 50304
 #: [tokens, hidden] and [tokens, 4 · hidden] of GPT-7B with micro-batch 8 and 2 of 2048 tokens.
@@ -122,9 +124,9 @@ def commit() -> str | None:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--output", type=Path, help="write the rows as JSON")
-    parser.add_argument("--log2-elements", type=int, default=28, help="size of the optimizer's flat storage")
+    parser = Parser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--output", type=output_file, help="write the rows as JSON")
+    parser.add_argument("--log2-elements", type=whole(most=40), default=28, help="size of the optimizer's flat storage")
     parser.add_argument(
         "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS)
     )
@@ -166,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> int:
             "linears": [asdict(row) for row in linears],
             "linear_targets": linear_cases.TARGETS,
         }
-        arguments.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_output(arguments.output, (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode(), "--output")
     failed = [row.name for row in bench.rows if row.error is not None]
     failed += [row.name for row in linears if row.error is not None and not row.error.startswith("ModuleNotFoundError")]
     return 1 if failed else 0

@@ -22,6 +22,7 @@ import torch
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.peers.runs import PEERS
+from fp8_megatron.commands.arguments import Parser, output_folder
 from fp8_megatron.commands.program import exit_status
 
 #: The peer in comparisons.
@@ -161,11 +162,13 @@ def resolved(command: Sequence[str]) -> list[str]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure again what README.md and docs/performance.md quote.")
+    parser = Parser(
+        description="Measure again what README.md and docs/performance.md quote.",
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--list", action="store_true", help="show the parts and their commands, run nothing")
     parser.add_argument("--no-peers", action="store_true", help="this project alone")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/measured"))
+    parser.add_argument("--output-dir", type=output_folder, default=Path("runs/measured"))
     args = parser.parse_args()
     if not args.parts and not args.list:
         parser.error(f"name a part: {', '.join(PARTS)}")

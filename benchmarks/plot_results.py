@@ -8,7 +8,6 @@ carries the SHA-256 of its figures, so that a test finds a chart that is older t
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from fp8_megatron.commands.arguments import Parser, output_file, path
 from fp8_megatron.commands.program import exit_status
 
 _RESULTS = Path(__file__).parent / "results"
@@ -80,17 +80,18 @@ def plot(bars: list[Bar], title: str, output: Path) -> None:
     panels[0].invert_yaxis()
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130, metadata={DIGEST_KEY: digest(bars), "Software": None})
     pyplot.close(figure)
 
 
 def main() -> None:
     """Draw the chart that the flags name."""
-    parser = argparse.ArgumentParser(description="Draw the README's chart from committed results.")
-    parser.add_argument("--result", type=Path, default=_RESULTS / "gpt7b_4h200_micro4x4.json")
+    parser = Parser(description="Draw the README's chart from committed results.")
+    parser.add_argument("--result", type=path, default=_RESULTS / "gpt7b_4h200_micro4x4.json")
     parser.add_argument("--runs", nargs="+", metavar="NAME=LABEL", help="runs of the file, ours first")
     parser.add_argument("--title", default="GPT-7B on 4 H200, data-parallel, 4 micro-batches of 4 × 2,048 tokens")
-    parser.add_argument("--output", type=Path, default=_RESULTS / "headline.png")
+    parser.add_argument("--output", type=output_file, default=_RESULTS / "headline.png")
     args = parser.parse_args()
     runs = dict(run.split("=", 1) for run in args.runs) if args.runs else _RUNS
     try:

@@ -27,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fp8_megatron.commands.arguments import Parser, output_folder, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags
 
@@ -148,17 +149,19 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Weak and strong scaling, and tensor parallelism, on one node.")
+    parser = Parser(
+        description="Weak and strong scaling, and tensor parallelism, on one node.",
+    )
     parser.add_argument("--model", required=True, help="as compare.py's")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--tensor-parallel", type=int, nargs="*", default=[])
+    parser.add_argument("--gpus", type=whole(), nargs="+", default=[1, 2, 4])
+    parser.add_argument("--tensor-parallel", type=whole(), nargs="*", default=[])
     parser.add_argument("--runs", nargs="+", default=["O3-lean", "bf16"], help="as compare.py's")
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--num-micro-batches", type=int, default=1, help="per rank and step in weak scaling")
-    parser.add_argument("--train-iters", type=int, default=14)
-    parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
+    parser.add_argument("--micro-batch-size", type=whole(), default=4)
+    parser.add_argument("--num-micro-batches", type=whole(), default=1, help="per rank and step in weak scaling")
+    parser.add_argument("--train-iters", type=whole(), default=14)
+    parser.add_argument("--timeout", type=whole(most=10**7), default=600, help="seconds for one run")
     parser.add_argument("--side-by-side", action="store_true", help="several points at once, each on GPUs of its own")
-    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--output-dir", type=output_folder, required=True)
     own, passed = own_and_run_flags(sys.argv[1:])
     args = parser.parse_args(own)
     args.passed = passed or ["--mock-data"]

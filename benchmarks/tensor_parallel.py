@@ -19,18 +19,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum_rows
 from fp8_megatron.collectives.transport import copy_engine
+from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.device.device import distributed_backend, select_device
 from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.runtime import runtime
+from fp8_megatron.outputs import write_output
 
 Group = torch.distributed.ProcessGroup
 _WARM_UP_CALLS, _CALLS = 6, 30
@@ -76,11 +77,11 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time FP8 GEMMs with what they gather or sum over ranks.")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the whole sequence and micro-batch")
-    parser.add_argument("--hidden", type=int, default=5120)
-    parser.add_argument("--check-exchanges", type=int, default=400)
-    parser.add_argument("--output", type=Path, help="JSON of every figure")
+    parser = Parser(description="Time FP8 GEMMs with what they gather or sum over ranks.")
+    parser.add_argument("--tokens", type=whole(), default=8192, help="of the whole sequence and micro-batch")
+    parser.add_argument("--hidden", type=whole(), default=5120)
+    parser.add_argument("--check-exchanges", type=whole(least=0), default=400)
+    parser.add_argument("--output", type=output_file, help="JSON of every figure")
     return parser.parse_args()
 
 
@@ -278,8 +279,7 @@ def _report(args: argparse.Namespace, rows: list[Row], wrong: int, device: torch
         "checked_exchanges": args.check_exchanges,
         "wrong_exchanges": wrong,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_output(args.output, (json.dumps(report, indent=1) + "\n").encode(), "--output")
 
 
 if __name__ == "__main__":
