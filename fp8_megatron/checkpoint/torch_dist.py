@@ -369,6 +369,10 @@ class TorchDistReader:
             raise CheckpointError(f"{self._folder}: {missing} elements of {key} were not saved; use another iteration")
         return planned
 
+    def chunks(self, key: str) -> Iterator[Written]:
+        """Where each saved chunk of a tensor is."""
+        return (item for group in self._chunks[key].values() for item in group)
+
     def read_whole(self, key: str) -> Tensor:
         """A whole tensor, FP32 on the CPU."""
         shape = self.shapes[key]

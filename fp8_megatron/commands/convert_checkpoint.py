@@ -52,6 +52,7 @@ class Options:
     tensor_model_parallel_size: int | None
     pipeline_model_parallel_size: int | None
     seq_length: int | None
+    ckpt_state_dtype: Literal["fp32"] | None
     dtype: str
     fp8: str | None
     max_shard_gb: float
@@ -98,6 +99,11 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
     )
     add("--pipeline-model-parallel-size", type=whole(), help="to ours: size for config.yaml")
     add("--seq-length", type=whole(), help="from hf to ours: tokens in a training sequence (the longest that it takes)")
+    add(
+        "--ckpt-state-dtype",
+        choices=("fp32",),
+        help="from ours to ours: masters and moments in FP32, as torch_dist that megatron-core reads (as they were)",
+    )
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="to hf: dtype of weights that are not FP8 (bf16)")
     add(
         "--fp8",
@@ -118,7 +124,14 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
 _DEFAULTS: dict[str, Any] = {"dtype": "bf16", "max_shard_gb": 5.0, "verify_tokens": 64, "seed": 0}
 #: Flags that only one --to reads.
 _READ_BY = {
-    "ours": ("precision", "opt_level", "tensor_model_parallel_size", "pipeline_model_parallel_size", "seq_length"),
+    "ours": (
+        "precision",
+        "opt_level",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "seq_length",
+        "ckpt_state_dtype",
+    ),
     "hf": ("dtype", "fp8", "max_shard_gb"),
 }
 
@@ -209,8 +222,10 @@ def _num_bytes(source: Source, options: Options, num_params: int) -> int:
 
     if options.to == "hf":
         return num_params * (1 if options.fp8 else 4 if options.dtype == "fp32" else 2)
-    if options.to == "ours" and source.format is Format.OURS:
+    if options.to == "ours" and source.format is Format.OURS and options.ckpt_state_dtype is None:
         return sum(file.stat().st_size for file in source.folder.iterdir() if file.is_file())
+    if options.to == "ours" and source.format is Format.OURS:
+        return 12 * num_params
     return 4 * num_params
 
 
@@ -223,8 +238,9 @@ def to_ours(source: Source, folder: Path, options: Options) -> str:
     config = with_flags(source.config, options)
     check_trainable(config, source.vocab_size)
     if source.format is Format.OURS:
-        rewrite_ours(folder, source, config)
-        return "tensors are as they were, optimizer state included; config.yaml is new"
+        rewrite_ours(folder, source, config, in_fp32=options.ckpt_state_dtype == "fp32")
+        tensors = "tensors are in FP32" if options.ckpt_state_dtype == "fp32" else "tensors are as they were"
+        return f"{tensors}, optimizer state included; config.yaml is new"
     message = "weights alone: load it with --finetune"
     if source.format is Format.HUGGING_FACE:
         tokenizer = import_tokenizer(source.folder, folder / "tokenizer", options.output / "tokenizer")

@@ -23,13 +23,13 @@ from ..checkpoint.manifest import problem_with, read_manifest, write_manifest
 from ..checkpoint.run_state import FORMAT_VERSIONS
 from ..checkpoint.saved_run import read_description
 from ..checkpoint.saving import write_config, write_last_files
-from ..checkpoint.torch_dist import METADATA
+from ..checkpoint.torch_dist import METADATA, TorchDistReader, write_chunks, write_metadata
 from ..checkpoint.weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
 from ..config.checks import check_config
 from ..config.io import load_config
 from ..config.schema import Config
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
-from .torch_dist_weights import TorchDistWeights, write_torch_dist
+from .torch_dist_weights import TorchDistWeights, fp32_chunks, write_torch_dist
 
 
 class Format(str, Enum):
@@ -192,21 +192,35 @@ def write_ours(
     return folder
 
 
-def rewrite_ours(root: Path, source: Source, config: Config) -> Path:
+def rewrite_ours(root: Path, source: Source, config: Config, *, in_fp32: bool = False) -> Path:
     """Copy one of this project's checkpoints, including optimizer state, with another ``config.yaml``.
 
     Tensors are stored under names of the whole model, so any level or layout can load them.
     ``checkpoint.json`` still states how they were saved.
+
+    Args:
+        in_fp32: write masters and moments in FP32, as megatron-core's ``torch_dist``.
     """
     folder = root / source.folder.name
     temporary = start_writing(folder)
-    records = [record for record in read_manifest(source.folder) if record.name != CONFIG]
-    for record in records:
+    files = [record for record in read_manifest(source.folder) if record.name != CONFIG]
+    description = read_description(source.folder)
+    decodes = in_fp32 and description.get("state_dtype") == "native"
+    if decodes:
+        files = [record for record in files if record.name.startswith("rank_")]
+    for record in files:
         shutil.copyfile(source.folder / record.name, temporary / record.name)
         problem = problem_with(temporary, record)
         if problem is not None:
             raise CheckpointError(problem)
-    write_manifest(temporary, [*records, write_config(temporary, config)])
+    if decodes:
+        description |= {"format_version": FORMAT_VERSIONS["fp32"], "state_dtype": "fp32"}
+        written, records = write_chunks(temporary, 0, fp32_chunks(TorchDistReader(source.folder)))
+        common = {"checkpoint_version": 3.0, "iteration": description["iteration"], "content_metadata": description}
+        records += write_metadata(temporary, written, common=common, checkpoint_id=folder.stem)
+        write_last_files(temporary, description, config, [*files, *records])
+    else:
+        write_manifest(temporary, [*files, write_config(temporary, config)])
     publish(temporary, folder)
     return folder
 

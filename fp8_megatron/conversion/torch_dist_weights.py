@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.encoding import Encoded
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.manifest import FileRecord
 from ..checkpoint.torch_dist import Chunk, TorchDistReader, Wanted, write_chunks, write_metadata
@@ -76,6 +77,21 @@ def write_torch_dist(
     return records + write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
 
 
+def fp32_chunks(reader: TorchDistReader) -> Iterator[Chunk | str]:
+    """Every tensor of a checkpoint in FP32, cut as it was saved, and the objects that megatron-core's readers want."""
+    for key, shape in reader.shapes.items():
+        for item in reader.chunks(key):
+            value = reader.load(item)
+            yield Chunk(key, shape, item.offset, value.decode() if isinstance(value, Encoded) else value)
+        if key in LINEAR_WEIGHTS:
+            yield from (_extra_state_key(key, layer, shape[0]) for layer in range(shape[0]))
+
+
+def _extra_state_key(key: str, layer: int, num_layers: int) -> str:
+    """The object that megatron-core's readers look for beside a linear weight of one layer."""
+    return f"{key.removesuffix('weight')}{_EXTRA_STATE}/shard_{layer}_{num_layers}"
+
+
 def _chunks(reader: WeightReader, on_weight: Callable[[], None]) -> Iterator[Chunk | str]:
     for key, layer in places(reader.shapes):
         shape = reader.shapes[key]
@@ -87,6 +103,6 @@ def _chunks(reader: WeightReader, on_weight: Callable[[], None]) -> Iterator[Chu
             yield Chunk(key, shape, (0,) * len(shape), value)
         else:
             yield Chunk(key, shape, (layer, *(0 for _ in shape[1:])), value.unsqueeze(0))
-            if key in LINEAR_WEIGHTS:  # megatron-core's readers look for an object beside each
-                yield f"{key.removesuffix('weight')}{_EXTRA_STATE}/shard_{layer}_{shape[0]}"
+            if key in LINEAR_WEIGHTS:
+                yield _extra_state_key(key, layer, shape[0])
         on_weight()

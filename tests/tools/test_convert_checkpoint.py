@@ -21,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 
+from fp8_megatron.checkpoint.saved_run import SavedRun
 from fp8_megatron.checkpoint.weights import module_name, places
 from fp8_megatron.commands import convert_checkpoint
 from fp8_megatron.config.checks import ConfigError
@@ -332,6 +333,27 @@ def test_ours_to_another_level_and_layout_keeps_everything(ranks: RankPool, tmp_
     resumed = tiny_config(LLAMA_STYLE, precision=PrecisionConfig(precision="bf16"))
     (run,) = ranks.run(run_tiny_on_a_rank, resumed, 1, tmp_path / "b", None, num_ranks=1)
     assert run.progress.iteration == 2 and run.losses[0] < 6.0
+
+
+def test_native_state_leaves_in_fp32(ranks: RankPool, tmp_path: Path) -> None:
+    """Every tensor with its value, moments included; megatron-core reads it, and training goes on from it."""
+    config = tiny_config(LLAMA_STYLE, precision=PrecisionConfig())
+    _train(ranks, config, tmp_path / "run", 2)
+    assert convert(tmp_path / "run", tmp_path / "out", "ours", "--ckpt-state-dtype", "fp32", "--no-verify") == 0
+    before, after = (SavedRun(tmp_path / name / "iter_0000002") for name in ("run", "out"))
+    assert [each.description["state_dtype"] for each in (before, after)] == ["native", "fp32"]
+    assert before.reader.shapes == after.reader.shapes
+    for key in before.reader.shapes:
+        assert torch.equal(before.reader.read_whole(key), after.reader.read_whole(key)), key
+    plain = tiny_config(replace(LLAMA_STYLE, vocab_size=256), precision=PrecisionConfig(precision="bf16"))
+    (loaded,) = ranks.run(_load_with_megatron, plain, after.folder, num_ranks=1)
+    weights = open_source(tmp_path / "run").weights
+    for key, layer in places(weights.shapes):
+        assert torch.equal(loaded[module_name(key, layer)], weights.read(key, layer)), key
+    runs = [ranks.run(run_tiny_on_a_rank, config, 1, tmp_path / name, None, num_ranks=1)[0] for name in ("run", "out")]
+    assert runs[0].losses == runs[1].losses
+    for name, value in runs[0].end.items():
+        assert torch.equal(runs[1].end[name], value), name
 
 
 def _load_with_megatron(config: Config, folder: Path) -> dict[str, Tensor]:
