@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fp8_megatron.checkpoint.encoding import Encoded, decode_record, is_record
 from fp8_megatron.checkpoint.files import META, CheckpointError
+from fp8_megatron.checkpoint.manifest import write_file, write_manifest
+from fp8_megatron.checkpoint.placement import Placement
 from fp8_megatron.checkpoint.run_state import PREFIXES, Progress
-from fp8_megatron.checkpoint.saved_run import SavedRun, read_description
+from fp8_megatron.checkpoint.saved_run import Elements, SavedRun, read_description
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.checkpoint.torch_dist import (
     Chunk,
@@ -291,3 +294,27 @@ def test_payloads_are_described(ranks: RankPool, tmp_path: Path) -> None:
         for kind, prefix in PREFIXES.items()
     }
     assert found == {"master": torch.float16, "exp_avg": E4M3, "exp_avg_sq": torch.float16}
+
+
+def test_one_large_parameter_is_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four records of one parameter are under way at once; the parameters come in order."""
+    run, values = state("fp16", 8 * STATE_BLOCK)
+    chunks = [Chunk("x", (8, 256), (row, 0), run.rectangle(row * 256, (1, 256))) for row in range(8)]
+    written, records = write_chunks(tmp_path, 0, chunks)
+    records += write_metadata(tmp_path, written, common=None, checkpoint_id="here")
+    names = ("iteration", "consumed_samples", "skipped_steps", "vocab_size", "padded_vocab_size")
+    about = {"format_version": 4, "topology": {}, **dict.fromkeys(names, 0)}
+    write_manifest(tmp_path, [*records, write_file(tmp_path, META, json.dumps(about).encode())])
+    together, load = threading.Barrier(4), TorchDistReader.load
+
+    def load_together(*args: Any, **kwargs: Any) -> Tensor | Encoded:
+        together.wait(timeout=30)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(TorchDistReader, "load", load_together)
+    placement = Placement("x", (8, 256), None, None, 0, 1)
+    # The whole, what lies behind the parameter alone, and a part.
+    wanted = [Elements(placement, "master", *place) for place in ((0, 2048), (2048, 256), (1100, 800))]
+    whole, behind, part = SavedRun(tmp_path).read(wanted)
+    assert torch.equal(whole, values) and torch.equal(part, values[1100:1900])
+    assert behind.shape == (256,) and not behind.any()
