@@ -34,7 +34,9 @@ def main(words: Sequence[str] | None = None, prog: str = "generate_text.py") -> 
 def parse_arguments(words: Sequence[str], prog: str) -> argparse.Namespace:
     """The command line."""
     parser = Parser(prog=prog, description=__doc__)
-    parser.add_argument("--load", type=path, required=True, help="folder that training saved into")
+    parser.add_argument(
+        "--load", type=path, required=True, help="folder that training saved into, or one of its iter_* folders"
+    )
     parser.add_argument("--prompt", nargs="+", required=True, type=_prompt, help="texts to continue")
     parser.add_argument("--num-tokens", type=whole(most=MAX_TOKENS), default=48, help="tokens to add (default 48)")
     parser.add_argument(
@@ -83,14 +85,15 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 
 def _tensor_parallel_size(checkpoint_root: Path) -> int:
     """Ranks that the latest checkpoint needs. 1 if there is no checkpoint; `generate_text` reports that."""
-    from ..checkpoint.files import CONFIG, candidates, iteration_folder
+    from ..checkpoint.files import CONFIG, candidates, iteration_folder, named_checkpoint
     from ..checkpoint.manifest import check_files
     from ..config.io import load_config
 
-    iterations = candidates(checkpoint_root)
+    root, iteration = named_checkpoint(checkpoint_root)
+    iterations = candidates(root, iteration)
     if not iterations:
         return 1
-    folder = iteration_folder(checkpoint_root, iterations[0])
+    folder = iteration_folder(root, iterations[0])
     check_files(folder, (CONFIG,))
     config = load_config(folder / CONFIG)
     return config.parallel.tensor_model_parallel_size

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint.files import CONFIG, META, CheckpointError, candidates, iteration_folder
+from ..checkpoint.files import CONFIG, META, CheckpointError, candidates, iteration_folder, named_checkpoint
 from ..checkpoint.loading import read_weights
 from ..checkpoint.manifest import check_files
 from ..checkpoint.placement import placement_of
@@ -35,7 +35,7 @@ def generate_text(
     """Continue each prompt. The number of calling ranks must equal the checkpoint's tensor-parallel size.
 
     Args:
-        checkpoint_root: folder that training saved into; the latest checkpoint is used.
+        checkpoint_root: folder that training saved into, for its latest checkpoint, or a folder iter_* of it.
         temperature: of the softmax that tokens are drawn from; 0 takes the most likely token.
         top_k: draw only among this many most likely tokens.
 
@@ -47,10 +47,11 @@ def generate_text(
         ConfigError: the number of ranks is not the checkpoint's, the tokenizer cannot read a prompt, or a sampling
             setting is out of range.
     """
-    iterations = candidates(checkpoint_root)
+    root, iteration = named_checkpoint(checkpoint_root)
+    iterations = candidates(root, iteration)
     if not iterations:
-        raise CheckpointError(f"no checkpoint under {checkpoint_root}; give the folder that --save named")
-    folder = iteration_folder(checkpoint_root, iterations[0])
+        raise CheckpointError(f"no checkpoint under {root}; give the folder that --save named")
+    folder = iteration_folder(root, iterations[0])
     check_files(folder, (CONFIG, META))
     config = load_config(folder / CONFIG)
     parallel = replace(config.parallel, pipeline_model_parallel_size=1, num_layers_per_virtual_pipeline_stage=None)

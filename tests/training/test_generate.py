@@ -43,7 +43,7 @@ def test_padding_past_the_position_table_changes_no_logits(
 
     monkeypatch.setattr(generate._Sampler, "_draw", compare_and_draw)
     texts = generate.generate_text(
-        tmp_path / "saved",
+        tmp_path / "saved" / "iter_0000002",
         [" ".join(map(str, prompt)) for prompt in prompts],
         num_tokens=1,
         temperature=0.0,
@@ -70,7 +70,7 @@ def test_bad_input_is_one_line(
     """Before any process group or device is touched."""
     config: Config = parse_config(tiny_flags(tmp_path, tensor_model_parallel_size=tensor_parallel))
     save_config(config, tmp_path / "config.yaml")
-    monkeypatch.setattr(generate, "candidates", lambda root: [1])
+    monkeypatch.setattr(generate, "candidates", lambda root, iteration: [1])
     monkeypatch.setattr(generate, "iteration_folder", lambda root, iteration: root)
     monkeypatch.setattr(generate, "check_files", lambda folder, names: None)
     monkeypatch.setattr(generate, "initialized", None)
