@@ -23,6 +23,7 @@ import torch
 from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
 from fp8_megatron.watch import failures, flight_recorder
 from fp8_megatron.watch.failures import EXIT_STATUS, RankFailure, RankWatch, is_broken_collective, watched_world
 from fp8_megatron.watch.flight_recorder import CallSite
@@ -77,6 +78,9 @@ def test_death_is_named_with_the_collective(ranks: RankPool, tmp_path: Path) -> 
     entries = pickle.loads(recorded.read_bytes())["entries"]
     assert [entry["profiling_name"] for entry in entries[-2:]] == ["gloo:all_reduce"] * 2
     assert seconds < 15.0
+    (fault,) = read_events(tmp_path / EVENTS_FILE)
+    assert (fault["kind"], fault["fault"], fault["ranks"], fault["iteration"]) == ("fault", "rank_lost", [1], 7)
+    assert fault["hosts"] and fault["text"].startswith("rank 1 (host ")
 
 
 def _fails(watch: RankWatch, rank: int) -> None:
@@ -90,6 +94,8 @@ def test_the_error_of_another_rank_is_named_instead_of_the_broken_connection(ran
     assert kind == RankFailure.__name__
     assert text.startswith("rank 1 (") and "failed: ValueError: token 70000 is outside the vocabulary" in text
     assert (own_kind, own_text) == ("ValueError", "token 70000 is outside the vocabulary")
+    faults = [(found["fault"], found["ranks"]) for found in read_events(tmp_path / EVENTS_FILE)]
+    assert faults == [("rank_failed", [1])]
 
 
 def _late(watch: RankWatch, rank: int) -> None:
