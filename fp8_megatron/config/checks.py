@@ -24,8 +24,8 @@ class ConfigError(UserError):
 def check_config(config: Config, world_size: int) -> None:
     """Raise one `ConfigError` that lists every problem of `config` on `world_size` ranks, one per line.
 
-    This does not check whether the device can compute in the chosen precision. It checks layout and sizes only if every
-    number is within its own limits.
+    This does not check whether the device can compute in the chosen precision. It checks how settings fit together only
+    if each is within its own limits.
     """
     problems = list(limit_problems(config))
     if not problems:
@@ -34,9 +34,10 @@ def check_config(config: Config, world_size: int) -> None:
         problems += _check_gemm_sizes(config)
         problems += _check_recompute(config)
         problems += _check_cuda_graph(config)
-    problems += precision_problems(config)
-    problems += run_problems(config)
-    problems += [] if problems else ignored_settings(config)  # what is wrong in itself comes first
+        problems += precision_problems(config)
+        problems += run_problems(config)
+    if not problems:  # what is wrong in itself comes first
+        problems += ignored_settings(config)
     if problems:
         raise ConfigError("\n".join(problems))
 

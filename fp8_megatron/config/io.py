@@ -126,9 +126,9 @@ def repeated_in(argv: Sequence[str]) -> list[str]:
     return repeated_flags(read_words(argv, with_config(types))[0])
 
 
-def _field_types() -> dict[str, dict[str, FieldType]]:
+def _field_types() -> dict[str, Mapping[str, FieldType]]:
     """The fields' types by section and name."""
-    return {section: field_types(type(default)) for section, default in _sections(Config()).items()}
+    return {section: field_types(type(default)) for section, default in _sections(Config()).items()}  # type: ignore[arg-type]
 
 
 def _overridden(base: Config, values: Mapping[str, Mapping[str, Any]]) -> Config:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
-from types import NoneType, UnionType
+from functools import cache
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -64,16 +65,18 @@ class FieldType:
         return tuple(choice.value if isinstance(choice, Enum) else choice for choice in self.choices)
 
 
-def field_types(section: type) -> dict[str, FieldType]:
+@cache
+def field_types(section: type) -> Mapping[str, FieldType]:
     """The fields of a section of the configuration by name."""
-    return {name: FieldType.of(annotation) for name, annotation in get_type_hints(section, include_extras=True).items()}
+    annotations = get_type_hints(section, include_extras=True)
+    return MappingProxyType({name: FieldType.of(annotation) for name, annotation in annotations.items()})
 
 
 def limit_problems(config: Any) -> Iterator[str]:
     """One line for each value that is outside its field's limits: flag, value, fix."""
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
-        for name, field_type in field_types(type(values)).items():
+        for name, field_type in field_types(type(values)).items():  # type: ignore[arg-type]
             fix = _fix(field_type, getattr(values, name))
             if fix is not None:
                 shown = getattr(values, name)
@@ -88,7 +91,7 @@ def _text_problems(name: str, value: Any) -> Iterator[str]:
         problem = text_problem(text) if isinstance(text, str) else None
         if problem is not None:
             flag = f"--{name.replace('_', '-')}"
-            yield f"{name}({shortened(text)!r}) {problem}; give {flag} another value, or leave it out"
+            yield f"{name}('{shortened(text)}') {problem}; give {flag} another value, or leave it out"
 
 
 def _fix(field_type: FieldType, value: Any) -> str | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from .schema import Config, DataConfig
 from .words import decimal, shortened
@@ -147,7 +147,7 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
 
 def _check_files(config: Config) -> Iterator[str]:
     path = config.parallel.nccl_communicator_config_path
-    if path is not None and not Path(path).is_file():
+    if path is not None and not os.path.isfile(path):
         yield f"nccl_communicator_config_path({path}) is no file; give a YAML such as {{dp_cp: {{max_ctas: 8}}}}"
 
 

@@ -9,6 +9,8 @@ _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)
 #: Digits of a whole number. Far beyond every limit, and below what Python refuses to read.
 _MOST_DIGITS = 300
 _MOST_SHOWN = 80
+#: Linux takes no longer path.
+_MOST_CHARACTERS = 4095
 
 
 def whole_number(word: str) -> int:
@@ -31,11 +33,16 @@ def text_problem(text: str) -> str | None:
         return "is empty (an unset shell variable?)"
     if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
         return "holds bytes that are not UTF-8"
-    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in text):
-        return "holds a control character"
+    if not text.isprintable():
+        return "holds a character that cannot be printed"
+    if len(text) > _MOST_CHARACTERS:
+        return f"has more than {_MOST_CHARACTERS:,} characters"
     return None
 
 
 def shortened(text: str) -> str:
-    """`text` for an error: as it is, or its beginning if it is long."""
+    """`text` for an error: as it is, or its beginning if it is long. What cannot be printed is written as an escape."""
+    text = "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text[:_MOST_CHARACTERS]
+    )
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."

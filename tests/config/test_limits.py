@@ -144,11 +144,12 @@ TEXTS = [name for name, (_, kind) in FIELDS.items() if kind.base in (str, tuple)
     [
         ("", "is empty (an unset shell variable?)"),
         (" ", "is empty (an unset shell variable?)"),
-        ("a\0b", "holds a control character"),
-        ("a\nb", "holds a control character"),
+        ("a\0b", "holds a character that cannot be printed"),
+        ("a\nb", "holds a character that cannot be printed"),
+        ("a" * 4096, "has more than 4,095 characters"),
         ("\udc80", "holds bytes that are not UTF-8"),
     ],
 )
 def test_a_text_is_a_path_or_a_name(name: str, text: str, said: str) -> None:
     (problem,) = limit_problems(with_values({name: ("a", text) if FIELDS[name][1].base is tuple else text}))
-    assert problem.startswith(f"{name}({text!r}) {said}; give {flag(name)} ")
+    assert problem.startswith(f"{name}({repr(text) if len(text) < 80 else repr(text[:77] + '...')}) {said}; give ")

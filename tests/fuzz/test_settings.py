@@ -1,0 +1,154 @@
+"""Every flag and YAML key with every kind of bad value: one line that names it, or a configuration that can train.
+
+The cases are made from the configuration itself, so a new setting is tried too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.config.limits import FieldType, field_types
+from fp8_megatron.config.schema import Config
+from tests.harness.runs import TINY_RUN, tiny_flags
+
+ROOT = Path(__file__).parents[2]
+FIELDS: dict[str, FieldType] = {
+    name: kind
+    for section in dataclasses.fields(Config)
+    for name, kind in field_types(type(getattr(Config(), section.name))).items()
+}
+#: Words that some setting cannot take: of another type, empty, out of range, not finite, not ASCII, unprintable.
+WORDS = (
+    *("", " ", "0", "-1", "1", "2", "3.5", "-0.0", "1e-400", "1e400", "1e30", "1e308", "nan", "-nan", "inf", "-inf"),
+    *("9" * 30, "9" * 5000, "-" + "9" * 400, str(2**31), str(2**32), str(2**63), str(2**64), "0x10", "1_000", "01"),
+    *("\uff11\uff12", "\u0663", "½", "é", "日本", "\U0001f600", "\u202e", "\udc80", "a\nb", "a\x1b[31m", "a\0b"),
+    *("true", "None", "none", "null", "~", "[]", "{}", "a b", "a,b", "--", "-", "..", "/", "/dev/null", "x" * 5000),
+)
+#: What YAML reads as other types: lists, maps, booleans, null, nested.
+YAML_VALUES = (
+    *("true", "null", "[]", "[1]", "[[1]]", "{a: 1}", "[a, {b: c}]", ".nan", ".inf", "-.inf", "1e999", "'1'", "'0'"),
+    *("2001-01-01", "!!int 3", "!!python/name:os.system", "&a [*a]", "*a", "[" * 3000, "|\n  text", "? x", "- x"),
+    *('"\\ud800"', '"\\0"', '"\\e[1m"', "1:30", "0o7", "off", "'none'", "@x", "`", "%", "\t"),
+)
+
+#: Settings that an error may name otherwise.
+OTHER_NAMES = {"kv_channels": "head width"}
+#: What changes the meaning of YAML around it.
+SNIPPETS = (b"\t", b"{", b"[", b"&a ", b"*a", b"!!x ", b"\0", b"- ", b": ", b"'", b"\xff")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def base(name: str) -> list[str]:
+    """The flags of a tiny run without `name`."""
+    return tiny_flags(Path("unused"), **({name: None} if name in TINY_RUN else {}))
+
+
+def outcome(words: list[str]) -> str | None:
+    """What is wrong with a command line, as the user reads it; None if it can train. Any other error fails the test."""
+    try:
+        check_config(parse_config(words), 1)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def assert_it_is_told(text: str, name: str) -> None:
+    """Each problem is one printable line of bearable length, and one of them names the setting."""
+    lines = text.split("\n")
+    assert lines and all(line and len(line) < 1000 for line in lines), text
+    assert all(character.isprintable() for line in lines for character in line), repr(text)
+    assert name in text.replace("-", "_") or OTHER_NAMES.get(name, name) in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_word_after_every_flag(name: str) -> None:
+    switch = FIELDS[name].base is bool
+    for index, word in enumerate(WORDS):
+        as_one = switch or index % 2 == 0
+        words = [f"{flag(name)}={word}"] if as_one else [flag(name), word]
+        said = outcome([*base(name), *words])
+        assert said is not None or not switch, words
+        if said is not None:
+            assert_it_is_told(said, name)
+    for words in ([flag(name)], [f"{flag(name)}="], [flag(name), "--log-interval", "1"]):
+        said = outcome([*base(name), *words])
+        assert switch if said is None else name in said.replace("-", "_"), (words, said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_value_of_every_key(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    dumped = [yaml.safe_dump(word, allow_unicode=True).split("\n...")[0] for word in WORDS[::2]]
+    texts = [f"{name}: {value}\n" for value in (*YAML_VALUES, *dumped)]
+    for text in (*texts, f"{name}: 1\n{name}: 1\n", f"? {name}\n", f"{name}:\n  {name}: 1\n"):
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        said = outcome(["--config", str(path), *base(name)])
+        if said is not None:
+            assert_it_is_told(said, "x.yaml" if "x.yaml" in said else name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_bytes_of_a_file_that_are_changed(seed: int, tmp_path: Path) -> None:
+    """A file of settings with random bytes changed, left out, doubled or cut off."""
+    draw = random.Random(seed)
+    content = bytearray((ROOT / "configs" / "gpt_quickstart.yaml").read_bytes())
+    for _ in range(draw.randint(1, 8)):
+        at = draw.randrange(len(content))
+        match draw.randrange(4):
+            case 0:
+                content[at] = draw.randrange(256)
+            case 1:
+                del content[at : at + draw.randint(1, 20)]
+            case 2:
+                content[at:at] = content[at : at + draw.randint(1, 20)]
+            case 3:
+                content[at:at] = draw.choice(SNIPPETS)
+    path = tmp_path / "x.yaml"
+    path.write_bytes(bytes(content))
+    said = outcome(["--config", str(path)])
+    if said is not None:
+        assert_it_is_told(said, "")
+
+
+def sampled(name: str) -> str:
+    """A word for a whole run with this setting: one that the checks let through, if there is one."""
+    words = [word for word in WORDS if "\0" not in word and outcome([*base(name), f"{flag(name)}={word}"]) is None]
+    return random.Random(f"21 {name}").choice(words or ["nonsense"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_whole_run_trains_or_says_why(name: str, tmp_path: Path) -> None:
+    """What passes the checks trains, or ends in one line. A run that does not end by itself is asked to after 60 s."""
+    word = sampled(name)
+    overrides = {name: None} if name in TINY_RUN else {}
+    flags = tiny_flags(tmp_path / "out", **{"train_iters": 2, **overrides})
+    command = [sys.executable, "-m", "fp8_megatron.cli", "train", "--gpus", "0", *flags, f"{flag(name)}={word}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        try:
+            _, told = run.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            run.terminate()
+            _, told = run.communicate(timeout=60)
+    assert "Traceback" not in told and "internal error" not in told, told
+    assert run.returncode in (0, 1, 2), (run.returncode, told)
+    assert run.returncode == 0 or told.strip(), told
