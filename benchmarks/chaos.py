@@ -39,7 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.chaos_faults import ACTIONS, Chaos, Fault, draw_faults
+from benchmarks.chaos_faults import ACTIONS, Chaos, Fault, draw_faults, steps_for
 from benchmarks.chaos_job import LAYOUTS, SAVE_INTERVAL, Failed, Job, rank_environment, run_command
 from fp8_megatron.checkpoint.files import iteration_folder, saved_iterations
 from fp8_megatron.checkpoint.manifest import problem_with, read_manifest
@@ -135,8 +135,8 @@ def main(words: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     draw = random.Random(own.seed)
-    last = draw_faults(own.faults, random.Random(own.seed))[-1].at
-    chaos = Chaos(folder, own.ranks, last + SAVE_INTERVAL + 5, draw)
+    num_steps = steps_for(draw_faults(own.faults, random.Random(own.seed)))
+    chaos = Chaos(folder, own.ranks, num_steps, draw)
     problem = ""
     try:
         expected = undisturbed(folder, own.ranks, chaos.train_iters)

@@ -17,8 +17,10 @@ from fp8_megatron.checkpoint.files import iteration_folder, saved_iterations
 
 #: The range of steps between two faults.
 GAP = (4, 14)
-#: Steps past a fault's iteration at which the ranks wait for it.
-_SLACK = 30
+#: Steps that the ranks train past a fault's iteration before they wait for it: a fault meets ranks that train.
+_SLACK = 6
+#: Steps that the ranks may train until a save has failed and another has succeeded.
+_STEPS_OF_A_DISK = 2 * SAVE_INTERVAL + _SLACK
 #: Seconds within which training must go on, or a fault must show. More means that the job hangs.
 PATIENCE = 420.0
 _FULL_BYTES = 4096
@@ -92,13 +94,18 @@ class Chaos:
                 self.start()
             time.sleep(0.05)
 
+    def allow(self, iteration: int) -> None:
+        """Let the ranks train up to this iteration."""
+        assert iteration <= self.train_iters, (iteration, self.train_iters)
+        (self.orders / "limit").write_text(str(iteration))
+
     def is_done(self) -> bool:
         """Whether the job has trained to its end."""
         return self.job.process.poll() == 0 and self.job.iteration >= self.train_iters
 
     def bring(self, fault: Fault) -> None:
         """Wait for the fault's iteration, bring it, wait until training goes on, and check what was lost."""
-        (self.orders / "limit").write_text(str(fault.at + _SLACK))
+        self.allow(max(fault.at, self.job.iteration) + _SLACK)
         # At least one step after the last start: a fault then meets ranks that train.
         self.wait(lambda: bool(self.job.begins) and self.job.iteration >= fault.at, f"iteration {fault.at}")
         time.sleep(self.draw.uniform(0.0, 0.2))
@@ -115,6 +122,7 @@ class Chaos:
         assert resumed is not None
         fault.resumed, fault.lost = resumed, max(0, fault.reached - resumed)
         fault.restarted_by = "torchrun" if self.job is job else "driver"
+        self.allow(max(fault.at, self.job.iteration) + 2 * _SLACK)  # a step is told when the next one is queued
         self.wait(lambda: self.job.iteration > resumed or self.is_done(), "step after the restart")
         fault.seconds = round(time.monotonic() - started, 1)
         self._check_lost(fault, announced, older)
@@ -207,7 +215,7 @@ def fill_disk(chaos: Chaos, fault: Fault) -> None:
     unlimited = resource.RLIM_INFINITY
     for process in processes:
         resource.prlimit(process, resource.RLIMIT_FSIZE, (_FULL_BYTES, unlimited))
-    (chaos.orders / "limit").write_text(str(fault.at + 2 * SAVE_INTERVAL + _SLACK))
+    chaos.allow(chaos.job.iteration + _STEPS_OF_A_DISK)
     chaos.wait(lambda: job.num_failed_saves > failed or chaos.job is not job, "save that fails")
     for process in processes:
         try:
@@ -219,7 +227,7 @@ def fill_disk(chaos: Chaos, fault: Fault) -> None:
 
 def slow_disk(chaos: Chaos, fault: Fault) -> None:
     """Let each sync take a second until a checkpoint is saved."""
-    (chaos.orders / "limit").write_text(str(fault.at + 2 * SAVE_INTERVAL + _SLACK))
+    chaos.allow(chaos.job.iteration + _STEPS_OF_A_DISK)
     (chaos.orders / "slow").touch()
     try:
         _wait_for_save(chaos, chaos.job)
@@ -289,3 +297,9 @@ def draw_faults(count: int, draw: random.Random) -> list[Fault]:
         iteration += draw.randint(*GAP)
         faults.append(Fault(number + 1, kind, iteration))
     return faults
+
+
+def steps_for(faults: list[Fault]) -> int:
+    """Steps of a run that all these faults meet before its end, whatever the ranks train beside them."""
+    num_disks = sum(fault.kind in ("full disk", "slow disk") for fault in faults)
+    return faults[-1].at + 2 * len(faults) * _SLACK + num_disks * _STEPS_OF_A_DISK + SAVE_INTERVAL + 5
