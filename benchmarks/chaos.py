@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -43,6 +44,7 @@ from benchmarks.chaos_faults import ACTIONS, Chaos, Fault, draw_faults, steps_fo
 from benchmarks.chaos_job import LAYOUTS, SAVE_INTERVAL, Failed, Job, rank_environment, run_command
 from fp8_megatron.checkpoint.files import iteration_folder, saved_iterations
 from fp8_megatron.checkpoint.manifest import problem_with, read_manifest
+from fp8_megatron.commands.program import exit_status
 
 
 def final_state(orders: Path, num_ranks: int) -> list[dict[str, str]]:
@@ -121,6 +123,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run; 0 if the ends are equal and nothing was lost."""
+    return exit_status(partial(_main, words))
+
+
+def _main(words: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=sorted(LAYOUTS), default=2, help="CPU ranks (default 2)")
     parser.add_argument("--faults", type=int, default=60, metavar="N", help="number of faults (default 60)")

@@ -25,6 +25,7 @@ from fp8_megatron.device.cudnn import load_bundled
 load_bundled()  # before megatron-core, which imports Transformer Engine
 
 from fp8_megatron.commands import pretrain_gpt
+from fp8_megatron.commands.program import exit_status
 from fp8_megatron.training import run_start
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.build import TrainingState
@@ -97,7 +98,7 @@ def main() -> int:
     os.fsync = _slow_sync
     if "CHAOS_WAIT_SECONDS" in os.environ:  # a second run: that it gives up sooner changes nothing else
         run_start._WAIT_SECONDS = float(os.environ["CHAOS_WAIT_SECONDS"])
-    return pretrain_gpt.main()
+    return exit_status(pretrain_gpt.main)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import signal
 import weakref
@@ -71,6 +72,9 @@ class BatchLoader(Iterator[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, loader: DataLoader):
+        if loader.num_workers:
+            # A process group in a cycle must not be freed in a forked process: it waits for threads that are not there.
+            gc.collect()
         before = set(multiprocessing.active_children())
         self._batches: Iterator[dict[str, torch.Tensor]] | None = iter(loader)
         self._processes = set(multiprocessing.active_children()) - before

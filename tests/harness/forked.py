@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -41,8 +42,11 @@ def run_forked(program: Callable[[], object], *, folder: Path, seconds: float, a
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         sys.stdout.flush()
         sys.stderr.flush()
+        # A process group in a cycle must not be freed in the child: its destructor waits for threads of the parent.
+        gc.collect()
         pid = os.fork()
         if pid == 0:
+            gc.disable()
             _be_child(program, folder, output.fileno(), errors.fileno(), address_bytes)
         deadline, ended = time.monotonic() + seconds, 0
         while not ended and time.monotonic() < deadline:
