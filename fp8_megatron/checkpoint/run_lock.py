@@ -26,8 +26,9 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ..device.processes import is_stopped, machine_id, process_start
 from .files import RunLockError
-from .run_identity import RunIdentity, is_stopped, machine_id, process_start
+from .run_identity import RunIdentity
 
 LOCK = "run.lock"
 
@@ -55,7 +56,7 @@ class Holder:
     Attributes:
         token, run, launch: see `RunIdentity`.
         host: for people; `machine` is what is compared.
-        process, process_start: see `run_identity.process_start`.
+        process, process_start: see `device.processes.process_start`.
         since: UTC, for people.
     """
 

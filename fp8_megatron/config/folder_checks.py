@@ -44,7 +44,7 @@ def _problems(config: Config) -> Iterator[str]:
         except UserError as error:
             bad.append(folder)
             yield str(error)
-    output_dir = _output_dir(config)
+    output_dir = named_output_dir(config)
     for path in [] if output_dir is None or bad else [output_dir / name for name in _OUTPUT_FILES]:
         if os.path.lexists(path):
             try:
@@ -65,7 +65,7 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _folders(config: Config) -> Iterator[tuple[str, Path]]:
     """(flag, folder) of everything that the run writes."""
-    logging, save, output_dir = config.logging, config.checkpoint.save, _output_dir(config)
+    logging, save, output_dir = config.logging, config.checkpoint.save, named_output_dir(config)
     if save is not None:
         yield "--save", Path(save)
     if logging.output_dir is not None or save is None:
@@ -78,7 +78,7 @@ def _folders(config: Config) -> Iterator[tuple[str, Path]]:
         yield "--data-cache-path", Path(config.data.data_cache_path)
 
 
-def _output_dir(config: Config) -> Path | None:
+def named_output_dir(config: Config) -> Path | None:
     """The folder of a run's logs; None if the time of its start will name it."""
     given = config.logging.output_dir or config.checkpoint.save
     return None if given is None else Path(given)

@@ -18,6 +18,7 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.run_state import Progress, Resumable
 from ..config.checks import check_config
+from ..config.folder_checks import named_output_dir
 from ..config.io import format_config, save_config
 from ..config.schema import Config
 from ..device import device as devices
@@ -421,11 +422,7 @@ def _log_cut_warmup(config: Config) -> None:
 
 
 def _output_dir(config: Config) -> Path:
-    if config.logging.output_dir is not None:
-        return Path(config.logging.output_dir)
-    if config.checkpoint.save is not None:
-        return Path(config.checkpoint.save)
-    return Path("runs") / time.strftime("%Y%m%d-%H%M%S", time.localtime(_started()))
+    return named_output_dir(config) or Path("runs") / time.strftime("%Y%m%d-%H%M%S", time.localtime(_started()))
 
 
 def _started() -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from ..device.processes import launch_id, parent_id
 from ..errors import UserError
 from ..reporting.run_log import EVENTS_FILE, EventKind, add_event, event, read_events
 
@@ -70,16 +68,8 @@ class Launch:
     def of_environment(cls) -> Launch:
         """What torchrun tells its ranks."""
         world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        return cls(_launch(), int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), max(1, world // local))
-
-
-def _launch() -> str:
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run_id != "none":
-        return run_id
-    # torchrun without a rendezvous id: its process is the same for all attempts.
-    parent = psutil.Process(os.getppid())
-    return f"{socket.gethostname()}:{parent.pid}:{parent.create_time():.2f}"
+        name = launch_id() or parent_id() or "unknown"
+        return cls(name, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), max(1, world // local))
 
 
 def log_fault(

@@ -18,8 +18,9 @@ import pytest
 
 from fp8_megatron.checkpoint import run_lock
 from fp8_megatron.checkpoint.files import RunLockError
-from fp8_megatron.checkpoint.run_identity import RunIdentity, process_start
+from fp8_megatron.checkpoint.run_identity import RunIdentity
 from fp8_megatron.checkpoint.run_lock import LOCK, Holder, RunLock
+from fp8_megatron.device.processes import process_start
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,10 @@ import pytest
 from fp8_megatron import outputs
 from fp8_megatron.checkpoint import run_lock
 from fp8_megatron.checkpoint.files import MANIFEST, META, TRACKER, CheckpointError, RunLockError, iteration_folder
-from fp8_megatron.checkpoint.run_identity import LAUNCH, RUN, RunIdentity, launch_id, own_restart, saved_by
+from fp8_megatron.checkpoint.run_identity import LAUNCH, RUN, RunIdentity, own_restart, saved_by
 from fp8_megatron.checkpoint.run_lock import LOCK, RunLock
 from fp8_megatron.config.schema import CheckpointConfig, Config, TrainingConfig
+from fp8_megatron.device.processes import launch_id
 from fp8_megatron.training import run_start
 from fp8_megatron.training.run_start import RunStart, check_room, starting_run
 
