@@ -53,7 +53,7 @@ def finite(loss: float | None) -> float | None:
 
 
 def device_name() -> str:
-    return torch.cuda.getdevice_name() if torch.cuda.is_available() else "cpu"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def table_of(args: argparse.Namespace, results: list[Result]) -> Table:
