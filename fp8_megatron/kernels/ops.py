@@ -194,18 +194,25 @@ def activation_backward_quantize(
     )
 
 
-def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`cross_entropy.reference.cross_entropy_statistics`: a row's maximum, Σ exp and label's logit, FP32 [T]."""
+def cross_entropy_statistics(
+    logits: Tensor, labels: Tensor, *, num_columns: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_entropy.reference.cross_entropy_statistics`: a row's maximum, Σ exp and label's logit, FP32 [T].
+
+    `num_columns` None: no column is padding.
+    """
     assert logits.ndim == 2 and logits.is_contiguous() and labels.shape == logits.shape[:1], (
         logits.shape,
         labels.shape,
     )
-    return _OPS.cross_entropy_statistics(logits, labels)
+    return _OPS.cross_entropy_statistics(logits, labels, _num_columns(logits, num_columns))
 
 
-def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
+def cross_entropy_backward_(
+    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, *, num_columns: int | None = None
+) -> None:
     """`cross_entropy.reference.cross_entropy_backward_`: logits → their gradient, in place."""
-    _OPS.cross_entropy_backward_(logits, labels, log_sum_exp, grad)
+    _OPS.cross_entropy_backward_(logits, labels, log_sum_exp, grad, _num_columns(logits, num_columns))
 
 
 def cross_entropy_backward_quantize(
@@ -217,6 +224,7 @@ def cross_entropy_backward_quantize(
     *,
     scale: Tensor | None,
     power_of_two: bool = False,
+    num_columns: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`cross_entropy.reference.cross_entropy_backward_quantize`: payload [T, V], transpose [V, T], the scale taken."""
     assert logits.is_contiguous() and labels.shape == log_sum_exp.shape == grad.shape == logits.shape[:1], (
@@ -225,7 +233,17 @@ def cross_entropy_backward_quantize(
         grad.shape,
     )
     assert grad.dtype == torch.float32 and dtype in FP8_DTYPES, (grad.dtype, dtype)
-    return _OPS.cross_entropy_backward_quantize(logits, labels, log_sum_exp, grad, dtype, scale, power_of_two)
+    return _OPS.cross_entropy_backward_quantize(
+        logits, labels, log_sum_exp, grad, dtype, scale, power_of_two, _num_columns(logits, num_columns)
+    )
+
+
+def _num_columns(logits: Tensor, num_columns: int | None) -> int:
+    """Columns of `logits` [T, V] that are no padding."""
+    if num_columns is None:
+        return logits.shape[1]
+    assert 0 <= num_columns <= logits.shape[1], (num_columns, logits.shape)
+    return num_columns
 
 
 def quantize_qkv_grad(

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from ..config.schema import Config, ModelConfig, PrecisionConfig
-from ..nn.cross_entropy import vocab_parallel_cross_entropy
+from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
 from ..quantization.recipe import Recipe
 from .layer_spec import block_submodules, te_block_submodules
@@ -24,14 +24,32 @@ from .lm_head import FP8OutputLayer
 from .topology import Topology
 
 
-class GPT(GPTModel):
+class MegatronGPT(GPTModel):
+    """megatron-core's GPTModel with its own loss, over the vocabulary without padding.
+
+    Attributes:
+        unpadded_vocab_size: tokens of the vocabulary; later columns of the logits are padding. None: no padding.
+    """
+
+    unpadded_vocab_size: int | None = None
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """labels int64 [b, s], logits BF16 [s, b, V / tp] (their padding is overwritten) → FP32 [b, s]."""
+        if self.unpadded_vocab_size is not None:
+            logits = fill_padding(logits, self.unpadded_vocab_size, self.pg_collection.tp)
+        return super().compute_language_model_loss(labels, logits)
+
+
+class GPT(MegatronGPT):
     """megatron-core's GPTModel with this project's loss."""
 
     output_layer: ColumnParallelLinear
 
     def use_fp8_head(self, recipe: Recipe) -> None:
         """Compute the final norm, the LM head and the loss as one FP8 function. The decoder defers its norm."""
-        self.output_layer = FP8OutputLayer(self.output_layer, self.decoder.final_layernorm, recipe)
+        self.output_layer = FP8OutputLayer(
+            self.output_layer, self.decoder.final_layernorm, recipe, self.unpadded_vocab_size
+        )
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **others: Any) -> Tensor:
         if labels is None or not self.post_process or not isinstance(self.output_layer, FP8OutputLayer):
@@ -42,7 +60,9 @@ class GPT(GPTModel):
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels int64 [b, s], logits BF16 [s, b, V / tp] (backward overwrites them) → FP32 [b, s]."""
-        loss = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), self.pg_collection.tp)
+        loss = vocab_parallel_cross_entropy(
+            logits, labels.transpose(0, 1), self.pg_collection.tp, self.unpadded_vocab_size
+        )
         return loss.transpose(0, 1).contiguous()
 
 
@@ -142,18 +162,28 @@ def _te_settings(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def build_model(
-    config: Config, vocab_size: int, topology: Topology, device: torch.device, new_recipe: Callable[[], Recipe]
+    config: Config,
+    vocab_size: int,
+    topology: Topology,
+    device: torch.device,
+    new_recipe: Callable[[], Recipe],
+    *,
+    unpadded_vocab_size: int | None = None,
 ) -> list[ModelChunk]:
     """This rank's model chunks, uninitialised (see `initialization`).
 
     Args:
         vocab_size: padded to a multiple of the tensor-parallel size.
         new_recipe: called once per chunk.
+        unpadded_vocab_size: tokens of the vocabulary. The loss leaves later columns out. None: no padding.
     """
     virtual = topology.virtual_pipeline_size
     mcore_config = transformer_config(config, device, virtual)
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
-    return [_build_chunk(config, mcore_config, vocab_size, topology, device, stage, new_recipe()) for stage in stages]
+    return [
+        _build_chunk(config, mcore_config, vocab_size, topology, device, stage, new_recipe(), unpadded_vocab_size)
+        for stage in stages
+    ]
 
 
 def _build_chunk(
@@ -164,6 +194,7 @@ def _build_chunk(
     device: torch.device,
     vp_stage: int | None,
     recipe: Recipe,
+    unpadded_vocab_size: int | None,
 ) -> ModelChunk:
     model, virtual = config.model, topology.virtual_pipeline_size
     pp_rank = topology.pp.rank()
@@ -180,7 +211,7 @@ def _build_chunk(
         submodules = block_submodules(
             recipes, links, model.attention_backend, defers_final_norm=config.precision.fp8_lm_head
         )
-    model_class = GPTModel if config.precision.precision == "te" else GPT
+    model_class = MegatronGPT if config.precision.precision == "te" else GPT
     module = model_class(
         mcore_config,
         submodules,
@@ -195,6 +226,7 @@ def _build_chunk(
         pg_collection=topology.groups,
         vp_stage=vp_stage,
     )
+    module.unpadded_vocab_size = unpadded_vocab_size
     if config.precision.fp8_lm_head and module.post_process:
         module.use_fp8_head(recipe)
     _tag_vocab_parallel(module)

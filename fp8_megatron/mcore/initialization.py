@@ -16,6 +16,7 @@ from torch import Tensor
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _TIED_WEIGHT = "embedding.word_embeddings.weight"
+_VOCABULARY_WEIGHTS = (_TIED_WEIGHT, "output_layer.weight")
 
 
 def named_parameters_of_model(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -42,6 +43,7 @@ def initial_values(
     seed: int,
     tensor_parallel_rank: int,
     tensor_parallel_size: int,
+    vocab_size: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, this rank's part in FP32 on the parameter's device), one parameter at a time.
 
@@ -51,6 +53,7 @@ def initial_values(
     Args:
         std: standard deviation of matrices.
         num_layers: of the whole model.
+        vocab_size: tokens of the vocabulary. Later rows of its matrices are padding and zero. None: no padding.
     """
     for name, param in named_params.items():
         if param.ndim == 1:
@@ -63,7 +66,12 @@ def initial_values(
         shape = list(param.shape)
         shape[dim] *= tensor_parallel_size if is_sharded else 1
         generator = torch.Generator(param.device).manual_seed(_seed_of(name, seed))
+        num_padding = 0
+        if vocab_size is not None and name in _VOCABULARY_WEIGHTS:
+            num_padding, shape[0] = shape[0] - vocab_size, vocab_size
         whole = torch.empty(shape, device=param.device).normal_(0.0, scaled_std, generator=generator)
+        if num_padding:
+            whole = torch.nn.functional.pad(whole, (0, 0, 0, num_padding))
         if is_sharded:
             stride = param.partition_stride  # type: ignore[attr-defined]
             whole = shard(whole, dim, stride, tensor_parallel_rank, tensor_parallel_size)

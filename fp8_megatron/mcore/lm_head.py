@@ -22,12 +22,15 @@ class FP8OutputLayer(ColumnParallelLinear):
     Args:
         norm: the final norm. It is computed here but not registered here: its parameters stay where they are.
         recipe: scaling of the norm's output and of the gradient.
+        vocab_size: tokens of the vocabulary; later rows of the weight are padding. None: no padding.
 
     Raises:
         ValueError: a rank's part of the vocabulary has a size that an FP8 GEMM does not take.
     """
 
-    def __init__(self, plain: ColumnParallelLinear, norm: DeferredNorm, recipe: Recipe) -> None:
+    def __init__(
+        self, plain: ColumnParallelLinear, norm: DeferredNorm, recipe: Recipe, vocab_size: int | None = None
+    ) -> None:
         rows = plain.output_size_per_partition
         if rows % FP8_GEMM_MULTIPLE:
             raise ValueError(
@@ -46,6 +49,7 @@ class FP8OutputLayer(ColumnParallelLinear):
         )
         if plain.weight is not None:
             self.weight = plain.weight
+        self.vocab_size = vocab_size
         self.reads_weights_of = (norm,)
         self.quantizers, self.parallelism = recipe.head_quantizers(), column_parallelism(self)
 
@@ -67,7 +71,8 @@ class FP8OutputLayer(ColumnParallelLinear):
         (norm,) = self.reads_weights_of
         params, quantizers, parallelism = norm.norm_params(), self.quantizers, self.parallelism
         if labels is not None:
-            return fp8_norm_head_loss(input_, params, weight, labels, quantizers, parallelism), None
+            loss = fp8_norm_head_loss(input_, params, weight, labels, quantizers, parallelism, self.vocab_size)
+            return loss, None
         if torch.is_grad_enabled() and input_.requires_grad:
             raise RuntimeError("--fp8-lm-head has no gradient of logits: pass labels, or call under torch.no_grad()")
         logits = fp8_norm_head_logits(input_, params, weight, quantizers, parallelism)

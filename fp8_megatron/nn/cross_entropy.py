@@ -15,41 +15,85 @@ from ..device.group import Group
 from ..kernels import ops
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Group | None) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, group: Group | None, vocab_size: int | None = None
+) -> Tensor:
     """−log softmax(logits)[label] of every token. Backward overwrites the logits.
 
     Args:
         logits: BF16 [..., V / tp], this rank's columns. labels: int64 [...], over the whole vocabulary.
         group: tensor-parallel ranks in the order of their columns; None for a single rank.
+        vocab_size: tokens of the vocabulary. Columns from here on are padding: they take no part in the softmax and get
+            the gradient 0. None: no padding.
 
     Returns:
         FP32 [...], equal on all ranks of the group.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, group)
+    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab_size)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group | None, vocab_size: int | None) -> Tensor:
         flat = logits.view(-1, logits.shape[-1])
         local = local_labels(labels, flat.shape[1], group)
-        log_sum_exp, target = agree_on_statistics(*ops.cross_entropy_statistics(flat, local), group)
+        num_columns = local_columns(vocab_size, flat.shape[1], group)
+        statistics = ops.cross_entropy_statistics(flat, local, num_columns=num_columns)
+        log_sum_exp, target = agree_on_statistics(*statistics, group)
         ctx.save_for_backward(flat, local, log_sum_exp)
-        ctx.shape = logits.shape
+        ctx.shape, ctx.num_columns = logits.shape, num_columns
         return (log_sum_exp - target).view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, log_sum_exp = ctx.saved_tensors
-        ops.cross_entropy_backward_(logits, local, log_sum_exp, grad.reshape(-1).contiguous())
-        return logits.view(ctx.shape), None, None
+        upstream = grad.reshape(-1).contiguous()
+        ops.cross_entropy_backward_(logits, local, log_sum_exp, upstream, num_columns=ctx.num_columns)
+        return logits.view(ctx.shape), None, None, None
 
 
 def local_labels(labels: Tensor, num_columns: int, group: Group | None) -> Tensor:
     """int64 [tokens], counted from this rank's first column."""
     flat = labels.reshape(-1)
     return flat if group is None or group.size() == 1 else flat - group.rank() * num_columns
+
+
+def local_columns(vocab_size: int | None, num_columns: int, group: Group | None) -> int:
+    """How many of this rank's `num_columns` columns hold tokens; the later ones are padding.
+
+    Args:
+        vocab_size: tokens of the whole vocabulary; None: no padding.
+    """
+    if vocab_size is None:
+        return num_columns
+    first = 0 if group is None or group.size() == 1 else group.rank() * num_columns
+    return min(max(vocab_size - first, 0), num_columns)
+
+
+def fill_padding(logits: Tensor, vocab_size: int, group: Group | None) -> Tensor:
+    """`logits` [..., V / tp] with the padding columns at the lowest finite number, in place, for another loss.
+
+    A softmax gives them the probability 0, and so the gradient 0.
+
+    Args:
+        vocab_size: tokens of the whole vocabulary. group: as in `vocab_parallel_cross_entropy`.
+    """
+    num_columns = local_columns(vocab_size, logits.shape[-1], group)
+    return logits if num_columns == logits.shape[-1] else _FillPadding.apply(logits, num_columns)
+
+
+class _FillPadding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, num_columns: int) -> Tensor:
+        logits[..., num_columns:].fill_(torch.finfo(logits.dtype).min)
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None  # zero in the padding
 
 
 def agree_on_statistics(largest: Tensor, total: Tensor, target: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:

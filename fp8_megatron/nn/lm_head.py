@@ -23,7 +23,7 @@ from ..kernels import ops
 from ..quantization.operand import Format, Quantized, multiply, multiply_into_, quantize
 from ..quantization.recipe import HeadQuantizers
 from ..quantization.sources import NormStatistics, TensorSource
-from .cross_entropy import agree_on_statistics, local_labels
+from .cross_entropy import agree_on_statistics, local_columns, local_labels
 from .gemms import Computed
 from .normed import NormParams, norm_backward, quantized_norm, start_norm_columns
 from .parallelism import Local
@@ -40,6 +40,7 @@ def fp8_norm_head_loss(
     labels: Tensor,
     quantizers: HeadQuantizers,
     parallelism: Local,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """−log softmax(norm(x)·Wᵀ)[label] of every token, with FP8 GEMMs.
 
@@ -52,6 +53,8 @@ def fp8_norm_head_loss(
         weight: 16-bit [V/tp, h], this rank's rows; its gradient goes through autograd, as an embedding's does.
         labels: int64 [s, b], over the whole vocabulary.
         quantizers: the casts of the head; each format has one scale for the tensor.
+        vocab_size: tokens of the whole vocabulary. Later rows of the weight are padding: they take no part in the
+            softmax and get the gradient 0. None: no padding.
 
     Returns:
         FP32 [s, b], equal on all ranks of the group. Backward can run once, because it frees the logits.
@@ -65,6 +68,7 @@ def fp8_norm_head_loss(
         norm,
         quantizers,
         parallelism,
+        vocab_size,
         torch.is_grad_enabled(),
     )
 
@@ -92,15 +96,18 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         norm: NormParams,
         quantizers: HeadQuantizers,
         parallelism: Local,
+        vocab_size: int | None,
         needs_backward: bool,
     ) -> Tensor:
         rows, kept = quantized_norm(x, norm, quantizers.input, parallelism)
         operand = rows.whole()
         local = local_labels(labels, weight.shape[0], parallelism.group)
+        num_columns = local_columns(vocab_size, weight.shape[0], parallelism.group)
         statistics, all_logits, weight_scales, first = [], [], [], 0
         for part in _parts(weight):
             logits, weight_scale = _logits(operand, part, quantizers.weight, x.dtype)
-            statistics.append(ops.cross_entropy_statistics(logits, local - first))
+            own = _columns_of(part, first, num_columns)
+            statistics.append(ops.cross_entropy_statistics(logits, local - first, num_columns=own))
             if needs_backward:
                 all_logits.append(logits)
                 weight_scales.append(weight_scale)
@@ -112,6 +119,7 @@ class _FP8NormHeadLoss(torch.autograd.Function):
             # Kept outside save_for_backward: each part is freed when its gradient is made.
             ctx.logits, ctx.weight_scales = all_logits, weight_scales
             ctx.norm, ctx.quantizers, ctx.parallelism = norm, quantizers, parallelism
+            ctx.num_columns = num_columns
         return (log_sum_exp - target).view(labels.shape)
 
     @staticmethod
@@ -133,6 +141,7 @@ class _FP8NormHeadLoss(torch.autograd.Function):
                 grad_format.dtype,
                 scale=scale,
                 power_of_two=grad_format.power_of_two,
+                num_columns=_columns_of(part, first, ctx.num_columns),
             )
             scale = taken if scale is None else scale
             grads_t.append(Quantized(payload_t, None, scale, grad_format))
@@ -148,7 +157,7 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         grad_weight = _weight_gradient(grads_t, columns(), weight)
         del columns
         grad_x, grad_norm_weight, grad_norm_bias = norm_backward(reducing.summands(), None, x, norm, statistics)
-        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, *[None] * 5
+        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, *[None] * 6
 
 
 def _parts(weight: Tensor) -> tuple[Tensor, ...]:
@@ -156,6 +165,11 @@ def _parts(weight: Tensor) -> tuple[Tensor, ...]:
     count = max(1, round(weight.shape[0] / _PART_COLUMNS))
     rows = -(-weight.shape[0] // (count * _PART_MULTIPLE)) * _PART_MULTIPLE
     return weight.detach().split(rows)
+
+
+def _columns_of(part: Tensor, first: int, num_columns: int) -> int:
+    """How many rows of `part` hold tokens, where it starts at row `first` and `num_columns` rows of all do."""
+    return min(max(num_columns - first, 0), part.shape[0])
 
 
 def _logits(operand: Quantized, part: Tensor, format: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -60,15 +60,29 @@ class TrainableModel:
 
 
 def build_trainable_model(
-    config: Config, vocab_size: int, topology: Topology, device: torch.device, num_micro_batches: int
+    config: Config,
+    vocab_size: int,
+    topology: Topology,
+    device: torch.device,
+    num_micro_batches: int,
+    *,
+    unpadded_vocab_size: int | None = None,
 ) -> TrainableModel:
     """Build and initialise the model and its optimizer on this rank, inside `runtime`.
 
     Args:
         vocab_size: padded vocabulary.
         num_micro_batches: gradients each parameter will receive per step.
+        unpadded_vocab_size: see `build_model`.
     """
-    chunks = build_model(config, vocab_size, topology, device, partial(build_recipe, config.precision))
+    chunks = build_model(
+        config,
+        vocab_size,
+        topology,
+        device,
+        partial(build_recipe, config.precision),
+        unpadded_vocab_size=unpadded_vocab_size,
+    )
     storage, exchange = model_storage(config.precision, num_micro_batches), build_exchange(config)
     staging = StagingPools()
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
@@ -105,6 +119,7 @@ def build_trainable_model(
             seed=config.training.seed,
             tensor_parallel_rank=topology.tp.rank(),
             tensor_parallel_size=topology.tp.size(),
+            vocab_size=unpadded_vocab_size,
         )
         for params in named
     )
@@ -112,14 +127,24 @@ def build_trainable_model(
     return TrainableModel(chunks, model, staging, optimizer)
 
 
-def build_training_state(config: Config, vocab_size: int, topology: Topology, device: torch.device) -> TrainingState:
+def build_training_state(
+    config: Config,
+    vocab_size: int,
+    topology: Topology,
+    device: torch.device,
+    *,
+    unpadded_vocab_size: int | None = None,
+) -> TrainingState:
     """Build and initialise everything on this rank.
 
     Args:
         vocab_size: padded vocabulary.
+        unpadded_vocab_size: see `build_model`.
     """
     num_micro_batches = config.num_micro_batches(topology.world_size)
-    built = build_trainable_model(config, vocab_size, topology, device, num_micro_batches)
+    built = build_trainable_model(
+        config, vocab_size, topology, device, num_micro_batches, unpadded_vocab_size=unpadded_vocab_size
+    )
     return TrainingState(
         config=config,
         topology=topology,

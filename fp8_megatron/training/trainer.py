@@ -151,7 +151,9 @@ class _Run:
             _log_cut_warmup(config)
         self.data: RunData = open_run_data(config, topology)
         check_room(config, start, topology, self.data.vocab_size)
-        self.state: TrainingState = build_training_state(config, self.data.vocab_size, topology, device)
+        self.state: TrainingState = build_training_state(
+            config, self.data.vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
+        )
         self.resumable = Resumable(
             config,
             self.state.optimizer,

@@ -199,6 +199,33 @@ def test_cross_entropy_gradient_of_small_probabilities() -> None:
     assert (measured[exponents >= -32] > 0).all() and not measured[exponents < -33].any()
 
 
+@pytest.mark.parametrize("num_columns", [0, 1, 41, 63])
+def test_padding_takes_no_part_in_the_cross_entropy(num_columns: int) -> None:
+    """Whatever the padding columns hold, the rest gets the bits that it gets without them."""
+    logits = normal(T, 64, seed=1, size=3.0)
+    logits[:, num_columns:] = torch.tensor([torch.nan, torch.inf, -1e30, 1e30]).bfloat16().repeat(16)[num_columns:]
+    labels = torch.randint(-8, max(num_columns, 1), (T,), generator=torch.Generator().manual_seed(2))
+    labels[labels >= num_columns] = -1
+    log_sum_exp = torch.rand(T, generator=torch.Generator().manual_seed(3)) + 12
+    grad = torch.rand(T, generator=torch.Generator().manual_seed(4))
+    grad[1] = torch.inf
+    rest = logits[:, :num_columns].contiguous()
+    largest, total, target = ops.cross_entropy_statistics(logits, labels, num_columns=num_columns)
+    if num_columns:
+        for found, expected in zip((largest, total, target), ops.cross_entropy_statistics(rest, labels), strict=True):
+            assert torch.equal(found, expected)
+    else:
+        assert (largest == torch.finfo(torch.float32).min).all() and not total.any() and not target.any()
+    payload, payload_t, _ = ops.cross_entropy_backward_quantize(
+        logits, labels, log_sum_exp, grad, E5M2, scale=torch.full((1,), 1e-4), num_columns=num_columns
+    )
+    ops.cross_entropy_backward_(rest, labels, log_sum_exp, grad)
+    ops.cross_entropy_backward_(logits, labels, log_sum_exp, grad, num_columns=num_columns)
+    assert torch.equal(logits[:, :num_columns].view(torch.int16), rest.view(torch.int16))
+    assert not logits[:, num_columns:].any()
+    assert not payload.float()[:, num_columns:].any() and not payload_t.float()[num_columns:].any()
+
+
 def test_scaled_mm_into_rows() -> None:
     a, b = normal(32, 48, seed=1), normal(16, 48, seed=2)
     (x, _, scale_x), (y, _, scale_y) = ops.quantize_current(a, E5M2), ops.quantize_current(b, E4M3)

@@ -190,15 +190,50 @@ def test_cross_entropy(shape: tuple[int, int], offset: int) -> None:
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(shape[1], (shape[0],), generator=generator) - offset
     grad = torch.rand(shape[0], generator=generator)
-    expected = cross_entropy.cross_entropy_statistics(logits, labels)
+    expected = cross_entropy.cross_entropy_statistics(logits, labels, shape[1])
     on_gpu = logits.cuda()
     measured = ops.cross_entropy_statistics(on_gpu, labels.cuda())
     assert torch.equal(measured[0].cpu(), expected[0]) and torch.equal(measured[2].cpu(), expected[2])
     torch.testing.assert_close(measured[1].cpu(), expected[1], rtol=1e-5, atol=0)
     log_sum_exp = expected[0] + expected[1].log()
-    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad)
+    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, shape[1])
     ops.cross_entropy_backward_(on_gpu, *(x.cuda() for x in (labels, log_sum_exp, grad)))
     assert snr_db(on_gpu.cpu(), logits) > BF16_DB
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_columns"),
+    [((16, 64), 41), ((16, 64), 0), ((64, 50304), 50257), ((64, 8448), 4096), ((1000, 16768), 16721)],
+    ids=str,
+)
+def test_padding_takes_no_part_in_the_cross_entropy(shape: tuple[int, int], num_columns: int) -> None:
+    logits = normal(*shape, seed=1, size=5.0)
+    logits[:, num_columns:] = 1e30
+    logits[::2, num_columns:] = torch.nan
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(max(num_columns, 1), (shape[0],), generator=generator) - 10 * (num_columns == 0)
+    grad = torch.rand(shape[0], generator=generator)
+    expected = cross_entropy.cross_entropy_statistics(logits, labels, num_columns)
+    on_gpu = logits.cuda()
+    measured = ops.cross_entropy_statistics(on_gpu, labels.cuda(), num_columns=num_columns)
+    assert torch.equal(measured[0].cpu(), expected[0]) and torch.equal(measured[2].cpu(), expected[2])
+    torch.testing.assert_close(measured[1].cpu(), expected[1], rtol=1e-5, atol=0)
+    log_sum_exp = expected[0].clamp(min=-10.0) + expected[1].clamp(min=1.0).log()
+    grad[3] = torch.inf
+    operands = tuple(operand.cuda() for operand in (labels, log_sum_exp, grad))
+    scale = torch.full((1,), 1e-6, device="cuda")
+    quantized = ops.cross_entropy_backward_quantize(on_gpu, *operands, E5M2, scale=scale, num_columns=num_columns)
+    wanted = cross_entropy.cross_entropy_backward_quantize(
+        logits, labels, log_sum_exp, grad, E5M2, scale.cpu(), False, num_columns
+    )
+    assert_same_payload(quantized[0], wanted[0])
+    assert torch.equal(quantized[1].view(torch.uint8), quantized[0].view(torch.uint8).t())
+    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, num_columns)
+    ops.cross_entropy_backward_(on_gpu, *operands, num_columns=num_columns)
+    assert not on_gpu[:, num_columns:].any() and not quantized[0].float()[:, num_columns:].any()
+    finite = torch.arange(shape[0]) != 3
+    if num_columns:
+        assert snr_db(on_gpu.cpu()[finite], logits[finite]) > BF16_DB
 
 
 CROSS_ENTROPY_SHAPES = [(16, 32), (4, 16), (64, 50304), (260, 1008), (1000, 16768)]
@@ -223,7 +258,7 @@ def test_cross_entropy_backward_quantize(shape: tuple[int, int], offset: int, po
     the GPU's."""
     operands = cross_entropy_operands(shape, offset)
     logits, labels, log_sum_exp, grad = (operand.cuda() for operand in operands)
-    expected = cross_entropy.cross_entropy_backward_quantize(*operands, E5M2, None, power_of_two)
+    expected = cross_entropy.cross_entropy_backward_quantize(*operands, E5M2, None, power_of_two, shape[1])
     payload, payload_t, scale = ops.cross_entropy_backward_quantize(
         logits, labels, log_sum_exp, grad, E5M2, scale=None, power_of_two=power_of_two
     )
@@ -251,7 +286,7 @@ def test_cross_entropy_backward_quantize_of_what_is_not_finite(where: str, bad: 
     """In one place: a NaN stays in its row, or with a bad gradient the scale is one, as in the reference."""
     operands = cross_entropy_operands((64, 256), 0)
     operands[["logits", "", "log_sum_exp", "grad"].index(where)][3] = bad
-    expected = cross_entropy.cross_entropy_backward_quantize(*operands, E5M2, None, False)
+    expected = cross_entropy.cross_entropy_backward_quantize(*operands, E5M2, None, False, 256)
     payload, payload_t, scale = ops.cross_entropy_backward_quantize(*cuda(*operands), E5M2, scale=None)
     torch.testing.assert_close(scale.cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
     values, wanted = reference.decode(payload.cpu()), reference.decode(expected[0])

@@ -77,11 +77,11 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (x, z, "swiglu", E5M2, None, False, None, E4M3, scale, True),
             (x, x, "gelu", E5M2, scale, False, amax, E4M3, scale, False),
         ],
-        "cross_entropy_statistics": [(x, labels)],
-        "cross_entropy_backward_": [(x.clone(), labels, vector, vector)],
+        "cross_entropy_statistics": [(x, labels, K), (x, labels, 0)],
+        "cross_entropy_backward_": [(x.clone(), labels, vector, vector, K - 3)],
         "cross_entropy_backward_quantize": [
-            (x, labels, vector, vector, E5M2, None, False),
-            (x, labels, vector, vector, E5M2, scale, False),
+            (x, labels, vector, vector, E5M2, None, False, K),
+            (x, labels, vector, vector, E5M2, scale, False, K - 3),
         ],
         "scaled_mm": [(_fp8(T, K), _fp8(16, K), scale, scale, None, torch.bfloat16, False)],
         "scaled_mm_into_": [

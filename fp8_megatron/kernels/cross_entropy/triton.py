@@ -34,31 +34,31 @@ _TILE_M = 128
 _TILE_K = 64
 _TILE_WARPS = 4
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _cross_entropy_statistics(logits, labels, largest, total, target, V, BLOCK: tl.constexpr):
+def _cross_entropy_statistics(logits, labels, largest, total, target, V, num_columns, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * V
     columns = tl.arange(0, BLOCK)
-    running = -float("inf")
+    # Finite: a row that is −inf up to here would give inf − inf.
+    running = _LOWEST
     sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        value = tl.load(base + start + columns, mask=start + columns < V, other=-float("inf")).to(tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        value = tl.load(base + start + columns, mask=start + columns < num_columns, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(running, tl.max(value, axis=0))
-        # A row that is −inf up to here would give inf − inf.
-        shift = tl.where(higher == -float("inf"), 0.0, higher)
-        sums = sums * tl.exp2((running - shift) * _LOG2_E) + tl.exp2((value - shift) * _LOG2_E)
+        sums = sums * tl.exp2((running - higher) * _LOG2_E) + tl.exp2((value - higher) * _LOG2_E)
         running = higher
     label = tl.load(labels + row)
-    is_here = (label >= 0) & (label < V)
+    is_here = (label >= 0) & (label < num_columns)
     tl.store(largest + row, running)
     tl.store(total + row, tl.sum(sums, axis=0))
     tl.store(target + row, tl.load(base + tl.where(is_here, label, 0), mask=is_here, other=0.0).to(tl.float32))
 
 
 @triton.jit
-def _cross_entropy_backward(logits, labels, log_sum_exp, grad, V, BLOCK: tl.constexpr):
+def _cross_entropy_backward(logits, labels, log_sum_exp, grad, V, num_columns, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = logits + row.to(tl.int64) * V + columns
@@ -66,12 +66,13 @@ def _cross_entropy_backward(logits, labels, log_sum_exp, grad, V, BLOCK: tl.cons
     value = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     probability = tl.exp2((value - tl.load(log_sum_exp + row)) * _LOG2_E)
     probability = tl.where(columns == tl.load(labels + row), probability - 1.0, probability)
-    tl.store(pointers, (probability * tl.load(grad + row)).to(logits.dtype.element_ty), mask=mask)
+    gradient = tl.where(columns < num_columns, probability * tl.load(grad + row), 0.0)
+    tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _quantize_rows(
-    logits, labels, log_sum_exp, grad, payload, rows, columns, T, V, inverse,
+    logits, labels, log_sum_exp, grad, payload, rows, columns, T, V, num_columns, inverse,
     FP_MAX: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Every fourth row of a tile: computes the gradient in FP8 and writes its payload."""
@@ -84,14 +85,15 @@ def _quantize_rows(
     factor = tl.load(grad + rows, mask=is_row, other=0.0)
     probability = tl.exp2((value - shift) * _LOG2_E)
     probability = tl.where(columns == label, probability - 1.0, probability)
-    quantized = encode(probability * factor, inverse, FP_MAX, dtype)
+    gradient = tl.where(columns < num_columns, probability * factor, 0.0)
+    quantized = encode(gradient, inverse, FP_MAX, dtype)
     tl.store(payload + offsets, quantized, mask=mask)
     return quantized
 
 
 @triton.jit
 def _cross_entropy_backward_tiles(
-    logits, labels, log_sum_exp, grad, payload, payload_t, scale, partials, T, V, num_partials,
+    logits, labels, log_sum_exp, grad, payload, payload_t, scale, partials, T, V, num_columns, num_partials,
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
@@ -103,32 +105,38 @@ def _cross_entropy_backward_tiles(
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     dtype: tl.constexpr = payload.dtype.element_ty
     q0 = _quantize_rows(
-        logits, labels, log_sum_exp, grad, payload, rows, columns, T, V, inverse, FP_MAX, dtype
+        logits, labels, log_sum_exp, grad, payload, rows, columns, T, V, num_columns, inverse, FP_MAX, dtype
     )  # fmt: skip
     q1 = _quantize_rows(
-        logits, labels, log_sum_exp, grad, payload, rows + 1, columns, T, V, inverse, FP_MAX, dtype
+        logits, labels, log_sum_exp, grad, payload, rows + 1, columns, T, V, num_columns, inverse, FP_MAX, dtype
     )  # fmt: skip
     q2 = _quantize_rows(
-        logits, labels, log_sum_exp, grad, payload, rows + 2, columns, T, V, inverse, FP_MAX, dtype
+        logits, labels, log_sum_exp, grad, payload, rows + 2, columns, T, V, num_columns, inverse, FP_MAX, dtype
     )  # fmt: skip
     q3 = _quantize_rows(
-        logits, labels, log_sum_exp, grad, payload, rows + 3, columns, T, V, inverse, FP_MAX, dtype
+        logits, labels, log_sum_exp, grad, payload, rows + 3, columns, T, V, num_columns, inverse, FP_MAX, dtype
     )  # fmt: skip
     store_transposed(q0, q1, q2, q3, payload_t, m0, k0, T, V, TILE_M, TILE_K)
 
 
-def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cross_entropy_statistics(logits: Tensor, labels: Tensor, num_columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.cross_entropy_statistics`: one launch, one program per row."""
     T, V = logits.shape
     largest, total, target = (torch.empty(T, dtype=torch.float32, device=logits.device) for _ in range(3))
-    _cross_entropy_statistics[(T,)](logits, labels, largest, total, target, V, _BLOCK, num_warps=_NUM_WARPS)
+    _cross_entropy_statistics[(T,)](
+        logits, labels, largest, total, target, V, num_columns, _BLOCK, num_warps=_NUM_WARPS
+    )  # fmt: skip
     return largest, total, target
 
 
-def cross_entropy_backward_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
+def cross_entropy_backward_(
+    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, num_columns: int
+) -> None:
     """`reference.cross_entropy_backward_`: one launch."""
     T, V = logits.shape
-    _cross_entropy_backward[(T, cdiv(V, _BLOCK))](logits, labels, log_sum_exp, grad, V, _BLOCK, num_warps=_NUM_WARPS)
+    _cross_entropy_backward[(T, cdiv(V, _BLOCK))](
+        logits, labels, log_sum_exp, grad, V, num_columns, _BLOCK, num_warps=_NUM_WARPS
+    )  # fmt: skip
 
 
 def cross_entropy_backward_quantize(
@@ -139,6 +147,7 @@ def cross_entropy_backward_quantize(
     dtype: torch.dtype,
     scale: Tensor | None,
     power_of_two: bool,
+    num_columns: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.cross_entropy_backward_quantize`: one launch, and one over the tokens' gradients for their bound.
 
@@ -155,7 +164,7 @@ def cross_entropy_backward_quantize(
     used = taken if scale is None else scale
     partials, num_partials = partial_amaxes(grad) if current else (used, 0)
     _cross_entropy_backward_tiles[(cdiv(T, _TILE_M) * cdiv(V, _TILE_K),)](
-        logits, labels, log_sum_exp, grad, payload, payload_t, used, partials, T, V, num_partials,
+        logits, labels, log_sum_exp, grad, payload, payload_t, used, partials, T, V, num_columns, num_partials,
         MAX_FINITE[dtype], current, power_of_two, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_TILE_WARPS,
     )  # fmt: skip
     return payload, payload_t, taken
