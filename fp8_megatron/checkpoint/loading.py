@@ -248,6 +248,7 @@ def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
     placements = [placement for _, _, placement in state.slots()]
     mine = next((text for place in placements if (text := saved.mismatch(place, state.vocab_size)) is not None), None)
     setting = differing_setting(saved.folder, state.config.model, finetune=finetune)
+    setting = setting or saved.vocabulary_problem(state.vocab_size, finetune=finetune)
     everyones = _everyones((mine, {placement.key for placement in placements}, setting), state)
     for problem, _, _ in everyones:
         _raise_first(problem)
@@ -257,6 +258,9 @@ def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
         raise CheckpointError(f"{saved.folder} holds {min(extra)!r}, which this model has not: it is another model's")
     for _, _, problem in everyones:
         _raise_first(problem)
+    before = saved.description["vocab_size"]
+    if before != state.vocab_size and state.topology.rank == 0:
+        logger.warning("%s has a vocabulary of %d tokens, this run has %d", saved.folder, before, state.vocab_size)
 
 
 def _everyones(value: Any, state: Resumable) -> list[Any]:

@@ -163,6 +163,19 @@ class SavedRun:
             "load it with the configuration saved beside it (config.yaml)"
         )
 
+    def vocabulary_problem(self, vocab_size: int, *, finetune: bool = False) -> str | None:
+        """Why a vocabulary of another size cannot take these weights; None if it can.
+
+        Two sizes may be padded to the same rows. Fine-tuning may use rows of the padding for new tokens, or fewer rows.
+        """
+        saved = self.description["vocab_size"]
+        if saved == vocab_size or finetune:
+            return None
+        return (
+            f"{self.folder} was saved with a vocabulary of {saved} tokens, this run has {vocab_size}; give --vocab-size "
+            f"{saved} and the tokenizer of that run"
+        )
+
     def read(self, wanted: Iterable[Elements], *, device: torch.device = _CPU) -> Iterator[Tensor]:
         """FP32 [length] of each, on `device` and in order. Threads read later ones while one is decoded and used.
 

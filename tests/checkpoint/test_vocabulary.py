@@ -74,6 +74,11 @@ def test_new_padding_is_the_old_paddings(ranks: RankPool, tmp_path: Path) -> Non
 
 
 def test_another_vocabulary_is_another_model(ranks: RankPool, tmp_path: Path) -> None:
+    """50 tokens have other rows; 41 are padded to the same rows as 40."""
     fit(ranks, tmp_path, 1, save=tmp_path, train_iters=1, **SETTINGS)
+    resumed = {**SETTINGS, "load": tmp_path, "train_iters": 2}
     with pytest.raises(RankError, match=r"CheckpointError: .*word_embeddings.weight has shape \(48, 64\), "):
-        fit(ranks, tmp_path / "b", 1, load=tmp_path, train_iters=2, **{**SETTINGS, "vocab_size": 50})
+        fit(ranks, tmp_path / "b", 1, **{**resumed, "vocab_size": 50})
+    with pytest.raises(RankError, match=r"a vocabulary of 40 tokens, this run has 41; give --vocab-size 40"):
+        fit(ranks, tmp_path / "c", 1, **{**resumed, "vocab_size": 41})
+    assert fit(ranks, tmp_path / "d", 1, **{**resumed, "vocab_size": 41, "finetune": True})
