@@ -172,8 +172,8 @@ class SavedRun:
         if saved == vocab_size or finetune:
             return None
         return (
-            f"{self.folder} was saved with a vocabulary of {saved} tokens, this run has {vocab_size}; give --vocab-size "
-            f"{saved} and the tokenizer of that run"
+            f"{self.folder} was saved with a vocabulary of {saved} tokens, this run has {vocab_size}; give "
+            f"--vocab-size {saved} and the tokenizer of that run"
         )
 
     def read(self, wanted: Iterable[Elements], *, device: torch.device = _CPU) -> Iterator[Tensor]:

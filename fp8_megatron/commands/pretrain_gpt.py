@@ -11,6 +11,7 @@ from functools import partial
 from ..config.checks import check_config
 from ..config.folder_checks import check_run_folders
 from ..config.io import parse_config, repeated_in
+from ..data.token_files import check_input_files
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
 from .program import exit_status, prepare_megatron, show
@@ -35,6 +36,7 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
             print(f"note: {line}", file=sys.stderr, flush=True)
     check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_run_folders(config)
+    check_input_files(config)
     prepare_megatron()
     from ..training.stopping import TrainingDiverged
     from ..training.trainer import Trainer

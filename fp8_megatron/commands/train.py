@@ -15,6 +15,7 @@ from pathlib import Path
 from ..config.checks import check_config
 from ..config.folder_checks import check_run_folders
 from ..config.io import parse_config
+from ..data.token_files import check_input_files
 from ..errors import UserError
 from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
 from .launch import Placement, check_gpus, hide_gpus, run_ranks
@@ -55,6 +56,7 @@ def _main(words: list[str], prog: str) -> int:
     config = parse_config(flags, prog=prog)
     check_config(config, placement.world_size)
     check_run_folders(config)
+    check_input_files(config)
     if placement.world_size == 1 and placement.max_restarts == 0:
         return _train_here(flags, prog, placement, exact=own.gpus is not None)
     check_gpus(placement)

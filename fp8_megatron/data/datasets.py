@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from ..config.schema import DataConfig
 from ..errors import UserError
 from .indexed import IndexedSummary, check_indexed_dataset
+from .token_files import Blend, number_in
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -40,34 +41,6 @@ class Datasets:
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
-
-
-@dataclass(frozen=True)
-class Blend:
-    """Token files and their sampling weights. Without weights, files are sampled in proportion to their tokens."""
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-
-    @classmethod
-    def parse(cls, flag: str, words: Sequence[str]) -> Blend:
-        """Parse ``prefix prefix …`` or ``weight prefix weight prefix …``; errors name `flag`."""
-        given = " ".join(words)
-        numbers = [_number(word) for word in words]
-        if all(number is None for number in numbers):
-            return cls(tuple(words), None)
-        weights = tuple(number for number in numbers[::2] if number is not None)
-        prefixes = tuple(words[1::2])
-        if not len(weights) == len(prefixes) == len(words) / 2 or any(number is not None for number in numbers[1::2]):
-            raise UserError(
-                f"{flag} {given}: weights and prefixes do not alternate; give 'weight prefix weight prefix …' or "
-                f"prefixes alone"
-            )
-        if not all(weight > 0 for weight in weights):  # also refuses NaN
-            raise UserError(f"{flag} {given}: weights have to be above 0; leave out a dataset that is not to be used")
-        if not math.isfinite(sum(weights)):
-            raise UserError(f"{flag} {given}: the sum of the weights is {sum(weights)}; give finite numbers")
-        return cls(prefixes, weights)
 
 
 class MockDataset(Dataset):
@@ -147,13 +120,6 @@ def build_datasets(
         return Datasets(*builder.build())
 
 
-def _number(word: str) -> float | None:
-    try:
-        return float(word) if word.isascii() else None
-    except ValueError:
-        return None
-
-
 def _blends(data: DataConfig, sizes: Sequence[int]) -> tuple[Blend | None, ...]:
     """The blend of each split; None for a split without samples."""
     own = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
@@ -176,7 +142,7 @@ def _blends(data: DataConfig, sizes: Sequence[int]) -> tuple[Blend | None, ...]:
 
 
 def _check_split(split: str) -> None:
-    parts = [_number(part) for part in split.split(",")]
+    parts = [number_in(part) for part in split.split(",")]
     known = [part for part in parts if part is not None and 0 <= part < math.inf]
     if len(parts) > 3 or len(known) < len(parts) or not 0 < sum(known) < math.inf:
         raise UserError(f"--split {split}: give up to three weights (train,valid,test), not all 0, e.g. 969,30,1")

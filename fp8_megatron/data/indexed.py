@@ -15,6 +15,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 
 from ..errors import UserError
+from .token_files import PREPROCESS_AGAIN, token_file_pair
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -23,7 +24,6 @@ FULL_SCAN_BYTES = 64 << 20
 _NUM_SLICES = 32
 _SLICE_TOKENS = 1 << 18
 _CHUNK = 1 << 20
-_REPEAT = "run tools/preprocess_data.py again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> Indexed
     Raises:
         UserError: the first fault that was found.
     """
-    bin_path, idx_path = _existing_files(prefix)
+    bin_path, idx_path = token_file_pair(prefix)
     dtype, num_sequences, num_boundaries = _read_header(idx_path)
     lengths = np.memmap(idx_path, np.int32, "r", _HEADER.size, (num_sequences,))
     offsets = np.memmap(idx_path, np.int64, "r", _HEADER.size + lengths.nbytes, (num_sequences,))
@@ -63,36 +63,11 @@ def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> Indexed
         raise UserError(
             f"{bin_path} has {actual} bytes, but {idx_path.name} describes {num_tokens} tokens of {dtype.name} = "
             f"{expected} bytes: the two are from different runs, or {bin_path.name} was cut short; copy both again, "
-            f"or {_REPEAT}"
+            f"or {PREPROCESS_AGAIN}"
         )
     if vocab_size is not None:
         _check_token_ids(bin_path, dtype, vocab_size)
     return IndexedSummary(prefix, dtype, num_boundaries - 1, num_tokens, lengths)
-
-
-def _existing_files(prefix: str) -> tuple[Path, Path]:
-    for extension in (".bin", ".idx"):
-        if prefix.endswith(extension):
-            raise UserError(
-                f"data path {prefix} ends with {extension}, but the prefix of the .bin/.idx pair is wanted: "
-                f"drop the extension: {prefix.removesuffix(extension)}"
-            )
-    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    missing = [path.name for path in (bin_path, idx_path) if not path.is_file()]
-    if missing:
-        near = sorted(str(path.with_suffix("")) for path in bin_path.parent.glob(f"{bin_path.stem}*.idx"))
-        near = [path for path in near if path != prefix]
-        if near:
-            fix = f"did you mean {' or '.join(near[:3])}?"
-        elif Path(prefix).is_file():
-            fix = "turn text into tokens with tools/preprocess_data.py, and give its output prefix"
-        else:
-            fix = "check the path, or make the pair with tools/preprocess_data.py"
-        raise UserError(f"no dataset at {prefix}: {' and '.join(missing)} not found in {bin_path.parent}; {fix}")
-    for path in (bin_path, idx_path):
-        if path.stat().st_size == 0:
-            raise UserError(f"{path} is empty (0 bytes): preprocessing was interrupted or found no text; {_REPEAT}")
-    return bin_path, idx_path
 
 
 def _read_header(idx_path: Path) -> tuple[np.dtype, int, int]:
@@ -103,31 +78,33 @@ def _read_header(idx_path: Path) -> tuple[np.dtype, int, int]:
     if not head.startswith(_MAGIC):
         raise UserError(
             f"{idx_path} is not a Megatron index: it starts with {head[:9]!r}, expected {_MAGIC!r}; "
-            f"{_REPEAT} (files of fairseq or of other tools are not read)"
+            f"{PREPROCESS_AGAIN} (files of fairseq or of other tools are not read)"
         )
     if size < _HEADER.size:
-        raise UserError(f"{idx_path} is truncated: {size} bytes, its header alone is {_HEADER.size}; {_REPEAT}")
+        raise UserError(
+            f"{idx_path} is truncated: {size} bytes, its header alone is {_HEADER.size}; {PREPROCESS_AGAIN}"
+        )
     _, version, code, num_sequences, num_boundaries = _HEADER.unpack(head)
     if version != 1:
-        raise UserError(f"{idx_path} has format version {version}, expected 1; {_REPEAT}")
+        raise UserError(f"{idx_path} has format version {version}, expected 1; {PREPROCESS_AGAIN}")
     try:
         dtype = np.dtype(DType.dtype_from_code(code))
     except ValueError:
         dtype = None
     if dtype is None or dtype.kind not in "iu":
         found = f"code {code}" if dtype is None else dtype.name
-        raise UserError(f"{idx_path} declares tokens of {found}, expected an integer type; {_REPEAT}")
+        raise UserError(f"{idx_path} declares tokens of {found}, expected an integer type; {PREPROCESS_AGAIN}")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
     if size not in (expected, expected + num_sequences):
         state = "truncated" if size < expected else "too long"
         raise UserError(
             f"{idx_path} is {state}: {size} bytes, but its header ({num_sequences} sequences, {num_boundaries} "
-            f"document boundaries) makes {expected}; copy it again, or {_REPEAT}"
+            f"document boundaries) makes {expected}; copy it again, or {PREPROCESS_AGAIN}"
         )
     if num_sequences == 0 or num_boundaries < 2:
         raise UserError(
             f"{idx_path} describes no documents ({num_sequences} sequences, {num_boundaries} document boundaries): "
-            f"the preprocessed text was empty; {_REPEAT} on text"
+            f"the preprocessed text was empty; {PREPROCESS_AGAIN} on text"
         )
     return dtype, num_sequences, num_boundaries
 
@@ -141,7 +118,7 @@ def _check_sequences(idx_path: Path, lengths: np.ndarray, offsets: np.ndarray, d
             index = int(np.argmax(length < 0))
             raise UserError(
                 f"{idx_path} is damaged: sequence {start + index} has {length[index]} tokens; "
-                f"copy it again, or {_REPEAT}"
+                f"copy it again, or {PREPROCESS_AGAIN}"
             )
         ends = num_tokens + np.cumsum(length)
         expected = np.concatenate(([num_tokens], ends[:-1])) * dtype.itemsize
@@ -150,11 +127,11 @@ def _check_sequences(idx_path: Path, lengths: np.ndarray, offsets: np.ndarray, d
             index = int(np.argmax(wrong))
             raise UserError(
                 f"{idx_path} is damaged: sequence {start + index} is said to start at byte {offsets[start + index]}, "
-                f"but the lengths before it make {expected[index]}; copy it again, or {_REPEAT}"
+                f"but the lengths before it make {expected[index]}; copy it again, or {PREPROCESS_AGAIN}"
             )
         num_tokens = int(ends[-1])
     if num_tokens == 0:
-        raise UserError(f"{idx_path} describes {len(lengths)} sequences but no tokens; {_REPEAT} on text")
+        raise UserError(f"{idx_path} describes {len(lengths)} sequences but no tokens; {PREPROCESS_AGAIN} on text")
     return num_tokens
 
 
@@ -162,7 +139,7 @@ def _check_boundaries(idx_path: Path, boundaries: np.ndarray, num_sequences: int
     if boundaries[0] != 0 or boundaries[-1] != num_sequences or (np.diff(boundaries) < 0).any():
         raise UserError(
             f"{idx_path} is damaged: its document boundaries go from {boundaries[0]} to {boundaries[-1]}, expected "
-            f"0 to {num_sequences} (sequences) without a step back; copy it again, or {_REPEAT}"
+            f"0 to {num_sequences} (sequences) without a step back; copy it again, or {PREPROCESS_AGAIN}"
         )
 
 
@@ -181,4 +158,4 @@ def _check_token_ids(bin_path: Path, dtype: np.dtype, vocab_size: int) -> None:
                 f"preprocess with the same tokenizer, or set --vocab-size"
             )
         if lowest < 0:
-            raise UserError(f"token id {lowest} in {bin_path} is negative: the file is damaged; {_REPEAT}")
+            raise UserError(f"token id {lowest} in {bin_path} is negative: the file is damaged; {PREPROCESS_AGAIN}")

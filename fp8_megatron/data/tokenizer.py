@@ -74,10 +74,8 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: str):
         import sentencepiece
 
+        check_tokenizer_path("SentencePieceTokenizer", model)
         path = Path(model)
-        if not path.is_file():
-            kind = "is a folder, not a file" if path.is_dir() else "does not exist"
-            raise UserError(f"tokenizer model {model} {kind}: give the .model file of tools/train_tokenizer.py")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=model)
             self._processor.serialized_model_proto()  # a part that is not UTF-8 is found here
@@ -129,11 +127,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A local Hugging Face tokenizer folder (``tokenizer.json``, ``tokenizer_config.json``); nothing is downloaded."""
 
     def __init__(self, model: str):
-        if not Path(model).is_dir():
-            raise UserError(
-                f"tokenizer folder {model} does not exist: a HuggingFaceTokenizer is a local folder with "
-                f"tokenizer.json (save_pretrained() writes one)"
-            )
+        check_tokenizer_path("HuggingFaceTokenizer", model)
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -219,6 +213,24 @@ class NullTokenizer(Tokenizer):
         if outside:
             raise UserError(f"token id {outside[0]} is outside --vocab-size {self.vocab_size}: raise --vocab-size")
         return ids
+
+
+def check_tokenizer_path(tokenizer_type: str, model: str) -> None:
+    """Check that a tokenizer's file or folder exists. Its content is not read. NullTokenizer has none.
+
+    Raises:
+        UserError: it does not exist, or is a folder instead of a file.
+    """
+    path = Path(model)
+    if tokenizer_type == "SentencePieceTokenizer" and not path.is_file():
+        kind = "is a folder, not a file" if path.is_dir() else "does not exist"
+        raise UserError(f"tokenizer model {model} {kind}: give the .model file of tools/train_tokenizer.py")
+    if tokenizer_type == "HuggingFaceTokenizer" and not path.is_dir():
+        kind = "is a file, not a folder" if path.exists() else "does not exist"
+        raise UserError(
+            f"tokenizer folder {model} {kind}: a HuggingFaceTokenizer is a local folder with "
+            f"tokenizer.json (save_pretrained() writes one)"
+        )
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None = None) -> Tokenizer:
