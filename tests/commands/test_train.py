@@ -156,9 +156,12 @@ def test_two_cpu_ranks_train(tmp_path: Path) -> None:
 
 
 def test_the_exit_status_is_the_ranks_and_no_launcher_speaks(tmp_path: Path) -> None:
-    """What only the ranks can see, missing token files, is one line too, and the status of a user's error."""
-    flags = tiny_flags(tmp_path, mock_data=False, data_path=[tmp_path / "no"], tokenizer_type="NullTokenizer")
+    """What the ranks find, a damaged token file, is one line too, and the status of a user's error."""
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"bad{suffix}").write_bytes(b"x" * 50)
+    flags = tiny_flags(tmp_path, mock_data=False, data_path=[tmp_path / "bad"], tokenizer_type="NullTokenizer")
     result = fp8_megatron("train", "--cpu-ranks", "2", *flags, "--split", "1,0,0")
     assert result.returncode == 2, result.stderr
-    assert f"error: no dataset at {tmp_path / 'no'}: " in result.stderr and "Traceback" not in result.stderr
+    assert f"error: {tmp_path / 'bad.idx'} is not a Megatron index" in result.stderr
+    assert "Traceback" not in result.stderr
     assert "exit status 2" in result.stderr.splitlines()[-1]
