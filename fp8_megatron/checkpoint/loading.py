@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from ..sharding.partition import Fragment, Slot
 from .files import CheckpointError, candidates, iteration_folder, saved_iterations, unfinished_folders
 from .manifest import problem_with, read_manifest
 from .placement import Placement
+from .ranks import Ranks
 from .run_state import (
     PREFIXES,
     Progress,
@@ -198,21 +198,16 @@ def _restore_autoscales(saved: SavedRun, state: Resumable) -> None:
 
 def _choose(root: Path, state: Resumable, iteration: int | None) -> Path | None:
     """The best complete checkpoint, each file verified by one of the ranks; the same on every rank."""
+    ranks = Ranks(state.topology)
     is_first = state.topology.rank == 0
-    found: tuple[list[int], str | None] = ([], None)
     if is_first:
-        try:
-            found = (candidates(root, iteration), None)
-        except CheckpointError as error:
-            found = ([], str(error))
         for name in unfinished_folders(root):
             logger.warning("ignoring %s: saving it was cut short", root / name)
-    choices, problem = _everyones(found, state)[0]
-    _raise_first(problem)
+    choices = ranks.first_says(lambda: candidates(root, iteration))
     first_problem: str | None = None
     for index, choice in enumerate(choices):
         folder = iteration_folder(root, choice)
-        problems = [text for texts in _everyones(_problems(folder, state), state) for text in texts]
+        problems = [text for texts in ranks.everyones(_problems(folder, state)) for text in texts]
         if not problems:
             return folder
         first_problem = first_problem or problems[0]
@@ -249,7 +244,7 @@ def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
     mine = next((text for place in placements if (text := saved.mismatch(place, state.vocab_size)) is not None), None)
     setting = differing_setting(saved.folder, state.config.model, finetune=finetune)
     setting = setting or saved.vocabulary_problem(state.vocab_size, finetune=finetune)
-    everyones = _everyones((mine, {placement.key for placement in placements}, setting), state)
+    everyones = Ranks(state.topology).everyones((mine, {placement.key for placement in placements}, setting))
     for problem, _, _ in everyones:
         _raise_first(problem)
     known = set().union(*(keys for _, keys, _ in everyones))
@@ -261,14 +256,6 @@ def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
     before = saved.description["vocab_size"]
     if before != state.vocab_size and state.topology.rank == 0:
         logger.warning("%s has a vocabulary of %d tokens, this run has %d", saved.folder, before, state.vocab_size)
-
-
-def _everyones(value: Any, state: Resumable) -> list[Any]:
-    """Every rank's value, in rank order, on every rank."""
-    values = [value] * state.topology.world_size
-    if state.topology.world_size > 1:
-        torch.distributed.all_gather_object(values, value)
-    return values
 
 
 def _raise_first(problems: list[str] | str | None) -> None:

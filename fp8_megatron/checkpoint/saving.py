@@ -13,15 +13,13 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors.torch
-import torch
 
 from ..config.io import save_config
 from ..config.schema import Config
@@ -46,14 +44,13 @@ from .files import (
     temporary_folder,
 )
 from .manifest import FileRecord, read_back, read_back_manifest, write_file, write_manifest
+from .ranks import Ranks
 from .run_identity import LAUNCH, RUN, RunIdentity
 from .run_lock import RunLock
 from .run_state import Progress, Resumable, Snapshot
 from .torch_dist import NUM_FILES, Written, write_chunks, write_metadata
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 #: How long ranks wait for the slowest writer.
 _TIMEOUT = timedelta(hours=2)
@@ -99,7 +96,7 @@ class CheckpointWriter:
         self._topology = topology
         self._retention = retention or Retention()
         self._in_background = in_background
-        self._ranks = _Ranks(topology)
+        self._ranks = Ranks.apart(topology, BACKGROUND_GROUP, _TIMEOUT)
         self._identity = identity or self._ranks.first_says(RunIdentity.drawn)
         self._lock = lock
         self._thread: threading.Thread | None = None
@@ -202,11 +199,11 @@ class CheckpointWriter:
 
     def _write_together(self, snapshot: Snapshot, folder: Path) -> None:
         temporary = temporary_folder(folder, self._identity.token)
-        self._ranks.first_does(lambda: self._start_writing(folder))
+        self._ranks.first_says(lambda: self._start_writing(folder))
         # One thread in the background: four slowed concurrent steps by 70%.
         num_files = 1 if self._in_background else NUM_FILES
-        outputs = self._ranks.gather(lambda: self._write_and_read_back(temporary, snapshot, num_files))
-        self._ranks.first_does(lambda: self._complete(snapshot, temporary, folder, outputs))
+        outputs = self._ranks.all_do(lambda: self._write_and_read_back(temporary, snapshot, num_files))
+        self._ranks.first_says(lambda: self._complete(snapshot, temporary, folder, outputs))
 
     def _start_writing(self, folder: Path) -> None:
         with self._changing_the_folder():
@@ -309,55 +306,3 @@ def write_config(folder: Path, config: Config) -> FileRecord:
     record = write_file(folder, CONFIG, draft.read_bytes())
     draft.unlink()
     return record
-
-
-class _Ranks:
-    """The meetings of a save, over a gloo group of all ranks."""
-
-    def __init__(self, topology: Topology) -> None:
-        self._rank, self._size = topology.rank, topology.world_size
-        self._group = None
-        if self._size > 1:
-            self._group = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT, group_desc=BACKGROUND_GROUP)
-
-    def first_does(self, action: Callable[[], Any]) -> None:
-        """Run an action on the first rank. If it fails, every rank raises, a `RunLockError` or an `OSError`."""
-        self.first_says(action)
-
-    def first_says(self, action: Callable[[], Result]) -> Result:
-        """Run an action on the first rank, and return its result on every rank; errors as for `first_does`."""
-        result: Any = None
-        failure: tuple[str, bool] | None = None
-        error: Exception | None = None
-        if self._rank == 0:
-            try:
-                result = action()
-            except Exception as caught:
-                error, failure = caught, (_text(caught), isinstance(caught, RunLockError))
-        outcome = [(result, failure)]
-        if self._group is not None:
-            torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
-        result, failure = outcome[0]
-        if failure is not None:
-            text, lost_lock = failure
-            raise error or (RunLockError(text) if lost_lock else OSError(text))
-        return result
-
-    def gather(self, action: Callable[[], Any]) -> list[Any]:
-        """Run an action on every rank. The first rank gets all results by rank, with errors as text; other ranks get
-        nothing.
-        """
-        result: Any
-        try:
-            result = action()
-        except Exception as caught:
-            result = _text(caught)
-        if self._group is None:
-            return [result]
-        results: list[Any] | None = [None] * self._size if self._rank == 0 else None
-        torch.distributed.gather_object(result, results, dst=0, group=self._group)
-        return results or []
-
-
-def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__
