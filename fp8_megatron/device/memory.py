@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
 import torch
+
+#: Where a process in a container finds its limit, in version 2 and 1 of control groups.
+_CONTROL_GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 _bytes_beside_allocator = 0
 _earlier_peak_gib = 0.0
@@ -12,6 +20,21 @@ def count_memory_beside_allocator(nbytes: int) -> None:
     """Count lasting memory that torch's allocator does not count."""
     global _bytes_beside_allocator
     _bytes_beside_allocator += nbytes
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of a GPU, used or not; on a CPU that of the machine, or less if a control group limits this process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(min(installed, *map(_limit_in, _CONTROL_GROUP_LIMITS)))
+
+
+def _limit_in(path: str) -> float:
+    """The bytes that a file of a control group allows; infinite if there is no such limit."""
+    with suppress(OSError, ValueError):
+        return int(Path(path).read_text())
+    return math.inf
 
 
 def peak_used_share(device: torch.device) -> float:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
-
-import torch
 
 from ..checkpoint import run_lock
 from ..checkpoint.files import (
@@ -22,23 +19,20 @@ from ..checkpoint.files import (
     saved_iterations,
 )
 from ..checkpoint.loading import LoadOptions
+from ..checkpoint.ranks import Ranks
 from ..checkpoint.run_identity import RunIdentity, own_restart, saved_by
 from ..checkpoint.run_lock import RunLock
 from ..checkpoint.saving import CheckpointWriter, Retention
 from ..config.folder_checks import load_problem
 from ..config.schema import CheckpointConfig, Config
-from ..errors import UserError
 from ..mcore.topology import Topology
-from ..outputs import check_free_bytes, free_bytes, writing_to
-from ..planning.memory import predict_checkpoint_bytes
+from ..outputs import writing_to
 from .stopping import SignalHandler
 
 #: Seconds that a run waits for another one to leave its folder: a process outlives a killed torchrun by up to 30 s.
 _WAIT_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -73,58 +67,21 @@ def starting_run(checkpoint: CheckpointConfig, topology: Topology, signals: Sign
     Raises:
         CheckpointError: there is nothing to load, or --save belongs to another run. The same on every rank.
     """
-    is_first = topology.rank == 0
+    ranks = Ranks(topology)
     lock: RunLock | None = None
-    identity = _first_says(topology, lambda: RunIdentity.drawn(_source_and_run(checkpoint, quiet=True)[1]))
+    identity = ranks.first_says(lambda: RunIdentity.drawn(_source_and_run(checkpoint, quiet=True)[1]))
     try:
         if checkpoint.save is not None:
             save = Path(checkpoint.save)
-            lock = _first_says_here(topology, lambda: _opened(save, identity))
-            _wait_for(lock, save, topology, signals)
-        source, run = _first_says(topology, lambda: _start(checkpoint))
+            lock = ranks.first_keeps(lambda: _opened(save, identity))
+            _wait_for(lock, save, ranks, signals)
+        source, run = ranks.first_says(lambda: _start(checkpoint))
         if run is not None and run != identity.run:  # another run was waited for, and has saved
             identity = RunIdentity(run, identity.launch, identity.token)
         yield RunStart(identity, source, lock, _continues(checkpoint, source))
     finally:
-        if is_first and lock is not None:
+        if lock is not None:
             lock.release()
-
-
-def check_room(config: Config, start: RunStart, topology: Topology, padded_vocab_size: int) -> None:
-    """Compare the free space of --save with the checkpoints to come; log a warning if not all fit. For all ranks.
-
-    Raises:
-        CheckpointError: not even one fits. The same on every rank.
-    """
-    if config.checkpoint.save is not None:
-        save = Path(config.checkpoint.save)
-        _first_says(
-            topology, lambda: _check_room(save, config, start, predict_checkpoint_bytes(config, padded_vocab_size))
-        )
-
-
-def _check_room(save: Path, config: Config, start: RunStart, num_bytes: int) -> None:
-    check_free_bytes(save, "--save", num_bytes, "one checkpoint")
-    checkpoint = config.checkpoint
-    reached = start.source.newest if start.continues_save and start.source is not None else 0
-    remaining = max(0, config.training.train_iters - reached)
-    count = 1 if checkpoint.save_interval is None else -(-remaining // checkpoint.save_interval)
-    if checkpoint.keep_last is not None or checkpoint.save_retain_interval is not None:
-        held = checkpoint.keep_last or 1
-        if checkpoint.save_retain_interval is not None:
-            held += remaining // checkpoint.save_retain_interval
-        present = len(saved_iterations(save)) if start.continues_save else 0
-        # The oldest is removed when the next one is whole.
-        count = min(count, max(1, held + 1 - present))
-    free = free_bytes(save)
-    if free is not None and free < count * num_bytes:
-        logger.warning(
-            "%s: %d checkpoints of %.3f GB are to come, its disk has %.3f GB free; free some, or give --keep-last",
-            save,
-            count,
-            num_bytes / 1e9,
-            free / 1e9,
-        )
 
 
 def checkpoint_writer(config: Config, topology: Topology, start: RunStart, iteration: int) -> CheckpointWriter | None:
@@ -149,7 +106,7 @@ def _opened(save: Path, identity: RunIdentity) -> RunLock:
     return RunLock(save, identity)
 
 
-def _wait_for(lock: RunLock | None, save: Path, topology: Topology, signals: SignalHandler) -> None:
+def _wait_for(lock: RunLock | None, save: Path, ranks: Ranks, signals: SignalHandler) -> None:
     """Try to take the lock until its holder leaves, for up to `_WAIT_SECONDS`.
 
     Ranks meet after each attempt, so that no collective takes as long as that.
@@ -176,7 +133,7 @@ def _wait_for(lock: RunLock | None, save: Path, topology: Topology, signals: Sig
         time.sleep(run_lock.POLL_SECONDS)
         return False
 
-    while not _first_says(topology, attempt):
+    while not ranks.first_says(attempt):
         pass
 
 
@@ -249,28 +206,3 @@ def _refuse_foreign(save: Path, run: str | None) -> None:
             f"{whose[newest] or 'unknown'}); give --load {save} to go on with it, another --save, or "
             f"--allow-foreign-checkpoints to save among them"
         )
-
-
-def _first_says(topology: Topology, action: Callable[[], Result]) -> Result:
-    """Run an action on rank 0; its result, or its error as `CheckpointError`, on every rank."""
-    result: Result | None = None
-    problem: str | None = None
-    if topology.rank == 0:
-        try:
-            result = action()
-        except (UserError, OSError) as error:
-            problem = str(error)
-    outcome = [(result, problem)]
-    if topology.world_size > 1:
-        torch.distributed.broadcast_object_list(outcome, src=0)
-    result, problem = outcome[0]
-    if problem is not None:
-        raise CheckpointError(problem)
-    return result  # type: ignore[return-value]
-
-
-def _first_says_here(topology: Topology, action: Callable[[], Result]) -> Result | None:
-    """As `_first_says`, with a result that stays on rank 0; None on the others."""
-    kept: list[Result] = []
-    _first_says(topology, lambda: kept.append(action()))
-    return kept[0] if kept else None

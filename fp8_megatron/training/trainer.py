@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.run_state import Progress, Resumable
 from ..config.checks import check_config
 from ..config.folder_checks import named_output_dir
-from ..config.io import format_config, save_config
+from ..config.io import format_config
 from ..config.schema import Config
 from ..device import device as devices
 from ..kernels import ops
@@ -27,23 +26,19 @@ from ..mcore.attention import may_use_cudnn, preferring_backends
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import Topology, initialized
 from ..mcore.transports import needs_launch_order
-from ..planning.memory import predict_memory
-from ..reporting.flops import model_flops_per_token, peak_flops
-from ..reporting.memory_report import memory_table
-from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
-from ..reporting.metrics_file import METRICS_FILE
-from ..reporting.plot import plot_losses
 from ..reporting.profiling import StepProfiler
 from ..reporting.run_log import RunLog, recording
 from ..watch.failures import RankWatch, watched_world
 from ..watch.replica_hash import PendingCheck, ReplicaCheck, ReplicasDiffer
 from ..watch.restarts import Launch, begin_attempt
 from .batches import Batch
-from .build import TrainingState, build_training_state, measured_storage
+from .build import TrainingState, build_training_state
 from .graph_choice import GraphChoice, choose_graph
+from .room import check_memory, check_room
 from .run_data import RunData, open_run_data
 from .run_events import RunEvents
-from .run_start import RunStart, check_room, checkpoint_writer, starting_run
+from .run_report import RunReport
+from .run_start import RunStart, checkpoint_writer, starting_run
 from .step_results import Mark, PendingStep, StepResult
 from .stopping import NonFiniteGuard, SignalHandler, StopReason, TrainingDiverged
 from .train_step import evaluate, step_graph, train_step
@@ -145,12 +140,13 @@ class _Run:
             pipeline_rank=topology.pp.rank(),
             records_graphs=graph_choice.records,
         )
+        self.data: RunData = open_run_data(config, topology)
+        check_memory(config, topology, device, self.data.vocab_size)
+        check_room(config, start, topology, self.data.vocab_size)
         if self.is_writer:
             logger.info("configuration (* differs from the default)\n%s", format_config(config))
             graph_choice.log()
             _log_cut_warmup(config)
-        self.data: RunData = open_run_data(config, topology)
-        check_room(config, start, topology, self.data.vocab_size)
         self.state: TrainingState = build_training_state(
             config, self.data.vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
         )
@@ -170,9 +166,6 @@ class _Run:
         self.data = self.data.going_on(self.progress)
         self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
         self.batch_size = config.global_batch_size(topology.world_size)
-        self.flops_per_token = model_flops_per_token(config.model, causal=False, padded_vocab_size=self.data.vocab_size)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self.peak_flops = peak_flops(name, config.precision.precision)
         self.started = time.monotonic()
         self.stop_requested = False
         self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if graph_choice.records else None
@@ -185,26 +178,15 @@ class _Run:
                 first_profiled,
                 self.progress.iteration + 1,
             )
-        self.metrics = MetricsLogger(
-            config.logging,
+        self.report = RunReport(
+            config,
             output_dir,
-            is_writer=self.is_writer,
-            total_iterations=config.training.train_iters,
+            topology,
+            device,
+            vocab_size=self.data.vocab_size,
             resume_iteration=self.progress.iteration,
-            peak_flops=self.peak_flops,
-            run_config=asdict(config),
         )
-        if self.is_writer:
-            save_config(config, output_dir / "config.yaml")
-            memory = memory_table(
-                measured_storage(self.state),
-                config.precision.formats,
-                predicted=predict_memory(config, self.data.vocab_size, world_size=topology.world_size),
-                level=config.precision.level,
-                num_optimizer_shards=topology.dp.size(),
-            )
-            (output_dir / "memory.txt").write_text(memory + "\n")
-            logger.info("%s", memory)
+        self.report.start(self.state)
 
     def train(self) -> None:
         """Train, validate and save. A save in the background has finished when this returns."""
@@ -219,7 +201,7 @@ class _Run:
             self._finish_saving()
             self.events.stopped(self.progress.iteration, self._stop_reason())
         finally:
-            self._finish()
+            self.report.finish()
 
     def _loop(self) -> None:
         training, checkpoint = self.config.training, self.config.checkpoint
@@ -280,7 +262,7 @@ class _Run:
         """Close every log; release what must not outlive the process groups."""
         if self.graph is not None:
             self.graph.release()
-        self.metrics.close()
+        self.report.close()
 
     def _wants_stop(self) -> bool:
         lost_lock = self.start.lock is not None and self.start.lock.lost  # a save would fail
@@ -322,23 +304,7 @@ class _Run:
             consumed_samples=self.progress.consumed_samples + self.batch_size,
             skipped_steps=self.guard.num_skipped,
         )
-        tokens = self.batch_size * self.config.model.seq_length
-        rate = tokens / result.step_seconds / self.topology.world_size
-        flops = rate * self.flops_per_token
-        self.metrics.log_step(
-            StepMetrics(
-                **result.figures.as_dict(),
-                iteration=result.iteration,
-                learning_rate=result.learning_rate,
-                tokens_per_second_per_gpu=rate,
-                tflops_per_gpu=flops / 1e12,
-                mfu=None if self.peak_flops is None else flops / self.peak_flops,
-                step_seconds=result.step_seconds,
-                skipped_steps=self.guard.num_skipped,
-                consumed_samples=self.progress.consumed_samples,
-                consumed_tokens=self.progress.consumed_samples * self.config.model.seq_length,
-            )
-        )
+        self.report.step(result, self.progress)
 
     def _where_not_finite(self) -> str:
         names = [name for buffer in self.state.optimizer.buffers for name in buffer.non_finite_slots()]
@@ -353,7 +319,7 @@ class _Run:
             return
         self.watch.at(self.progress.iteration, "evaluating")
         loss = evaluate(self.state, loader, self.config.training.eval_iters)
-        self.metrics.log_eval(EvalMetrics.from_loss(self.progress.iteration, split, loss))  # type: ignore[arg-type]
+        self.report.evaluation(self.progress.iteration, split, loss)
 
     def _resume(self) -> Progress:
         source = self.start.source
@@ -382,19 +348,6 @@ class _Run:
         if self.writer is not None:
             with self.watch.patiently("waiting for a checkpoint"):
                 self.writer.finish()
-
-    def _finish(self) -> None:
-        if not self.is_writer:
-            return
-        summary = self.metrics.summary()
-        self.metrics.close()
-        model = self.config.model
-        title = f"GPT, {model.num_layers} layers × {model.hidden_size}, {self.config.precision.level}"
-        try:
-            plot_losses(self.output_dir / METRICS_FILE, self.output_dir / "loss.png", title=title)
-        except (OSError, ValueError) as error:
-            logger.warning("no loss curve: %s", error)
-        logger.info("%s", summary)
 
 
 def _replica_check(config: Config, state: TrainingState) -> ReplicaCheck | None:

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from fp8_megatron import outputs
 from fp8_megatron.checkpoint import run_lock
-from fp8_megatron.checkpoint.files import MANIFEST, META, TRACKER, CheckpointError, RunLockError, iteration_folder
-from fp8_megatron.checkpoint.run_identity import LAUNCH, RUN, RunIdentity, own_restart, saved_by
+from fp8_megatron.checkpoint.files import META, CheckpointError, RunLockError
+from fp8_megatron.checkpoint.run_identity import RunIdentity, own_restart, saved_by
 from fp8_megatron.checkpoint.run_lock import LOCK, RunLock
-from fp8_megatron.config.schema import CheckpointConfig, Config, TrainingConfig
+from fp8_megatron.config.schema import CheckpointConfig
 from fp8_megatron.device.processes import launch_id
 from fp8_megatron.training import run_start
-from fp8_megatron.training.run_start import RunStart, check_room, starting_run
+from fp8_megatron.training.run_start import RunStart, starting_run
+from tests.harness.run_starts import A_RUN, NoSignals, OneRank, add_checkpoint
 
-A_RUN, ANOTHER = "a" * 16, "b" * 16
-
-
-class OneRank:
-    """A topology of one rank, as far as a start needs it."""
-
-    rank, world_size = 0, 1
-
-
-class NoSignals:
-    """No signal is received."""
-
-    def received(self) -> bool:
-        return False
+ANOTHER = "b" * 16
 
 
 def start(**settings: object) -> RunStart:
@@ -40,16 +26,6 @@ def start(**settings: object) -> RunStart:
     with starting_run(CheckpointConfig(**values), OneRank(), NoSignals()) as started:  # type: ignore[arg-type]
         assert (started.lock is None) == ("save" not in settings)
         return started
-
-
-def add_checkpoint(root: Path, iteration: int, run: str | None = A_RUN, launch: str | None = None) -> Path:
-    folder = iteration_folder(root, iteration)
-    folder.mkdir(parents=True)
-    (folder / MANIFEST).write_text("{}")
-    if run is not None:
-        (folder / META).write_text(json.dumps({RUN: run, LAUNCH: launch, "ancestors": []}))
-    (root / TRACKER).write_text(str(iteration))
-    return folder
 
 
 def test_a_run_from_scratch_draws_its_name(tmp_path: Path) -> None:
@@ -226,55 +202,6 @@ def test_a_run_that_saved_while_it_was_waited_for(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(RunLock, "attempt", others_first)
     started = start(load=tmp_path, save=tmp_path)
     assert started.identity.run == A_RUN and started.continues_save
-
-
-GB = 10**9
-
-
-@pytest.mark.parametrize(
-    ("free", "settings", "expected"),
-    [
-        (0.9 * GB, {}, "error"),
-        (1.1 * GB, {}, None),
-        (5.1 * GB, {"save_interval": 20}, None),
-        (4.9 * GB, {"save_interval": 20}, "5 checkpoints"),
-        (3.1 * GB, {"save_interval": 20, "keep_last": 2}, None),
-        (2.9 * GB, {"save_interval": 20, "keep_last": 2}, "3 checkpoints"),
-        (3.9 * GB, {"save_interval": 20, "save_retain_interval": 50}, "4 checkpoints"),
-        (4.1 * GB, {"save_interval": 20, "save_retain_interval": 50}, None),
-        (4.9 * GB, {"save_interval": 20, "keep_last": 50}, "5 checkpoints"),
-        (2.1 * GB, {"save_interval": 20, "keep_last": 2, "load": "save"}, None),
-        (1.9 * GB, {"save_interval": 20, "keep_last": 2, "load": "save"}, "2 checkpoints"),
-    ],
-)
-def test_a_disk_without_room_is_found_at_the_start(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    free: float,
-    settings: dict,
-    expected: str | None,
-) -> None:
-    """Checkpoints of 1 GB and 100 steps; the resumed run has one of them, and 90 steps to go."""
-    monkeypatch.setattr(run_start, "predict_checkpoint_bytes", lambda *_: GB)
-    for module in (run_start, outputs):
-        monkeypatch.setattr(module, "free_bytes", lambda _: int(free))
-    if "load" in settings:
-        add_checkpoint(tmp_path, 10)
-        settings = {**settings, "load": str(tmp_path)}
-    checkpoint = CheckpointConfig(save=str(tmp_path), **settings)
-    config = Config(checkpoint=checkpoint, training=TrainingConfig(train_iters=100))
-    with starting_run(checkpoint, OneRank(), NoSignals()) as started:  # type: ignore[arg-type]
-        if expected == "error":
-            with pytest.raises(
-                CheckpointError, match=rf"--save {tmp_path}: one checkpoint takes 1.000 GB, .* 0.900 GB"
-            ):
-                check_room(config, started, OneRank(), 64)  # type: ignore[arg-type]
-            return
-        check_room(config, started, OneRank(), 64)  # type: ignore[arg-type]
-    warned = [line for line in caplog.messages if "are to come" in line]
-    assert len(warned) == (expected is not None)
-    assert not warned or f"{expected} of 1.000 GB are to come" in warned[0]
 
 
 def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Whether a run fits into its machine: memory for its state, and disk for its checkpoints. Before a model is built."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.files import saved_iterations
+from ..checkpoint.ranks import Ranks
+from ..config.schema import Config
+from ..device.device import node_size
+from ..device.memory import memory_bytes
+from ..errors import UserError
+from ..mcore.topology import Topology
+from ..outputs import check_free_bytes, free_bytes
+from ..planning.memory import predict_checkpoint_bytes, predict_memory
+from .run_start import RunStart
+
+logger = logging.getLogger(__name__)
+
+
+def check_memory(config: Config, topology: Topology, device: torch.device, padded_vocab_size: int) -> None:
+    """Compare the memory of a GPU, or of a machine without one, with what is certain to be held. For all ranks.
+
+    Weights, gradients and optimizer state are certain. Activations and temporary memory are not counted.
+
+    Raises:
+        UserError: they do not fit. The same on every rank.
+    """
+    num_bytes, where = _state_on(config, topology, device, padded_vocab_size)
+    available = memory_bytes(device)
+    problem = None if num_bytes <= available else _memory_problem(config, num_bytes, where, available)
+    for text in Ranks(topology).everyones(problem):
+        if text is not None:
+            raise UserError(text)
+
+
+def _state_on(config: Config, topology: Topology, device: torch.device, padded_vocab_size: int) -> tuple[int, str]:
+    """(bytes of state, its place in words) of this rank's GPU, or of all ranks of this machine."""
+    stages = range(config.parallel.pipeline_model_parallel_size)
+
+    def state_bytes(stage: int) -> int:
+        predicted = predict_memory(config, padded_vocab_size, world_size=topology.world_size, stage=stage)
+        return predicted.linear.total + predicted.rest.total
+
+    if device.type == "cuda":
+        return state_bytes(topology.pp.rank()), "a GPU"
+    # Which stages are on this machine is not known. One machine at least has the mean.
+    num_ranks = node_size()
+    where = "this machine" if num_ranks == 1 else f"the {num_ranks} ranks of this machine"
+    return num_ranks * sum(map(state_bytes, stages)) // len(stages), where
+
+
+def _memory_problem(config: Config, num_bytes: int, where: str, available: int) -> str:
+    model, parallel = config.model, config.parallel
+    return (
+        f"weights, gradients and optimizer state take {num_bytes / 1e9:,.3f} GB on {where}, which has "
+        f"{available / 1e9:,.3f} GB; lower num_layers({model.num_layers}), hidden_size({model.hidden_size}) or "
+        f"vocab_size, or raise tensor_model_parallel_size({parallel.tensor_model_parallel_size}) or "
+        f"pipeline_model_parallel_size({parallel.pipeline_model_parallel_size})"
+    )
+
+
+def check_room(config: Config, start: RunStart, topology: Topology, padded_vocab_size: int) -> None:
+    """Compare the free space of --save with the checkpoints to come; log a warning if not all fit. For all ranks.
+
+    Raises:
+        CheckpointError: not even one fits. The same on every rank.
+    """
+    if config.checkpoint.save is None:
+        return
+    save = Path(config.checkpoint.save)
+    num_bytes = predict_checkpoint_bytes(config, padded_vocab_size)
+    Ranks(topology).first_says(lambda: _check_disk(save, config, start, num_bytes))
+
+
+def _check_disk(save: Path, config: Config, start: RunStart, num_bytes: int) -> None:
+    check_free_bytes(save, "--save", num_bytes, "one checkpoint")
+    checkpoint = config.checkpoint
+    reached = start.source.newest if start.continues_save and start.source is not None else 0
+    remaining = max(0, config.training.train_iters - reached)
+    count = 1 if checkpoint.save_interval is None else -(-remaining // checkpoint.save_interval)
+    if checkpoint.keep_last is not None or checkpoint.save_retain_interval is not None:
+        held = checkpoint.keep_last or 1
+        if checkpoint.save_retain_interval is not None:
+            held += remaining // checkpoint.save_retain_interval
+        present = len(saved_iterations(save)) if start.continues_save else 0
+        # The oldest is removed when the next one is whole.
+        count = min(count, max(1, held + 1 - present))
+    free = free_bytes(save)
+    if free is not None and free < count * num_bytes:
+        logger.warning(
+            "%s: %d checkpoints of %.3f GB are to come, its disk has %.3f GB free; free some, or give --keep-last",
+            save,
+            count,
+            num_bytes / 1e9,
+            free / 1e9,
+        )

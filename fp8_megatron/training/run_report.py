@@ -1,0 +1,123 @@
+"""What a run reports of itself: its settings, its memory, the figures of each step, the loss curve at its end."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.run_state import Progress
+from ..config.io import save_config
+from ..config.schema import Config
+from ..mcore.topology import Topology
+from ..planning.memory import predict_memory
+from ..reporting.flops import model_flops_per_token, peak_flops
+from ..reporting.memory_report import memory_table
+from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
+from ..reporting.metrics_file import METRICS_FILE
+from ..reporting.plot import plot_losses
+from .build import TrainingState, measured_storage
+from .step_results import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class RunReport:
+    """The reports of a run. Every rank makes one; the first rank writes.
+
+    Args:
+        vocab_size: padded.
+        resume_iteration: of the checkpoint that the run goes on from; 0 for none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        output_dir: Path,
+        topology: Topology,
+        device: torch.device,
+        *,
+        vocab_size: int,
+        resume_iteration: int,
+    ) -> None:
+        self._config = config
+        self._output_dir = output_dir
+        self._topology = topology
+        self._vocab_size = vocab_size
+        self._is_writer = topology.rank == 0
+        self._flops_per_token = model_flops_per_token(config.model, causal=False, padded_vocab_size=vocab_size)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._peak_flops = peak_flops(name, config.precision.precision)
+        self._metrics = MetricsLogger(
+            config.logging,
+            output_dir,
+            is_writer=self._is_writer,
+            total_iterations=config.training.train_iters,
+            resume_iteration=resume_iteration,
+            peak_flops=self._peak_flops,
+            run_config=asdict(config),
+        )
+
+    def start(self, state: TrainingState) -> None:
+        """Write ``config.yaml`` and the memory table."""
+        if not self._is_writer:
+            return
+        save_config(self._config, self._output_dir / "config.yaml")
+        memory = memory_table(
+            measured_storage(state),
+            self._config.precision.formats,
+            predicted=predict_memory(self._config, self._vocab_size, world_size=self._topology.world_size),
+            level=self._config.precision.level,
+            num_optimizer_shards=self._topology.dp.size(),
+        )
+        (self._output_dir / "memory.txt").write_text(memory + "\n")
+        logger.info("%s", memory)
+
+    def step(self, result: StepResult, progress: Progress) -> None:
+        """Report one step.
+
+        Args:
+            progress: after the step.
+        """
+        model, world_size = self._config.model, self._topology.world_size
+        tokens = self._config.global_batch_size(world_size) * model.seq_length
+        rate = tokens / result.step_seconds / world_size
+        flops = rate * self._flops_per_token
+        self._metrics.log_step(
+            StepMetrics(
+                **result.figures.as_dict(),
+                iteration=result.iteration,
+                learning_rate=result.learning_rate,
+                tokens_per_second_per_gpu=rate,
+                tflops_per_gpu=flops / 1e12,
+                mfu=None if self._peak_flops is None else flops / self._peak_flops,
+                step_seconds=result.step_seconds,
+                skipped_steps=progress.skipped_steps,
+                consumed_samples=progress.consumed_samples,
+                consumed_tokens=progress.consumed_samples * model.seq_length,
+            )
+        )
+
+    def evaluation(self, iteration: int, split: str, loss: float) -> None:
+        """Report the loss of a held-out split."""
+        self._metrics.log_eval(EvalMetrics.from_loss(iteration, split, loss))  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        """Close the metrics, draw the loss curve, and log a summary."""
+        if not self._is_writer:
+            return
+        summary = self._metrics.summary()
+        self._metrics.close()
+        model = self._config.model
+        title = f"GPT, {model.num_layers} layers × {model.hidden_size}, {self._config.precision.level}"
+        try:
+            plot_losses(self._output_dir / METRICS_FILE, self._output_dir / "loss.png", title=title)
+        except (OSError, ValueError) as error:
+            logger.warning("no loss curve: %s", error)
+        logger.info("%s", summary)
+
+    def close(self) -> None:
+        """Close the metrics. A run that failed has no summary."""
+        self._metrics.close()
