@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -131,47 +132,66 @@ def _main(words: Sequence[str] | None) -> int:
     parser.add_argument("--ranks", type=int, choices=sorted(LAYOUTS), default=2, help="CPU ranks (default 2)")
     parser.add_argument("--faults", type=int, default=60, metavar="N", help="number of faults (default 60)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="bring no more faults after this time")
-    parser.add_argument("--seed", type=int, default=1, help="of kinds, iterations and targets (default 1)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="of kinds, iterations and targets (default 1); several seeds are runs side by side, with --faults each",
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the result, as JSON")
     parser.add_argument("--folder", type=Path, help="where to train (default: a temporary folder, removed at the end)")
     own = parser.parse_args(words)
     if own.faults < 1:
         parser.error(f"--faults {own.faults}: give 1 or more")
+    if len(set(own.seed)) < len(own.seed):
+        parser.error(f"--seed {' '.join(map(str, own.seed))}: a seed stands twice")
     folder = Path(tempfile.mkdtemp(prefix="chaos")) if own.folder is None else own.folder
-    folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    draw = random.Random(own.seed)
-    num_steps = steps_for(draw_faults(own.faults, random.Random(own.seed)))
-    chaos = Chaos(folder, own.ranks, num_steps, draw)
-    problem = ""
-    try:
-        expected = undisturbed(folder, own.ranks, chaos.train_iters)
-        run_chaos(chaos, own.faults, 60 * own.minutes)
-        if final_state(chaos.orders, own.ranks) != expected:
-            problem = "the state at the end differs from the undisturbed run's"
-    except Failed as error:
-        problem = str(error)
-    rows = summary(chaos.faults)
+    with ThreadPoolExecutor(len(own.seed)) as side_by_side:
+        runs = list(side_by_side.map(partial(disturbed, own, folder), own.seed))
+    faults = [fault for chaos, _ in runs for fault in chaos.faults]
+    problems = [f"seed {seed}: {problem}" for seed, (_, problem) in zip(own.seed, runs, strict=True) if problem]
+    rows = summary(faults)
     result = {
-        "command": "python benchmarks/chaos.py "
-        + f"--ranks {own.ranks} --faults {own.faults} --seed {own.seed} --output {own.output.name}"
+        "command": f"python benchmarks/chaos.py --ranks {own.ranks} --faults {own.faults} "
+        + f"--seed {' '.join(map(str, own.seed))} --output {own.output.name}"
         + (f" --minutes {own.minutes:g}" if math.isfinite(own.minutes) else ""),
         "device": f"CPU, {os.cpu_count()} cores, {platform.machine()}",
-        "train_iters": chaos.train_iters,
+        "train_iters": [chaos.train_iters for chaos, _ in runs],
         "save_interval": SAVE_INTERVAL,
-        "jobs_started": len(chaos.jobs),
+        "jobs_started": sum(len(chaos.jobs) for chaos, _ in runs),
         "minutes": round((time.monotonic() - started) / 60, 1),
-        "same_state_at_the_end": not problem,
-        "problem": problem,
+        "same_state_at_the_end": not problems,
+        "problem": "\n".join(problems),
         "kinds": rows,
-        "faults": [asdict(fault) for fault in chaos.faults],
+        "faults": [asdict(fault) for fault in faults],
     }
     own.output.write_text(json.dumps(result, indent=1) + "\n")
     print(table(rows))
-    print(problem or f"{len(chaos.faults)} faults, {len(chaos.jobs)} jobs: the same state at the end, bit for bit")
+    print(
+        result["problem"]
+        or f"{len(faults)} faults, {result['jobs_started']} jobs: the same state at the end, bit for bit"
+    )
     if own.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
-    return 1 if problem else 0
+    return 1 if problems else 0
+
+
+def disturbed(own: argparse.Namespace, folder: Path, seed: int) -> tuple[Chaos, str]:
+    """The run of one seed, and what went wrong, if anything."""
+    folder = folder / f"seed_{seed}"
+    folder.mkdir(parents=True)
+    num_steps = steps_for(draw_faults(own.faults, random.Random(seed)))
+    chaos = Chaos(folder, own.ranks, num_steps, random.Random(seed))
+    try:
+        expected = undisturbed(folder, own.ranks, num_steps)
+        run_chaos(chaos, own.faults, 60 * own.minutes)
+        if final_state(chaos.orders, own.ranks) != expected:
+            return chaos, "the state at the end differs from the undisturbed run's"
+    except Failed as error:
+        return chaos, str(error)
+    return chaos, ""
 
 
 if __name__ == "__main__":

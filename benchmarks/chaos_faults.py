@@ -111,6 +111,8 @@ class Chaos:
         time.sleep(self.draw.uniform(0.0, 0.2))
         job, started = self.job, time.monotonic()
         announced, num_begins = self._newest_saved(), len(job.begins)
+        # Ranks that wait for the next fault obey neither a signal to stop nor an order.
+        self.allow(max(fault.at, self.job.iteration) + 2 * _SLACK)
         older = ACTIONS[fault.kind](self, fault)
         if fault.kind in UNINTERRUPTED:
             fault.reached = self.job.iteration
@@ -302,4 +304,4 @@ def draw_faults(count: int, draw: random.Random) -> list[Fault]:
 def steps_for(faults: list[Fault]) -> int:
     """Steps of a run that all these faults meet before its end, whatever the ranks train beside them."""
     num_disks = sum(fault.kind in ("full disk", "slow disk") for fault in faults)
-    return faults[-1].at + 2 * len(faults) * _SLACK + num_disks * _STEPS_OF_A_DISK + SAVE_INTERVAL + 5
+    return faults[-1].at + 4 * len(faults) * _SLACK + num_disks * _STEPS_OF_A_DISK + SAVE_INTERVAL + 5
