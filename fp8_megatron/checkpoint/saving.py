@@ -130,9 +130,6 @@ class CheckpointWriter:
         self._raise_lost_lock()
         snapshot = Snapshot.of(state, progress)
         if self._in_background:
-            # `Snapshot` allows the next step to run beside the copies. tests/gpu/test_training.py
-            # (a_save_beside_training) must pass on a GPU before this wait goes.
-            snapshot.wait()
             self._thread = threading.Thread(
                 target=self._write, args=(snapshot, started), name="checkpoint writer", daemon=True
             )
