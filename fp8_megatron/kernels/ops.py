@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES, FP8_GEMM_MULTIPLE
+from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
 from . import registration
 from .activation import reference as activation
 from .adamw import reference as _adamw  # noqa: F401 (declares its operators, as the others do)
@@ -20,6 +20,10 @@ from .cross_entropy import reference as _cross_entropy  # noqa: F401
 from .gemm.block_scaled import check_block_scaled_mm
 from .gemm.block_scaled_cublaslt import check_device
 from .gemm.reference import check_scaled_mm
+from .health.reference import LOWEST_EXPONENT as LOWEST_EXPONENT
+from .health.reference import NUM_MAXIMA as NUM_MAXIMA
+from .health.reference import NUM_STATISTICS as NUM_STATISTICS
+from .health.reference import Statistic as Statistic
 from .norm import reference as _norm  # noqa: F401
 from .quantize import reference as _quantize  # noqa: F401
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
@@ -473,6 +477,15 @@ def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
     assert value.ndim == 1 and payload.shape == value.shape and payload.dtype in FP8_DTYPES, (value, payload)
     assert counts.dtype == torch.int64 and counts.shape == (2,), (counts.dtype, counts.shape)
     _OPS.count_underflow_(value, payload, counts)
+
+
+def measure_cast_(value: Tensor, payload: Tensor, scales: Tensor, statistics: Tensor) -> None:
+    """`health.reference.measure_cast_`: adds to FP64 [64], in place."""
+    assert value.ndim == 2 and payload.shape == value.shape and payload.dtype in FP8_DTYPES, (value.shape, payload)
+    assert scales.shape == (value.shape[0], -(-value.shape[1] // GEMM_BLOCK)), (scales.shape, value.shape)
+    assert statistics.dtype == torch.float64 and statistics.shape == (NUM_STATISTICS,), statistics
+    assert statistics.is_contiguous() and scales.dtype == torch.float32, (statistics.stride(), scales.dtype)
+    _OPS.measure_cast_(value, payload, scales, statistics)
 
 
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:

@@ -101,6 +101,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (torch.rand(3), torch.rand(3, 2, 4), torch.rand(4, 3), 448 * torch.ones(3), torch.rand(3, 4), True, False)
         ],
         "count_underflow_": [(torch.rand(N), _fp8(1, N)[0], torch.zeros(2, dtype=torch.int64))],
+        "measure_cast_": [(x, _fp8(T, K), torch.rand(T, 1), torch.zeros(64, dtype=torch.float64))],
         "quantize_blocks": [(x, E4M3, True, True, True, False), (x, E5M2, False, True, False, True)],
         "quantize_tiles": [(x, E4M3, True, True, False), (x, E4M3, False, True, True)],
         "transpose_tiles": [(_fp8(T, K), torch.rand(1, 4))],
