@@ -109,7 +109,7 @@ _RULES = (
         _sixteen_bits,
         "choose --precision fp8",
     ),
-    Ignored(("fp8_power_of_two_scales",), _not_fp8, "choose --precision fp8"),
+    Ignored(("fp8_power_of_two_scales", "fp8_health_interval"), _not_fp8, "choose --precision fp8"),
     Ignored(("fp8_amax_history_len", "fp8_amax_compute_algo"), _no_history, "choose --fp8-recipe delayed"),
     Ignored(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _not_fp16, "choose fp16"),
     Ignored(

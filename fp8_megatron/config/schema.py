@@ -430,6 +430,8 @@ class LoggingConfig:
     """Folder for config.yaml, metrics.jsonl, loss.png and tensorboard/. Default: --save, else runs/<time>."""
     log_interval: Count = 10
     """Steps between the console's step lines. metrics.jsonl has every step."""
+    fp8_health_interval: CountOrZero = 100
+    """Steps between samples of what every layer's casts to FP8 lose (health.jsonl); 0: none."""
     tensorboard: Switch = True
     """On: write TensorBoard events under output-dir/tensorboard."""
     wandb_project: Text = None

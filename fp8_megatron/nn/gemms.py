@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ..collectives.row_exchange import RowSum
+from ..formats import FP8_DTYPES
+from ..quantization.cast_health import CastProbe
 from ..quantization.operand import Quantized, multiply_into_
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
@@ -97,6 +99,9 @@ class Computed:
 def fprop(x: OperandRows, linear: LinearParams, dtype: torch.dtype, addend: Tensor | None = None) -> Tensor:
     """y [T, N], or this rank's part [T/tp, N] of the sum over ranks; plus `addend` [..., N]."""
     weight = linear.weight.gemm_operand(linear.quantizers.weight)
+    probe = linear.quantizers.weight_probe
+    if probe is not None and probe.is_due:
+        _measure_weight(probe, linear.weight, weight)
     return linear.parallelism.sum(Product(x, weight, dtype, bias=linear.bias, use_fast_accum=True), addend)
 
 
@@ -117,6 +122,13 @@ def wgrad(g: OperandRows, x_t: Quantized, linear: LinearParams, dtype: torch.dty
         return grad.wide()
     main_grad.accumulate_(grad.wide() if grad.scale is None else grad)
     return None
+
+
+def _measure_weight(probe: CastProbe, weight: ScaledTensor, operand: Quantized) -> None:
+    if weight.payload.dtype in FP8_DTYPES:
+        probe.measure_stored(operand)
+    else:
+        probe.measure_weight(weight.dequantize(), operand)
 
 
 def _transposed_weight(linear: LinearParams) -> Quantized:

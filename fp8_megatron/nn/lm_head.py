@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels import ops
+from ..quantization.cast_health import CastProbe, row_scales, row_step
 from ..quantization.operand import Format, Quantized, multiply, multiply_into_, quantize
 from ..quantization.recipe import HeadQuantizers
 from ..quantization.sources import NormStatistics, TensorSource
@@ -80,7 +81,7 @@ def fp8_norm_head_logits(
     with torch.no_grad():
         rows, _ = quantized_norm(x, norm, quantizers.input, parallelism)
         operand = rows.whole()
-        parts = [_logits(operand, part, quantizers.weight, x.dtype)[0] for part in _parts(weight)]
+        parts = [_logits(operand, part, quantizers, x.dtype)[0] for part in _parts(weight)]
         return torch.cat(parts, dim=1).view(*parallelism.gathered_shape(x.shape[:-1]), weight.shape[0])
 
 
@@ -105,7 +106,7 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         num_columns = local_columns(vocab_size, weight.shape[0], parallelism.group)
         statistics, all_logits, weight_scales, first = [], [], [], 0
         for part in _parts(weight):
-            logits, weight_scale = _logits(operand, part, quantizers.weight, x.dtype)
+            logits, weight_scale = _logits(operand, part, quantizers, x.dtype)
             own = _columns_of(part, first, num_columns)
             statistics.append(ops.cross_entropy_statistics(logits, local - first, num_columns=own))
             if needs_backward:
@@ -133,8 +134,9 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         upstream = grad.reshape(-1).contiguous()
         scale, grad_input, grads_t, first = None, None, [], 0
         for part, weight_scale in zip(_parts(weight), ctx.weight_scales, strict=True):
+            logits = ctx.logits.pop(0)
             payload, payload_t, taken = ops.cross_entropy_backward_quantize(
-                ctx.logits.pop(0),
+                logits,
                 local - first,
                 log_sum_exp,
                 upstream,
@@ -144,6 +146,11 @@ class _FP8NormHeadLoss(torch.autograd.Function):
                 num_columns=_columns_of(part, first, ctx.num_columns),
             )
             scale = taken if scale is None else scale
+            probe = quantizers.grad_output_probe
+            if probe is not None and probe.is_due:  # of the first part, as the weight
+                cast, own = Quantized(payload, None, scale, grad_format), _columns_of(part, first, ctx.num_columns)
+                _measure_gradient(probe, cast, logits[:, :own], local - first, log_sum_exp, upstream)
+            del logits
             grads_t.append(Quantized(payload_t, None, scale, grad_format))
             part_t = TensorSource(part, rowwise=False, transposed=True).quantize(quantizers.weight, weight_scale).t
             partial = multiply(Quantized(payload, None, scale, grad_format), part_t, x.dtype)
@@ -172,10 +179,27 @@ def _columns_of(part: Tensor, first: int, num_columns: int) -> int:
     return min(max(num_columns - first, 0), part.shape[0])
 
 
-def _logits(operand: Quantized, part: Tensor, format: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _logits(operand: Quantized, part: Tensor, quantizers: HeadQuantizers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits [T, part] of `operand` [T, h], and the scale of the weight's part [part, h]."""
-    weight = quantize(part, format)
+    weight = quantize(part, quantizers.weight)
+    probe = quantizers.weight_probe
+    if probe is not None and probe.is_due:  # of the first part, which has the most frequent tokens
+        probe.measure_weight(part, weight)
     return multiply(operand, weight, dtype, use_fast_accum=True), weight.scale
+
+
+def _measure_gradient(
+    probe: CastProbe, cast: Quantized, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, upstream: Tensor
+) -> None:
+    """Measure the cast of a gradient from `logits` [T, n], the first n columns of a part, for some rows."""
+    columns = logits.shape[1]
+    if columns == 0:  # this rank holds padding alone
+        return
+    step = row_step(*logits.shape)
+    rows = logits[::step].float().contiguous()
+    ops.cross_entropy_backward_(rows, *(values[::step].contiguous() for values in (labels, log_sum_exp, upstream)))
+    own = Quantized(cast.payload[:, :columns], None, cast.scale, cast.format)
+    probe.measure(rows, own.payload[::step], row_scales(own, step))
 
 
 def _merged(statistics: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,6 +37,9 @@ def cast_grad(
     """
     made = None if early_cast is None else early_cast.take(grad_output)
     if made is not None:
+        probe = quantizer.probe
+        if probe is not None and probe.is_due:
+            probe.measure_source(GradSource(grad_output.view(-1, grad_output.shape[-1])), made)
         return made
     flat = grad_output.reshape(-1, grad_output.shape[-1])
     return quantizer.quantize(GradSource(flat, column_sums=has_bias, transposed=transposed), sync=sync)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..formats import E4M3, E5M2
 from ..kernels import ops
 from .amax_history import AmaxHistory
+from .cast_health import CastProbe
 from .operand import Format, Granularity
 from .sources import Cast, Source
 from .weight_grad import DelayedGradScale
@@ -60,11 +61,15 @@ def roles_of(name: RecipeName, power_of_two: bool) -> Roles:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Casts one role of one layer. With a history the scale is delayed; otherwise it comes from the values."""
+    """Casts one role of one layer. With a history the scale is delayed; otherwise it comes from the values.
+
+    `probe` measures casts on sampled steps; None if nobody samples.
+    """
 
     format: Format
     history: AmaxHistory | None = None
     slot: int = 0
+    probe: CastProbe | None = field(default=None, repr=False, compare=False)
 
     def quantize(self, source: Source[Cast], *, sync: AmaxSync | None = None) -> Cast:
         """Cast `source`.
@@ -73,6 +78,12 @@ class Quantizer:
             sync: shares the amax over a tensor-parallel group whose ranks hold parts of one tensor. Not used for
                 delayed scales (the history is reduced over that group) and for blocks (ranks share no scales).
         """
+        cast = self._cast(source, sync)
+        if self.probe is not None and self.probe.is_due:
+            self.probe.measure_source(source, cast)
+        return cast
+
+    def _cast(self, source: Source[Cast], sync: AmaxSync | None) -> Cast:
         history, format = self.history, self.format
         known = self.known_scale()
         if known is not None:
@@ -99,12 +110,17 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class LinearQuantizers:
-    """A linear layer's quantisers, by GEMM role. If `weight_grad` is None, the gradient's storage casts it."""
+    """A linear layer's quantisers, by GEMM role. If `weight_grad` is None, the gradient's storage casts it.
+
+    `weight_probe` and `weight_grad_probe` are as `Quantizer.probe`; the storage holds the latter, too.
+    """
 
     input: Quantizer
     weight: Format
     grad_output: Quantizer
     weight_grad: DelayedGradScale | None = None
+    weight_probe: CastProbe | None = field(default=None, repr=False, compare=False)
+    weight_grad_probe: CastProbe | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         stored = "by its storage" if self.weight_grad is None else "E4M3 per tensor, delayed"
@@ -113,11 +129,16 @@ class LinearQuantizers:
 
 @dataclass(frozen=True)
 class HeadQuantizers:
-    """The LM head's casts, by GEMM role. The scale of `grad_output` follows from the upstream gradient."""
+    """The LM head's casts, by GEMM role. The scale of `grad_output` follows from the upstream gradient.
+
+    `weight_probe` and `grad_output_probe` are as `Quantizer.probe`.
+    """
 
     input: Quantizer
     weight: Format
     grad_output: Format
+    weight_probe: CastProbe | None = field(default=None, repr=False, compare=False)
+    grad_output_probe: CastProbe | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"input=({self.input}), weight=({self.weight}), grad_output=({self.grad_output})"
@@ -128,12 +149,14 @@ class Recipe:
     """Formats and scaling of the GEMMs' operands, shared by all layers of a model chunk.
 
     `history` is None unless scaling is delayed. `delays_weight_grads`: each weight gradient has a delayed scale too.
+    `has_probes`: casts can be measured (`cast_health`).
     """
 
     name: RecipeName
     power_of_two: bool
     history: AmaxHistory | None = None
     delays_weight_grads: bool = False
+    has_probes: bool = False
 
     @property
     def roles(self) -> Roles:
@@ -149,14 +172,24 @@ class Recipe:
         """Quantisers of a new layer. Under delayed scaling they take two or three slots of the history."""
         roles = self.roles
         return LinearQuantizers(
-            self.quantizer(roles.input), roles.weight, self.quantizer(roles.grad_output), self._weight_grad_scale()
+            self.quantizer(roles.input),
+            roles.weight,
+            self.quantizer(roles.grad_output),
+            self._weight_grad_scale(),
+            self._probe(),
+            self._probe(),
         )
 
     def head_quantizers(self) -> HeadQuantizers:
         """Quantisers of an LM head. They use one scale per tensor under every recipe, because the kernel that casts the
         logits' gradient writes one. Under delayed scaling they take one slot of the history."""
         roles = roles_of("tensorwise", self.power_of_two)
-        return HeadQuantizers(self.quantizer(roles.input), roles.weight, roles.grad_output)
+        return HeadQuantizers(
+            self.quantizer(roles.input), roles.weight, roles.grad_output, self._probe(), self._probe()
+        )
+
+    def _probe(self) -> CastProbe | None:
+        return CastProbe() if self.has_probes else None
 
     def _weight_grad_scale(self) -> DelayedGradScale | None:
         if self.history is None or not self.delays_weight_grads:
@@ -167,5 +200,5 @@ class Recipe:
     def quantizer(self, format: Format) -> Quantizer:
         """A new quantiser. Under delayed scaling it takes a slot of the history."""
         if self.history is None:
-            return Quantizer(format)
-        return Quantizer(format, self.history, self.history.add_slot(format.dtype))
+            return Quantizer(format, probe=self._probe())
+        return Quantizer(format, self.history, self.history.add_slot(format.dtype), self._probe())

@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any, Literal, Self
 
 from ..config.schema import LoggingConfig
+from .cast_statistics import HEALTH_FILE, HealthSample
 from .flops import FLOPS_CONVENTION
 from .metrics_file import METRICS_FILE, MetricsFile
 from .metrics_sinks import ProgressBar, ScalarSink, open_sinks, wants_progress_bar
@@ -105,11 +106,15 @@ class MetricsLogger:
         self._history = _RunHistory()
         self._sinks: list[ScalarSink] = []
         self._progress: ProgressBar | None = None
+        self._health_path = output_dir / HEALTH_FILE
+        self._health_file: MetricsFile | None = None
         if not is_writer:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(output_dir / METRICS_FILE, resume_iteration=resume_iteration)
         self._history.restore(self._file.kept)
+        if self._health_path.exists():  # of this run before a resume, or of an earlier run
+            self._health_file = self._open_health_file()
         self._sinks = open_sinks(config, output_dir, resume_iteration=resume_iteration, run_config=run_config)
         self._written = [str(self._file.path), *(sink.destination for sink in self._sinks)]
         if wants_progress_bar(config):
@@ -154,6 +159,15 @@ class MetricsLogger:
             metrics.perplexity,
         )
 
+    def log_health(self, sample: HealthSample) -> None:
+        """Record the casts of one sampled step: all of them in health.jsonl, the worst ones in the other outputs."""
+        if not self._is_writer or not sample.casts:
+            return
+        if self._health_file is None:
+            self._health_file = self._open_health_file()
+        self._health_file.append(sample.record())
+        self._send(sample.scalars(), sample.iteration)
+
     def summary(self) -> str:
         """A readable summary of the run so far; empty on ranks that write nothing."""
         if not self._is_writer:
@@ -172,8 +186,13 @@ class MetricsLogger:
         if self._progress is not None:
             self._progress.close()
         self._file.close()
+        if self._health_file is not None:
+            self._health_file.close()
         while self._sinks:
             self._sinks.pop().close()
+
+    def _open_health_file(self) -> MetricsFile:
+        return MetricsFile(self._health_path, resume_iteration=self._resume_iteration)
 
     def _send(self, scalars: Mapping[str, float], iteration: int) -> None:
         for sink in self._sinks:

@@ -23,6 +23,7 @@ from ..collectives.gradient_reduction import GradReducer
 from ..collectives.wire import WireTensor
 from ..formats import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
+from ..quantization.cast_health import CastProbe
 from ..quantization.weight_grad import WeightGrad
 from .partition import Bucket, ParamSpace, Slot, Span
 from .staging import Staging, StagingPool
@@ -54,6 +55,8 @@ class GradBuffer(ABC):
         self.space = space
         #: int64 [2] while underflow is measured: non-zero elements before the cast, and how many of them became zero.
         self.underflow: Tensor | None = None
+        #: The probes of casts to FP8, by the slot's offset; they measure a slot's first cast of a sampled step.
+        self.probes: dict[int, CastProbe] = {}
 
     def become_main_grad(self) -> None:
         """Make this the storage that the parameters' gradients are written to."""
@@ -108,8 +111,9 @@ class GradBuffer(ABC):
     def _start_underflow(self, measures: bool) -> None:
         self.underflow = torch.zeros(2, dtype=torch.int64, device=self.payload.device) if measures else None
 
-    def _quantize(self, grad: Tensor | WeightGrad, payload: Tensor, scales: Tensor) -> None:
-        """Write flat `grad` to FP8 storage. The storage may be longer: its rest becomes zero."""
+    def _quantize(self, slot: Slot, grad: Tensor | WeightGrad, payload: Tensor, scales: Tensor) -> None:
+        """Write flat `grad`, of `slot` or a part of it, to FP8 storage. The storage may be longer: its rest becomes
+        zero."""
         if isinstance(grad, WeightGrad):
             grad.write_fp8_(payload, scales)
         else:
@@ -118,6 +122,9 @@ class GradBuffer(ABC):
             # While underflow is measured, a gradient that writes itself takes a second GEMM.
             flat = grad.wide().view(-1) if isinstance(grad, WeightGrad) else grad
             ops.count_underflow_(flat, payload[: flat.numel()], self.underflow)
+            probe = self.probes.get(slot.offset)
+            if probe is not None and probe.is_due:
+                probe.measure_blocks(flat, payload, scales)
 
 
 class LocalGradBuffer(GradBuffer):
@@ -148,7 +155,7 @@ class LocalGradBuffer(GradBuffer):
         self._written.add(slot.offset)
         if self.scales is not None:
             assert first, f"{slot.name}: a second micro-batch cannot be added to a gradient stored in FP8"
-            self._quantize(grad, slot.padded_slice(self.payload), slot.padded_slice(self.scales, GRAD_BLOCK))
+            self._quantize(slot, grad, slot.padded_slice(self.payload), slot.padded_slice(self.scales, GRAD_BLOCK))
             return
         assert isinstance(grad, Tensor)
         if first:
@@ -295,7 +302,7 @@ class ShardedGradBuffer(GradBuffer):
             return
         values = grad if isinstance(grad, WeightGrad) else grad[span.slot_start : span.slot_start + span.length]
         if sent.scales is not None:
-            self._quantize(values, sent.payload, sent.scales)
+            self._quantize(span.slot, values, sent.payload, sent.scales)
         else:
             assert isinstance(values, Tensor)
             sent.payload[: values.numel()].copy_(values)

@@ -81,7 +81,7 @@ class ReleasedGradBuffer(GradBuffer):
         if self.dtype is StorageDtype.FP8:
             payload = torch.empty(slot.padded, dtype=self.dtype.torch_dtype, device=self.payload.device)
             scales = torch.empty(slot.padded // GRAD_BLOCK, device=self.payload.device)
-            self._quantize(grad, payload, scales)
+            self._quantize(slot, grad, payload, scales)
             return payload, scales
         assert isinstance(grad, Tensor)
         payload = grad.to(self.dtype.torch_dtype)

@@ -30,6 +30,7 @@ from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.data_parallel import DataParallelModule, Exchange
 from ..sharding.partition import StorageClass
 from ..sharding.staging import StagingPools
+from .cast_sampling import CastSampler
 from .schedule import build_scheduler
 
 
@@ -47,6 +48,8 @@ class TrainingState:
     scheduler: OptimizerParamScheduler
     num_micro_batches: int
     vocab_size: int
+    sampler: CastSampler | None = None
+    """Measures single casts on sampled steps; None without --fp8-health-interval or FP8 layers."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,8 @@ def build_trainable_model(
         num_micro_batches: gradients each parameter will receive per step.
         unpadded_vocab_size: see `build_model`.
     """
-    chunks = build_model(
-        config,
-        vocab_size,
-        topology,
-        device,
-        partial(build_recipe, config.precision),
-        unpadded_vocab_size=unpadded_vocab_size,
-    )
+    new_recipe = partial(build_recipe, config.precision, has_probes=config.logging.fp8_health_interval > 0)
+    chunks = build_model(config, vocab_size, topology, device, new_recipe, unpadded_vocab_size=unpadded_vocab_size)
     storage, exchange = model_storage(config.precision, num_micro_batches), build_exchange(config)
     staging = StagingPools()
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
@@ -145,6 +142,10 @@ def build_training_state(
     built = build_trainable_model(
         config, vocab_size, topology, device, num_micro_batches, unpadded_vocab_size=unpadded_vocab_size
     )
+    sampler: CastSampler | None = None
+    if config.precision.is_fp8 and config.logging.fp8_health_interval > 0:
+        modules = [chunk.module for chunk in built.chunks]
+        sampler = CastSampler(modules, built.optimizer.buffers, device, world_size=topology.world_size)
     return TrainingState(
         config=config,
         topology=topology,
@@ -156,11 +157,16 @@ def build_training_state(
         scheduler=build_scheduler(built.optimizer, config.optimizer, config.training.train_iters),
         num_micro_batches=num_micro_batches,
         vocab_size=vocab_size,
+        sampler=sampler,
     )
 
 
-def build_recipe(precision: PrecisionConfig) -> Recipe:
-    """The scaling recipe of one model chunk. With delayed scaling, each chunk has its own amax history."""
+def build_recipe(precision: PrecisionConfig, *, has_probes: bool = False) -> Recipe:
+    """The scaling recipe of one model chunk. With delayed scaling, each chunk has its own amax history.
+
+    Args:
+        has_probes: whether casts can be measured.
+    """
     history = None
     if precision.is_fp8 and precision.fp8_recipe == "delayed":
         history = AmaxHistory(
@@ -173,6 +179,7 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
         precision.fp8_power_of_two_scales,
         history,
         delays_weight_grads=precision.fp8_weight_grad_scaling == "delayed",
+        has_probes=has_probes,
     )
 
 

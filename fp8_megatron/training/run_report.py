@@ -13,6 +13,7 @@ from ..config.io import save_config
 from ..config.schema import Config
 from ..mcore.topology import Topology
 from ..planning.memory import predict_memory
+from ..reporting.cast_statistics import HealthSample
 from ..reporting.flops import model_flops_per_token, peak_flops
 from ..reporting.memory_report import memory_table
 from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
@@ -99,6 +100,10 @@ class RunReport:
                 consumed_tokens=progress.consumed_samples * model.seq_length,
             )
         )
+
+    def health(self, sample: HealthSample) -> None:
+        """Report the casts of a sampled step."""
+        self._metrics.log_health(sample)
 
     def evaluation(self, iteration: int, split: str, loss: float) -> None:
         """Report the loss of a held-out split."""

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class ComputeGradients(Protocol):
     """Forward, backward and the reduction of gradients; returns the figures that are known by then."""
 
-    def __call__(self, batches: list[Batch], *, measures_underflow: bool) -> Tensor: ...
+    def __call__(self, batches: list[Batch], *, measures_underflow: bool, samples_casts: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +47,15 @@ class _Recorded:
 class StepGraph:
     """Runs `compute` on each step's micro-batches: directly during the warm-up, then as a recorded graph.
 
-    Steps that measure underflow have their own recording, which shares the memory of the other. All ranks call this
-    for the same steps with the same arguments. A launch runs no Python: Python state that `compute` sets keeps the
-    value that the recording gave it.
+    Steps that measure underflow and steps that sample casts have recordings of their own, which share the memory of the
+    first. All ranks call this for the same steps with the same arguments. A launch runs no Python: Python state that
+    `compute` sets keeps the value that the recording gave it.
 
     Args:
         compute: must not wait for the device.
         before_recording: called before each recording.
         can_measure: called after a step that measured underflow; returns whether there was anything to measure.
+        can_sample: whether casts can be sampled.
         has_room: called once, after the warm-up; returns the same on all ranks. If False, no step is recorded.
         may_go_on: if a recording fails, log the error and train without; False if ranks communicate in `compute`.
         warmup_steps: steps before the recordings, at least `MIN_CUDA_GRAPH_WARMUP_STEPS`.
@@ -66,6 +67,7 @@ class StepGraph:
         before_recording: Callable[[], None],
         *,
         can_measure: Callable[[], bool],
+        can_sample: bool = False,
         has_room: Callable[[], bool],
         may_go_on: bool = False,
         num_micro_batches: int,
@@ -76,6 +78,7 @@ class StepGraph:
         self._compute = compute
         self._before_recording = before_recording
         self._can_measure = can_measure
+        self._can_sample = can_sample
         self._has_room = has_room
         self._may_go_on = may_go_on
         self._num_micro_batches = num_micro_batches
@@ -85,25 +88,32 @@ class StepGraph:
         self._records: bool | None = None
         self._batches: list[Batch] = []
         self._pool = torch.cuda.graph_pool_handle()
-        #: The recordings; the key is whether they measure underflow.
-        self._recorded: dict[bool, _Recorded] = {}
+        #: The recordings; the key is whether they measure underflow, and whether they sample casts.
+        self._recorded: dict[tuple[bool, bool], _Recorded] = {}
         self._kept_bytes = 0
 
-    def __call__(self, loader: Iterator[Batch], *, measures_underflow: bool) -> Tensor:
-        """The result of `compute` for the next step of `loader`. The next call overwrites it."""
+    def __call__(self, loader: Iterator[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
+        """The result of `compute` for the next step of `loader`. The next call overwrites it.
+
+        Args:
+            samples_casts: only on steps that measure underflow.
+        """
+        assert measures_underflow or not samples_casts
+        measured = {"measures_underflow": measures_underflow, "samples_casts": samples_casts}
         if self._warmup_left > 0:
             self._warmup_left -= 1
             # The last warm-up step always measures, so that the kernels are compiled before they are recorded.
-            measures_underflow = measures_underflow or self._warmup_left == 0
+            if self._warmup_left == 0:
+                measured = {"measures_underflow": True, "samples_casts": self._can_sample}
         elif self._records is None:
             self._records = self._has_room()
         if not self._records:
             batches = take_step(loader, self._num_micro_batches, self._device)
-            return self._compute(batches, measures_underflow=measures_underflow)
+            return self._compute(batches, **measured)
         self._take_in_place(loader)
         if not self._recorded and not self._try_to_record():
-            return self._compute(self._batches, measures_underflow=measures_underflow)
-        recorded = self._recorded[measures_underflow]
+            return self._compute(self._batches, **measured)
+        recorded = self._recorded[measures_underflow, samples_casts]
         recording.launch(recorded.graph.replay)
         self._remember_launch()
         return recorded.figures
@@ -146,17 +156,20 @@ class StepGraph:
         torch.cuda.empty_cache()  # frees the memory of the warm-up's activations for the graph
         free_before = _reserved_beside_tensors(self._device)
         plain = self._record_kind(measures_underflow=False)
-        self._recorded = {False: plain, True: plain}
+        self._recorded = {(False, False): plain, (True, False): plain}
         if measures:
             gc.collect()  # frees what the first recording left for the second
-            self._recorded[True] = self._record_kind(measures_underflow=True)
+            self._recorded[True, False] = self._record_kind(measures_underflow=True)
+        if self._can_sample:
+            gc.collect()
+            self._recorded[True, True] = self._record_kind(measures_underflow=True, samples_casts=True)
         self._kept_bytes = _reserved_beside_tensors(self._device) - free_before
         device_memory.begin_another_peak(self._device)
         device_memory.count_memory_beside_allocator(self._kept_bytes)
         seconds, kept = time.monotonic() - started, self._kept_bytes / 2**30
         logger.info("recorded a step as a CUDA graph in %.1f s; %.2f GiB are kept for it", seconds, kept)
 
-    def _record_kind(self, *, measures_underflow: bool) -> _Recorded:
+    def _record_kind(self, *, measures_underflow: bool, samples_casts: bool = False) -> _Recorded:
         self._before_recording()
         graph = torch.cuda.CUDAGraph()
         for generator in get_all_rng_states().values():
@@ -169,7 +182,9 @@ class StepGraph:
                 recording.recording(),
             ):
                 try:
-                    figures = self._compute(self._batches, measures_underflow=measures_underflow)
+                    figures = self._compute(
+                        self._batches, measures_underflow=measures_underflow, samples_casts=samples_casts
+                    )
                 except Exception as error:
                     first = error
                     raise

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..reporting.cast_statistics import HealthSample
 from ..reporting.step_figures import StepFigures
 from ..watch.replica_hash import PendingCheck
+from .cast_sampling import PendingSample
 
 
 class Mark:
@@ -45,6 +47,8 @@ class StepResult:
     step_seconds: float
     check: PendingCheck | None = None
     """Hashes of what replicas hold, if this step compares them."""
+    health: HealthSample | None = None
+    """Statistics of the casts, if this step sampled them."""
 
     @property
     def stop_requested(self) -> bool:
@@ -61,18 +65,25 @@ class PendingStep:
     """The results of a queued step, which are being copied to the host."""
 
     def __init__(
-        self, iteration: int, learning_rate: float, values: Tensor, started: Mark, check: PendingCheck | None = None
+        self,
+        iteration: int,
+        learning_rate: float,
+        values: Tensor,
+        started: Mark,
+        check: PendingCheck | None = None,
+        sample: PendingSample | None = None,
     ) -> None:
         """
         Args:
             values: the packed figures that `train_step` returned.
             started: the mark before the step.
-            check: of this step.
+            check, sample: of this step.
         """
         self._iteration = iteration
         self._learning_rate = learning_rate
         self._started = started
         self._check = check
+        self._sample = sample
         if values.device.type == "cuda":
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
@@ -89,4 +100,5 @@ class PendingStep:
             figures=StepFigures.unpack(self._host.tolist()),
             step_seconds=self.ended.seconds_since(self._started),
             check=self._check,
+            health=None if self._sample is None else self._sample.result(),
         )

@@ -24,6 +24,7 @@ def train_step(
     *,
     wants_stop: bool,
     measures_underflow: bool = False,
+    samples_casts: bool = False,
     graph: StepGraph | None = None,
     before_update: Callable[[], None] | None = None,
 ) -> Tensor:
@@ -32,17 +33,19 @@ def train_step(
     Args:
         wants_stop: whether this rank was asked to stop. The collective that sums the loss shares it with all ranks.
         measures_underflow: count weight-gradient elements that the cast to FP8 makes zero (one more pass over them).
+        samples_casts: measure every cast of the first micro-batch, with `state.sampler`; also measures underflow.
         graph: from `step_graph`; it runs forward, backward and the reduction of gradients.
         before_update: called between the gradients and the update.
 
     Returns:
         The packed `StepFigures`, on the device. This function does not wait for the step; reading them does.
     """
+    measured = {"measures_underflow": measures_underflow or samples_casts, "samples_casts": samples_casts}
     if graph is not None:
-        gradients = graph(loader, measures_underflow=measures_underflow)
+        gradients = graph(loader, **measured)
     else:
         batches = take_step(loader, state.num_micro_batches, state.device)
-        gradients = compute_gradients(state, batches, measures_underflow=measures_underflow)
+        gradients = compute_gradients(state, batches, **measured)
     part_of_loss, underflow_fraction = gradients.split(1)
     if before_update is not None:
         before_update()
@@ -60,7 +63,9 @@ def train_step(
     )
 
 
-def compute_gradients(state: TrainingState, batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+def compute_gradients(
+    state: TrainingState, batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False
+) -> Tensor:
     """Forward and backward over the micro-batches, and the reduction over replicas.
 
     Returns:
@@ -69,7 +74,11 @@ def compute_gradients(state: TrainingState, batches: list[Batch], *, measures_un
     """
     for chunk in state.model:
         chunk.zero_grad_buffer(measures_underflow=measures_underflow)
+    if samples_casts and state.sampler is not None:
+        state.sampler.begin()
     losses = _run_schedule(state, batches, forward_only=False)
+    if samples_casts and state.sampler is not None:
+        state.sampler.end()
     return torch.cat([_part_of_loss(losses, state), _underflow_fraction(state)])
 
 
@@ -91,6 +100,7 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
         partial(compute_gradients, state),
         before_recording,
         can_measure=lambda: any(buffer.underflow is not None for buffer in state.optimizer.buffers),
+        can_sample=state.sampler is not None,
         has_room=partial(has_room, state.device) if needs_room else lambda: True,
         may_go_on=needs_room and state.topology.world_size == 1,
         num_micro_batches=state.num_micro_batches,

@@ -33,6 +33,7 @@ from ..watch.replica_hash import PendingCheck, ReplicaCheck, ReplicasDiffer
 from ..watch.restarts import Launch, begin_attempt
 from .batches import Batch
 from .build import TrainingState, build_training_state
+from .cast_sampling import CastSampler
 from .graph_choice import GraphChoice, choose_graph
 from .room import check_memory, check_room
 from .run_data import RunData, open_run_data
@@ -221,16 +222,19 @@ class _Run:
             self.profiler.before(iteration)
             save_is_due |= checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
             check = self._new_check(iteration, save_is_due=save_is_due)
+            sampler = self._sampler_of(iteration)
             values = train_step(
                 self.state,
                 loader,
                 wants_stop=self._wants_stop(),
                 measures_underflow=iteration % self.config.logging.log_interval == 0,
+                samples_casts=sampler is not None,
                 graph=self.graph,
                 before_update=None if check is None else check.start,
             )
             self.profiler.after(iteration)
-            queued = PendingStep(iteration, learning_rate, values, mark, check)
+            sample = None if sampler is None else sampler.collect(iteration)
+            queued = PendingStep(iteration, learning_rate, values, mark, check, sample)
             mark = queued.ended
             if pending is not None:
                 self._record(pending.result())
@@ -281,6 +285,11 @@ class _Run:
         is_last = iteration == self.config.training.train_iters
         return PendingCheck(self.replica_check) if iteration % interval == 0 or save_is_due or is_last else None
 
+    def _sampler_of(self, iteration: int) -> CastSampler | None:
+        """What samples the casts of this step; None if they are not sampled."""
+        interval = self.config.logging.fp8_health_interval
+        return self.state.sampler if interval > 0 and iteration % interval == 0 else None
+
     def _stop_reason(self) -> StopReason:
         if self.progress.iteration >= self.config.training.train_iters:
             return StopReason.DONE
@@ -295,6 +304,8 @@ class _Run:
             result.check.examine()
         if result.skipped:
             self.events.skipped(result)
+        if result.health is not None:
+            self.report.health(result.health)
         try:
             self.guard.update(result.skipped, iteration=result.iteration)
         except TrainingDiverged as error:

@@ -318,6 +318,7 @@ FULL = "--recompute-granularity full "
         (1, "--lr 1e-4 --lr-warmup-init 1", "lr_warmup_init(1.0) > lr(0.0001)"),
         (1, WSD, "lr_decay_style(WSD) needs lr_wsd_decay_iters"),
         (1, WSD + "--lr-wsd-decay-iters 1001", "lr_wsd_decay_iters(1001) > train_iters(1000)"),
+        (1, "--bf16 --fp8-health-interval 5", "fp8_health_interval(5) has no effect under precision(bf16)"),
         (1, "--lr-wsd-decay-iters 10", "lr_wsd_decay_iters(10) has no effect under lr_decay_style(cosine)"),
         # checkpoints
         (1, "--save-interval 5", "save_interval(5) needs a folder to save into; give --save"),

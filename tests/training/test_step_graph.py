@@ -98,7 +98,7 @@ class Model:
         self.calls: list[tuple[str, bool]] = []
         self.addresses: set[tuple[int, ...]] = set()
 
-    def __call__(self, batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+    def __call__(self, batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
         figures = torch.zeros(1)
 
         def compute() -> None:
@@ -162,6 +162,25 @@ def test_after_warm_up_each_kind_of_step_is_recorded_and_launched(cuda: Cuda) ->
     assert all(recorded.generators == ["generator of a"] for recorded in cuda.graphs)
 
 
+def test_steps_that_sample_casts_have_a_recording_of_their_own(cuda: Cuda) -> None:
+    """Their kernels are compiled in the last step of the warm-up, whatever that step was asked for."""
+    graph, _ = make(cuda, can_sample=True)
+    sampled: list[tuple[bool, bool]] = []
+    compute = graph._compute
+
+    def noting(batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
+        sampled.append((measures_underflow, samples_casts))
+        return compute(batches, measures_underflow=measures_underflow)
+
+    graph._compute = noting
+    batches = loader()
+    asked = [(False, False), (False, False), (False, False), (True, True), (True, False), (False, False)]
+    figures = [float(graph(batches, measures_underflow=under, samples_casts=samples)) for under, samples in asked]
+    assert figures == [3.0 * 4**step for step in range(len(asked))]
+    assert sampled == [(False, False), (True, True), (False, False), (True, False), (True, True)]
+    assert len(cuda.graphs) == 3
+
+
 def test_memory_that_recordings_keep_is_counted_once(cuda: Cuda) -> None:
     """As long as it is held, beside tensors that are made between the launches."""
     gpu = torch.device("cuda", 0)
@@ -212,7 +231,7 @@ def test_where_recording_fails_steps_go_on_or_the_run_ends(
     graph, model = make(cuda, may_go_on=may_go_on)
     steps = iter(range(100))
 
-    def compute(batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+    def compute(batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
         next(steps)
         if cuda.is_capturing:
             raise torch.OutOfMemoryError("no room for the graph")
@@ -266,7 +285,7 @@ def test_the_error_is_what_broke_a_recording_off(cuda: Cuda, caplog: pytest.LogC
         yield
         raise RuntimeError("capture ended with work that was not joined")
 
-    def compute(batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+    def compute(batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
         if cuda.is_capturing:
             raise RuntimeError("CUDA out of memory")
         return torch.zeros(1)
@@ -321,7 +340,7 @@ def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None
 def repeated_by_its_graph(cuda: Cuda, compute: step_graph.ComputeGradients) -> step_graph.ComputeGradients:
     """`compute`, which a graph recorded from it calls again in place."""
 
-    def recordable(batches: list[Batch], *, measures_underflow: bool) -> Tensor:
+    def recordable(batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
         figures = compute(batches, measures_underflow=measures_underflow)
         if cuda.is_capturing:
             cuda.graphs[-1].again = lambda: figures.copy_(compute(batches, measures_underflow=measures_underflow))

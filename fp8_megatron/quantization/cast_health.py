@@ -1,0 +1,154 @@
+"""Statistics of single casts on sampled steps: what each layer's FP8 operands lose, and where their values lie.
+
+Every cast has a probe. On a sampled step the probe measures its first cast, of the step's first micro-batch; on other
+steps it costs the test of a flag. Large operands are measured on evenly spaced rows. A fused kernel never writes the
+values that it casts, so they are computed again for these rows (`unfused`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor
+
+from ..formats import GEMM_BLOCK, GRAD_BLOCK
+from ..kernels import ops
+from . import unfused
+from .operand import Granularity, Quantized
+from .sources import (
+    ActivationGradSource,
+    ActivationSource,
+    GradSource,
+    NormSource,
+    QKVGradSource,
+    Source,
+    TensorSource,
+)
+
+#: About how many elements of an operand are measured. Values that are computed again take 4 bytes each, a few times.
+SAMPLED_ELEMENTS = 1 << 21
+
+
+class CastProbe:
+    """The place of one role of one layer for the statistics of its cast.
+
+    Attributes:
+        is_due: whether the next cast is measured. Whoever samples sets it; a measurement clears it.
+        statistics: FP64 [`ops.NUM_STATISTICS`], see `ops.Statistic`; set before `is_due`.
+    """
+
+    __slots__ = ("is_due", "statistics")
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self.statistics: Tensor | None = None
+
+    @torch.no_grad()
+    def measure(self, value: Tensor, payload: Tensor, scales: Tensor) -> None:
+        """Measure a cast, given as to `ops.measure_cast_`."""
+        assert self.statistics is not None
+        self.is_due = False
+        value = value if value.stride(1) == 1 else value.contiguous()
+        ops.measure_cast_(value, payload, scales, self.statistics)
+
+    @torch.no_grad()
+    def measure_source(self, source: Source[Any], cast: Any) -> None:
+        """Measure the cast that a quantiser made of `source`, one of `sources`."""
+        operand = cast if isinstance(cast, Quantized) else cast.operand
+        if isinstance(source, QKVGradSource):
+            self._measure_qkv(source, operand)
+            return
+        step = row_step(*operand.payload.shape)
+        value = _rows(source, step, fused=operand.format.has_one_scale)
+        self.measure(value, operand.payload[::step], row_scales(operand, step))
+
+    @torch.no_grad()
+    def measure_weight(self, weight: Tensor, operand: Quantized) -> None:
+        """Measure a weight [N, K] in 16 or 32 bits that was cast for a GEMM."""
+        step = row_step(*weight.shape)
+        self.measure(weight[::step], operand.payload[::step], row_scales(operand, step))
+
+    @torch.no_grad()
+    def measure_stored(self, operand: Quantized) -> None:
+        """Measure a weight [N, K] that exists in FP8 only. It has no errors and no underflow, because nothing is known
+        of its values before the cast."""
+        step = row_step(*operand.payload.shape)
+        payload, scales = operand.payload[::step], row_scales(operand, step)
+        wide = scales.repeat_interleave(GEMM_BLOCK, dim=1)[:, : payload.shape[1]]
+        self.measure(ops.decode(payload, wide), payload, scales)
+
+    @torch.no_grad()
+    def measure_blocks(self, value: Tensor, payload: Tensor, scales: Tensor) -> None:
+        """Measure a flat tensor [n] with a scale for each 128 elements. An incomplete last block is left out.
+
+        Args:
+            payload: FP8 [≥ n]; scales: FP32 [≥ n / 128].
+        """
+        blocks = value.numel() // GRAD_BLOCK
+        if blocks == 0:
+            self.is_due = False
+            return
+        step = row_step(blocks, GRAD_BLOCK)
+        whole = blocks * GRAD_BLOCK
+        self.measure(
+            value[:whole].view(blocks, GRAD_BLOCK)[::step],
+            payload[:whole].view(blocks, GRAD_BLOCK)[::step],
+            scales[:blocks, None][::step],
+        )
+
+    def _measure_qkv(self, source: QKVGradSource, operand: Quantized) -> None:
+        sequence = source.grads[0].shape[0]
+        step = min(row_step(*operand.payload.shape), sequence)
+        rows = [grad[::step] for grad in source.grads]
+        joined = torch.cat(rows, dim=-1)
+        value = joined.view(joined.shape[0] * joined.shape[1], -1)
+        columns = operand.payload.shape[1]
+        payload = operand.payload.view(torch.uint8).view(sequence, -1, columns)[::step].reshape(-1, columns)
+        scales = row_scales(operand, 1)
+        if not operand.format.has_one_scale:
+            scales = scales.reshape(sequence, -1, scales.shape[1])[::step].reshape(-1, scales.shape[1])
+        else:
+            scales = scales[: value.shape[0]]
+        self.measure(value, payload.view(operand.payload.dtype), scales)
+
+
+def row_step(rows: int, columns: int) -> int:
+    """The distance between the rows that are measured."""
+    return min(max(1, rows * columns // SAMPLED_ELEMENTS), rows)
+
+
+def row_scales(operand: Quantized, step: int) -> Tensor:
+    """Scales of every `step`-th row of the payload [M, K] for `ops.measure_cast_`, FP32 [M / step, K / 128]."""
+    rows, columns = operand.payload.shape
+    num_rows, num_blocks = -(-rows // step), -(-columns // GEMM_BLOCK)
+    granularity = operand.format.granularity
+    if granularity is Granularity.TENSOR:
+        return operand.scale.view(1, 1).expand(num_rows, num_blocks)
+    if granularity is Granularity.BLOCK:
+        return operand.scale.t()[::step]
+    if granularity is Granularity.TILE:
+        return operand.scale[:, :num_blocks].repeat_interleave(GEMM_BLOCK, dim=0)[:rows:step]
+    assert_never(granularity)
+
+
+def _rows(source: Source[Any], step: int, *, fused: bool) -> Tensor:
+    """Every `step`-th row of the values that `source` casts.
+
+    Args:
+        fused: computed and cast in one pass, without rounding to 16 bits in between.
+    """
+
+    def rows(x: Tensor) -> Tensor:
+        return x[::step].float() if fused else x[::step]
+
+    if isinstance(source, TensorSource):
+        return source.x[::step]
+    if isinstance(source, GradSource):
+        return source.g[::step]
+    if isinstance(source, NormSource):
+        return unfused.norm(rows(source.x), source.weight, source.bias, eps=source.eps, rms=source.rms)[0]
+    if isinstance(source, ActivationSource):
+        return unfused.activation(rows(source.z), source.kind)
+    assert isinstance(source, ActivationGradSource), source
+    return unfused.activation_backward(rows(source.grad), rows(source.z), source.kind)

@@ -1,0 +1,147 @@
+"""Samples the casts of a step: every layer's FP8 operands are measured on the device and read one step later."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..formats import DTYPE_NAMES
+from ..kernels import ops
+from ..mcore.cast_names import fp8_layers
+from ..quantization.cast_health import CastProbe
+from ..quantization.recipe import LinearQuantizers
+from ..reporting.cast_statistics import ROLES, CastName, CastStatistics, HealthSample
+from ..sharding.grad_buffer import GradBuffer, ShardedGradBuffer
+
+#: The linear layers of a transformer layer, in order.
+_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+class PendingSample:
+    """The statistics of a step, which are being copied to the host."""
+
+    def __init__(self, iteration: int, names: Sequence[CastName], values: Tensor) -> None:
+        self._iteration, self._names = iteration, names
+        self._host = values
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+
+    def result(self) -> HealthSample:
+        """The sample. Call it once the step's results have been waited for."""
+        rows = self._host.tolist()
+        casts = (CastStatistics.of_row(name, row[1:], row[0]) for name, row in zip(self._names, rows, strict=True))
+        return HealthSample(self._iteration, tuple(cast for cast in casts if cast is not None))
+
+
+class CastSampler:
+    """Measures the casts of a step's first micro-batch on this rank, and merges the statistics of all ranks.
+
+    All ranks build one and sample the same steps. A step that is sampled has two collectives more, of 0.5 KiB a cast
+    in all.
+
+    Args:
+        chunks: this rank's model chunks, built with `Recipe.has_probes`.
+        buffers: their gradients.
+        world_size: ranks of the run.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[torch.nn.Module],
+        buffers: Sequence[GradBuffer],
+        device: torch.device,
+        *,
+        world_size: int,
+    ) -> None:
+        found = _probes(chunks, buffers)
+        self._world_size = world_size
+        self.names = _names_of_all_ranks([name for name, _ in found], world_size)
+        index = {name: place for place, name in enumerate(self.names)}
+        self._statistics = torch.zeros(len(self.names), ops.NUM_STATISTICS, dtype=torch.float64, device=device)
+        self._probes = [probe for _, probe in found]
+        for name, probe in found:
+            probe.statistics = self._statistics[index[name]]
+        self._autoscaled = _autoscaled(buffers, index)
+
+    def begin(self) -> None:
+        """Measure the next forward and backward. It may be recorded."""
+        self._statistics.zero_()
+        for probe in self._probes:
+            probe.is_due = True
+
+    def end(self) -> None:
+        """End what `begin` began."""
+        for probe in self._probes:
+            probe.is_due = False
+
+    def collect(self, iteration: int) -> PendingSample:
+        """Merge the statistics of all ranks; called by all of them, after the step was queued. No host sync."""
+        maxima = torch.cat([self._inverse_mu(), self._statistics[:, : ops.NUM_MAXIMA]], dim=1)
+        sums = self._statistics[:, ops.NUM_MAXIMA :].contiguous()
+        if self._world_size > 1:
+            torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX)
+            torch.distributed.all_reduce(sums)
+        return PendingSample(iteration, self.names, torch.cat([maxima, sums], dim=1))
+
+    def _inverse_mu(self) -> Tensor:
+        """FP64 [casts, 1]: 1 / μ of auto-scaling; 0 where there is none."""
+        inverse = self._statistics.new_zeros(len(self.names), 1)
+        for place, mu in self._autoscaled:
+            inverse[place] = torch.maximum(inverse[place], mu.double().reciprocal())
+        return inverse
+
+
+def _probes(chunks: Iterable[torch.nn.Module], buffers: Sequence[GradBuffer]) -> list[tuple[CastName, CastProbe]]:
+    """Every probe of this rank with its name. The gradient buffers get those of their slots."""
+    places = {slot.param: (buffer, slot.offset) for buffer in buffers for slot in buffer.space.slots}
+    found: list[tuple[CastName, CastProbe | None]] = []
+    for chunk in chunks:
+        for name, layer in fp8_layers(chunk):
+            own = layer.quantizers
+            weight = DTYPE_NAMES[own.weight.dtype]
+            found.append((CastName(name, "input", DTYPE_NAMES[own.input.format.dtype]), own.input.probe))
+            found.append((CastName(name, "weight", weight), own.weight_probe))
+            if isinstance(own, LinearQuantizers):
+                format = DTYPE_NAMES[own.grad_output.format.dtype]
+                found.append((CastName(name, "grad_output", format), own.grad_output.probe))
+                buffer, offset = places[layer.weight]
+                found.append((CastName(name, "weight_grad", "E4M3"), own.weight_grad_probe))
+                if own.weight_grad_probe is not None:
+                    buffer.probes[offset] = own.weight_grad_probe
+            else:
+                found.append((CastName(name, "grad_output", DTYPE_NAMES[own.grad_output.dtype]), own.grad_output_probe))
+    return [(name, probe) for name, probe in found if probe is not None]
+
+
+def _names_of_all_ranks(own: list[CastName], world_size: int) -> list[CastName]:
+    """The casts of all ranks in the model's order, numbers compared as numbers."""
+    names = set(own)
+    if world_size > 1:
+        gathered: list[list[CastName]] = [[] for _ in range(world_size)]
+        torch.distributed.all_gather_object(gathered, own)
+        names = {name for names in gathered for name in names}
+    return sorted(names, key=_place_in_model)
+
+
+def _place_in_model(name: CastName) -> tuple[float, int, str, int]:
+    number = re.search(r"\d+", name.layer)
+    linear = name.layer.rpartition(".")[2]
+    place = _LINEARS.index(linear) if linear in _LINEARS else len(_LINEARS)
+    return float(number[0]) if number else math.inf, place, name.layer, ROLES.index(name.role)
+
+
+def _autoscaled(buffers: Sequence[GradBuffer], index: dict[CastName, int]) -> list[tuple[int, Tensor]]:
+    """(the cast's place, μ [1]) of every span of an auto-scaled weight gradient."""
+    place_of = {f"{name.layer}.weight": place for name, place in index.items() if name.role == "weight_grad"}
+    return [
+        (place_of[name], autoscale.mu[span : span + 1])
+        for buffer in buffers
+        if isinstance(buffer, ShardedGradBuffer)
+        for name, autoscale, span in buffer.autoscaled_spans()
+        if name in place_of
+    ]
