@@ -305,8 +305,9 @@ def test_the_error_is_what_broke_a_recording_off(cuda: Cuda, caplog: pytest.LogC
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None:
-    """Loss, norm and underflow of eight steps, some of which measure it; the replay computes in Python again."""
-    runs = []
+    """Loss, norm, underflow and sampled casts of eight steps, some of which measure them; the replay computes in Python
+    again."""
+    runs, sampled = [], []
     for graphed in (False, True):
         flags = tiny_flags(Path("unused"), fp8_recipe=recipe, train_iters=20)
         config = parse_config(flags)
@@ -323,15 +324,24 @@ def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None
                     addresses.add(history.scale_of(0).data_ptr())
                 values.append(
                     train_step.train_step(
-                        state, batches, wants_stop=False, measures_underflow=step % 3 == 0, graph=graph
+                        state,
+                        batches,
+                        wants_stop=False,
+                        measures_underflow=step % 3 == 0,
+                        samples_casts=step == 6,
+                        graph=graph,
                     )
                 )
+                if step == 6:
+                    assert state.sampler is not None
+                    sampled.append(state.sampler.collect(step).result())
         runs.append(torch.stack(values))
         if recipe == "delayed":
             assert len(addresses) == 1 or not graphed, "a graph reads scales where they were"
     python, recorded = runs
     assert torch.equal(python[:, :3], recorded[:, :3])
-    assert len(python[:, 0].unique()) == 8 and len(cuda.graphs) == 2
+    assert len(python[:, 0].unique()) == 8 and len(cuda.graphs) == 3
+    assert sampled[0] == sampled[1] and len(sampled[0].casts) == 32
     measured = ~torch.isnan(python[:, 3])
     assert measured.tolist() == [step % 3 == 0 for step in range(8)]
     assert torch.equal(python[measured, 3], recorded[measured, 3])
@@ -341,9 +351,11 @@ def repeated_by_its_graph(cuda: Cuda, compute: step_graph.ComputeGradients) -> s
     """`compute`, which a graph recorded from it calls again in place."""
 
     def recordable(batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
-        figures = compute(batches, measures_underflow=measures_underflow)
+        figures = compute(batches, measures_underflow=measures_underflow, samples_casts=samples_casts)
         if cuda.is_capturing:
-            cuda.graphs[-1].again = lambda: figures.copy_(compute(batches, measures_underflow=measures_underflow))
+            cuda.graphs[-1].again = lambda: figures.copy_(
+                compute(batches, measures_underflow=measures_underflow, samples_casts=samples_casts)
+            )
         return figures
 
     return recordable
