@@ -20,6 +20,7 @@ from .storage import (
 )
 
 __all__ = [
+    "CLAMPED_ABOVE",
     "COMPANDED_DTYPES",
     "DTYPE_NAMES",
     "E4M3",
@@ -55,3 +56,5 @@ MAX_FINITE: dict[torch.dtype, float] = {
     torch.int8: 1.0,
     torch.uint8: 1.0,
 }
+#: Magnitudes above these lose more to the clamp than rounding would take: half a unit beyond the largest finite number.
+CLAMPED_ABOVE = {E4M3: 464.0, E5M2: 61440.0}

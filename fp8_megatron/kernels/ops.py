@@ -32,7 +32,9 @@ from .reference import decode as decode
 from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
 from .reference import scale_from_amax as scale_from_amax
-from .scales import reference as _scales  # noqa: F401
+from .scales.reference import RECORD_SIZE as RECORD_SIZE
+from .scales.reference import REPORT_HEAD as REPORT_HEAD
+from .scales.reference import REPORT_SUMS as REPORT_SUMS
 from .wire.reference import sum_of_rows as sum_of_rows
 
 _OPS = registration.callables()
@@ -455,21 +457,46 @@ def accumulate_rows_(
     _OPS.accumulate_rows_(payload, scales, accumulator, factor, add, row, own_payload, own_scales, addend)
 
 
+def examine_records_(
+    record: Tensor,
+    written: Tensor,
+    scales: Tensor,
+    clamped_above: Tensor,
+    role: Tensor,
+    order: Tensor,
+    square_sum: Tensor,
+    *,
+    num_roles: int,
+    most_saturated: float,
+) -> tuple[Tensor, Tensor]:
+    """`scales.reference.examine_records_`: the step's amaxes FP32 [n], and the report FP32 [3 + 4 · num_roles]."""
+    n = record.shape[0]
+    assert record.shape == (n, RECORD_SIZE) and written.shape[::2] == scales.shape, (written.shape, scales.shape)
+    assert clamped_above.shape == role.shape == order.shape == (n,) and square_sum.shape == (1,), square_sum.shape
+    return _OPS.examine_records_(
+        record, written, scales, clamped_above, role, order, square_sum, num_roles, most_saturated
+    )
+
+
 def update_amax_history_(
     amax: Tensor,
+    record: Tensor,
     written: Tensor,
     history: Tensor,
     fp_max: Tensor,
     previous: Tensor,
+    grad_norm: Tensor | None,
     *,
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
     """`scales.reference.update_amax_history_`: the next scales and their reciprocals, FP32 [n, stride] in column 0."""
     n = history.shape[1]
-    assert amax.shape == fp_max.shape == (n,) and written.shape[0] == previous.shape[0] == n, (amax.shape, n)
-    assert written.shape[2] == previous.shape[1], (written.shape, previous.shape)
-    return _OPS.update_amax_history_(amax, written, history, fp_max, previous, keeps_largest, power_of_two)
+    assert amax.shape == fp_max.shape == (n,) and record.shape == (n, RECORD_SIZE), (amax.shape, record.shape, n)
+    assert written.shape[::2] == previous.shape, (written.shape, previous.shape)
+    return _OPS.update_amax_history_(
+        amax, record, written, history, fp_max, previous, grad_norm, keeps_largest, power_of_two
+    )
 
 
 def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:

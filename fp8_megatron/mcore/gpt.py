@@ -19,6 +19,7 @@ from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
 from ..quantization.recipe import Recipe
+from .initialization import named_quantizers_of_model
 from .layer_spec import block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
 from .topology import Topology
@@ -234,6 +235,8 @@ def _build_chunk(
         # The only parameter that megatron-core leaves in FP32 on the CPU.
         module.embedding.position_embeddings.to(device=device, dtype=module.config.params_dtype)
     if recipe.history is not None:
+        layers = named_quantizers_of_model(module)
+        recipe.history.name_layers({layer: list(quantizers.slots()) for layer, quantizers in layers.items()})
         recipe.history.allocate(device)
     return ModelChunk(module, recipe, links)
 

@@ -14,7 +14,10 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from ..quantization.recipe import HeadQuantizers, LinearQuantizers
+
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+_IN_A_LAYER = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _TIED_WEIGHT = "embedding.word_embeddings.weight"
 _VOCABULARY_WEIGHTS = (_TIED_WEIGHT, "output_layer.weight")
 
@@ -22,17 +25,37 @@ _VOCABULARY_WEIGHTS = (_TIED_WEIGHT, "output_layer.weight")
 def named_parameters_of_model(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Parameters of one model chunk by their names in the whole model. Layers are counted over all stages; a tied head
     has the embedding's name."""
-    offset = next((m.layer_number - 1 for m in chunk.modules() if isinstance(m, TransformerLayer)), 0)
-    named = {}
-    for name, param in chunk.named_parameters():
-        parts = name.split(".")
-        if "layers" in parts:
-            position = parts.index("layers") + 1
-            parts[position] = str(int(parts[position]) + offset)
-        named[".".join(parts)] = param
+    named = {_name_in_model(name, chunk): param for name, param in chunk.named_parameters()}
     if getattr(chunk, "share_embeddings_and_output_weights", False) and "output_layer.weight" in named:
         named[_TIED_WEIGHT] = named.pop("output_layer.weight")
     return named
+
+
+def named_quantizers_of_model(chunk: torch.nn.Module) -> dict[str, LinearQuantizers | HeadQuantizers]:
+    """The quantisers of one model chunk's FP8 layers by the layers' names in the whole model, in the order in which
+    forward runs them."""
+    found = {
+        _name_in_model(name, chunk): module.quantizers
+        for name, module in chunk.named_modules()
+        if isinstance(getattr(module, "quantizers", None), (LinearQuantizers, HeadQuantizers))
+    }
+    return dict(sorted(found.items(), key=lambda item: _forward_order(item[0])))
+
+
+def _forward_order(layer: str) -> tuple[float, int]:
+    """megatron-core makes an attention's output projection before its input projection."""
+    parts = layer.split(".")
+    index = int(parts[parts.index("layers") + 1]) if "layers" in parts else math.inf
+    return index, _IN_A_LAYER.index(parts[-1]) if parts[-1] in _IN_A_LAYER else len(_IN_A_LAYER)
+
+
+def _name_in_model(name: str, chunk: torch.nn.Module) -> str:
+    parts = name.split(".")
+    if "layers" in parts:
+        offset = next((m.layer_number - 1 for m in chunk.modules() if isinstance(m, TransformerLayer)), 0)
+        position = parts.index("layers") + 1
+        parts[position] = str(int(parts[position]) + offset)
+    return ".".join(parts)
 
 
 def initial_values(

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..device.group import Group
+from ..quantization.amax_history import AmaxHistory
 from ..sharding.grad_buffer import GradBuffer
 
 
-def global_grad_norm(buffers: Iterable[GradBuffer], world: Group | None, device: torch.device) -> Tensor:
+def global_grad_norm(
+    buffers: Iterable[GradBuffer],
+    world: Group | None,
+    device: torch.device,
+    histories: Sequence[AmaxHistory] = (),
+) -> Tensor:
     """L2 norm of all gradients of the model, FP32 [1] on the device; each parameter counts once.
 
     Called by every rank of `world` after gradients were averaged over replicas. Each rank holds a different part of the
-    model, so one all-reduce (SUM) gives the norm. It is NaN or inf if any gradient is.
+    model, so one all-reduce (SUM) gives the norm. It is NaN or inf if any gradient is, and NaN if any cast of the step
+    saw a value that is not finite: a cast with a delayed scale clamps an inf, so the gradients may be finite.
 
     Args:
         world: the ranks that hold the model between them; None for one rank without a process group.
+        histories: delayed scales of this rank's casts, to be examined (`AmaxHistory.examine`).
     """
     total = torch.zeros(1, device=device)
     for buffer in buffers:
@@ -26,6 +34,8 @@ def global_grad_norm(buffers: Iterable[GradBuffer], world: Group | None, device:
         if sharing.counts_in_norm:
             square = buffer.squared_norm()
             total += square if sharing.grad_factor == 1.0 else square * sharing.grad_factor**2
+    for history in histories:
+        history.examine(total)
     if world is not None and world.size() > 1:
         torch.distributed.all_reduce(total, group=world)
     return total.sqrt()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..formats import StorageDtype
+from ..quantization.amax_history import AmaxHistory
 from ..sharding.data_parallel import DataParallelModule
 from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import Slot, StorageClass
@@ -47,6 +48,8 @@ class FP8DistributedOptimizer:
         world: the ranks that hold the whole model between them and share the gradient norm; None for one rank.
         device: of the step count and the norm.
         loss_scale: the factor of the loss; None: 1.
+        histories: delayed scales of the model's casts. A step in which a cast saw a value that is not finite is
+            skipped.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class FP8DistributedOptimizer:
         world: Group | None,
         device: torch.device,
         loss_scale: LossScale | None = None,
+        histories: Sequence[AmaxHistory] = (),
     ) -> None:
         self.config = config
         self.device = device
@@ -87,6 +91,7 @@ class FP8DistributedOptimizer:
         ]
         self.step_count = torch.zeros(1, device=device)
         self._world = world
+        self._histories = [history for history in histories if history.num_slots]
         self._copied: Copied | None = None
         # The same on all ranks, although one rank may have no linear weight in FP8.
         self._releases = storage.releases_gradients
@@ -147,9 +152,12 @@ class FP8DistributedOptimizer:
 
     @torch.no_grad()
     def _update_released(self, state: SpaceState, group: dict[str, Any], grad: ReleasedGrad) -> None:
-        """One parameter's step, inside its backward; skipped where its own gradient is not finite."""
+        """One parameter's step, inside its backward; skipped where its own gradient is not finite, or a cast so far."""
         self.wait_for_copies()
-        factor = _scaled(clip_factor(grad.squared_norm, max_norm=0.0), state)
+        seen = grad.squared_norm
+        for history in self._histories:
+            seen = torch.maximum(seen, history.amax.amax(dim=0, keepdim=True))
+        factor = _scaled(seen * 0.0 + 1.0, state)  # NaN where it is not finite
         state.update_slot(grad, group, self.config, grad_factor=factor, step_count=self.step_count + 1)
 
     def _moved(self, factor: Tensor) -> Tensor:
@@ -180,7 +188,7 @@ class FP8DistributedOptimizer:
         A norm that is not finite skips the step on the device: nothing changes, nothing waits. Spaces with released
         gradients were updated during backward; there, only parameters with a finite gradient changed.
         """
-        norm = global_grad_norm(self.buffers, self._world, self.device)
+        norm = global_grad_norm(self.buffers, self._world, self.device, self._histories)
         factor = clip_factor(norm, self.config.clip_grad)
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.scale

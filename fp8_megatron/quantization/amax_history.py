@@ -8,15 +8,17 @@ small kernels, for any number of layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import MAX_FINITE
+from ..formats import CLAMPED_ABOVE, MAX_FINITE
 from ..kernels import ops
+from .cast_report import Role, SlotName, causes
 
 #: Written amaxes of a slot that one step keeps. With more micro-batches, the last ones count.
 _WRITTEN_AMAXES = 8
@@ -27,9 +29,10 @@ _STRIDE = 4
 class AmaxHistory:
     """Amaxes of the last `length` steps for a set of slots, and each slot's current scale.
 
-    Slots are added while the model is built; `allocate` then makes the tensors. Within a step, `amax` collects the
-    amaxes of all micro-batches and of recomputed forwards, so a recomputed forward sees the same scale. `update` closes
-    the step. Before the first update, `is_warm` is False and quantisers use current scaling.
+    Slots are added while the model is built; `allocate` then makes the tensors. Within a step, each slot's record
+    collects the amaxes of all micro-batches and of recomputed forwards, so a recomputed forward sees the same scale.
+    `examine` looks at the records before the gradient norm is reduced, and `update` closes the step. Before the first
+    update, `is_warm` is False and quantisers use current scaling.
     """
 
     def __init__(self, length: int, algo: Literal["max", "most_recent"], *, power_of_two: bool) -> None:
@@ -37,44 +40,92 @@ class AmaxHistory:
         self.algo = algo
         self.power_of_two = power_of_two
         self.is_warm = False
+        #: The slots' names, in the order in which they are blamed (`cast_report.causes`). `allocate` sets it.
+        self.suspects: list[SlotName] = []
+        #: FP32, the last result of `examine`; see `kernels.scales.reference.examine_records_`.
+        self.report: Tensor | None = None
         self._keeps_addresses = False
         self._largest: list[float] = []
-        self.amax: Tensor | None = None
+        self._clamped_above: list[float] = []
+        self._names: list[tuple[int, SlotName]] = []
+        self.record: Tensor | None = None
         #: FP32 [num_slots], this step's scales (a view).
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
+        self._examined: Tensor | None = None
         self._fp_max: Tensor | None = None
         self._amaxes: Sequence[Tensor] = ()
+        self._records: Sequence[Tensor] = ()
         self._scales: Sequence[Tensor] = ()
         self._inverses: Sequence[Tensor] = ()
         self._padded_scales = self._padded_inverses = torch.empty(0)
         self._written: Tensor | None = None
         self._written_amaxes: Sequence[Iterator[Tensor]] = ()
+        self._num_written: list[int] = []
 
-    def add_slot(self, dtype: torch.dtype, *, headroom: float = 1.0) -> int:
+    def add_slot(self, dtype: torch.dtype, *, headroom: float = 1.0, role: Role = Role.INPUT) -> int:
         """Reserve a slot for a tensor quantised to `dtype`; returns its index.
 
         Args:
             headroom: the format's largest value represents this many times the amax seen.
+            role: what the tensor is to its layer.
         """
-        assert self.amax is None, "slots are added before allocate()"
+        assert self.record is None, "slots are added before allocate()"
+        slot = len(self._largest)
         self._largest.append(MAX_FINITE[dtype] / headroom)
-        return len(self._largest) - 1
+        self._clamped_above.append(CLAMPED_ABOVE[dtype])
+        self._names.append((slot, SlotName(f"the layer of slot {slot}", role)))
+        return slot
+
+    def name_layers(self, layers: Mapping[str, Sequence[int]]) -> None:
+        """Name the slots for messages, before `allocate`.
+
+        Args:
+            layers: a layer's name in the whole model → its slots; in the order in which forward runs the layers.
+        """
+        for position, (layer, slots) in enumerate(layers.items()):
+            for slot in slots:
+                self._names[slot] = (position, SlotName(layer, self._names[slot][1].role))
 
     def allocate(self, device: torch.device) -> None:
-        """Make the tensors: amax, scale, fp_max FP32 [num_slots], history FP32 [length, num_slots]."""
+        """Make the tensors: record FP32 [num_slots, 4], scales and fp_max FP32 [num_slots], history FP32 [length,
+        num_slots]."""
         num_slots = len(self._largest)
-        self.amax = torch.zeros(num_slots, device=device)
-        self._amaxes = self.amax.view(-1, 1).unbind()
+        self.record = torch.zeros(num_slots, ops.RECORD_SIZE, device=device)
+        self._amaxes = self.record[:, :1].unbind()
+        self._records = self._amaxes
         self._take_scales(*(torch.ones(num_slots, _STRIDE, device=device) for _ in range(2)))
         self.history = torch.zeros(self.length, num_slots, device=device)
         self._fp_max = torch.tensor(self._largest, device=device)
+        self._limits = torch.tensor(self._clamped_above, device=device)
+        self._no_limits = torch.full((num_slots,), math.inf, device=device)
+        blamed = causes(self._names)
+        self.suspects = [self._names[slot][1] for slot in blamed]
+        order = sorted(range(num_slots), key=blamed.__getitem__)
+        self._order = torch.tensor([place + 1 for place in order], dtype=torch.int32, device=device)
+        self._roles = torch.tensor([name.role for _, name in self._names], dtype=torch.int32, device=device)
         self._written = torch.zeros(num_slots, _WRITTEN_AMAXES, _STRIDE, device=device)
         self._written_amaxes = [itertools.cycle(places[:, :1].unbind()) for places in self._written]
+        self._num_written = [0] * num_slots
+
+    @property
+    def num_slots(self) -> int:
+        """Slots added so far."""
+        return len(self._largest)
+
+    @property
+    def amax(self) -> Tensor:
+        """FP32 [num_slots], the amaxes recorded in this step so far (a view)."""
+        assert self.record is not None, "allocate() comes first"
+        return self.record[:, 0]
 
     def amax_of(self, slot: int) -> Tensor:
         """FP32 [1], where this step's amax of `slot` is recorded (a view)."""
         return self._amaxes[slot]
+
+    def record_of(self, slot: int) -> Tensor:
+        """Where a cast of `slot` records what it saw (a view); its first element is `amax_of`."""
+        return self._records[slot]
 
     def raise_amax(self, slot: int, amax: Tensor) -> None:
         """Record an amax of `slot` in this step, FP32 [1]."""
@@ -83,7 +134,17 @@ class AmaxHistory:
 
     def written_amax_of(self, slot: int) -> Tensor:
         """FP32 [1], where a GEMM writes an amax of `slot` instead of raising one; each call gives another place."""
+        if self._num_written[slot] == _WRITTEN_AMAXES:
+            self._keep_non_finite()
+        self._num_written[slot] += 1
         return next(self._written_amaxes[slot])
+
+    def _keep_non_finite(self) -> None:
+        """Mark the slots with a written amax that is not finite, before the amax is overwritten."""
+        assert self.record is not None and self._written is not None
+        # 0 · x is NaN where x is not finite. abs: atomic maxima of casts order magnitudes by their bits.
+        self.record[:, 0].add_((self._written[:, :, 0].amax(dim=1) * 0.0).abs_())
+        self._num_written = [0] * len(self._num_written)
 
     def inverse_of(self, slot: int) -> Tensor:
         """FP32 [1], 1 / `scale_of`, with the same alignment."""
@@ -110,35 +171,65 @@ class AmaxHistory:
         self._padded_scales, self._padded_inverses, self.scale = scales, inverses, scales[:, 0]
         self._scales, self._inverses = scales[:, :1].unbind(), inverses[:, :1].unbind()
 
-    def update(self, group: Group | None) -> None:
+    def examine(self, square_sum: Tensor, *, most_saturated: float = math.inf) -> None:
+        """Look at the records of this step: sets `report`. Call it once a step, before the gradient norm is reduced.
+
+        Args:
+            square_sum: FP32 [1], this rank's part of the squared norm. NaN is added if a cast saw a value that is not
+                finite, inf if a slot's saturated fraction is above `most_saturated`.
+        """
+        if self.record is None or not self._largest:
+            return
+        assert self._written is not None
+        self._examined, self.report = ops.examine_records_(
+            self.record,
+            self._written,
+            self._padded_scales,
+            self._limits if self.is_warm else self._no_limits,
+            self._roles,
+            self._order,
+            square_sum,
+            num_roles=len(Role),
+            most_saturated=most_saturated,
+        )
+
+    def update(self, group: Group | None, grad_norm: Tensor | None = None) -> None:
         """Close a step: MAX of the amaxes over `group`, push them into the history, take the new scales.
 
         Args:
             group: the ranks that share these tensors or hold replicas of the layer: tensor × data parallel. It excludes
                 the pipeline, because its stages hold other layers.
+            grad_norm: FP32 [1], equal on all ranks. NaN: the step was skipped for a value that is not finite, and its
+                amaxes are dropped (`kernels.scales.reference.update_amax_history_`).
         """
-        if self.amax is None or not self._largest:
+        if self.record is None or not self._largest:
             return
         assert self.history is not None and self._fp_max is not None and self._written is not None
-        if group is not None and group.size() > 1:  # on one rank, the launch below merges the two kinds of amaxes
-            torch.maximum(self.amax, self._written[:, :, 0].amax(dim=1), out=self.amax)
-            torch.distributed.all_reduce(self.amax, op=torch.distributed.ReduceOp.MAX, group=group)
+        if self._examined is None:
+            self.examine(torch.zeros(1, device=self.record.device))
+        amax, self._examined = self._examined, None
+        assert amax is not None
+        if group is not None and group.size() > 1:
+            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
         scales = ops.update_amax_history_(
-            self.amax,
+            amax,
+            self.record,
             self._written,
             self.history,
             self._fp_max,
             self._padded_scales,
+            grad_norm,
             keeps_largest=self.algo == "max",
             power_of_two=self.power_of_two,
         )
         self._take_scales(*scales)
+        self._num_written = [0] * len(self._num_written)
         self.is_warm = True
 
     def discard_current_step(self) -> None:
-        """Forget the amaxes seen since the last update (a validation pass)."""
-        if self.amax is not None and self._written is not None:
-            self.amax.zero_()
+        """Forget what was recorded since the last update (a validation pass)."""
+        if self.record is not None and self._written is not None:
+            self.record.zero_()
             self._written.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ class EarlyCast:
         self.quantizer, self.transposed = quantizer, transposed
 
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
-        """The scale to cast with and where to record the amax, FP32 [1] each; None if no early cast is to be made."""
+        """The scale of an early cast FP32 [1], and where to record what it saw; None if none is to be made."""
         return None if self.quantizer is None else self.quantizer.known_scale()
 
     def put(self, grad: Tensor, cast: CastGrad) -> None:

@@ -7,7 +7,7 @@ E5M2 (arXiv 2209.05433; FP8-LM, arXiv 2310.18313, section 2).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from ..formats import E4M3, E5M2
 from ..kernels import ops
 from .amax_history import AmaxHistory
 from .cast_health import CastProbe
+from .cast_report import Role
 from .operand import Format, Granularity
 from .sources import Cast, Source
 from .weight_grad import DelayedGradScale
@@ -94,15 +95,20 @@ class Quantizer:
         amax = source.amax()
         if sync is not None:
             sync(amax)
-        if history is not None and history.amax is not None:
+        if history is not None and history.record is not None:
             history.raise_amax(self.slot, amax)
         return source.quantize(format, ops.scale_from_amax(amax, format.dtype, power_of_two=format.power_of_two))
 
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
-        """The delayed scale and where to record the amax, FP32 [1] each; None if the scale comes from the values."""
+        """The delayed scale FP32 [1], and where to record what the cast saw; None if the values give the scale."""
         if self.history is None or not self.history.is_warm:
             return None
-        return self.history.scale_of(self.slot), self.history.amax_of(self.slot)
+        return self.history.scale_of(self.slot), self.history.record_of(self.slot)
+
+    def slots(self) -> Iterator[int]:
+        """Its slot of the history, if it has one."""
+        if self.history is not None:
+            yield self.slot
 
     def __str__(self) -> str:
         return f"{self.format}, {'delayed' if self.history is not None else 'current'}"
@@ -122,6 +128,13 @@ class LinearQuantizers:
     weight_probe: CastProbe | None = field(default=None, repr=False, compare=False)
     weight_grad_probe: CastProbe | None = field(default=None, repr=False, compare=False)
 
+    def slots(self) -> Iterator[int]:
+        """The layer's slots of the history."""
+        yield from self.input.slots()
+        yield from self.grad_output.slots()
+        if self.weight_grad is not None:
+            yield self.weight_grad.slot
+
     def __str__(self) -> str:
         stored = "by its storage" if self.weight_grad is None else "E4M3 per tensor, delayed"
         return f"input=({self.input}), weight=({self.weight}), grad_output=({self.grad_output}), weight_grad=({stored})"
@@ -139,6 +152,10 @@ class HeadQuantizers:
     grad_output: Format
     weight_probe: CastProbe | None = field(default=None, repr=False, compare=False)
     grad_output_probe: CastProbe | None = field(default=None, repr=False, compare=False)
+
+    def slots(self) -> Iterator[int]:
+        """The head's slots of the history."""
+        return self.input.slots()
 
     def __str__(self) -> str:
         return f"input=({self.input}), weight=({self.weight}), grad_output=({self.grad_output})"
@@ -174,7 +191,7 @@ class Recipe:
         return LinearQuantizers(
             self.quantizer(roles.input),
             roles.weight,
-            self.quantizer(roles.grad_output),
+            self.quantizer(roles.grad_output, Role.GRAD_OUTPUT),
             self._weight_grad_scale(),
             self._probe(),
             self._probe(),
@@ -185,7 +202,7 @@ class Recipe:
         logits' gradient writes one. Under delayed scaling they take one slot of the history."""
         roles = roles_of("tensorwise", self.power_of_two)
         return HeadQuantizers(
-            self.quantizer(roles.input), roles.weight, roles.grad_output, self._probe(), self._probe()
+            self.quantizer(roles.input, Role.HEAD_INPUT), roles.weight, roles.grad_output, self._probe(), self._probe()
         )
 
     def _probe(self) -> CastProbe | None:
@@ -194,11 +211,12 @@ class Recipe:
     def _weight_grad_scale(self) -> DelayedGradScale | None:
         if self.history is None or not self.delays_weight_grads:
             return None
-        slot = self.history.add_slot(self.roles.weight_grad.dtype, headroom=WEIGHT_GRAD_HEADROOM)
+        dtype = self.roles.weight_grad.dtype
+        slot = self.history.add_slot(dtype, headroom=WEIGHT_GRAD_HEADROOM, role=Role.WEIGHT_GRAD)
         return DelayedGradScale(self.history, slot)
 
-    def quantizer(self, format: Format) -> Quantizer:
-        """A new quantiser. Under delayed scaling it takes a slot of the history."""
+    def quantizer(self, format: Format, role: Role = Role.INPUT) -> Quantizer:
+        """A new quantiser. Under delayed scaling it takes a slot of the history, for a tensor of `role`."""
         if self.history is None:
             return Quantizer(format, probe=self._probe())
-        return Quantizer(format, self.history, self.history.add_slot(format.dtype), self._probe())
+        return Quantizer(format, self.history, self.history.add_slot(format.dtype, role=role), self._probe())

@@ -28,7 +28,8 @@ class StepFigures:
 
     On the device they are one FP32 tensor in the order of the fields (`pack`). The host copies it while the step runs
     and reads it one step later, so that nothing waits (`training.step_results`). To add a figure, add one line here
-    and one where `train_step` packs it; metrics.jsonl, TensorBoard and W&B then report it.
+    and one where `train_step` packs it; metrics.jsonl, TensorBoard and W&B then report it. The figures of casts come
+    from the `CastReport` instead.
 
     A figure with a default may be missing. Then it is NaN in the tensor and None here.
     """
@@ -41,6 +42,20 @@ class StepFigures:
     """Global norm before clipping."""
     grad_underflow_fraction: float | None = reported("fp8/grad_underflow_fraction", default=None)
     """Fraction of this rank's non-zero gradient elements that a cast to FP8 made zero; None if not measured."""
+    saturated_tensors: float | None = reported("fp8/saturated_tensors", default=None)
+    """Tensors with an element that a delayed scale clamped, over all ranks; None without delayed scaling."""
+    input_saturation_fraction: float | None = reported("fp8/input_saturation_fraction", default=None)
+    """Fraction of the elements of linear layers' inputs that a delayed scale clamped, over all ranks."""
+    input_underflow_fraction: float | None = reported("fp8/input_underflow_fraction", default=None)
+    """Fraction of these elements that the cast made zero; None if not measured."""
+    grad_output_saturation_fraction: float | None = reported("fp8/grad_output_saturation_fraction", default=None)
+    """As `input_saturation_fraction`, of linear layers' output gradients."""
+    grad_output_underflow_fraction: float | None = reported("fp8/grad_output_underflow_fraction", default=None)
+    """As `input_underflow_fraction`, of linear layers' output gradients."""
+    head_input_saturation_fraction: float | None = reported("fp8/head_input_saturation_fraction", default=None)
+    """As `input_saturation_fraction`, of the FP8 LM head's input."""
+    head_input_underflow_fraction: float | None = reported("fp8/head_input_underflow_fraction", default=None)
+    """As `input_underflow_fraction`, of the FP8 LM head's input."""
     grad_saturation_fraction: float | None = reported("fp8/grad_saturation_fraction", default=None)
     """Fraction of gradient elements that the native FP8 sum clamped, largest of all tensors; None without that sum."""
     autoscale_mu: float | None = reported("fp8/autoscale_mu", default=None)
@@ -67,6 +82,11 @@ class StepFigures:
         ]
         assert not figures, f"unknown figures: {sorted(figures)}"
         return torch.cat(ordered)
+
+    @staticmethod
+    def num_packed() -> int:
+        """Elements of a packed tensor."""
+        return len(dataclasses.fields(StepFigures))
 
     @classmethod
     def unpack(cls, values: Sequence[float]) -> Self:

@@ -25,6 +25,7 @@ from ..optimizer.hyperparameters import AdamW
 from ..optimizer.loss_scale import LossScale
 from ..planning.storage import model_storage
 from ..quantization.amax_history import AmaxHistory
+from ..quantization.cast_report import SlotNames
 from ..quantization.recipe import Recipe
 from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.data_parallel import DataParallelModule, Exchange
@@ -104,6 +105,7 @@ def build_trainable_model(
         world=topology.world,
         device=device,
         loss_scale=build_loss_scale(config, device),
+        histories=[chunk.recipe.history for chunk in chunks if chunk.recipe.history is not None],
     )
     if optimizer.loss_scale is not None:
         for chunk in chunks:
@@ -224,6 +226,20 @@ def build_loss_scale(config: Config, device: torch.device) -> LossScale | None:
         hysteresis=settings.hysteresis,
         minimum=settings.min_loss_scale,
     )
+
+
+def slot_names_of_ranks(state: TrainingState) -> SlotNames:
+    """The names of every rank's delayed scales, for messages. Collective over the pipeline's ranks.
+
+    megatron-core counts ranks stage by stage, and ranks of a stage have the same layers.
+    """
+    topology = state.topology
+    own = [[] if history is None else history.suspects for history in state.histories]
+    stages = [own] * topology.pp.size()
+    if topology.pp.size() > 1:
+        torch.distributed.all_gather_object(stages, own, group=topology.pp)
+    ranks_a_stage = topology.world_size // topology.pp.size()
+    return lambda rank, chunk: stages[rank // ranks_a_stage][chunk]
 
 
 def measured_storage(state: TrainingState) -> MemoryByKind:

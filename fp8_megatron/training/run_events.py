@@ -6,6 +6,7 @@ import logging
 import socket
 
 from ..config.schema import Config
+from ..quantization.cast_report import Suspect
 from ..reporting.run_log import EventKind, RunLog, event
 from ..watch.restarts import Launch
 from .step_results import StepResult
@@ -44,12 +45,16 @@ class RunEvents:
         mark = event(kind, iteration=iteration, world_size=self._world_size, skipped_steps=skipped_steps, launch=launch)
         logger.info("%s on %s, to iteration %d", begins, where, self._total, extra=mark)
 
-    def skipped(self, result: StepResult) -> None:
-        """The optimizer skipped a step."""
+    def skipped(self, result: StepResult, suspect: Suspect | None) -> None:
+        """The optimizer skipped a step. `suspect`: the first tensor that was not finite, if a cast saw one."""
         if self._is_writer:
             loss, norm = result.figures.loss, result.figures.grad_norm
-            mark = event(EventKind.SKIP, iteration=result.iteration, loss=str(loss), grad_norm=str(norm))
-            logger.warning("iteration %d skipped: loss %g, gradient norm %g", result.iteration, loss, norm, extra=mark)
+            blamed = {} if suspect is None else {"tensor": str(suspect.tensor), "rank": suspect.rank}
+            where = "" if suspect is None else f"; not finite: {suspect.tensor}, on rank {suspect.rank}"
+            mark = event(EventKind.SKIP, iteration=result.iteration, loss=str(loss), grad_norm=str(norm), **blamed)
+            logger.warning(
+                "iteration %d skipped: loss %g, gradient norm %g%s", result.iteration, loss, norm, where, extra=mark
+            )
 
     def save_postponed(self, iteration: int) -> None:
         """A checkpoint is due at a skipped step."""

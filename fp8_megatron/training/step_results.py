@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..quantization.cast_report import CastReport
 from ..reporting.cast_statistics import HealthSample
 from ..reporting.step_figures import StepFigures
 from ..watch.replica_hash import PendingCheck
@@ -45,6 +46,8 @@ class StepResult:
     learning_rate: float
     figures: StepFigures
     step_seconds: float
+    cast_report: CastReport | None = None
+    """What the casts of the step report, under delayed scaling."""
     check: PendingCheck | None = None
     """Hashes of what replicas hold, if this step compares them."""
     health: HealthSample | None = None
@@ -72,10 +75,13 @@ class PendingStep:
         started: Mark,
         check: PendingCheck | None = None,
         sample: PendingSample | None = None,
+        *,
+        num_chunks: int = 1,
     ) -> None:
         """
         Args:
-            values: the packed figures that `train_step` returned.
+            values: what `train_step` returned.
+            num_chunks: model chunks of a rank.
             started: the mark before the step.
             check, sample: of this step.
         """
@@ -84,6 +90,7 @@ class PendingStep:
         self._started = started
         self._check = check
         self._sample = sample
+        self._num_chunks = num_chunks
         if values.device.type == "cuda":
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
@@ -94,11 +101,17 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for this step, but not for later ones, and read its results."""
         self.ended.wait()
+        values = self._host.tolist()
+        figures, rest = StepFigures.unpack(values[: StepFigures.num_packed()]), values[StepFigures.num_packed() :]
+        cast_report = CastReport.unpack(rest, self._num_chunks) if rest else None
+        if cast_report is not None:
+            figures = replace(figures, **cast_report.figures())
         return StepResult(
             iteration=self._iteration,
             learning_rate=self._learning_rate,
-            figures=StepFigures.unpack(self._host.tolist()),
+            figures=figures,
             step_seconds=self.ended.seconds_since(self._started),
+            cast_report=cast_report,
             check=self._check,
             health=None if self._sample is None else self._sample.result(),
         )

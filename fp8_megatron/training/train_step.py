@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ..device import memory as device_memory
+from ..quantization.cast_report import CastReport
 from ..reporting.step_figures import StepFigures
 from ..sharding.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
@@ -38,7 +39,8 @@ def train_step(
         before_update: called between the gradients and the update.
 
     Returns:
-        The packed `StepFigures`, on the device. This function does not wait for the step; reading them does.
+        FP32 on the device: the packed `StepFigures`, and under delayed scaling the `CastReport` behind them. This
+        function does not wait for the step; reading them does.
     """
     measured = {"measures_underflow": measures_underflow or samples_casts, "samples_casts": samples_casts}
     if graph is not None:
@@ -53,14 +55,13 @@ def train_step(
     state.scheduler.step(1)
     for history in state.histories:
         if history is not None:
-            history.update(state.topology.stage_group)
+            history.update(state.topology.stage_group, grad_norm)
     peak = device_memory.peak_memory_gib(state.device)
-    return StepFigures.pack(
-        grad_norm=grad_norm,
-        grad_underflow_fraction=underflow_fraction,
-        **_over_ranks(part_of_loss, state, wants_stop=wants_stop, peak_memory_gib=peak),
-        **_scaling(state),
+    figures, cast_report = _over_ranks(part_of_loss, state, wants_stop=wants_stop, peak_memory_gib=peak)
+    packed = StepFigures.pack(
+        grad_norm=grad_norm, grad_underflow_fraction=underflow_fraction, **figures, **_scaling(state)
     )
+    return packed if cast_report is None else torch.cat([packed, cast_report])
 
 
 def compute_gradients(
@@ -118,7 +119,7 @@ def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) ->
     for _ in range(num_batches):
         batches = take_step(loader, state.num_micro_batches, state.device)
         losses = _run_schedule(state, batches, forward_only=True)
-        total += _over_ranks(_part_of_loss(losses, state), state)["loss"]
+        total += _over_ranks(_part_of_loss(losses, state), state)[0]["loss"]
     for chunk in state.model:
         chunk.train()
     for history in state.histories:
@@ -178,18 +179,26 @@ def _part_of_loss(losses: list[dict[str, Tensor]], state: TrainingState) -> Tens
 
 def _over_ranks(
     loss: Tensor, state: TrainingState, *, wants_stop: bool = False, peak_memory_gib: float = 0.0
-) -> dict[str, Tensor]:
-    """By one collective over all ranks: the sum of `loss` [1], how many ranks ask to stop, the largest peak."""
-    world_size = state.topology.world_size
-    values = torch.zeros(2 + world_size, device=state.device)
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """By one collective over all ranks: the sum of `loss` [1], how many ranks ask to stop, the largest peak; and under
+    delayed scaling the packed `CastReport`."""
+    world_size, rank = state.topology.world_size, state.topology.rank
+    histories = [history for history in state.histories if history is not None]
+    num_reported = CastReport.numel_of(world_size, len(histories)) if histories else 0
+    values = torch.zeros(2 + world_size + num_reported, device=state.device)
     values[:1] = loss
     values[1:2].fill_(float(wants_stop))  # a tensor made from a list is copied from the host, which waits
-    values[2 + state.topology.rank].fill_(peak_memory_gib)
+    values[2 + rank].fill_(peak_memory_gib)
+    reported = values[2 + world_size :]
+    for chunk, history in enumerate(histories):
+        if history.report is not None:  # a stage without an FP8 layer has none
+            CastReport.add_(reported, history.report, place=rank * len(histories) + chunk)
     if world_size > 1:
         torch.distributed.all_reduce(values)
-    total, num_stop_requests, peaks = values.split([1, 1, world_size])
-    return {
+    total, num_stop_requests, peaks, reported = values.split([1, 1, world_size, num_reported])
+    figures = {
         "loss": total,
         "num_stop_requests": num_stop_requests,
         "peak_memory_gib": peaks.amax(dim=0, keepdim=True),
     }
+    return figures, reported if histories else None

@@ -26,13 +26,14 @@ from ..mcore.attention import may_use_cudnn, preferring_backends
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import Topology, initialized
 from ..mcore.transports import needs_launch_order
+from ..quantization.cast_report import Suspect
 from ..reporting.profiling import StepProfiler
 from ..reporting.run_log import RunLog, recording
 from ..watch.failures import RankWatch, watched_world
 from ..watch.replica_hash import PendingCheck, ReplicaCheck, ReplicasDiffer
 from ..watch.restarts import Launch, begin_attempt
 from .batches import Batch
-from .build import TrainingState, build_training_state
+from .build import TrainingState, build_training_state, slot_names_of_ranks
 from .cast_sampling import CastSampler
 from .graph_choice import GraphChoice, choose_graph
 from .room import check_memory, check_room
@@ -160,6 +161,7 @@ class _Run:
             vocab_size=self.data.unpadded_vocab_size,
             padded_vocab_size=self.data.vocab_size,
         )
+        self.slot_names = slot_names_of_ranks(self.state)
         self.progress = self._resume()
         self.writer = checkpoint_writer(config, topology, start, self.progress.iteration)
         if self.writer is not None:
@@ -234,7 +236,9 @@ class _Run:
             )
             self.profiler.after(iteration)
             sample = None if sampler is None else sampler.collect(iteration)
-            queued = PendingStep(iteration, learning_rate, values, mark, check, sample)
+            queued = PendingStep(
+                iteration, learning_rate, values, mark, check, sample, num_chunks=len(self.state.histories)
+            )
             mark = queued.ended
             if pending is not None:
                 self._record(pending.result())
@@ -303,7 +307,7 @@ class _Run:
         if result.check is not None:
             result.check.examine()
         if result.skipped:
-            self.events.skipped(result)
+            self.events.skipped(result, self._suspect(result))
         if result.health is not None:
             self.report.health(result.health)
         try:
@@ -316,6 +320,10 @@ class _Run:
             skipped_steps=self.guard.num_skipped,
         )
         self.report.step(result, self.progress)
+
+    def _suspect(self, result: StepResult) -> Suspect | None:
+        """The tensor that a skipped step is blamed on, if its casts know one."""
+        return None if result.cast_report is None else result.cast_report.non_finite(self.slot_names)
 
     def _where_not_finite(self) -> str:
         names = [name for buffer in self.state.optimizer.buffers for name in buffer.non_finite_slots()]

@@ -21,23 +21,35 @@ def state(length: int, n: int) -> dict[str, Tensor]:
     for values in (amax, history.view(-1)):
         for step, bad in ((3, 0.0), (7, math.inf), (11, math.nan)):
             values[::step] = bad
-    written = torch.rand(n, 8, 4, generator=generator) * 120
+    record, written = torch.rand(n, 4, generator=generator), torch.rand(n, 8, 4, generator=generator) * 120
     written[1::4] = 0.0
     fp_max = torch.tensor([448.0, 57344.0, 112.0]).repeat(n)[:n]
     previous = torch.rand(n, 4, generator=generator)
-    return {"amax": amax, "written": written, "history": history, "fp_max": fp_max, "previous": previous}
+    return {
+        "amax": amax,
+        "record": record,
+        "written": written,
+        "history": history,
+        "fp_max": fp_max,
+        "previous": previous,
+    }
 
 
 @pytest.mark.parametrize("keeps_largest", [True, False])
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize(("length", "n"), [(1, 1), (2, 3), (16, 300), (17, 64), (1024, 75), (5000, 3)])
+@pytest.mark.parametrize("norm", [None, 1.5, math.inf, math.nan])
 def test_one_launch_gives_what_the_specification_gives(
-    length: int, n: int, keeps_largest: bool, power_of_two: bool
+    length: int, n: int, keeps_largest: bool, power_of_two: bool, norm: float | None
 ) -> None:
+    bad = None if norm is None else torch.tensor([norm])
+    on_gpu_bad = None if bad is None else bad.cuda()
     expected, measured = state(length, n), {name: value.cuda() for name, value in state(length, n).items()}
     for _ in range(3):
-        by_specification = amax_history.update_amax_history_(*expected.values(), keeps_largest, power_of_two)
-        on_gpu = ops.update_amax_history_(*measured.values(), keeps_largest=keeps_largest, power_of_two=power_of_two)
+        by_specification = amax_history.update_amax_history_(*expected.values(), bad, keeps_largest, power_of_two)
+        on_gpu = ops.update_amax_history_(
+            *measured.values(), on_gpu_bad, keeps_largest=keeps_largest, power_of_two=power_of_two
+        )
         for mine, theirs in zip(on_gpu, by_specification, strict=True):
             assert torch.equal(mine.cpu(), theirs)
         for name, value in expected.items():
@@ -46,3 +58,36 @@ def test_one_launch_gives_what_the_specification_gives(
         for some in (expected, measured):
             some["amax"].copy_(torch.linspace(0.0, 9.0, n))
             some["previous"].fill_(0.25)
+
+
+def records(n: int, *, saturated: bool, bad: float | None) -> list[Tensor]:
+    """Arguments of `examine_records_` up to the sum of squares; whole counts, whose sums FP32 holds exactly."""
+    generator = torch.Generator().manual_seed(n)
+    record = torch.randint(1, 100, (n, 4), generator=generator).float()
+    record[:, 1] = torch.randint(0, 50, (n,), generator=generator) if saturated else 0
+    record[:, 2] = torch.randint(0, 3, (n,), generator=generator) * 100
+    written = torch.randint(0, 120, (n, 8, 4), generator=generator).float()
+    if bad is not None:
+        record[n // 2, 0] = written[-1, 7, 0] = bad
+    scales, limits = torch.rand(n, 4, generator=generator) / 4 + 0.1, torch.tensor([464.0, 61440.0]).repeat(n)[:n]
+    role = torch.randint(0, 4, (n,), generator=generator, dtype=torch.int32)
+    order = torch.randperm(n, generator=generator).int() + 1
+    return [record, written, scales, limits, role, order]
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+@pytest.mark.parametrize("saturated", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 75, 1024, 3000])
+def test_records_are_examined_as_the_specification_does(n: int, saturated: bool, bad: float | None) -> None:
+    given = records(n, saturated=saturated, bad=bad)
+    for most_saturated in (0.1, math.inf):
+        total = torch.tensor([3.0])
+        on_gpu_total = total.cuda()
+        expected = amax_history.examine_records_(*given, total, 4, most_saturated)
+        found = ops.examine_records_(
+            *(value.cuda() for value in given), on_gpu_total, num_roles=4, most_saturated=most_saturated
+        )
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.equal(mine.cpu(), theirs)
+        assert torch.equal(on_gpu_total.cpu().nan_to_num(-1.0, -2.0), total.nan_to_num(-1.0, -2.0))
+        assert math.isnan(total.item()) == (bad is not None)

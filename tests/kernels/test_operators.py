@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     )
     hyper = ops.AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled=True)
     norm = (x, weight, vector, vector)
+    records, places = (torch.rand(3, 4), torch.rand(3, 2, 4)), torch.arange(3, dtype=torch.int32)
     gradient = (grads, None, *norm, True), (grads[:1], x, x, weight, none, vector, False)
     rows = _flat(E4M3, 128)
     return {
@@ -98,7 +100,12 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (x.view(-1), None, torch.zeros(N // 2).bfloat16(), 1.0, False, -1, None, None, weight.repeat(T // 2)),
         ],
         "update_amax_history_": [
-            (torch.rand(3), torch.rand(3, 2, 4), torch.rand(4, 3), 448 * torch.ones(3), torch.rand(3, 4), True, False)
+            (torch.rand(3), *records, torch.rand(4, 3), 448 * torch.ones(3), torch.rand(3, 4), bad, True, False)
+            for bad in (None, one)
+        ],
+        "examine_records_": [
+            (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), 4, math.inf),
+            (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), 1, 0.0),
         ],
         "count_underflow_": [(torch.rand(N), _fp8(1, N)[0], torch.zeros(2, dtype=torch.int64))],
         "measure_cast_": [(x, _fp8(T, K), torch.rand(T, 1), torch.zeros(64, dtype=torch.float64))],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +39,12 @@ def test_delayed_scale_keeps_the_old_one(power_of_two: bool) -> None:
     fp_max = torch.tensor([448.0, 448.0, 448.0, 448.0, 57344.0])
     scales, inverses = ops.update_amax_history_(
         amax.clone(),
+        torch.zeros(5, 4),
         torch.zeros(5, 2, 4),
         torch.zeros(1, 5),
         fp_max,
         torch.nn.functional.pad(previous[:, None], (0, 3)),
+        None,
         keeps_largest=False,
         power_of_two=power_of_two,
     )
@@ -55,11 +58,73 @@ def test_delayed_scale_keeps_the_old_one(power_of_two: bool) -> None:
 
 
 def test_a_closed_step_is_pushed_and_forgotten() -> None:
-    amax, written, history = torch.tensor([1.0, 2.0]), torch.zeros(2, 2, 4), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
-    written[1, 1, 0] = 3.0
-    ones = torch.ones(2, 4)
-    ops.update_amax_history_(
-        amax, written, history, torch.full((2,), 448.0), ones, keeps_largest=True, power_of_two=False
-    )
+    amax, record, written = torch.tensor([1.0, 3.0]), torch.ones(2, 4), torch.ones(2, 2, 4)
+    history, ones, fp_max = torch.tensor([[5.0, 6.0], [7.0, 8.0]]), torch.ones(2, 4), torch.full((2,), 448.0)
+    ops.update_amax_history_(amax, record, written, history, fp_max, ones, None, keeps_largest=True, power_of_two=False)
     assert torch.equal(history, torch.tensor([[1.0, 3.0], [5.0, 6.0]]))
-    assert not amax.any() and not written.any() and torch.equal(ones, torch.ones(2, 4))
+    assert not record.any() and not written.any() and torch.equal(ones, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+@pytest.mark.parametrize("keeps_largest", [True, False])
+def test_a_step_with_a_bad_value_leaves_the_history(norm: float, keeps_largest: bool) -> None:
+    """Only of a NaN norm is it known that a cast saw the value. A slot that is new takes what it can."""
+    amax = torch.tensor([9.0, math.inf, 2.0, math.inf])
+    history, previous = torch.tensor([[1.0, 2.0, 0.0, 0.0], [3.0, 4.0, 0.0, math.inf]]), torch.ones(4, 4) / 7
+    fp_max, before = torch.full((4,), 448.0), history.clone()
+    scales, _ = ops.update_amax_history_(
+        amax,
+        torch.ones(4, 4),
+        torch.ones(4, 2, 4),
+        history,
+        fp_max,
+        previous,
+        torch.tensor([norm]),
+        keeps_largest=keeps_largest,
+        power_of_two=False,
+    )
+    old = previous[:, 0]
+    if math.isnan(norm):
+        assert torch.equal(
+            history, torch.where(torch.tensor([False, False, True, False]), torch.stack([amax, before[0]]), before)
+        )
+        expected = torch.where(torch.tensor([False, False, True, False]), 2.0 / 448.0, old)
+    else:
+        assert torch.equal(history, torch.stack([amax, before[0]]))
+        first = [9.0, 2.0 if keeps_largest else math.nan, 2.0, math.nan]
+        expected = torch.where(torch.tensor(first).isnan(), old, torch.tensor(first) / 448.0)
+    assert torch.equal(scales[:, 0], expected)
+
+
+def examined(record: list[list[float]], written: list[float], scale: list[float], total: float = 2.0) -> Any:
+    """The amaxes, the report and the sum of squares of three slots: two of role 0, one of role 1, blamed backwards."""
+    places = torch.zeros(3, 2, 4)
+    places[:, 1, 0] = torch.tensor(written)
+    scales = torch.nn.functional.pad(torch.tensor(scale)[:, None], (0, 3))
+    limits = torch.tensor([464.0, 464.0, 61440.0])
+    role, order = torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([3, 2, 1], dtype=torch.int32)
+    square_sum = torch.tensor([total])
+    amax, report = ops.examine_records_(
+        torch.tensor(record), places, scales, limits, role, order, square_sum, num_roles=2, most_saturated=0.25
+    )
+    return amax.tolist(), report.tolist(), square_sum.item()
+
+
+def test_a_report_counts_by_role_and_finds_the_worst() -> None:
+    record = [[500.0, 10.0, 100.0, 3.0], [400.0, 1.0, 50.0, 4.0], [1e5, 30.0, 120.0, 0.0]]
+    amax, report, total = examined(record, [0.0, 470.0, 0.0], [1.0, 1.0, 2.0])
+    assert amax == [500.0, 470.0, 1e5] and total == 2.0
+    assert report == [0.0, 0.25, 1.0, *[11.0, 150.0, 7.0, 2.0], *[30.0, 120.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_report_names_the_first_value_that_is_not_finite(bad: float) -> None:
+    record = [[bad, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]]
+    amax, report, total = examined(record, [0.0, bad, 0.0], [1.0, 1.0, 1.0])
+    assert amax == [math.inf, math.inf, 1.0] and report[:3] == [2.0, 0.0, 0.0] and math.isnan(total)
+
+
+def test_too_much_saturation_makes_the_norm_infinite() -> None:
+    record = [[500.0, 26.0, 100.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+    _, report, total = examined(record, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
+    assert total == math.inf and report[0] == 0.0 and report[1] == pytest.approx(0.26) and report[2] == 3.0

@@ -8,17 +8,32 @@ from typing import Any
 import pytest
 import torch
 
+from fp8_megatron.quantization.cast_report import CastReport, Role, SlotName, Suspect
 from fp8_megatron.training.train_step import _over_ranks
 from tests.harness.ranks import RankPool, on_default_group
 
+#: Of each rank's two model chunks the head of the report: the first bad slot, the largest fraction and its slot.
+HEADS = [
+    [[0.0, 0.25, 2.0], [2.0, 0.5, 1.0]],
+    [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
+    [[3.0, 0.75, 2.0], [1.0, 0.0, 0.0]],
+]
+#: Of each role the saturated, cast and underflowed elements and the saturated tensors; rank 1 has no FP8 layer.
+SUMS = [[2.0, 100.0, 5.0, 1.0], [0.0, 50.0, 0.0, 0.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 0.0]]
+NAMES = [SlotName("fc1", Role.INPUT), SlotName("qkv", Role.INPUT), SlotName("qkv", Role.GRAD_OUTPUT)]
 
-def _figures(group: torch.distributed.ProcessGroup) -> dict[str, list[float]]:
+
+def _exchanged(group: torch.distributed.ProcessGroup, reports: bool) -> tuple[dict[str, list[float]], Any]:
     rank = group.rank()
     topology = SimpleNamespace(world_size=group.size(), rank=rank)
-    state: Any = SimpleNamespace(topology=topology, device=torch.device("cpu"))
+    histories: list[Any] = [None, None]
+    if reports:
+        made = [torch.tensor(head + [value for sums in SUMS for value in sums]) for head in HEADS[rank]]
+        histories = [SimpleNamespace(report=None if rank == 1 else report) for report in made]
+    state: Any = SimpleNamespace(topology=topology, device=torch.device("cpu"), histories=histories)
     peak = [3.0, 7.5, 5.0][rank]
-    figures = _over_ranks(torch.tensor([rank + 1.0]), state, wants_stop=rank != 1, peak_memory_gib=peak)
-    return {name: figure.tolist() for name, figure in figures.items()}
+    figures, report = _over_ranks(torch.tensor([rank + 1.0]), state, wants_stop=rank != 1, peak_memory_gib=peak)
+    return {name: figure.tolist() for name, figure in figures.items()}, None if report is None else report.tolist()
 
 
 @pytest.mark.parametrize(
@@ -29,4 +44,32 @@ def _figures(group: torch.distributed.ProcessGroup) -> dict[str, list[float]]:
     ],
 )
 def test_sums_and_the_largest_peak_are_everywhere(ranks: RankPool, num_ranks: int, expected: Any) -> None:
-    assert ranks.run(on_default_group, _figures, num_ranks=num_ranks) == [expected] * num_ranks
+    found = ranks.run(on_default_group, _exchanged, False, num_ranks=num_ranks)
+    assert found == [(expected, None)] * num_ranks
+
+
+def test_reports_of_casts_are_everywhere(ranks: RankPool) -> None:
+    (figures, values), *others = ranks.run(on_default_group, _exchanged, True, num_ranks=3)
+    assert others == [(figures, values)] * 2 and figures["loss"] == [6.0]
+    report = CastReport.unpack(values, num_chunks=2)
+    assert report.heads == HEADS
+    found = report.figures()
+    assert found["input_saturation_fraction"] == 0.02 and found["input_underflow_fraction"] == 0.05
+    # Nothing became 0: not measured. No head: no figure. Four reports have 1 + 3 saturated tensors each.
+    assert found["grad_output_saturation_fraction"] == 0.0 and found["grad_output_underflow_fraction"] is None
+    assert found["head_input_saturation_fraction"] is None and found["saturated_tensors"] == 16.0
+
+
+def test_the_first_bad_tensor_in_time_is_named() -> None:
+    """Forward runs the first chunk on all ranks, then the second; backward runs the other way."""
+    sums = [value for of_role in SUMS for value in of_role]
+    report = CastReport(sums, HEADS)
+    assert report.non_finite(lambda rank, chunk: NAMES) == Suspect(0, NAMES[1], 0.5)
+    assert report.most_saturated(lambda rank, chunk: NAMES) == Suspect(2, NAMES[1], 0.75)
+    only_backward = [[[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [[0.0, 0.0, 0.0], [3.0, 0.0, 0.0]]]
+    assert CastReport(sums, only_backward).non_finite(lambda rank, chunk: NAMES) == Suspect(1, NAMES[2], 0.0)
+    clean = CastReport(sums, [[[0.0, 0.0, 0.0]]])
+    assert (
+        clean.non_finite(lambda rank, chunk: NAMES) is None and clean.most_saturated(lambda rank, chunk: NAMES) is None
+    )
+    assert str(NAMES[2]) == "output gradient of qkv"

@@ -1,4 +1,5 @@
-"""The end of a step under delayed scaling in one launch: `reference.update_amax_history_` in Triton, bit for bit."""
+"""The end of a step under delayed scaling: `reference.examine_records_` and `reference.update_amax_history_` in Triton,
+one launch each, bit for bit."""
 
 # The parameters of a Triton kernel have no Python types.
 # mypy: disable-error-code="no-untyped-def"
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..quantize.triton import magnitude_bits, reciprocal
 from ..sizes import cdiv, next_power_of_2
+from .reference import RECORD_SIZE, REPORT_HEAD, REPORT_SUMS
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -19,36 +21,134 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _ELEMENTS = 4096
 _MOST_SLOTS = 64
 _NUM_WARPS = 4
+#: Slots that the one program of `examine_records_` takes at a time.
+_EXAMINED = 1024
+
+
+@triton.jit
+def _fraction(record, slots, inside, SIZE: tl.constexpr):
+    """Saturated fraction of each slot."""
+    saturated = tl.load(record + slots * SIZE + 1, mask=inside, other=0.0)
+    cast = tl.load(record + slots * SIZE + 2, mask=inside, other=1.0)
+    return tl.div_rn(saturated, tl.maximum(cast, 1.0))
+
+
+@triton.jit
+def _examine_records(
+    record, written, scales, clamped_above, role, order, square_sum, amax, report, n, most_saturated,
+    NUM_ROLES: tl.constexpr, PLACES: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
+    HEAD: tl.constexpr, SUMS: tl.constexpr, SLOTS: tl.constexpr, ROLES: tl.constexpr,
+):  # fmt: skip
+    """One program, because a rank has a few thousand slots at most."""
+    beyond = n + 1
+    first = beyond
+    worst = 0.0
+    roles = tl.arange(0, ROLES)
+    saturated_sum = tl.zeros([ROLES], tl.float32)
+    cast_sum = tl.zeros([ROLES], tl.float32)
+    underflowed_sum = tl.zeros([ROLES], tl.float32)
+    tensors_sum = tl.zeros([ROLES], tl.float32)
+    for start in range(0, n, SLOTS):
+        slots = start + tl.arange(0, SLOTS)
+        inside = slots < n
+        bits = magnitude_bits(tl.load(record + slots * SIZE, mask=inside, other=0.0))
+        for place in tl.static_range(PLACES):
+            value = tl.load(written + (slots * PLACES + place) * STRIDE, mask=inside, other=0.0)
+            bits = tl.maximum(bits, magnitude_bits(value))
+        bits = tl.minimum(bits, _INF_BITS)
+        tl.store(amax + slots, bits.to(tl.float32, bitcast=True), mask=inside)
+        place = tl.load(order + slots, mask=inside, other=0)
+        first = tl.minimum(first, tl.min(tl.where((bits == _INF_BITS) & inside, place, beyond)))
+        worst = tl.maximum(worst, tl.max(_fraction(record, slots, inside, SIZE)))
+        inverse = reciprocal(tl.load(scales + slots * STRIDE, mask=inside, other=1.0))
+        limit = tl.load(clamped_above + slots, mask=inside, other=float("inf"))
+        tensors = ((bits.to(tl.float32, bitcast=True) * inverse > limit) & inside).to(tl.float32)
+        saturated = tl.load(record + slots * SIZE + 1, mask=inside, other=0.0)
+        cast = tl.load(record + slots * SIZE + 2, mask=inside, other=0.0)
+        underflowed = tl.load(record + slots * SIZE + 3, mask=inside, other=0.0)
+        has_role = (tl.load(role + slots, mask=inside, other=-1)[None, :] == roles[:, None]).to(tl.float32)
+        saturated_sum += tl.sum(has_role * saturated[None, :], axis=1)
+        cast_sum += tl.sum(has_role * cast[None, :], axis=1)
+        underflowed_sum += tl.sum(has_role * underflowed[None, :], axis=1)
+        tensors_sum += tl.sum(has_role * tensors[None, :], axis=1)
+    worst_order = beyond
+    if worst > 0.0:
+        for start in range(0, n, SLOTS):
+            slots = start + tl.arange(0, SLOTS)
+            inside = slots < n
+            place = tl.load(order + slots, mask=inside, other=0)
+            is_worst = (_fraction(record, slots, inside, SIZE) == worst) & inside
+            worst_order = tl.minimum(worst_order, tl.min(tl.where(is_worst, place, beyond)))
+    tl.store(report, tl.where(first == beyond, 0, first).to(tl.float32))
+    tl.store(report + 1, worst)
+    tl.store(report + 2, tl.where(worst_order == beyond, 0, worst_order).to(tl.float32))
+    sums = report + HEAD + roles * SUMS
+    tl.store(sums, saturated_sum, mask=roles < NUM_ROLES)
+    tl.store(sums + 1, cast_sum, mask=roles < NUM_ROLES)
+    tl.store(sums + 2, underflowed_sum, mask=roles < NUM_ROLES)
+    tl.store(sums + 3, tensors_sum, mask=roles < NUM_ROLES)
+    if first < beyond:
+        tl.store(square_sum, float("nan"))
+    elif worst > most_saturated:
+        tl.store(square_sum, tl.load(square_sum) + float("inf"))
+
+
+def examine_records_(
+    record: Tensor,
+    written: Tensor,
+    scales: Tensor,
+    clamped_above: Tensor,
+    role: Tensor,
+    order: Tensor,
+    square_sum: Tensor,
+    num_roles: int,
+    most_saturated: float,
+) -> tuple[Tensor, Tensor]:
+    """`reference.examine_records_`, one launch."""
+    n, places, stride = written.shape
+    assert all(x.is_contiguous() for x in (record, written, scales, clamped_above, role, order))
+    amax = torch.empty(n, dtype=torch.float32, device=record.device)
+    report = torch.empty(REPORT_HEAD + REPORT_SUMS * num_roles, dtype=torch.float32, device=record.device)
+    _examine_records[(1,)](
+        record, written, scales, clamped_above, role, order, square_sum, amax, report, n, most_saturated,
+        num_roles, places, stride, RECORD_SIZE, REPORT_HEAD, REPORT_SUMS, min(_EXAMINED, next_power_of_2(n)),
+        next_power_of_2(num_roles), num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    return amax, report
 
 
 @triton.jit
 def _update_amax_history(
-    amax, written, history, fp_max, previous, scales, inverses, n,
-    LENGTH: tl.constexpr, PLACES: tl.constexpr, STRIDE: tl.constexpr, KEEPS_LARGEST: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    amax, record, written, history, fp_max, previous, grad_norm, scales, inverses, n,
+    LENGTH: tl.constexpr, PLACES: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
+    KEEPS_LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, MAY_SKIP: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     slots = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     inside = slots < n
     newest = magnitude_bits(tl.load(amax + slots, mask=inside, other=0.0))
-    for place in tl.static_range(PLACES):
-        value = tl.load(written + (slots * PLACES + place) * STRIDE, mask=inside, other=0.0)
-        newest = tl.maximum(newest, magnitude_bits(value))
     rows = tl.arange(0, ROWS)[:, None]
     offsets = rows * n + slots[None, :]
+    here = (rows < LENGTH) & inside[None, :]
     kept = (rows < LENGTH - 1) & inside[None, :]
-    older = magnitude_bits(tl.load(history + offsets, mask=kept, other=0.0))
+    held = magnitude_bits(tl.load(history + offsets, mask=here, other=0.0))
+    takes = inside
+    if MAY_SKIP:
+        largest_held = tl.max(tl.where(held < _INF_BITS, held, 0), axis=0)
+        is_first = (largest_held == 0) & (newest < _INF_BITS)
+        takes = inside & ((magnitude_bits(tl.load(grad_norm)) <= _INF_BITS) | is_first)
     tl.debug_barrier()  # every thread has read the values that others overwrite next
-    tl.store(history + n + offsets, older.to(tl.float32, bitcast=True), mask=kept)
-    tl.store(history + slots, newest.to(tl.float32, bitcast=True), mask=inside)
+    tl.store(history + n + offsets, held.to(tl.float32, bitcast=True), mask=kept & takes[None, :])
+    tl.store(history + slots, newest.to(tl.float32, bitcast=True), mask=takes)
     counted = newest
     if KEEPS_LARGEST:
-        finite = tl.max(tl.where(older < _INF_BITS, older, 0), axis=0)
+        finite = tl.max(tl.where(kept & (held < _INF_BITS), held, 0), axis=0)
         counted = tl.maximum(tl.where(newest < _INF_BITS, newest, 0), finite)
     scale = tl.div_rn(counted.to(tl.float32, bitcast=True), tl.load(fp_max + slots, mask=inside, other=1.0))
     if POWER_OF_TWO:
         bits = tl.maximum(scale, _SMALLEST_NORMAL).to(tl.int32, bitcast=True)
         scale = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    is_usable = (counted > 0) & (counted < _INF_BITS)
+    is_usable = (counted > 0) & (counted < _INF_BITS) & takes
     scale = tl.where(is_usable, scale, tl.load(previous + slots * STRIDE, mask=inside, other=1.0))
     tl.store(scales + slots * STRIDE, scale, mask=inside)
     tl.store(inverses + slots * STRIDE, reciprocal(scale), mask=inside)
@@ -56,7 +156,8 @@ def _update_amax_history(
     for pad in tl.static_range(1, STRIDE):
         tl.store(scales + slots * STRIDE + pad, nothing, mask=inside)
         tl.store(inverses + slots * STRIDE + pad, nothing, mask=inside)
-    tl.store(amax + slots, nothing, mask=inside)
+    for place in tl.static_range(SIZE):
+        tl.store(record + slots * SIZE + place, nothing, mask=inside)
     for place in tl.static_range(PLACES):
         for pad in tl.static_range(STRIDE):
             tl.store(written + (slots * PLACES + place) * STRIDE + pad, nothing, mask=inside)
@@ -64,22 +165,25 @@ def _update_amax_history(
 
 def update_amax_history_(
     amax: Tensor,
+    record: Tensor,
     written: Tensor,
     history: Tensor,
     fp_max: Tensor,
     previous: Tensor,
+    grad_norm: Tensor | None,
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
     """`reference.update_amax_history_`, one launch."""
     length, n = history.shape
     _, places, stride = written.shape
-    assert all(tensor.is_contiguous() for tensor in (amax, written, history, fp_max, previous))
+    assert all(tensor.is_contiguous() for tensor in (amax, record, written, history, fp_max, previous))
     scales, inverses = torch.empty_like(previous), torch.empty_like(previous)
-    rows = next_power_of_2(max(length - 1, 1))
+    rows = next_power_of_2(length)
     slots = max(1, min(_MOST_SLOTS, _ELEMENTS // rows))
     _update_amax_history[(cdiv(n, slots),)](
-        amax, written, history, fp_max, previous, scales, inverses, n,
-        length, places, stride, keeps_largest, power_of_two, rows, slots, num_warps=_NUM_WARPS,
+        amax, record, written, history, fp_max, previous, amax if grad_norm is None else grad_norm, scales, inverses,
+        n, length, places, stride, RECORD_SIZE, keeps_largest, power_of_two, grad_norm is not None, rows, slots,
+        num_warps=_NUM_WARPS,
     )  # fmt: skip
     return scales, inverses

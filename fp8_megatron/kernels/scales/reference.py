@@ -1,56 +1,132 @@
-"""The specification of amax histories and of underflow counts (values that a cast makes zero), in plain PyTorch."""
+"""The specification of amax histories, of what a step's casts record, and of underflow counts (values that a cast makes
+zero), in plain PyTorch."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from ..reference import round_up_to_power_of_two
 from ..registration import operator
+from ..shapes import fp32
 
 #: From this many elements on, only every 16th block of 128 is counted. Counting all reads GPT-7B's gradients again.
 SAMPLED_FROM = 2**20
 SAMPLE_BLOCK, SAMPLE_EVERY = 128, 16
 
 
+#: Places of a slot's record, FP32 [4]: the amax of what was cast in the step, how many elements were clamped, how many
+#: were cast, and how many non-zero ones became zero (counted on measured steps only).
+AMAX, SATURATED, CAST, UNDERFLOWED = range(4)
+RECORD_SIZE = 4
+#: A report begins with the first non-finite slot, the largest saturated fraction of a slot, and that slot.
+REPORT_HEAD = 3
+#: Then come sums over the slots of each role: saturated, cast and underflowed elements, and saturated tensors.
+REPORT_SUMS = 4
+
+
+@operator(
+    gpu=".amax_history_triton",
+    fake=lambda a: (fp32(a.record, len(a.record)), fp32(a.record, REPORT_HEAD + REPORT_SUMS * a.num_roles)),
+    mutates=["square_sum"],
+)
+def examine_records_(
+    record: Tensor,
+    written: Tensor,
+    scales: Tensor,
+    clamped_above: Tensor,
+    role: Tensor,
+    order: Tensor,
+    square_sum: Tensor,
+    num_roles: int,
+    most_saturated: float,
+) -> tuple[Tensor, Tensor]:
+    """Examine a step's records before its gradient norm is reduced.
+
+    Args:
+        record: FP32 [n, 4], see `AMAX` and the others.
+        written: FP32 [n, places, stride]: other amaxes of the same slots in ``[..., 0]``.
+        scales: FP32 [n, stride], this step's scales in column 0.
+        clamped_above: FP32 [n], the payload magnitude above which a cast clamps instead of rounding.
+        role: int32 [n], 0 … `num_roles` − 1. order: int32 [n], 1 … n: which of several slots is reported.
+        square_sum: FP32 [1], to which NaN is added if an amax is not finite, and otherwise inf if a slot's saturated
+            fraction is above `most_saturated`.
+
+    Returns:
+        FP32 [n], the amaxes of both kinds; inf where one is not finite. FP32 [3 + 4 · num_roles], the report: `order`
+        of the first slot that is not finite (0: none), the largest saturated fraction, `order` of its slot (0: none);
+        then for each role saturated, cast and underflowed elements and the number of saturated tensors.
+    """
+    amax = torch.maximum(record[:, AMAX], written[:, :, 0].amax(dim=1))
+    is_finite = torch.isfinite(amax)
+    amax = torch.where(is_finite, amax, math.inf)
+    beyond = len(order) + 1
+    first = torch.where(is_finite, beyond, order).amin()
+    fraction = record[:, SATURATED] / record[:, CAST].clamp_min(1.0)
+    worst = fraction.amax()
+    worst_order = torch.where((fraction == worst) & (worst > 0), order, beyond).amin()
+    head = torch.stack(
+        [torch.where(first == beyond, 0, first), worst, torch.where(worst_order == beyond, 0, worst_order)]
+    )
+    saturated = (amax * scales[:, 0].reciprocal()) > clamped_above
+    columns = torch.stack([record[:, SATURATED], record[:, CAST], record[:, UNDERFLOWED], saturated.float()])
+    sums = [torch.where(role == index, columns, 0.0).sum(dim=1) for index in range(num_roles)]
+    if bool(first != beyond):
+        square_sum += math.nan
+    elif bool(worst > most_saturated):
+        square_sum += math.inf
+    return amax, torch.cat([head.float(), *sums])
+
+
 @operator(
     gpu=".amax_history_triton",
     fake=lambda a: (torch.empty_like(a.previous), torch.empty_like(a.previous)),
-    mutates=["amax", "written", "history"],
+    mutates=["record", "written", "history"],
 )
 def update_amax_history_(
     amax: Tensor,
+    record: Tensor,
     written: Tensor,
     history: Tensor,
     fp_max: Tensor,
     previous: Tensor,
+    grad_norm: Tensor | None,
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Push a step's amaxes into the history, reset them, and return the next step's scales (delayed scaling).
+    """Push a step's amaxes into the history, and return the next step's scales (delayed scaling).
 
-    If an amax is 0 or not finite, its scale stays that of `previous`.
+    If an amax is 0 or not finite, its scale stays that of `previous`. A step whose gradient norm is NaN saw a value
+    that is not finite. The finite amaxes beside it follow from clamped values, so history and scales stay as they are.
+    A slot whose history is empty takes a finite amax even then.
 
     Args:
-        amax: FP32 [n], the step's amaxes. `written`, FP32 [n, places, stride], has other amaxes of the same slots in
-            ``[..., 0]``; the largest counts. Both are set to 0.
+        amax: FP32 [n], the step's amaxes.
+        record: FP32 [n, 4] and written: FP32 [n, places, stride], both set to 0.
         history: FP32 [length, n], the latest first; the oldest row is dropped.
         fp_max: FP32 [n], the payload magnitude that an amax is mapped to.
         previous: FP32 [n, stride], the last scales in column 0.
+        grad_norm: FP32 [1]; None: finite.
         keeps_largest: scales come from the largest finite amax of the history; otherwise from the step's amax.
         power_of_two: scales are rounded up to powers of two.
 
     Returns:
         Scales and their reciprocals, FP32 [n, stride] with the values in column 0.
     """
-    newest = torch.maximum(amax, written[:, :, 0].amax(dim=1))
-    history.copy_(torch.cat([newest[None], history[:-1]]))
-    counted = torch.where(torch.isfinite(history), history, 0.0).amax(dim=0) if keeps_largest else newest
+    finite = torch.where(torch.isfinite(history), history, 0.0)
+    pushed = torch.cat([amax[None], history[:-1]])
+    counted = torch.where(torch.isfinite(pushed), pushed, 0.0).amax(dim=0) if keeps_largest else amax
     scale = counted / fp_max
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
-    scale = torch.where(torch.isfinite(counted) & (counted > 0), scale, previous[:, 0])
-    amax.zero_()
+    takes = torch.ones_like(amax, dtype=torch.bool)
+    if grad_norm is not None:
+        takes = ~grad_norm.isnan() | (torch.isfinite(amax) & (finite.amax(dim=0) == 0))
+    history.copy_(torch.where(takes, pushed, history))
+    scale = torch.where(torch.isfinite(counted) & (counted > 0) & takes, scale, previous[:, 0])
+    record.zero_()
     written.zero_()
     scales, inverses = torch.zeros_like(previous), torch.zeros_like(previous)
     scales[:, 0], inverses[:, 0] = scale, scale.reciprocal()
