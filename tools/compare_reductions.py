@@ -4,7 +4,7 @@ python tools/compare_reductions.py --output benchmarks/results/reduction_snr_cpu
 
 Ranks are virtual: the collectives' own functions round and sum; only the wire is missing. Mode nccl is the emulated
 ring. The gradient has eight tensors whose magnitudes lie a decade apart. Within each, blocks of 128 spread over two
-decades. The worst tensor's ratio is printed.
+decades. The worst tensor's ratio is printed. `Kind` says how the ranks' gradients are related.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +36,11 @@ from fp8_megatron.commands.program import exit_status
 from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
 from fp8_megatron.outputs import write_output
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.sharding.partition import StorageClass
+from fp8_megatron.sharding.storage import ModelStorage
 
+#: Shown for an exact sum.
+MAX_DB = 200.0
 NUM_RANKS = (2, 4, 8, 16, 32, 64)
 NUM_TENSORS = 8
 BLOCKS_PER_TENSOR = 64
@@ -48,6 +53,14 @@ NUM_MICRO_BATCHES = 256
 ACCUMULATION_RANKS = 4
 ACCUMULATION_OF_OURS = "each reduced in E4M3 into FP32"
 ACCUMULATION_IN_BF16 = "each reduced in E4M3 into BF16"
+#: Numbers of micro-batches that one replica adds up, around `MAX_BF16_MICRO_BATCHES`.
+NUM_LOCAL_MICRO_BATCHES = (8, 32, 64, 256, 1024)
+#: Degrees of freedom of Student's t: below 2 its variance is infinite.
+TAIL_DEGREES = 1.5
+#: How ranks' gradients are related. uncorrelated: normal and independent. correlated: a shared normal gradient with
+#: noise of power `NOISE_POWER`. equal: the shared gradient alone. anti-correlated F: the mean over ranks is F times as
+#: large as a rank's gradient. heavy tails: independent, of Student's t.
+Kind = Literal["uncorrelated", "correlated", "equal", "anti-correlated 0.1", "anti-correlated 0.001", "heavy tails"]
 CPU = torch.device("cpu")
 
 
@@ -56,7 +69,10 @@ def main(argv: list[str]) -> int:
     parser = Parser(description="Signal-to-noise ratios of gradient reductions.")
     parser.add_argument("--output", type=output_file, help="JSON file to write")
     parser.add_argument("--num-ranks", type=whole(least=0), nargs="+", default=list(NUM_RANKS), help="virtual ranks")
-    parser.add_argument("--micro-batches", type=whole(), default=NUM_MICRO_BATCHES)
+    parser.add_argument("--micro-batches", type=whole(), default=NUM_MICRO_BATCHES, help="on 4 ranks")
+    parser.add_argument(
+        "--local-micro-batches", type=whole(), nargs="+", default=list(NUM_LOCAL_MICRO_BATCHES), help="on one replica"
+    )
     parser.add_argument(
         "--blocks-per-tensor", type=whole(most=1 << 20), default=BLOCKS_PER_TENSOR, help="of 128 elements"
     )
@@ -67,19 +83,20 @@ def main(argv: list[str]) -> int:
         numbers = ", ".join(map(str, allowed))
         parser.error(f"--num-ranks {wrong[0]}: give one of {numbers} (with --blocks-per-tensor {blocks})")
     console = Console(width=110)
-    reductions = {
-        kind: measure_reductions(args.num_ranks, correlated=kind == "correlated", blocks_per_tensor=blocks)
-        for kind in _KINDS
-    }
+    reductions = {kind: measure_reductions(args.num_ranks, kind, blocks_per_tensor=blocks) for kind in get_args(Kind)}
     for kind, rows in reductions.items():
         console.print(_table(f"dB by number of ranks, {kind} gradients", [str(n) for n in args.num_ranks], rows))
     accumulation = {
-        kind: measure_accumulation(args.micro_batches, correlated=kind == "correlated", blocks_per_tensor=blocks)
-        for kind in _KINDS
+        kind: measure_accumulation(args.micro_batches, kind, blocks_per_tensor=blocks) for kind in ACCUMULATED_KINDS
     }
-    rows = {way: {kind: accumulation[kind][way] for kind in _KINDS} for way in accumulation[_KINDS[0]]}
+    ways = accumulation[ACCUMULATED_KINDS[0]]
+    rows = {way: {kind: accumulation[kind][way] for kind in ACCUMULATED_KINDS} for way in ways}
     title = f"dB after {args.micro_batches} micro-batches on {ACCUMULATION_RANKS} ranks"
-    console.print(_table(title, list(_KINDS), rows))
+    console.print(_table(title, list(ACCUMULATED_KINDS), rows))
+    local = {kind: measure_local_sums(args.local_micro_batches, kind) for kind in ACCUMULATED_KINDS}
+    for kind, rows in local.items():
+        title = f"dB of one replica's sum by number of micro-batches, {kind} gradients"
+        console.print(_table(title, [str(n) for n in args.local_micro_batches], rows))
     if args.output is not None:
         report = {
             "command": shlex.join(["python", "tools/compare_reductions.py", *argv]),
@@ -93,12 +110,13 @@ def main(argv: list[str]) -> int:
             "snr_db_by_ranks": reductions,
             "micro_batches": args.micro_batches,
             "snr_db_of_accumulation": accumulation,
+            "snr_db_of_local_sums": local,
         }
         write_output(args.output, (json.dumps(report, indent=1) + "\n").encode(), "--output")
     return 0
 
 
-_KINDS = ("uncorrelated", "correlated")
+ACCUMULATED_KINDS: tuple[Kind, ...] = ("uncorrelated", "correlated", "equal")
 
 
 class GradientSource:
@@ -108,22 +126,34 @@ class GradientSource:
         numel: elements of a gradient: eight tensors of `blocks_per_tensor` blocks.
     """
 
-    def __init__(self, *, correlated: bool, seed: int = 0, blocks_per_tensor: int = BLOCKS_PER_TENSOR) -> None:
+    def __init__(self, kind: Kind, *, seed: int = 0, blocks_per_tensor: int = BLOCKS_PER_TENSOR) -> None:
+        self._kind = kind
         self._generator = torch.Generator().manual_seed(seed)
+        self._tails = np.random.default_rng(seed)
         tensors = torch.logspace(-7, 0, NUM_TENSORS).repeat_interleave(blocks_per_tensor)
         blocks = 10.0 ** (2.0 * torch.rand(tensors.numel(), generator=self._generator) - 1.0)
         self._magnitudes = (tensors * blocks).repeat_interleave(GRAD_BLOCK)
         self.numel = self._magnitudes.numel()
-        self._common = torch.randn(self.numel, generator=self._generator) if correlated else None
+        has_common = kind in ("correlated", "equal") or kind.startswith("anti-correlated")
+        self._common = torch.randn(self.numel, generator=self._generator) if has_common else torch.zeros(self.numel)
 
     def draw(self, num_ranks: int) -> Tensor:
-        """The next gradient of each rank, FP32 [num_ranks, numel]: independent, or a common gradient with noise of
-        power `NOISE_POWER`.
-        """
-        values = torch.randn(num_ranks, self.numel, generator=self._generator)
-        if self._common is not None:
-            values = self._common + NOISE_POWER**0.5 * values
-        return values * self._magnitudes
+        """The next gradient of each rank, FP32 [num_ranks, numel]."""
+        return self._values(num_ranks) * self._magnitudes
+
+    def _values(self, num_ranks: int) -> Tensor:
+        if self._kind == "heavy tails":
+            return torch.from_numpy(self._tails.standard_t(TAIL_DEGREES, (num_ranks, self.numel))).float()
+        if self._kind == "equal":
+            return self._common.expand(num_ranks, -1)
+        noise = torch.randn(num_ranks, self.numel, generator=self._generator)
+        if self._kind == "uncorrelated":
+            return noise
+        if self._kind == "correlated":
+            return self._common + NOISE_POWER**0.5 * noise
+        mean = float(self._kind.split()[1])
+        rest = noise - noise.mean(dim=0)  # of power 1 - 1 / num_ranks
+        return mean * self._common + ((1 - mean**2) / (1 - 1 / num_ranks)) ** 0.5 * rest
 
 
 def worst_snr_db(value: Tensor, exact: Tensor) -> float:
@@ -133,12 +163,12 @@ def worst_snr_db(value: Tensor, exact: Tensor) -> float:
 
 
 def measure_reductions(
-    num_ranks: list[int], *, correlated: bool, blocks_per_tensor: int = BLOCKS_PER_TENSOR
+    num_ranks: list[int], kind: Kind, *, blocks_per_tensor: int = BLOCKS_PER_TENSOR
 ) -> dict[str, dict[str, float]]:
     """SNR in dB, by way of reducing and number of ranks."""
     table: dict[str, dict[str, float]] = {name: {} for name in REDUCTIONS}
     for ranks in num_ranks:
-        values = GradientSource(correlated=correlated, blocks_per_tensor=blocks_per_tensor).draw(ranks)
+        values = GradientSource(kind, blocks_per_tensor=blocks_per_tensor).draw(ranks)
         exact = values.double().mean(dim=0)
         for name, reduce in REDUCTIONS.items():
             table[name][str(ranks)] = worst_snr_db(reduce(values), exact)
@@ -196,6 +226,7 @@ def _parts(tensor: WireTensor) -> tuple[Tensor, Tensor]:
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "all_to_all": reduce_all_to_all,
+    "all_to_all, bf16 on the wire": lambda values: reduce_all_to_all(values, StorageDtype.BF16),
     "hierarchical, intra bf16": lambda values: reduce_hierarchical(values, StorageDtype.BF16),
     "hierarchical, intra fp8": lambda values: reduce_hierarchical(values, StorageDtype.FP8),
     "nccl (emulated), settled": lambda values: reduce_nccl(values, num_reductions=SETTLING_REDUCTIONS)[0],
@@ -204,12 +235,12 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def measure_accumulation(
-    num_micro_batches: int, *, correlated: bool, blocks_per_tensor: int = BLOCKS_PER_TENSOR
+    num_micro_batches: int, kind: Kind, *, blocks_per_tensor: int = BLOCKS_PER_TENSOR
 ) -> dict[str, float]:
     """SNR in dB of the mean over micro-batches and ranks, by way of accumulating. The last two ways reduce every
     micro-batch; the others add on each rank and reduce once, in E4M3.
     """
-    source = GradientSource(correlated=correlated, blocks_per_tensor=blocks_per_tensor)
+    source = GradientSource(kind, blocks_per_tensor=blocks_per_tensor)
     numel = source.numel
     in_e4m3 = WireTensor.empty(ACCUMULATION_RANKS * numel, StorageDtype.FP8, CPU)
     in_e4m3.store_(torch.zeros(in_e4m3.numel))
@@ -235,6 +266,27 @@ def measure_accumulation(
         ACCUMULATION_IN_BF16: sharded_bf16,
     }
     return {way: worst_snr_db(result, exact) for way, result in results.items()}
+
+
+def measure_local_sums(num_micro_batches: list[int], kind: Kind) -> dict[str, dict[str, float]]:
+    """SNR in dB of the sum that one replica stores, by dtype of the sum and number of micro-batches; nothing is cast to
+    FP8. "default" is what `ModelStorage` chooses.
+    """
+    table: dict[str, dict[str, float]] = {"bf16": {}, "fp32": {}, "default": {}}
+    for count in num_micro_batches:
+        source = GradientSource(kind, blocks_per_tensor=8)
+        sums = {name: torch.zeros(source.numel, dtype=StorageDtype(name).torch_dtype) for name in ("bf16", "fp32")}
+        exact = torch.zeros(source.numel, dtype=torch.float64)
+        for _ in range(count):
+            grad = source.draw(1)[0].bfloat16()
+            exact += grad.double()
+            for total in sums.values():
+                total.add_(grad)
+        for name, total in sums.items():
+            table[name][str(count)] = min(worst_snr_db(total, exact), MAX_DB)
+        chosen = ModelStorage(num_micro_batches=count).of_grads(StorageClass.LINEAR, num_replicas=1).local
+        table["default"][str(count)] = table["bf16" if chosen is StorageDtype.FP8 else chosen.value][str(count)]
+    return table
 
 
 def _table(title: str, columns: list[str], rows: dict[str, dict[str, Any]]) -> Table:

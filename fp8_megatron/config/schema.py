@@ -203,7 +203,8 @@ class PrecisionConfig:
     (4 / replicas bytes per parameter). local: add up on each rank, reduce once per step (less traffic, more memory)."""
     grad_accumulation_dtype: Annotated[Literal["fp32", "bf16"] | None, UNSET] = None
     """Dtype in which FP8 weight gradients are added up over micro-batches (never FP8). Default: fp32 for shards of
-    several replicas, otherwise bf16. bf16 shards take 2 / replicas bytes per parameter instead of 4 / replicas."""
+    several replicas and for more than 32 micro-batches, otherwise bf16. fp32 takes 4 bytes per parameter, bf16 2; a
+    shard takes 1 / replicas of that."""
     keep_fp8_transpose_cache: LayersOrZero = 0
     """Layers per pipeline stage that keep the transposes of their FP8 weights over the micro-batches of a step, at one
     byte per parameter. Other layers transpose for each backward."""

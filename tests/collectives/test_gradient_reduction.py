@@ -23,7 +23,7 @@ ALL_TO_ALL, HIERARCHICAL, NCCL = GradReduceMode.ALL_TO_ALL, GradReduceMode.HIERA
 
 @functools.cache
 def gradients() -> Tensor:
-    return GradientSource(correlated=True, blocks_per_tensor=8).draw(4)
+    return GradientSource("correlated", blocks_per_tensor=8).draw(4)
 
 
 def _start(

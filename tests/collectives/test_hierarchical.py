@@ -31,7 +31,7 @@ LAYOUTS = pytest.mark.parametrize(
 @functools.cache
 def gradients(world: int) -> Tensor:
     """[world, n]; not to be written to."""
-    return GradientSource(correlated=False).draw(world)
+    return GradientSource("uncorrelated").draw(world)
 
 
 def exact_gradients(world: int) -> Tensor:

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("world", [4, 8, 32, 64])
 def test_emulated_ring(world: int) -> None:
     """At μ = 1/N, the paper's pre-scaling, nothing saturates."""
-    values = GradientSource(correlated=False, blocks_per_tensor=16).draw(world)
+    values = GradientSource("uncorrelated", blocks_per_tensor=16).draw(world)
     mean, _ = reduce_nccl(values, initial_mu=1.0 / world)
     expected_db = 31.5 - 10 * math.log10((world + 3) / 2)
     assert expected_db - 1.5 < worst_snr_db(mean, values.double().mean(dim=0)) < expected_db + 1.5
@@ -84,7 +84,7 @@ def reduced(
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_real_ranks_agree_with_virtual_ones(ranks: RankPool, world: int) -> None:
     """Bitwise, and so does μ, over several reductions."""
-    values = GradientSource(correlated=True, blocks_per_tensor=8).draw(world)
+    values = GradientSource("correlated", blocks_per_tensor=8).draw(world)
     mean, states = reduced(ranks, values, times=4)
     virtual, autoscale = reduce_nccl(values, num_reductions=4)
     assert torch.equal(mean, virtual) and torch.equal(states[-1]["mu"], autoscale.mu)
@@ -113,7 +113,7 @@ def _scale(amax: float, mu: float) -> float:
 def test_any_magnitude(ranks: RankPool, magnitude: float, mu: float) -> None:
     """A scale applied twice or the wrong way round would overflow or vanish here; two ranks lose 10·log10(5/2) dB. At
     μ = 1 the sum saturates where both are near the amax, so that only μ = 1/4 keeps it all."""
-    values = GradientSource(correlated=False, blocks_per_tensor=16).draw(2) * magnitude
+    values = GradientSource("uncorrelated", blocks_per_tensor=16).draw(2) * magnitude
     mean, _ = reduced(ranks, values, initial_mu=mu)
     assert worst_snr_db(mean, values.double().mean(dim=0)) > (26.0 if mu < 1.0 else 15.0)
 
@@ -121,7 +121,7 @@ def test_any_magnitude(ranks: RankPool, magnitude: float, mu: float) -> None:
 def test_overflow_of_the_sum_halves_mu_until_it_fits(ranks: RankPool) -> None:
     """Four equal gradients at μ = 1 leave a payload sum of at least 4 · 224: it saturates, and μ halves at every
     reduction until it fits, at 1/4 or 1/8 (a scale that was rounded up has half of the range to spare)."""
-    values = GradientSource(correlated=False, blocks_per_tensor=16).draw(1).expand(4, -1).contiguous()
+    values = GradientSource("uncorrelated", blocks_per_tensor=16).draw(1).expand(4, -1).contiguous()
     exact = values[0].double()
     first, _ = reduced(ranks, values)
     mean, states = reduced(ranks, values, times=8)
@@ -135,7 +135,7 @@ def test_overflow_of_the_sum_halves_mu_until_it_fits(ranks: RankPool) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_bad_value_makes_exactly_its_block_nan(ranks: RankPool, bad: float) -> None:
     """It does not enter the shared scale: its neighbours are unchanged."""
-    values = GradientSource(correlated=False, blocks_per_tensor=8).draw(2)
+    values = GradientSource("uncorrelated", blocks_per_tensor=8).draw(2)
     clean, _ = reduced(ranks, values)
     values[1, 40 * GRAD_BLOCK + 3] = bad
     result, states = reduced(ranks, values, times=2)
@@ -148,7 +148,7 @@ def test_a_bad_value_makes_exactly_its_block_nan(ranks: RankPool, bad: float) ->
 
 
 def test_zero_ranks(ranks: RankPool) -> None:
-    values = GradientSource(correlated=False, blocks_per_tensor=16).draw(4)
+    values = GradientSource("uncorrelated", blocks_per_tensor=16).draw(4)
     values[1:] = 0.0
     mean, _ = reduced(ranks, values, initial_mu=0.25)
     assert worst_snr_db(mean, values.double().mean(dim=0)) > 30.0  # moved to the shared scale without rounding

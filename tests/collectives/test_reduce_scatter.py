@@ -30,7 +30,7 @@ FP8, BF16, FP32 = StorageDtype.FP8, StorageDtype.BF16, StorageDtype.FP32
 @functools.cache
 def gradients(world: int, correlated: bool = False) -> Tensor:
     """[world, n]; not to be written to."""
-    return GradientSource(correlated=correlated).draw(world)
+    return GradientSource("correlated" if correlated else "uncorrelated").draw(world)
 
 
 def virtual_mean(values: Tensor, dtype: StorageDtype = FP8) -> Tensor:
@@ -103,7 +103,7 @@ def _reduce_three_times(group: torch.distributed.ProcessGroup, values: Tensor) -
 @WORLDS
 def test_buffers_are_reused(ranks: RankPool, world: int) -> None:
     """The first reduction overwrites what is in the accumulator, the others add to it; runs repeat bit by bit."""
-    source = GradientSource(correlated=False, blocks_per_tensor=8)
+    source = GradientSource("uncorrelated", blocks_per_tensor=8)
     values = torch.stack([source.draw(world) for _ in range(3)])
     results = ranks.run(on_default_group, _reduce_three_times, values, num_ranks=world)
     for count in range(1, 4):

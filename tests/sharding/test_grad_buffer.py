@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
+from fp8_megatron.formats import E4M3, GRAD_BLOCK, LEVELS, StorageDtype
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.grad_buffer import LocalGradBuffer
-from fp8_megatron.sharding.partition import CHUNK, partition
+from fp8_megatron.sharding.partition import CHUNK, StorageClass, partition
+from fp8_megatron.sharding.storage import MAX_BF16_MICRO_BATCHES, ModelStorage
 
 SHAPES = {"a": (64, 64), "b": (30, 50), "c": (128, 96)}  # b is padded
 
@@ -88,6 +91,40 @@ def test_accumulators_add_micro_batches(dtype: StorageDtype, least_db: float) ->
         for name in SHAPES:
             exact = torch.stack([grads[name].double() for grads in micro_batches]).sum(dim=0)
             assert snr_db(stored[name], exact) > least_db
+
+
+@pytest.mark.parametrize("num_micro_batches", [2, 32, 33, 256, 1024])
+@pytest.mark.parametrize("noise", [0.0, 0.5], ids=["equal", "correlated"])
+@pytest.mark.parametrize("kind", [StorageClass.LINEAR, StorageClass.MATRIX])
+def test_the_default_keeps_30_db_of_any_number_of_micro_batches(
+    num_micro_batches: int, noise: float, kind: StorageClass
+) -> None:
+    """In BF16, a sum of k equal gradients rounds each addend to a unit of 2⁻⁸ · k: 36 dB are left of 32, 30 of 64 and 4
+    of 1,024. FP32 keeps 2¹⁶ times as fine a unit."""
+    formats = ModelStorage(num_micro_batches=num_micro_batches).of_grads(kind, num_replicas=1)
+    params = {"a": torch.nn.Parameter(torch.ones(32, 64))}
+    (space,) = partition(params.items())
+    buffer = LocalGradBuffer(space, formats.local)
+    buffer.become_main_grad()
+    generator = torch.Generator().manual_seed(1)
+    shared, exact = torch.randn(32, 64, generator=generator), torch.zeros(32, 64, dtype=torch.float64)
+    for _ in range(num_micro_batches):
+        grad = (shared + noise * torch.randn(32, 64, generator=generator)).bfloat16()
+        exact += grad.double()
+        params["a"].main_grad.accumulate_(grad)  # type: ignore[attr-defined]
+    assert snr_db(buffer.flat(space.slots[0]).view(32, 64), exact) > 35.0
+    assert buffer.nbytes == space.numel * (2 if num_micro_batches <= MAX_BF16_MICRO_BATCHES else 4)
+    asked_for = ModelStorage(num_micro_batches=num_micro_batches, accumulator=StorageDtype.BF16)
+    assert asked_for.of_grads(kind, num_replicas=1).local is StorageDtype.BF16
+
+
+@pytest.mark.parametrize(("num_micro_batches", "expected"), [(1, "bf16"), (32, "bf16"), (33, "fp32")])
+def test_bf16_gradients_are_added_up_in_fp32_too(num_micro_batches: int, expected: str) -> None:
+    stored = replace(LEVELS["O3"], main_grad=StorageDtype.BF16)
+    local = (
+        ModelStorage(stored, num_micro_batches=num_micro_batches).of_grads(StorageClass.LINEAR, num_replicas=1).local
+    )
+    assert local is StorageDtype(expected)
 
 
 @pytest.mark.parametrize("dtype", [StorageDtype.FP8, StorageDtype.BF16, StorageDtype.FP32])
