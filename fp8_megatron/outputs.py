@@ -99,15 +99,27 @@ def write_output(path: Path, content: bytes, name: str = "") -> None:
     target = Path(os.path.realpath(path))
     with writing_to(path, name):
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(target, content, aside=target.with_name(f"{target.name}.{os.getpid()}.partial"))
+
+
+def replace_file(path: Path, content: bytes, *, aside: Path) -> None:
+    """Write a file at `aside` and rename it to `path` when it is on the disk. `aside` is removed on failure."""
+    try:
+        aside.write_bytes(content)
+        sync(aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _mode(path: Path, name: str) -> int | None:

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import UserError
+from ..outputs import replace_file, sync
 from ..reporting.run_log import EventKind, event
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -234,20 +235,7 @@ def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interva
 
 def write_text(path: Path, text: str) -> None:
     """Replace a text file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    sync(temporary)
-    os.replace(temporary, path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_file(path, text.encode(), aside=path.with_name(path.name + ".tmp"))
 
 
 def _clear(path: Path) -> None:

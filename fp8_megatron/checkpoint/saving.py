@@ -24,6 +24,7 @@ import safetensors.torch
 from ..config.io import save_config
 from ..config.schema import Config
 from ..mcore.topology import Topology
+from ..outputs import sync
 from ..reporting.run_log import EventKind, event
 from ..watch.flight_recorder import BACKGROUND_GROUP
 from .concurrency import NUM_READERS
@@ -40,7 +41,6 @@ from .files import (
     remove_old,
     saved_iterations,
     start_writing,
-    sync,
     temporary_folder,
 )
 from .manifest import FileRecord, read_back, read_back_manifest, write_file, write_manifest

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..config.command_line import flags_of, repeated_flags
+from ..config.words import decimal, shortened, whole_number
 from ..errors import USER_ERROR_STATUS, UserError
 from ..outputs import check_output_file, check_output_folder
 
@@ -19,9 +18,6 @@ from ..outputs import check_output_file, check_output_folder
 MAX_SEED = 2**32 - 1
 #: Largest count of anything. It fits into every integer type that counts are kept in.
 MAX_COUNT = 2**31 - 1
-
-_WHOLE = re.compile(r"[-+]?[0-9]{1,18}")
-_REAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,27 +41,22 @@ class Parser(argparse.ArgumentParser):
 
 def note_repeated_flags(words: Sequence[str]) -> None:
     """Print one line for each flag that stands more than once before ``--``, with other values each time."""
-    own = list(words[: words.index("--")] if "--" in words else words)
-    starts = [index for index, word in enumerate(own) if word.startswith("--")]
-    values: dict[str, list[tuple[str, ...]]] = {}
-    for start, end in pairwise([*starts, len(own)]):
-        flag, equals, value = own[start].partition("=")
-        values.setdefault(flag, []).append((*([value] if equals else []), *own[start + 1 : end]))
-    for flag, given in values.items():
-        if len(Counter(given)) > 1:
-            last = " ".join(given[-1]).encode(errors="backslashreplace").decode()
-            print(f"note: {flag} is given {len(given)} times; the last one counts: {flag} {last}", file=sys.stderr)
+    own = words[: words.index("--")] if "--" in words else words
+    for line in repeated_flags(flags_of(own)):
+        print(f"note: {line}", file=sys.stderr)
 
 
 def whole(*, least: int = 1, most: int = MAX_COUNT) -> Callable[[str], int]:
     """The type of a whole number within limits."""
 
     def parse(word: str) -> int:
-        if not _WHOLE.fullmatch(word):
-            raise argparse.ArgumentTypeError(f"{_quoted(word)} is not a whole number; give {least} to {most}")
-        value = int(word)
+        try:
+            value = whole_number(word)
+        except ValueError:
+            text = f"{shortened(word)!r} is not a whole number; give {least} to {most}"
+            raise argparse.ArgumentTypeError(text) from None
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} is out of range; give {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{shortened(word)} is out of range; give {least} to {most}")
         return value
 
     return parse
@@ -79,11 +70,12 @@ def real(*, least: float = -math.inf, above: float = -math.inf, most: float = ma
         bounds += [f"more than {above:g}"] if above > -math.inf else []
         bounds += [f"at most {most:g}"] if most < math.inf else []
         limits = " and ".join(bounds) or "a finite number"
-        if not _REAL.fullmatch(word):
-            raise argparse.ArgumentTypeError(f"{_quoted(word)} is not a finite number; give {limits}")
-        value = float(word)
+        try:
+            value = decimal(word)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{shortened(word)!r} is not a number; give {limits}") from None
         if not (math.isfinite(value) and least <= value <= most and value > above):
-            raise argparse.ArgumentTypeError(f"{word} is out of range; give {limits}")
+            raise argparse.ArgumentTypeError(f"{shortened(word)} is out of range; give {limits}")
         return value
 
     return parse
@@ -97,7 +89,7 @@ def nonempty(word: str) -> str:
     if not word:
         raise argparse.ArgumentTypeError("the text is empty; give one (is a variable of the shell unset?)")
     if "\0" in word:
-        raise argparse.ArgumentTypeError(f"{_quoted(word)} has a NUL character; leave it out")
+        raise argparse.ArgumentTypeError(f"{shortened(word)!r} has a NUL character; leave it out")
     return word
 
 
@@ -123,7 +115,3 @@ def _checked(check: Callable[[Path, str], None], word: str) -> Path:
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return found
-
-
-def _quoted(word: str) -> str:
-    return repr(word if len(word) <= 60 else f"{word[:57]}...")

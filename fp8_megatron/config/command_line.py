@@ -43,7 +43,7 @@ def read_words(words: Sequence[str], types: Mapping[str, FieldType]) -> tuple[li
         if not _is_flag(flag):
             problems.append(f"{shortened(flag + equals + value)!r} belongs to no flag; put one before it, or drop it")
             continue
-        name = flag.removeprefix("--").replace("-", "_")
+        name = _name(flag)
         turned_off = name.removeprefix("no_") if name not in types else name
         if name not in types and turned_off in types and types[turned_off].base is bool:
             name, truth = turned_off, "false"
@@ -63,6 +63,18 @@ def read_words(words: Sequence[str], types: Mapping[str, FieldType]) -> tuple[li
     return given, problems
 
 
+def flags_of(words: Sequence[str]) -> list[Given]:
+    """The flags of a command line whose settings are not known: each takes all words up to the next flag."""
+    given: list[Given] = []
+    rest = list(words)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if _is_flag(flag):
+            values = _values(rest, None)
+            given.append(Given(flag, _name(flag), (*([value] if equals else []), *values)))
+    return given
+
+
 def repeated_flags(given: Sequence[Given]) -> list[str]:
     """One line for each setting that is given more than once with other values."""
     by_name: dict[str, list[Given]] = {}
@@ -78,6 +90,10 @@ def repeated_flags(given: Sequence[Given]) -> list[str]:
 def with_config(types: Mapping[str, FieldType]) -> dict[str, FieldType]:
     """The settings and the flags that stand beside them: --config, --bf16, --fp16."""
     return {**types, "config": FieldType(tuple), "bf16": FieldType(bool), "fp16": FieldType(bool)}
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _is_flag(word: str) -> bool:

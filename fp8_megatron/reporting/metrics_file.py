@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..outputs import replace_file
 from .run_log import EventKind, event
 
 METRICS_FILE = "metrics.jsonl"
@@ -91,12 +91,8 @@ class MetricsFile:
         lines = list(_read_lines(self.path))
         kept = [(line, record) for line, record in lines if record["iteration"] <= resume_iteration]
         self.kept = [record for _, record in kept]
-        temporary = self.path.with_suffix(".jsonl.tmp")
-        with temporary.open("wb") as stream:
-            stream.writelines(line for line, _ in kept)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, self.path)
+        content = b"".join(line for line, _ in kept)
+        replace_file(self.path, content, aside=self.path.with_suffix(".jsonl.tmp"))
         if len(kept) < len(lines):
             last = max(record["iteration"] for _, record in lines)
             logger.info(
