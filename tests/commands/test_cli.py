@@ -103,21 +103,22 @@ def test_importing_changes_nothing() -> None:
 def test_cudnn_is_loaded_before_megatron_core_is_imported() -> None:
     """`load_bundled` is stopped where it is called, by the program that trains and by those that read checkpoints."""
     code = (
-        "import sys; from fp8_megatron.device import cudnn; from fp8_megatron.commands import {0} as command\n"
+        "import sys; from fp8_megatron.device import cudnn; from importlib import import_module\n"
         "class Called(BaseException): pass\n"
         "def stop(): raise Called\n"
         "cudnn.load_bundled = stop\n"
-        "try: command.main({1})\n"
-        "except Called: print('megatron.core' in sys.modules)"
+        "for name, words in {0}:\n"
+        "    try: import_module('fp8_megatron.commands.' + name).main(words)\n"
+        "    except Called: print(name, 'megatron.core' in sys.modules)"
     )
-    for name, words in (
+    programs = (
         ("pretrain_gpt", ["--mock-data", "--vocab-size", "64"]),
         ("inspect_checkpoint", ["nowhere"]),
         ("convert_checkpoint", ["--input", "a", "--output", "b", "--to", "hf"]),
         ("generate_text", ["--load", "nowhere", "--prompt", "x"]),
-    ):
-        result = python("-c", code.format(name, words))
-        assert result.stdout.strip() == "False", (name, result.stderr)
+    )
+    result = python("-c", code.format(programs))
+    assert result.stdout.split() == [word for name, _ in programs for word in (name, "False")], result.stderr
 
 
 def test_what_stands_for_a_clone_that_is_not_installed_is_one(tmp_path: Path) -> None:
