@@ -243,7 +243,10 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize(
+    "precision",
+    [name if name in ("O3", "split") else pytest.param(name, marks=pytest.mark.slow) for name in PRECISIONS],
+)
 def test_both_formats_hold_the_same(ranks: RankPool, tmp_path: Path, precision: str) -> None:
     """Saved by two tensor-parallel × two data-parallel ranks, loaded whole and under other layouts and levels."""
     saved = tiny_config(LLAMA_STYLE, parallel=TP2, precision=PRECISIONS[precision])

@@ -107,7 +107,8 @@ def check(ranks: RankPool, folder: Path, model: str, source: tuple[str, str], ta
     [
         ("gpt3", ("tp2_dp2", "O3"), [("pp2", "O3"), ("dp2", "O1")]),
         ("gpt3", ("pp2_vpp2", "bf16"), [("tp2_dp2", "bf16")]),
-        ("llama", ("dp2", "O2"), [("tp2", "O2"), ("pp2", "bf16")]),
+        # What `test_resume` has of other replicas, and the case above of other stages, need not be run each time.
+        pytest.param("llama", ("dp2", "O2"), [("tp2", "O2"), ("pp2", "bf16")], marks=pytest.mark.slow),
     ],
     ids=["tp2_dp2", "pp2_vpp2", "dp2"],
 )

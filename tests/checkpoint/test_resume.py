@@ -78,7 +78,9 @@ def _run_and_save_in_pieces(config: Config, num_steps: int, save: Path) -> TinyR
         return run_tiny_on_a_rank(config, num_steps, None, save, None, 4)
 
 
-@pytest.mark.parametrize(("parallel", "form"), [(BUCKETS, "O3"), (BUCKETS, "split"), (TP2, "O3")])
+@pytest.mark.parametrize(
+    ("parallel", "form"), [(BUCKETS, "split"), (TP2, "O3"), pytest.param(BUCKETS, "O3", marks=pytest.mark.slow)]
+)
 def test_state_is_written_in_pieces(ranks: RankPool, tmp_path: Path, parallel: ParallelConfig, form: str) -> None:
     """No chunk exceeds the limit, and the resumed run equals one that never stopped."""
     config = config_of(FORMS[form], parallel)
@@ -98,7 +100,13 @@ def test_state_is_written_in_pieces(ranks: RankPool, tmp_path: Path, parallel: P
         assert_goes_on(resumed, before)
 
 
-@pytest.mark.parametrize("form", list(FORMS))
+#: Each dtype of a master or a moment is in one of these, and so are both ways of scaling.
+FAST = ("O3", "bf16", "split", "delayed", "bf16_master")
+
+
+@pytest.mark.parametrize(
+    "form", [form if form in FAST else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+)
 def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path, form: str) -> None:
     config = config_of(FORMS[form])
     straight = run(ranks, 2, config, 5, None, None)
@@ -126,7 +134,7 @@ def test_resuming_is_not_noticed_in_other_layouts(
         assert_goes_on(resumed, expected)
 
 
-@pytest.mark.parametrize("form", ["O3", "companded", "split"])
+@pytest.mark.parametrize("form", ["O3", "split", pytest.param("companded", marks=pytest.mark.slow)])
 def test_any_number_of_replicas_takes_over_every_bit(ranks: RankPool, tmp_path: Path, form: str) -> None:
     """Masters, moments, and the FP8 weights that are derived from them."""
     config = config_of(FORMS[form])

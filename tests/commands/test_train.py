@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -155,7 +156,17 @@ def test_two_cpu_ranks_train(tmp_path: Path) -> None:
     assert [line["iteration"] for line in lines] == [1, 2]
 
 
-def test_the_exit_status_is_the_ranks_and_no_launcher_speaks(tmp_path: Path) -> None:
+def test_no_launcher_speaks() -> None:
+    """The job's status is that of the rank that failed; stderr has what ranks print and one line."""
+    call = "run_ranks('tests.harness.ending_rank', ['2', 'error: why'], Placement(2, on_cpu=True))"
+    code = f"import sys; from fp8_megatron.commands.launch import Placement, run_ranks; sys.exit({call})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(r"error: why\nrank [01] ended with exit status 2, and the job with it\n", result.stderr)
+
+
+@pytest.mark.slow
+def test_the_exit_status_is_the_ranks(tmp_path: Path) -> None:
     """What the ranks find, a damaged token file, is one line too, and the status of a user's error."""
     for suffix in (".bin", ".idx"):
         (tmp_path / f"bad{suffix}").write_bytes(b"x" * 50)

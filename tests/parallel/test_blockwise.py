@@ -69,20 +69,29 @@ def test_it_learns_as_other_precisions_do(
     assert run.grad_norms == pytest.approx(expected.grad_norms, rel=0.1)
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+LAYOUTS = {
+    "tp2_sp": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    "tp2": ParallelConfig(tensor_model_parallel_size=2),
+    "dp2": ParallelConfig(),
+}
+#: (model, layout) of `make test`: every layout, both models.
+FAST = [("llama", "tp2_sp"), ("gpt3", "tp2"), ("gpt3", "dp2")]
+
+
 @pytest.mark.parametrize(
-    ("parallel", "num_ranks"),
+    ("model", "layout"),
     [
-        (ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True), 2),
-        (ParallelConfig(tensor_model_parallel_size=2), 2),
-        (ParallelConfig(), 2),
+        *FAST,
+        *[
+            pytest.param(model, layout, marks=pytest.mark.slow)
+            for model in MODELS
+            for layout in LAYOUTS
+            if (model, layout) not in FAST
+        ],
     ],
-    ids=["tp2_sp", "tp2", "dp2"],
 )
-def test_ranks_train_what_one_does(
-    ranks: RankPool, single: dict[str, TinyRun], model: str, parallel: ParallelConfig, num_ranks: int
-) -> None:
-    run, expected = _run(ranks, model, parallel=parallel, num_ranks=num_ranks), single[model]
+def test_ranks_train_what_one_does(ranks: RankPool, single: dict[str, TinyRun], model: str, layout: str) -> None:
+    run, expected = _run(ranks, model, parallel=LAYOUTS[layout], num_ranks=2), single[model]
     assert run.losses[0] == pytest.approx(expected.losses[0], abs=3e-3)
     assert run.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=1e-2)
     assert run.losses == pytest.approx(expected.losses, abs=1e-2)

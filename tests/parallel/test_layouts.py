@@ -12,6 +12,7 @@ are sums that cancel more. Weights that differ so feed back into the later losse
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -151,20 +152,26 @@ def slow(*case: str) -> object:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+#: (model, layout, precision): every layout of up to four ranks, and both precisions in every kind of parallelism.
+FAST = [
+    *[("gpt3", layout, "O3") for layout in ("tp2_sp", "tp2", "pp2", "dp2", "tp2_pp2")],
+    *[("llama", layout, "O3") for layout in ("tp2_sp", "pp2_vpp2", "tp2_dp2")],
+    *[("gpt3", layout, "bf16") for layout in ("tp2_sp", "pp2_vpp2")],
+    ("llama", "tp2_dp2", "bf16"),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "layout"),
+    ("model", "layout", "precision"),
     [
-        *[("gpt3", layout) for layout in ("tp2_sp", "tp2", "pp2", "pp2_vpp2", "dp2", "tp2_pp2")],
-        *[("llama", layout) for layout in ("tp2_sp", "pp2_vpp2", "tp2_dp2")],
-        slow("llama", "pp2"),
-        slow("llama", "dp2"),
-        slow("llama", "tp2"),
-        slow("llama", "tp2_pp2"),
-        slow("gpt3", "tp2_dp2"),
-        *[slow(model, "pp4") for model in MODELS],
+        *FAST,
+        *[
+            slow(*case)
+            for case in itertools.product(MODELS, [layout for layout in LAYOUTS if layout != "one"], ("bf16", "O3"))
+            if case not in FAST
+        ],
     ],
 )
-@pytest.mark.parametrize("precision", ["bf16", "O3"])
 def test_layout_trains_as_one_rank(ranks: RankPool, single: Single, model: str, layout: str, precision: str) -> None:
     run = train(ranks, model, layout, precision)
     assert_same(run, *single(model, layout, precision), tolerance_of(layout, precision))

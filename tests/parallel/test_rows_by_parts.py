@@ -122,9 +122,21 @@ MODELS = {"gpt3": GPT3_STYLE, "llama": LLAMA_STYLE}
 WIDE = replace(LLAMA_STYLE, hidden_size=256, ffn_hidden_size=256, num_query_groups=4, seq_length=64)
 
 
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("precision", ["current", "fast"])
-@pytest.mark.parametrize("model", list(MODELS))
+#: (model, precision, recomputation): each of a pair once in `make test`; all combinations with the slow tests.
+FAST = [("gpt3", "fast", "full"), ("llama", "current", None), ("llama", "fast", None)]
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "recompute"),
+    [
+        *FAST,
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product(MODELS, ("current", "fast"), (None, "full"))
+            if case not in FAST
+        ],
+    ],
+)
 def test_two_ranks(ranks: RankPool, tmp_path: Path, model: str, precision: str, recompute: str | None) -> None:
     _compare(ranks, tmp_path, model, precision, recompute, tensor_parallel=2, num_ranks=2)
 

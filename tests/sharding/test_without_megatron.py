@@ -38,7 +38,7 @@ def run_ranks(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trains_without_megatron(num_ranks: int, tmp_path: Path) -> None:
     ranks = run_ranks(num_ranks, tmp_path)
     for rank in ranks:

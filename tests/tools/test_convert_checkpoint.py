@@ -281,7 +281,9 @@ def _train(ranks: RankPool, config: Config, folder: Path, num_steps: int) -> Non
     ranks.run(run_tiny_on_a_rank, config, num_steps, None, folder, num_ranks=1)
 
 
-@pytest.mark.parametrize("model", [GPT3_STYLE, LLAMA_STYLE], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(GPT3_STYLE, id="gpt2", marks=pytest.mark.slow), pytest.param(LLAMA_STYLE, id="llama")]
+)
 def test_trained_o3_leaves_and_agrees_within_fp8s_error(
     ranks: RankPool, tmp_path: Path, model: ModelConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

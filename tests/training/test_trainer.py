@@ -86,8 +86,15 @@ def test_an_overflowing_loss_scale_falls_until_it_fits(tmp_path: Path) -> None:
     assert more[-1]["loss_scale"] == scales[-1] and more[-1]["skipped_steps"] == skipped
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("recipe", "num_micro_batches"),
+    [
+        ("tensorwise", 3),
+        ("delayed", 1),
+        pytest.param("tensorwise", 1, marks=pytest.mark.slow),
+        pytest.param("delayed", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_resume_is_bitwise(tmp_path: Path, recipe: str, num_micro_batches: int) -> None:
     """12 steps straight equal 7 and 5 resumed, with dropout, validation and a schedule: exactly."""
     settings = {
@@ -121,7 +128,13 @@ def test_a_run_goes_on_however_its_steps_are_launched(tmp_path: Path) -> None:
         fit(tmp_path / "local", cuda_graph_impl="local")
 
 
-@pytest.mark.parametrize("settings", [{"async_save": True}, {"precision": "bf16"}], ids=["async", "bf16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"async_save": True}, id="async"),
+        pytest.param({"precision": "bf16"}, id="bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_ten_and_ten_are_twenty(tmp_path: Path, settings: dict) -> None:
     """Tokens from files, in order; with checkpoints in between, of which the resumed run takes the latest."""
     write_token_files(tmp_path / "tokens", [[(start * i) % 64 for i in range(40)] for start in range(1, 30)])
