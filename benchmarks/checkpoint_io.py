@@ -75,7 +75,7 @@ _SAVE_STAGES: dict[str, list[tuple[Any, str]]] = {
     "checksum": [(zlib, "crc32")],
     "write": [(RecordedFile, "write")],
     "sync": [(os, "fsync")],
-    "describe": [(torch_dist, "_pickled")],
+    "describe": [(torch_dist, "pickled")],
 }
 _LOAD_STAGES: dict[str, list[tuple[Any, str]]] = {
     "verify": [(loading, "problem_with")],

@@ -130,7 +130,8 @@ def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> It
     """Tensors shared by all ranks, then the tensors that each rank keeps for itself."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from ..checkpoint.torch_dist import TorchDistReader, read_metadata
+    from ..checkpoint.metadata_file import read_metadata
+    from ..checkpoint.torch_dist import TorchDistReader
 
     reader = TorchDistReader(folder) if options.values else None
     for name, entry in sorted(read_metadata(folder).state_dict_metadata.items()):

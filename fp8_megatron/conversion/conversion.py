@@ -20,10 +20,11 @@ from ..checkpoint.files import (
     write_text,
 )
 from ..checkpoint.manifest import problem_with, read_manifest, write_manifest
+from ..checkpoint.metadata_file import METADATA
 from ..checkpoint.run_state import FORMAT_VERSIONS
 from ..checkpoint.saved_run import read_description
 from ..checkpoint.saving import write_config, write_last_files
-from ..checkpoint.torch_dist import METADATA, TorchDistReader, write_chunks, write_metadata
+from ..checkpoint.torch_dist import TorchDistReader, write_chunks, write_metadata
 from ..checkpoint.weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
 from ..config.checks import check_config
 from ..config.io import load_config

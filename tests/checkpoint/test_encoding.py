@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from fp8_megatron.checkpoint.encoding import Encoded, decode_record, is_record
 from fp8_megatron.checkpoint.files import META, CheckpointError
 from fp8_megatron.checkpoint.manifest import write_file, write_manifest
+from fp8_megatron.checkpoint.metadata_file import read_metadata
 from fp8_megatron.checkpoint.placement import Placement
 from fp8_megatron.checkpoint.run_state import PREFIXES, Progress
 from fp8_megatron.checkpoint.saved_run import Elements, SavedRun, read_description
@@ -30,7 +31,6 @@ from fp8_megatron.checkpoint.torch_dist import (
     Chunk,
     TorchDistReader,
     Wanted,
-    read_metadata,
     write_chunks,
     write_metadata,
 )

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from fp8_megatron.checkpoint import run_state, torch_dist
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
+from fp8_megatron.checkpoint.metadata_file import read_metadata
 from fp8_megatron.checkpoint.run_state import Progress, autoscales_of, rng_states, set_rng_states
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
@@ -92,7 +93,7 @@ def test_state_is_written_in_pieces(ranks: RankPool, tmp_path: Path, parallel: P
     }
     chunks = [
         chunk.sizes.numel()
-        for entry in torch_dist.read_metadata(folder).state_dict_metadata.values()
+        for entry in read_metadata(folder).state_dict_metadata.values()
         for chunk in getattr(entry, "chunks", [])
     ]
     assert max(chunks) <= 1024  # the least that is whole rows of 128 or more elements and whole scale blocks

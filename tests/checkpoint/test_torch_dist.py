@@ -23,12 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.manifest import RecordedFile, problem_with
+from fp8_megatron.checkpoint.metadata_file import METADATA, read_metadata
 from fp8_megatron.checkpoint.torch_dist import (
-    METADATA,
     Chunk,
     TorchDistReader,
     Wanted,
-    read_metadata,
     write_chunks,
     write_metadata,
 )
