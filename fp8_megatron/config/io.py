@@ -16,7 +16,8 @@ import yaml
 from .checks import ConfigError
 from .command_line import read_words, repeated_flags, with_config
 from .limits import FieldType, field_types
-from .schema import Config, OptimizerConfig, Precision
+from .precision import Precision
+from .schema import Config, OptimizerConfig
 from .words import decimal, shortened, whole_number
 from .yaml_files import Dumper, read_mapping
 

@@ -1,26 +1,23 @@
 """The configuration: frozen dataclasses that define the YAML keys, the command-line flags and their help.
 
 Each field is a flag with Megatron's name (``num_layers`` ↔ ``--num-layers``) and a YAML key under its section
-(``model: {num_layers: 24}``). Its type states its limits (`fields`). The string below it is its help text. `io` reads
-and writes configurations. `checks` reports configurations that cannot work before any device is touched. Functions
-take only the section that they need.
+(``model: {num_layers: 24}``). Its type states its limits (`fields`). The string below it is its help text. The sections
+`model` and `precision` have their own modules. `io` reads and writes configurations. `checks` reports configurations
+that cannot work before any device is touched. Functions take only the section that they need.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ..storage import LEVELS, GradReduceMode, StorageDtype, StorageFormats
+from ..storage import GradReduceMode
 from .fields import (
     UNSET,
     BatchSize,
     BelowOne,
     Count,
     CountOrZero,
-    History,
-    Layers,
-    LayersOrZero,
     Minutes,
     NotNegative,
     OptionalBatchSize,
@@ -28,104 +25,18 @@ from .fields import (
     OptionalFraction,
     OptionalLayers,
     OptionalPositive,
-    OptionalSize,
     Positive,
     Processes,
     Ranks,
-    Size,
     Switch,
     Text,
-    UpToOne,
     Words,
 )
-
-Precision = Literal["bf16", "fp16", "te", "fp8"]
-OptLevel = Literal["O1", "O2", "O3"]
-FP8Recipe = Literal["tensorwise", "delayed", "blockwise"]
-
-#: The dtypes of each kind of storage. Each companded integer is made for one moment, split for masters of FP8 weights.
-WeightDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8]
-MasterDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.SPLIT]
-MainGradDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP8]
-ExpAvgDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.INT8]
-ExpAvgSqDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.UINT8]
-
+from .model import ModelConfig
+from .precision import PrecisionConfig
 
 #: The first step of a run has no delayed scales. The second step runs the kernels that all later steps run.
 MIN_CUDA_GRAPH_WARMUP_STEPS = 2
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head), Llama style by flags."""
-
-    num_layers: Layers = 24
-    """Transformer layers."""
-    hidden_size: Size = 1024
-    """Width of the residual stream."""
-    ffn_hidden_size: OptionalSize = None
-    """Width of the MLP. Default: 4 × hidden-size; with --swiglu 8/3 × hidden-size rounded up to a multiple of 256."""
-    num_attention_heads: Size = 16
-    """Attention (query) heads."""
-    kv_channels: OptionalSize = None
-    """Width of one head. Default: hidden-size / num-attention-heads."""
-    group_query_attention: Switch = False
-    """Grouped-query attention: all query heads share --num-query-groups key/value heads."""
-    num_query_groups: Size = 1
-    """Key/value heads with --group-query-attention."""
-    seq_length: Size = 1024
-    """Tokens in a training sequence."""
-    max_position_embeddings: OptionalSize = None
-    """Rows of the learned position table. Default: seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """Kind of position embedding."""
-    rotary_base: Count = 10000
-    """Base period of RoPE."""
-    rotary_percent: UpToOne = 1.0
-    """Fraction of each head that RoPE rotates."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Kind of norm."""
-    norm_epsilon: Positive = 1e-5
-    """Added to the variance inside the norm."""
-    swiglu: Switch = False
-    """Gated MLP with SiLU (SwiGLU) instead of GELU."""
-    disable_bias_linear: Switch = False
-    """Leave out the biases of every linear layer."""
-    add_qkv_bias: Switch = False
-    """Keep the bias of the QKV projection with --disable-bias-linear."""
-    untie_embeddings_and_output_weights: Switch = False
-    """Give the LM head its own weight instead of the word embedding's."""
-    attention_dropout: BelowOne = 0.0
-    """Dropout on attention probabilities."""
-    hidden_dropout: BelowOne = 0.0
-    """Dropout on the embedding and on each residual branch."""
-    init_method_std: Positive = 0.02
-    """Standard deviation of the initial weights (normal); for output projections, divided by sqrt(2 · num-layers)."""
-    vocab_size: OptionalSize = None
-    """Size of the vocabulary before padding. Default: the tokenizer's."""
-    make_vocab_size_divisible_by: Size = 128
-    """The vocabulary is padded to a multiple of this × tensor-model-parallel-size."""
-    attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
-    """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash."""
-
-    @property
-    def padded_ffn_hidden_size(self) -> int:
-        """The MLP's width with the default filled in."""
-        if self.ffn_hidden_size is not None:
-            return self.ffn_hidden_size
-        if self.swiglu:
-            return -(-(8 * self.hidden_size // 3) // 256) * 256
-        return 4 * self.hidden_size
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head with the default filled in."""
-        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
-
-    @property
-    def query_groups(self) -> int:
-        """Number of key/value heads: all heads unless they are grouped."""
-        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
 @dataclass(frozen=True)
@@ -170,90 +81,6 @@ class ParallelConfig:
         if self.num_layers_per_virtual_pipeline_stage is None:
             return None
         return num_layers // self.pipeline_model_parallel_size // self.num_layers_per_virtual_pipeline_stage
-
-
-@dataclass(frozen=True)
-class PrecisionConfig:
-    """What is computed and stored in FP8. --opt-level sets all storage dtypes; other flags set them one by one."""
-
-    precision: Precision = "fp8"
-    """bf16; fp16 (with a loss scale); te (Transformer Engine's FP8 GEMMs, if installed); fp8 (this project's)."""
-    opt_level: OptLevel = "O3"
-    """Storage with fp8. O1: FP8 weight gradients. O2: also FP8 + FP16 moments. O3: also FP8 weights, FP16 master."""
-    fp8_recipe: FP8Recipe = "tensorwise"
-    """Scales of the operands of FP8 GEMMs. tensorwise: one per tensor, from its values. delayed: one per tensor, from
-    past steps. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights."""
-    fp8_weight_grad_scaling: Literal["block", "delayed"] = "block"
-    """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
-    past steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
-    fp8_lm_head: Switch = False
-    """Run the three GEMMs of the LM head in FP8 too. Its weight is stored in 16 bits and cast for each GEMM;
-    cross-entropy casts the gradient of the logits to FP8. Needs --precision fp8."""
-    first_last_layers_bf16: Switch = False
-    """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
-    num_layers_at_start_in_bf16: LayersOrZero = 1
-    """Number of first layers in BF16 with --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: LayersOrZero = 1
-    """Number of last layers in BF16 with --first-last-layers-bf16."""
-    release_gradients: Switch = False
-    """Update each linear weight during backward as soon as its gradient is computed, and store no gradients of linear
-    weights. Needs one data-parallel rank, one micro-batch per step and --clip-grad 0."""
-    grad_accumulation: Literal["sharded", "local"] = "sharded"
-    """How gradients of several micro-batches are added up on several replicas. sharded: reduce each into an FP32 shard
-    (4 / replicas bytes per parameter). local: add up on each rank, reduce once per step (less traffic, more memory)."""
-    grad_accumulation_dtype: Annotated[Literal["fp32", "bf16"] | None, UNSET] = None
-    """Dtype in which FP8 weight gradients are added up over micro-batches (never FP8). Default: fp32 for shards of
-    several replicas and for more than 32 micro-batches, otherwise bf16. fp32 takes 4 bytes per parameter, bf16 2; a
-    shard takes 1 / replicas of that."""
-    keep_fp8_transpose_cache: LayersOrZero = 0
-    """Layers per pipeline stage that keep the transposes of their FP8 weights over the micro-batches of a step, at one
-    byte per parameter. Other layers transpose for each backward."""
-    fp8_amax_history_len: History = 16
-    """Length of delayed scaling's amax history, in steps."""
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """How delayed scaling derives an amax from its history."""
-    fp8_power_of_two_scales: Switch = False
-    """Round scales up to a power of two."""
-    params_dtype: Annotated[WeightDtype | None, UNSET] = None
-    """Storage of linear weights. fp8: FP8 beside a master. fp16: scaled FP16 that is its own master."""
-    main_params_dtype: Annotated[MasterDtype | None, UNSET] = None
-    """Storage of master weights. split: a one-byte correction to the FP8 weight."""
-    main_grads_dtype: Annotated[MainGradDtype | None, UNSET] = None
-    """Storage of linear weight gradients with one micro-batch, and their dtype on the wire."""
-    exp_avg_dtype: Annotated[ExpAvgDtype | None, UNSET] = None
-    """Storage of Adam's first moment. int8 is companded."""
-    exp_avg_sq_dtype: Annotated[ExpAvgSqDtype | None, UNSET] = None
-    """Storage of Adam's second moment. uint8 is companded; use it for 8 bits. fp8 is for ablations: it does not
-    follow a second moment that falls slowly."""
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether layers are this project's FP8 layers."""
-        return self.precision == "fp8"
-
-    @property
-    def level(self) -> str:
-        """The row of the level table: bf16, fp16, te, O1, O2 or O3."""
-        return self.opt_level if self.is_fp8 else self.precision
-
-    @property
-    def formats(self) -> StorageFormats:
-        """The level's storage with every dtype set on its own applied."""
-        formats = LEVELS[self.level]
-        if not self.is_fp8:
-            return formats
-        weight = self.params_dtype or formats.weight
-        master = self.main_params_dtype or formats.master_weight
-        if weight is StorageDtype.FP8 and master is None:
-            master = StorageDtype.FP16
-        return replace(
-            formats,
-            weight=weight,
-            master_weight=master,
-            main_grad=self.main_grads_dtype or formats.main_grad,
-            exp_avg=self.exp_avg_dtype or formats.exp_avg,
-            exp_avg_sq=self.exp_avg_sq_dtype or formats.exp_avg_sq,
-        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ recomputation, quantisation, norms and the embedding look-up.
 
 from __future__ import annotations
 
-from ..config.schema import ModelConfig, Precision
+from ..config.precision import Precision
+from ..config.schema import ModelConfig
 
 #: How `model_flops_per_token` counts core attention, as logs name it: ``FLOPS_CONVENTION[causal]``.
 FLOPS_CONVENTION = {False: "full attention", True: "causal attention"}

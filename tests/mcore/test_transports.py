@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 import torch
 
-from fp8_megatron.config.schema import ParallelConfig, Precision
+from fp8_megatron.config.precision import Precision
+from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.mcore.transports import needs_launch_order, share_rows, transport_choice
 from fp8_megatron.sharding import transport
 

@@ -1,0 +1,81 @@
+"""The section ``model`` of the configuration: the shape of the GPT (`schema` says how fields become flags)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .fields import BelowOne, Count, Layers, OptionalSize, Positive, Size, Switch, UpToOne
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head), Llama style by flags."""
+
+    num_layers: Layers = 24
+    """Transformer layers."""
+    hidden_size: Size = 1024
+    """Width of the residual stream."""
+    ffn_hidden_size: OptionalSize = None
+    """Width of the MLP. Default: 4 × hidden-size; with --swiglu 8/3 × hidden-size rounded up to a multiple of 256."""
+    num_attention_heads: Size = 16
+    """Attention (query) heads."""
+    kv_channels: OptionalSize = None
+    """Width of one head. Default: hidden-size / num-attention-heads."""
+    group_query_attention: Switch = False
+    """Grouped-query attention: all query heads share --num-query-groups key/value heads."""
+    num_query_groups: Size = 1
+    """Key/value heads with --group-query-attention."""
+    seq_length: Size = 1024
+    """Tokens in a training sequence."""
+    max_position_embeddings: OptionalSize = None
+    """Rows of the learned position table. Default: seq-length."""
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    """Kind of position embedding."""
+    rotary_base: Count = 10000
+    """Base period of RoPE."""
+    rotary_percent: UpToOne = 1.0
+    """Fraction of each head that RoPE rotates."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of norm."""
+    norm_epsilon: Positive = 1e-5
+    """Added to the variance inside the norm."""
+    swiglu: Switch = False
+    """Gated MLP with SiLU (SwiGLU) instead of GELU."""
+    disable_bias_linear: Switch = False
+    """Leave out the biases of every linear layer."""
+    add_qkv_bias: Switch = False
+    """Keep the bias of the QKV projection with --disable-bias-linear."""
+    untie_embeddings_and_output_weights: Switch = False
+    """Give the LM head its own weight instead of the word embedding's."""
+    attention_dropout: BelowOne = 0.0
+    """Dropout on attention probabilities."""
+    hidden_dropout: BelowOne = 0.0
+    """Dropout on the embedding and on each residual branch."""
+    init_method_std: Positive = 0.02
+    """Standard deviation of the initial weights (normal); for output projections, divided by sqrt(2 · num-layers)."""
+    vocab_size: OptionalSize = None
+    """Size of the vocabulary before padding. Default: the tokenizer's."""
+    make_vocab_size_divisible_by: Size = 128
+    """The vocabulary is padded to a multiple of this × tensor-model-parallel-size."""
+    attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
+    """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash."""
+
+    @property
+    def padded_ffn_hidden_size(self) -> int:
+        """The MLP's width with the default filled in."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.swiglu:
+            return -(-(8 * self.hidden_size // 3) // 256) * 256
+        return 4 * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head with the default filled in."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads: all heads unless they are grouped."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads

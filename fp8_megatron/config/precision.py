@@ -1,0 +1,106 @@
+"""The section ``precision`` of the configuration: what is computed and stored in FP8 (`schema` says how fields become
+flags).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from ..storage import LEVELS, StorageDtype, StorageFormats
+from .fields import UNSET, History, LayersOrZero, Switch
+
+Precision = Literal["bf16", "fp16", "te", "fp8"]
+OptLevel = Literal["O1", "O2", "O3"]
+FP8Recipe = Literal["tensorwise", "delayed", "blockwise"]
+
+#: The dtypes of each kind of storage. Each companded integer is made for one moment, split for masters of FP8 weights.
+WeightDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8]
+MasterDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.SPLIT]
+MainGradDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP8]
+ExpAvgDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.INT8]
+ExpAvgSqDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8, StorageDtype.UINT8]
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """What is computed and stored in FP8. --opt-level sets all storage dtypes; other flags set them one by one."""
+
+    precision: Precision = "fp8"
+    """bf16; fp16 (with a loss scale); te (Transformer Engine's FP8 GEMMs, if installed); fp8 (this project's)."""
+    opt_level: OptLevel = "O3"
+    """Storage with fp8. O1: FP8 weight gradients. O2: also FP8 + FP16 moments. O3: also FP8 weights, FP16 master."""
+    fp8_recipe: FP8Recipe = "tensorwise"
+    """Scales of the operands of FP8 GEMMs. tensorwise: one per tensor, from its values. delayed: one per tensor, from
+    past steps. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights."""
+    fp8_weight_grad_scaling: Literal["block", "delayed"] = "block"
+    """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
+    past steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
+    fp8_lm_head: Switch = False
+    """Run the three GEMMs of the LM head in FP8 too. Its weight is stored in 16 bits and cast for each GEMM;
+    cross-entropy casts the gradient of the logits to FP8. Needs --precision fp8."""
+    first_last_layers_bf16: Switch = False
+    """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
+    num_layers_at_start_in_bf16: LayersOrZero = 1
+    """Number of first layers in BF16 with --first-last-layers-bf16."""
+    num_layers_at_end_in_bf16: LayersOrZero = 1
+    """Number of last layers in BF16 with --first-last-layers-bf16."""
+    release_gradients: Switch = False
+    """Update each linear weight during backward as soon as its gradient is computed, and store no gradients of linear
+    weights. Needs one data-parallel rank, one micro-batch per step and --clip-grad 0."""
+    grad_accumulation: Literal["sharded", "local"] = "sharded"
+    """How gradients of several micro-batches are added up on several replicas. sharded: reduce each into an FP32 shard
+    (4 / replicas bytes per parameter). local: add up on each rank, reduce once per step (less traffic, more memory)."""
+    grad_accumulation_dtype: Annotated[Literal["fp32", "bf16"] | None, UNSET] = None
+    """Dtype in which FP8 weight gradients are added up over micro-batches (never FP8). Default: fp32 for shards of
+    several replicas and for more than 32 micro-batches, otherwise bf16. fp32 takes 4 bytes per parameter, bf16 2; a
+    shard takes 1 / replicas of that."""
+    keep_fp8_transpose_cache: LayersOrZero = 0
+    """Layers per pipeline stage that keep the transposes of their FP8 weights over the micro-batches of a step, at one
+    byte per parameter. Other layers transpose for each backward."""
+    fp8_amax_history_len: History = 16
+    """Length of delayed scaling's amax history, in steps."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """How delayed scaling derives an amax from its history."""
+    fp8_power_of_two_scales: Switch = False
+    """Round scales up to a power of two."""
+    params_dtype: Annotated[WeightDtype | None, UNSET] = None
+    """Storage of linear weights. fp8: FP8 beside a master. fp16: scaled FP16 that is its own master."""
+    main_params_dtype: Annotated[MasterDtype | None, UNSET] = None
+    """Storage of master weights. split: a one-byte correction to the FP8 weight."""
+    main_grads_dtype: Annotated[MainGradDtype | None, UNSET] = None
+    """Storage of linear weight gradients with one micro-batch, and their dtype on the wire."""
+    exp_avg_dtype: Annotated[ExpAvgDtype | None, UNSET] = None
+    """Storage of Adam's first moment. int8 is companded."""
+    exp_avg_sq_dtype: Annotated[ExpAvgSqDtype | None, UNSET] = None
+    """Storage of Adam's second moment. uint8 is companded; use it for 8 bits. fp8 is for ablations: it does not
+    follow a second moment that falls slowly."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether layers are this project's FP8 layers."""
+        return self.precision == "fp8"
+
+    @property
+    def level(self) -> str:
+        """The row of the level table: bf16, fp16, te, O1, O2 or O3."""
+        return self.opt_level if self.is_fp8 else self.precision
+
+    @property
+    def formats(self) -> StorageFormats:
+        """The level's storage with every dtype set on its own applied."""
+        formats = LEVELS[self.level]
+        if not self.is_fp8:
+            return formats
+        weight = self.params_dtype or formats.weight
+        master = self.main_params_dtype or formats.master_weight
+        if weight is StorageDtype.FP8 and master is None:
+            master = StorageDtype.FP16
+        return replace(
+            formats,
+            weight=weight,
+            master_weight=master,
+            main_grad=self.main_grads_dtype or formats.main_grad,
+            exp_avg=self.exp_avg_dtype or formats.exp_avg,
+            exp_avg_sq=self.exp_avg_sq_dtype or formats.exp_avg_sq,
+        )
