@@ -29,6 +29,7 @@ COMMANDS = {
     "inspect": Command("inspect_checkpoint", "show what a checkpoint holds, and verify its files"),
     "generate": Command("generate_text", "continue prompts with a trained checkpoint"),
     "plot": Command("plot_losses", "draw the losses of one run, or compare the curves of several"),
+    "health": Command("health", "show a run's FP8 health as one HTML page, or serve it while the run goes on"),
     "compare": Command("compare_levels", "train one configuration at several precision levels, side by side"),
 }
 

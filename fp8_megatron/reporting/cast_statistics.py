@@ -9,30 +9,15 @@ from typing import Any
 
 from ..kernels import ops
 from ..kernels.ops import Statistic
-
-HEALTH_FILE = "health.jsonl"
-
-#: The roles of a linear layer's FP8 operands.
-ROLES = ("input", "weight", "grad_output", "weight_grad")
+from .health_file import QUANTITIES
 
 #: Errors below this share of the values' squares are roundings of FP32, not of FP8.
 _EXACT = 1e-12
 
-#: Name → whether a large value is the worse one.
-QUANTITIES = {
-    "saturated": True,
-    "underflowed": True,
-    "snr_db": False,
-    "amax": True,
-    "amax_over_scale": True,
-    "kurtosis": True,
-    "mu": False,
-}
-
 
 @dataclass(frozen=True, order=True)
 class CastName:
-    """Which cast: the layer's name in the whole model, one of `ROLES`, and the format's name, such as E4M3."""
+    """Which cast: the layer's name in the whole model, one of `health_file.ROLES`, and the name of the format."""
 
     layer: str
     role: str

@@ -15,8 +15,9 @@ from statistics import fmean, median
 from typing import Any, Literal, Self
 
 from ..config.schema import LoggingConfig
-from .cast_statistics import HEALTH_FILE, HealthSample
+from .cast_statistics import HealthSample
 from .flops import FLOPS_CONVENTION
+from .health_file import HEALTH_FILE
 from .metrics_file import METRICS_FILE, MetricsFile
 from .metrics_sinks import ProgressBar, ScalarSink, open_sinks, wants_progress_bar
 from .step_figures import StepFigures, reported

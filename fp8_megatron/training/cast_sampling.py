@@ -14,7 +14,8 @@ from ..kernels import ops
 from ..mcore.cast_names import fp8_layers
 from ..quantization.cast_health import CastProbe
 from ..quantization.recipe import LinearQuantizers
-from ..reporting.cast_statistics import ROLES, CastName, CastStatistics, HealthSample
+from ..reporting.cast_statistics import CastName, CastStatistics, HealthSample
+from ..reporting.health_file import ROLES
 from ..sharding.grad_buffer import GradBuffer, ShardedGradBuffer
 
 #: The linear layers of a transformer layer, in order.

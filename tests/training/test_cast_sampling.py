@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.reporting.cast_statistics import HEALTH_FILE, CastName, CastStatistics, HealthSample
+from fp8_megatron.reporting.cast_statistics import CastName, CastStatistics, HealthSample
+from fp8_megatron.reporting.health_file import HEALTH_FILE
 from fp8_megatron.reporting.metrics_file import METRICS_FILE
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool

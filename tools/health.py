@@ -1,0 +1,14 @@
+"""Show the FP8 health of a run: `python tools/health.py --help`, or `fp8-megatron health`."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fp8_megatron.commands.health import main
+from fp8_megatron.commands.program import exit_status
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
