@@ -19,8 +19,8 @@ from ..outputs import write_output
 from .metrics_file import read_records
 
 #: Okabe and Ito's colours, which colour-blind readers can tell apart. The reference is grey.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_REFERENCE_COLOR = "#999999"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+REFERENCE_COLOR = "#999999"
 _EVAL_COLOR = "#D55E00"
 #: A loss that falls by more than this factor gets a logarithmic axis.
 _LOG_AXIS_RATIO = 5.0
@@ -72,10 +72,10 @@ def read_losses(metrics_jsonl: Path) -> LossCurves:
 def plot_losses(metrics_jsonl: Path, output_png: Path, *, title: str) -> None:
     """Draw one run: raw and smoothed training loss and validation points, over iterations and tokens."""
     curves = read_losses(metrics_jsonl)
-    figure = _figure(height=5.0)
+    figure = new_figure(height=5.0)
     axes = figure.add_subplot()
-    axes.plot(curves.iterations, curves.losses, color=_COLORS[0], alpha=0.3, linewidth=0.7, label="train, every step")
-    axes.plot(curves.iterations, curves.smoothed, color=_COLORS[0], linewidth=1.8, label="train, smoothed")
+    axes.plot(curves.iterations, curves.losses, color=COLORS[0], alpha=0.3, linewidth=0.7, label="train, every step")
+    axes.plot(curves.iterations, curves.smoothed, color=COLORS[0], linewidth=1.8, label="train, smoothed")
     if np.isfinite(curves.eval_losses).any():
         style: dict[str, Any] = {"color": _EVAL_COLOR, "marker": "o", "markersize": 4.5, "linewidth": 0.9}
         axes.plot(curves.eval_iterations, curves.eval_losses, label="validation", zorder=3, **style)
@@ -85,7 +85,7 @@ def plot_losses(metrics_jsonl: Path, output_png: Path, *, title: str) -> None:
     _token_axis(axes, curves)
     axes.legend(frameon=False, loc="upper right")
     figure.suptitle(_plain(title))
-    _save(figure, output_png)
+    save_figure(figure, output_png)
 
 
 def compare_losses(
@@ -111,15 +111,15 @@ def compare_losses(
         raise ValueError(f"reference {reference!r} is none of the runs {list(runs)}")
     curves = {name: read_losses(path) for name, path in runs.items()}
     others = [name for name in runs if name != reference]
-    colors = {reference: _REFERENCE_COLOR, **{name: _COLORS[i % len(_COLORS)] for i, name in enumerate(others)}}
+    colors = {reference: REFERENCE_COLOR, **{name: COLORS[i % len(COLORS)] for i, name in enumerate(others)}}
 
-    figure = _figure(height=7.0)
+    figure = new_figure(height=7.0)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for name in (reference, *others):
         _draw_run(top, curves[name], name, colors[name], linewidth=3.0 if name == reference else 1.3)
     if any(np.isfinite(run.eval_losses).any() for run in curves.values()):
         top.plot([], [], color="gray", marker="o", markerfacecolor="white", linestyle="none", label="validation")
-    bottom.axhline(0.0, color=_REFERENCE_COLOR, linewidth=1.2)
+    bottom.axhline(0.0, color=REFERENCE_COLOR, linewidth=1.2)
     gaps = []
     for name in others:
         iterations, gap = _loss_gap(curves[name], curves[reference], name, reference)
@@ -136,7 +136,7 @@ def compare_losses(
     bottom.legend(frameon=False, loc="upper right", fontsize="small", ncols=2)
     figure.suptitle(_plain(title))
     figure.align_ylabels()
-    _save(figure, output_png)
+    save_figure(figure, output_png)
 
 
 def _draw_run(axes: Axes, curves: LossCurves, name: str, color: str, *, linewidth: float) -> None:
@@ -201,7 +201,8 @@ def _moving_mean(values: np.ndarray, reach: int, *, symmetric: bool) -> np.ndarr
     return np.where(count > 0, sums[stop] - sums[start], np.nan) / np.maximum(count, 1)
 
 
-def _figure(*, height: float) -> Figure:
+def new_figure(*, height: float) -> Figure:
+    """An empty figure, 9 inches wide."""
     # Without pyplot there is no global state and no window system, and the user's backend stays untouched.
     figure = Figure(figsize=(9.0, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
@@ -273,7 +274,8 @@ def _plain(text: str) -> str:
     return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
-def _save(figure: Figure, output: Path) -> None:
+def save_figure(figure: Figure, output: Path) -> None:
+    """Write a figure in the format that the suffix of `output` names."""
     stream = io.BytesIO()
     figure.savefig(stream, format=image_format(output))
     write_output(output, stream.getvalue())

@@ -17,6 +17,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 WORLD_SIZES = {
     "gpt_quickstart": (2,),
+    "gpt_125m": (1,),
+    "llama_125m": (1,),
     "gpt_345m": (1, 4, 8),
     "gpt_1.3b": (1, 4, 8),
     "gpt_7b": (1, 4, 8, 16),
@@ -31,6 +33,8 @@ OVERLAYS = ("fast",)
 
 #: Parameters of the transformer layers' matrices, in billions: the number in the file's name.
 BILLIONS = {
+    "gpt_125m": (0.08, 0.09),
+    "llama_125m": (0.08, 0.09),
     "gpt_345m": (0.3, 0.35),
     "gpt_1.3b": (1.2, 1.35),
     "gpt_7b": (6.3, 7.0),
@@ -43,6 +47,8 @@ BILLIONS = {
 
 #: The GPUs that a file is for, as its first line says, and GB of each.
 NAMED_GPUS = {
+    "gpt_125m": (1, 80, "one GPU"),
+    "llama_125m": (1, 80, "one GPU"),
     "gpt_345m": (1, 80, "one GPU"),
     "gpt_1.3b": (1, 80, "one GPU of 80 GB"),
     "gpt_7b": (4, 80, "4 GPUs of 80 GB"),
@@ -80,7 +86,7 @@ def test_one_large_gpu_takes_18b_with_the_flags_that_its_file_names() -> None:
     words = ["--config", str(CONFIGS / "gpt_18b.yaml")]
     text = (CONFIGS / "gpt_18b.yaml").read_text()
     flags = re.findall(r"--\S+ \w+", text[: text.index("Data and tokenizer")])
-    assert len(flags) == 3
+    assert len(flags) == 4
     assert f"{predicted_gb(words, 4):.0f} GB of each" in text
     assert f"in {predicted_gb([*words, *' '.join(flags).split()], 1):.0f} GB" in text
 

@@ -40,8 +40,8 @@ def falling_losses(num_steps: int, *, seed: int = 0) -> np.ndarray:
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Figures as they are saved, to look into."""
     figures: list[Figure] = []
-    save = plot._save
-    monkeypatch.setattr(plot, "_save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    save = plot.save_figure
+    monkeypatch.setattr(plot, "save_figure", lambda figure, path: (figures.append(figure), save(figure, path)))
     return figures
 
 

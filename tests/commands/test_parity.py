@@ -1,0 +1,182 @@
+"""fp8-megatron parity: what it refuses, the order of its runs, and a run over three calls."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.commands import parity
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.errors import UserError
+from fp8_megatron.reporting.parity import RunResult
+
+TRAINING = ["--mock-data", "--vocab-size", "64", "--train-iters", "20", "--eval-interval", "10", "--eval-iters", "2"]
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def arguments(folder: Path, *words: str, training: list[str] = TRAINING):  # type: ignore[no-untyped-def]
+    return parity._parse(["--output-dir", str(folder), *words, "--", *training], "parity.py")
+
+
+def test_fast_is_the_configuration_of_that_name() -> None:
+    assert parse_config(parity.LEVELS["fast"]) == parse_config(["--config", str(CONFIGS / "fast.yaml")])
+
+
+@pytest.mark.parametrize("model", ["gpt_125m", "llama_125m", "gpt_345m"])
+def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
+    levels = [level for level in parity.LEVELS if level != "te"]
+    training = ["--config", str(CONFIGS / f"{model}.yaml"), "--mock-data", "--train-iters", "2000"]
+    args = arguments(tmp_path, "--levels", *levels, training=[*training, "--eval-iters", "2"])
+    assert parity.check_levels(args).training.train_iters == 2000
+
+
+@pytest.mark.parametrize(
+    ("words", "training", "message"),
+    [
+        ([], ["--fp8-recipe", "delayed"], "fp8_recipe: the levels set everything of precision"),
+        ([], ["--train-iters", "25"], r"train_iters\(25\) is not a multiple of eval_interval\(10\)"),
+        ([], ["--eval-iters", "0"], r"eval_iters\(0\) above 0"),
+        (["--levels", "bf16", "O3-blockwise"], ["--hidden-size", "192"], "level O3-blockwise: "),
+    ],
+)
+def test_a_configuration_that_cannot_be_compared(
+    words: list[str], training: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(parity.ConfigError, match=message):
+        parity.check_levels(arguments(tmp_path, *words, training=[*TRAINING, *training]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--levels", "bf16"], "give two or more"),
+        (["--levels", "bf16", "O3", "bf16"], "names bf16 twice"),
+        (["--seeds", "1", "1"], "names 1 twice"),
+        (["--time-limit", "5"], "out of range; give more than 40"),
+    ],
+)
+def test_flags_that_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arguments(tmp_path, *words)
+    assert message in capsys.readouterr().err
+
+
+def _finished(level: str, seed: int, wall_seconds: float | None = 30.0) -> RunResult:
+    return RunResult(level, seed, 20, 2.0, 2.1, 0.5, 64.0, 1.0, 0, wall_seconds, [(20, 2.0)], [(20, 2.1)])
+
+
+def _session(tmp_path: Path, *words: str, finished: list[RunResult] | None = None) -> parity.Session:
+    args = arguments(tmp_path, "--levels", "bf16", "O3", "--seeds", "1", "2", *words)
+    known = {(run.level, run.seed): run for run in finished or []}
+    return parity.Session(args, parity.check_levels(args), ["0"], math.inf, known)
+
+
+def test_whole_runs_are_not_started_without_time(tmp_path: Path) -> None:
+    session = _session(tmp_path, "--whole-runs", finished=[_finished("bf16", 1, 100.0), _finished("O3", 1, 30.0)])
+    session.deadline = time.monotonic() + 60
+    pending = [("bf16", 2), ("O3", 2)]
+    assert session._next(pending) == ("O3", 2) and pending == [("bf16", 2)]
+    assert session._next(pending) is None and pending == []
+
+
+def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
+    session = _session(tmp_path, finished=[_finished("bf16", 1)])
+    parity.write_results(session)
+    assert parity.read_results(session.args, session.config) == session.finished
+    other = arguments(tmp_path, training=[*TRAINING, "--lr", "1e-5"])
+    with pytest.raises(UserError, match=r"has runs with lr\(0.0003\), this command has lr\(1e-05\)"):
+        parity.read_results(other, parity.check_levels(other))
+    (tmp_path / parity.RESULTS_FILE).write_text('{"runs": [{"level": 1}]}')
+    with pytest.raises(UserError, match="is no result of this command"):
+        parity.read_results(session.args, session.config)
+
+
+#: Stands for a run: writes metrics of 10 steps a second, or on SIGTERM a checkpoint, and goes on from it.
+FAKE_RUN = """
+import json, pathlib, signal, sys, time
+words = sys.argv[1:]
+value = lambda flag: words[words.index(flag) + 1]
+folder, save = pathlib.Path(value("--output-dir")), pathlib.Path(value("--save"))
+stops = []
+signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
+first = int((save / "at").read_text()) if save.exists() else 0
+save.mkdir(exist_ok=True)
+with (folder / "metrics.jsonl").open("a") as out:
+    for i in range(first + 1, 21):
+        time.sleep(0.1)
+        out.write(json.dumps(dict(kind="train", iteration=i, loss=3.0, step_seconds=0.1, skipped_steps=0,
+                                  tokens_per_second_per_gpu=10.0, peak_memory_gib=1.0)) + "\\n")
+        (save / "at").write_text(str(i))
+        if stops:
+            sys.exit(0)
+    loss = 2.0 + 0.1 * int(value("--seed")) + 0.02 * ("O3" in str(folder))
+    out.write(json.dumps(dict(kind="eval", split="valid", iteration=20, loss=loss)) + "\\n")
+"""
+
+
+@pytest.fixture
+def fake_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "fake.py"
+    program.write_text(FAKE_RUN)
+    popen = parity.subprocess.Popen
+
+    def start(command: list[str], **settings):  # type: ignore[no-untyped-def]
+        if command[1:3] != ["-m", "fp8_megatron.commands.pretrain_gpt"]:
+            return popen(command, **settings)
+        return popen([sys.executable, "-S", str(program), *command[3:]], **settings)
+
+    monkeypatch.setattr(parity.subprocess, "Popen", start)
+    monkeypatch.setattr(parity, "SAVE_SECONDS", 20.0)
+    monkeypatch.setattr(parity, "_slots", lambda num_gpus: ["0", "1"])
+
+
+def test_calls_go_on_with_what_is_missing(
+    tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first call ends after a second, when both of its runs have a checkpoint of about 8 of 20 steps."""
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1", "2"]
+    checkpoints = tmp_path / "out" / "runs" / "O3_seed_1" / "checkpoints"
+    session_start = parity.Session._start
+
+    def limited(self: parity.Session, key: tuple[str, int], slot: str):  # type: ignore[no-untyped-def]
+        self.deadline = min(self.deadline, time.monotonic() + 1.0)  # whatever the start took
+        return session_start(self, key, slot)
+
+    with monkeypatch.context() as first_call:
+        first_call.setattr(parity.Session, "_start", limited)
+        assert parity.main([*words, "--", *TRAINING]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("not finished; the same command goes on") == 2 and "0 of 4 runs are finished" in printed
+    assert checkpoints.exists()
+    assert parity.main([*words, "--", *TRAINING]) == 0
+    printed = capsys.readouterr().out
+    assert "O3, seed 1: goes on" in printed and "O3, seed 2: starts" in printed
+    assert not checkpoints.exists()
+    report = json.loads((tmp_path / "out" / parity.RESULTS_FILE).read_text())
+    assert [(run["level"], run["seed"]) for run in report["runs"]] == [("bf16", 1), ("bf16", 2), ("O3", 1), ("O3", 2)]
+    assert [len(run["training"]) for run in report["runs"]] == [20] * 4
+    gap = report["comparison"]["levels"][1]
+    assert gap["gap"] == pytest.approx((0.02 / 2.1 + 0.02 / 2.2) / 2) and gap["seeds"] == [1, 2]
+    assert (tmp_path / "out" / "parity.png").exists() and (tmp_path / "out" / "parity.md").exists()
+    # A third call has nothing to do, and parity.json alone is enough for it.
+    started = time.monotonic()
+    for path in (tmp_path / "out" / "runs").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    assert parity.main([*words, "--", *TRAINING]) == 0
+    assert "starts" not in capsys.readouterr().out and time.monotonic() - started < 20
+
+
+def test_a_failed_run_is_told(tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fake.py").write_text("import sys; print('error: no such thing'); sys.exit(2)")
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 1
+    error = capsys.readouterr().err
+    assert "bf16, seed 1 ended with status 2: error: no such thing" in error and "O3, seed 1" in error
