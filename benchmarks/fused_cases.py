@@ -21,8 +21,8 @@ class _Scaling:
     """Arguments of the operators beside their operands: a known scale with storage for the amax, or none."""
 
     def __init__(self, device: torch.device) -> None:
-        self.scale = torch.full((1,), 0.01, device=device)
-        self.amax = torch.zeros(1, device=device)
+        self.scale = torch.full((1,), 0.02, device=device)  # clamps nothing, as most steps do
+        self.amax = torch.zeros(3, device=device)
 
     def __iter__(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """(name, passes over the operands, arguments)."""

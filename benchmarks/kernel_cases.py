@@ -19,7 +19,7 @@ def quantization(device: torch.device, m: int, k: int) -> Iterator[Case]:
     """amax, both modes of tensorwise quantisation of [m, k], and the transposition of a payload."""
     n, at = m * k, f"{m}×{k}"
     x = Rotating(lambda: torch.randn(m, k, device=device, dtype=torch.bfloat16))
-    scale, recorded = torch.tensor([0.01], device=device), torch.zeros(1, device=device)
+    scale, recorded = torch.tensor([0.02], device=device), torch.zeros(3, device=device)
     yield Case(f"amax {at}", lambda i: ops.amax(x(i)), 2 * n)
     for layout, rowwise, transposed in _LAYOUTS:
         yield from _casts(x, scale, recorded, at, layout, rowwise=rowwise, transposed=transposed)

@@ -25,6 +25,7 @@ constexpr int WARPS_A_ROW = ROW_THREADS / 32;
 constexpr int ROWS_A_GROUP = TILE_ROWS / GROUPS;
 constexpr int WORDS = COLUMNS / 4;  // of four FP8 values, in a row
 constexpr u32 ROW_BYTES = COLUMNS * 2;
+constexpr float CLAMPED_ABOVE = 61440.0f;  // half a unit beyond the largest E5M2
 constexpr int NUM_SUMS = 3;  // norm weight, norm bias, the result's columns
 
 static_assert(VECTORS * ROW_THREADS * 8 == COLUMNS && ROW_THREADS % 32 == 0, "a thread has whole vectors");
@@ -160,13 +161,14 @@ __device__ __forceinline__ void store_transposed(const u32* tile, u8* payload_t,
 // grad BF16 [PARTS, T, COLUMNS], T a multiple of TILE_ROWS; residual_grad (if HAS_RESIDUAL), x, grad_x BF16 [T, COLUMNS];
 // weight BF16 [COLUMNS]; mean (unless IS_RMS), rstd FP32 [T]; scale FP32 [1]; payload E5M2 [T, COLUMNS], payload_t (if
 // TRANSPOSED) [COLUMNS, T]; sums FP32 [NUM_SUMS, gridDim.x, COLUMNS], to be added up over blocks (without HAS_BIAS the
-// norm bias's are zero); amax_out FP32 [1] is raised, unless it is null.
+// norm bias's are zero); amax_out FP32 [1] is raised, unless it is null; to counts FP32 [2], unless it is null, the
+// numbers of clamped and of all elements are added.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     norm_backward_quantize(const u16* __restrict__ grad, const u16* __restrict__ residual_grad,
                            const u16* __restrict__ x, const u16* __restrict__ weight, const float* __restrict__ mean,
                            const float* __restrict__ rstd, const float* __restrict__ scale, u16* __restrict__ grad_x,
                            u8* __restrict__ payload, u8* __restrict__ payload_t, float* __restrict__ sums,
-                           int* amax_out, long T) {
+                           int* amax_out, float* counts, long T) {
   extern __shared__ __align__(1024) u8 memory[];
   u32* tile = reinterpret_cast<u32*>(memory);
   u8* ring = memory + TILE_BYTES;
@@ -338,6 +340,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if (amax_out != nullptr) {
     largest = max(largest & 0xffffu, largest >> 16);
+    // A thread that clamped something reads its part of the sum again. (A NaN is not clamped, but hides what is.)
+    if (counts != nullptr && !(__uint_as_float(largest << 16) * inverse <= CLAMPED_ABOVE)) {
+      int clamped = 0;
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step)
+#pragma unroll 1
+        for (int v = 0; v < VECTORS; ++v) {
+          const uint4 value =
+              *reinterpret_cast<const uint4*>(grad_x + row_of(step) * COLUMNS + (v * ROW_THREADS + thread) * 8);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) clamped += fabsf(element(value, i) * inverse) > CLAMPED_ABOVE;
+        }
+      atomicAdd(counts, static_cast<float>(clamped));
+    }
+    if (counts != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+      atomicAdd(counts + 1, static_cast<float>(T * COLUMNS));
     largest = __reduce_max_sync(0xffffffffu, largest);
     if (lane == 0) atomicMax(amax_out, static_cast<int>(largest << 16));
   }

@@ -469,7 +469,7 @@ def examine_records_(
     num_roles: int,
     most_saturated: float,
 ) -> tuple[Tensor, Tensor]:
-    """`scales.reference.examine_records_`: the step's amaxes FP32 [n], and the report FP32 [3 + 4 · num_roles]."""
+    """`scales.reference.examine_records_`: the step's amaxes FP32 [n], and the report FP32 [3 + 3 · num_roles]."""
     n = record.shape[0]
     assert record.shape == (n, RECORD_SIZE) and written.shape[::2] == scales.shape, (written.shape, scales.shape)
     assert clamped_above.shape == role.shape == order.shape == (n,) and square_sum.shape == (1,), square_sum.shape

@@ -93,7 +93,7 @@ class AmaxHistory:
         num_slots = len(self._largest)
         self.record = torch.zeros(num_slots, ops.RECORD_SIZE, device=device)
         self._amaxes = self.record[:, :1].unbind()
-        self._records = self._amaxes
+        self._records = self.record[:, :3].unbind()
         self._take_scales(*(torch.ones(num_slots, _STRIDE, device=device) for _ in range(2)))
         self.history = torch.zeros(self.length, num_slots, device=device)
         self._fp_max = torch.tensor(self._largest, device=device)
@@ -124,7 +124,7 @@ class AmaxHistory:
         return self._amaxes[slot]
 
     def record_of(self, slot: int) -> Tensor:
-        """Where a cast of `slot` records what it saw (a view); its first element is `amax_of`."""
+        """FP32 [3], where a cast of `slot` records what it saw (a view; `kernels.quantize.reference.record_`)."""
         return self._records[slot]
 
     def raise_amax(self, slot: int, amax: Tensor) -> None:

@@ -111,10 +111,8 @@ class CastReport:
         """Name → figure of the step: fractions by role, None where nothing was counted, and saturated tensors."""
         figures: dict[str, Any] = {"saturated_tensors": sum(self.sums[ops.REPORT_SUMS - 1 :: ops.REPORT_SUMS])}
         for role in (Role.INPUT, Role.GRAD_OUTPUT, Role.HEAD_INPUT):
-            saturated, cast, underflowed, _ = self.sums[role * ops.REPORT_SUMS : (role + 1) * ops.REPORT_SUMS]
-            name = role.name.lower()
-            figures[f"{name}_saturation_fraction"] = saturated / cast if cast > 0 else None
-            figures[f"{name}_underflow_fraction"] = underflowed / cast if cast > 0 and underflowed > 0 else None
+            saturated, cast, _ = self.sums[role * ops.REPORT_SUMS : (role + 1) * ops.REPORT_SUMS]
+            figures[f"{role.name.lower()}_saturation_fraction"] = saturated / cast if cast > 0 else None
         return figures
 
     def non_finite(self, names: SlotNames) -> Suspect | None:

@@ -213,6 +213,7 @@ def step_line(
         f"{_tflops_text(metrics.tflops_per_gpu)} TFLOP/s/GPU ({FLOPS_CONVENTION[False]})",
         _mfu_text(metrics.mfu, peak_flops),
         f"{metrics.peak_memory_gib:.1f} GiB peak",
+        _clamped_text(metrics),
         None if metrics.grad_saturation_fraction is None else f"saturated {metrics.grad_saturation_fraction:.4%}",
         None if metrics.grad_underflow_fraction is None else f"underflow {metrics.grad_underflow_fraction:.2%}",
         None if metrics.loss_scale is None else f"loss scale {metrics.loss_scale:g}",
@@ -310,6 +311,19 @@ def _mfu_text(mfu: float | None, peak_flops: float | None) -> str | None:
     if mfu is None:
         return None
     return f"MFU {mfu:.1%}" + ("" if peak_flops is None else f" of {peak_flops / 1e12:.0f}")
+
+
+def _clamped_text(metrics: StepMetrics) -> str | None:
+    """What delayed scales clamped, by role; None if nothing was."""
+    if not metrics.saturated_tensors:
+        return None
+    roles = {
+        "inputs": metrics.input_saturation_fraction,
+        "output gradients": metrics.grad_output_saturation_fraction,
+        "head input": metrics.head_input_saturation_fraction,
+    }
+    shares = ", ".join(f"{fraction:.2g} of {role}" for role, fraction in roles.items() if fraction)
+    return f"clamped in {metrics.saturated_tensors:.0f} tensors" + (f" ({shares})" if shares else "")
 
 
 def _progress_count(iteration: int, total_iterations: int) -> str:

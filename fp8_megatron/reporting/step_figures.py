@@ -46,16 +46,10 @@ class StepFigures:
     """Tensors with an element that a delayed scale clamped, over all ranks; None without delayed scaling."""
     input_saturation_fraction: float | None = reported("fp8/input_saturation_fraction", default=None)
     """Fraction of the elements of linear layers' inputs that a delayed scale clamped, over all ranks."""
-    input_underflow_fraction: float | None = reported("fp8/input_underflow_fraction", default=None)
-    """Fraction of these elements that the cast made zero; None if not measured."""
     grad_output_saturation_fraction: float | None = reported("fp8/grad_output_saturation_fraction", default=None)
     """As `input_saturation_fraction`, of linear layers' output gradients."""
-    grad_output_underflow_fraction: float | None = reported("fp8/grad_output_underflow_fraction", default=None)
-    """As `input_underflow_fraction`, of linear layers' output gradients."""
     head_input_saturation_fraction: float | None = reported("fp8/head_input_saturation_fraction", default=None)
     """As `input_saturation_fraction`, of the FP8 LM head's input."""
-    head_input_underflow_fraction: float | None = reported("fp8/head_input_underflow_fraction", default=None)
-    """As `input_underflow_fraction`, of the FP8 LM head's input."""
     grad_saturation_fraction: float | None = reported("fp8/grad_saturation_fraction", default=None)
     """Fraction of gradient elements that the native FP8 sum clamped, largest of all tensors; None without that sum."""
     autoscale_mu: float | None = reported("fp8/autoscale_mu", default=None)

@@ -174,6 +174,11 @@ def test_console_line() -> None:
     assert line.startswith("iter   7/300 | ")
     assert line.endswith("45.6 GiB peak | saturated 0.0010% | underflow 3.12% | skipped 0")
     assert "MFU" not in line
+    clamped = step(7, saturated_tensors=12.0, input_saturation_fraction=0.0421, grad_output_saturation_fraction=0.0)
+    line = step_line(clamped, 300, peak_flops=None, eta_seconds=None)
+    assert " | clamped in 12 tensors (0.042 of inputs) | skipped 0" in line
+    healthy = step(7, saturated_tensors=0.0, input_saturation_fraction=0.0)
+    assert "clamped" not in step_line(healthy, 300, peak_flops=None, eta_seconds=None)
 
 
 def test_lines_come_every_interval_first_last_and_on_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

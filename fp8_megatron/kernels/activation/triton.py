@@ -19,13 +19,19 @@ from ...formats import MAX_FINITE
 from ..quantize.grad_output_triton import check_layouts
 from ..quantize.triton import (
     MAX_PARTIALS,
+    add_cast,
+    add_clamped,
     encode,
     larger_magnitude,
     load_inside,
     magnitude_bits,
+    may_clamp,
+    num_clamped,
     partials_to_amax,
     raise_amax,
     reciprocal,
+    recorded,
+    rolled,
     room_for_scale,
     store_transposed,
     sum_of_programs,
@@ -126,7 +132,7 @@ def _activation_amax(
 @triton.jit
 def _swiglu_quantize(
     z, payload, scale, partials, amax_out, T, F, num_partials,
-    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD_AMAX: tl.constexpr,
+    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     rows, columns = _tile(tl.num_programs(0) - 1 - tl.program_id(0), F, ROWS, COLUMNS)
@@ -136,14 +142,27 @@ def _swiglu_quantize(
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     quantized = encode(value, inverse, FP_MAX, payload.dtype.element_ty)
     tl.store(payload + rows.to(tl.int64) * F + columns, quantized, mask=mask)
-    if RECORD_AMAX:
-        raise_amax(amax_out, tl.max(magnitude_bits(value)))
+    if RECORD:
+        bits = tl.max(magnitude_bits(value))
+        raise_amax(amax_out, bits)
+        if RECORD > 1:
+            if may_clamp(bits, inverse, FP_MAX):  # computed again, a row at a time: healthy tiles pay nothing for it
+                first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) // tl.cdiv(F, COLUMNS) * ROWS
+                count = tl.zeros([1], tl.int32)
+                for row in range(0, rolled(ROWS, bits)):
+                    inside = (first_row + row < T) & (columns < F)
+                    one_row = first_row + row + tl.zeros([1, 1], tl.int32)
+                    gate, up = _load_inputs(z, one_row, columns, inside, F, True)
+                    count += num_clamped(_value(gate, up, True), inverse, FP_MAX)
+                add_clamped(amax_out, tl.sum(count))
+            if tl.program_id(0) == 0:
+                add_cast(amax_out, T, F)
 
 
 @triton.jit
 def _gelu_quantize(
     z, payload, scale, partials, amax_out, n, num_partials,
-    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD_AMAX: tl.constexpr,
+    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
     EVEN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """Treats the elements as one row, because columns do not matter."""
@@ -161,16 +180,27 @@ def _gelu_quantize(
         value = load_inside(z + at, mask, EVEN).to(tl.float32)
         value = _value(value, value, False)
         tl.store(payload + at, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
-        if RECORD_AMAX:
+        if RECORD:
             largest = larger_magnitude(largest, value)
-    if RECORD_AMAX:
-        raise_amax(amax_out, tl.max(magnitude_bits(largest)))
+    if RECORD:
+        bits = tl.max(magnitude_bits(largest))
+        raise_amax(amax_out, bits)
+        if RECORD > 1:
+            if may_clamp(bits, inverse, FP_MAX):  # computed again: healthy tiles pay nothing for the count
+                count = tl.zeros([1], tl.int32)
+                for index in range(0, TILES):
+                    at = index * TILE + offsets
+                    again = load_inside(z + at, start + at < n, False).to(tl.float32)
+                    count += num_clamped(_value(again, again, False), inverse, FP_MAX)
+                add_clamped(amax_out, tl.sum(count))
+            if tl.program_id(0) == 0:
+                add_cast(amax_out, n, 1)
 
 
 @triton.jit
 def _grad_rows(
     grad, z, payload, offsets, z_offsets, mask, F, inverse, activation_inverse, largest, sums_first, sums_second,
-    FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, RECORD_AMAX: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+    FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr, activation_dtype: tl.constexpr,
 ):  # fmt: skip
     """Every fourth row of a tile: (activation, gradient by first, by second) in FP8, and the updated amax and column
@@ -186,7 +216,7 @@ def _grad_rows(
     value, d_first, d_second = _value_and_derivatives(first, second, GATED)
     activation = encode(value, activation_inverse, ACTIVATION_MAX, activation_dtype)
     g_first = g * d_first
-    if RECORD_AMAX:
+    if RECORD:
         largest = larger_magnitude(largest, g_first)
     if SUM_COLUMNS:
         sums_first += g_first
@@ -194,7 +224,7 @@ def _grad_rows(
     q_second = q_first
     if GATED:
         g_second = g * d_second
-        if RECORD_AMAX:
+        if RECORD:
             largest = larger_magnitude(largest, g_second)
         if SUM_COLUMNS:
             sums_second += g_second
@@ -209,7 +239,7 @@ def _activation_backward_tiles(
     grad, z, payload, payload_t, activation_t, scale, activation_scale, partials, amax_out, column_sums,
     T, F, num_partials,
     FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    RECORD_AMAX: tl.constexpr, SUM_COLUMNS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """`TILES` tiles, one below the other, with 32-bit offsets inside."""
@@ -241,20 +271,20 @@ def _activation_backward_tiles(
             mask = (first_row + tile + rows < T) & (k0 + columns < F)
         a0, p0, s0, largest, sums_first, sums_second = _grad_rows(
             g_tile, z_tile, p_tile, offsets, z_offsets, mask, F, inverse, a_inverse, largest, sums_first, sums_second,
-            FP_MAX, ACTIVATION_MAX, RECORD_AMAX, SUM_COLUMNS, GATED, EVEN, dtype, a_dtype,
+            FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, GATED, EVEN, dtype, a_dtype,
         )  # fmt: skip
         a1, p1, s1, largest, sums_first, sums_second = _grad_rows(
             g_tile + F, z_tile + width, p_tile + width, offsets, z_offsets, mask, F, inverse, a_inverse, largest,
-            sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD_AMAX, SUM_COLUMNS, GATED, EVEN, dtype, a_dtype,
+            sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, GATED, EVEN, dtype, a_dtype,
         )  # fmt: skip
         a2, p2, s2, largest, sums_first, sums_second = _grad_rows(
             g_tile + 2 * F, z_tile + 2 * width, p_tile + 2 * width, offsets, z_offsets, mask, F, inverse, a_inverse,
-            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD_AMAX, SUM_COLUMNS, GATED, EVEN, dtype,
+            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, GATED, EVEN, dtype,
             a_dtype,
         )  # fmt: skip
         a3, p3, s3, largest, sums_first, sums_second = _grad_rows(
             g_tile + 3 * F, z_tile + 3 * width, p_tile + 3 * width, offsets, z_offsets, mask, F, inverse, a_inverse,
-            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD_AMAX, SUM_COLUMNS, GATED, EVEN, dtype,
+            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, GATED, EVEN, dtype,
             a_dtype,
         )  # fmt: skip
         m0 = first_row + tile
@@ -263,14 +293,34 @@ def _activation_backward_tiles(
         if GATED:
             second_t = payload_t + tl.cast(F, tl.int64) * T
             store_transposed(s0, s1, s2, s3, second_t, m0, k0, T, F, TILE_M, TILE_K, EVEN)
-    if RECORD_AMAX:
-        raise_amax(amax_out, tl.max(magnitude_bits(largest)))
+    if RECORD:
+        bits = tl.max(magnitude_bits(largest))
+        raise_amax(amax_out, bits)
     if SUM_COLUMNS:
         k = k0 + tl.arange(0, TILE_K)
         base = column_sums + tl.cast(block, tl.int64) * width + k
         tl.store(base, tl.sum(sums_first, axis=0), mask=k < F)
         if GATED:
             tl.store(base + F, tl.sum(sums_second, axis=0), mask=k < F)
+    if RECORD > 1:
+        if may_clamp(bits, inverse, FP_MAX):  # computed again: healthy tiles pay nothing for the count
+            count = tl.zeros([1], tl.int32)
+            for index in range(0, TILES):
+                for row in range(0, rolled(4, bits)):
+                    at = index * TILE_M + rows + row
+                    inside = (first_row + at < T) & (k0 + columns < F)
+                    first = load_inside(z + at * width + columns, inside, False).to(tl.float32)
+                    second = first
+                    if GATED:
+                        second = load_inside(z + F + at * width + columns, inside, False).to(tl.float32)
+                    g = load_inside(grad + at * F + columns, inside, False).to(tl.float32)
+                    _, d_first, d_second = _value_and_derivatives(first, second, GATED)
+                    count += num_clamped(g * d_first, inverse, FP_MAX)
+                    if GATED:
+                        count += num_clamped(g * d_second, inverse, FP_MAX)
+            add_clamped(amax_out, tl.sum(count))
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            add_cast(amax_out, T, width)
 
 
 def _partial_amaxes(z: Tensor, grad: Tensor | None, kind: str) -> tuple[Tensor, int]:
@@ -311,13 +361,13 @@ def activation_quantize(
         per_program = _FLAT_TILE * _FLAT_TILES
         _gelu_quantize[(cdiv(z.numel(), per_program),)](
             z, payload, used, partials, amax_taken, z.numel(), num_partials,
-            MAX_FINITE[dtype], current, power_of_two, amax_out is not None, z.numel() % per_program == 0,
+            MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), z.numel() % per_program == 0,
             _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES, MAX_PARTIALS, num_warps=_NUM_WARPS,
         )  # fmt: skip
         return payload, taken
     _swiglu_quantize[(cdiv(T, _ROWS) * cdiv(F, _COLUMNS),)](
         z, payload, used, partials, amax_taken, T, F, num_partials,
-        MAX_FINITE[dtype], current, power_of_two, amax_out is not None, _ROWS, _COLUMNS,
+        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _ROWS, _COLUMNS,
         MAX_PARTIALS, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return payload, taken
@@ -360,7 +410,7 @@ def activation_backward_quantize(
     _activation_backward_tiles[(cdiv(F, _TILE_K), blocks)](
         grad, z, payload, payload_t, activation_t, used, activation_scale, partials,
         used if amax_out is None else amax_out, sums, T, F, num_partials,
-        MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, amax_out is not None, column_sums,
+        MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, recorded(amax_out), column_sums,
         gated, is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
     )  # fmt: skip
     return payload, payload_t, activation_t, sum_of_programs(sums)[0], taken

@@ -23,7 +23,7 @@ from .cuda_plan import NUM_SUMS, plan
 logger = logging.getLogger(__name__)
 
 _SOURCE, _FUNCTION = "norm_backward_quantize.cu", "norm_backward_quantize"
-_PARAMETERS = [*[ctypes.c_uint64] * 12, ctypes.c_long]
+_PARAMETERS = [*[ctypes.c_uint64] * 13, ctypes.c_long]
 _FIRST_CAPABILITY = (9, 0)
 #: Alignment of every operand in bytes, for vectors and bulk copies.
 _ALIGNMENT = 16
@@ -80,6 +80,7 @@ def norm_backward_quantize(
         payload_t.data_ptr(),
         sums.data_ptr(),
         0 if amax_out is None else amax_out.data_ptr(),
+        0 if amax_out is None or amax_out.numel() == 1 else amax_out.data_ptr() + amax_out.element_size(),
         T,
     )
     grad_weight, grad_bias, column_sums = sum_of_programs(sums).unbind()

@@ -22,14 +22,19 @@ from ...formats import MAX_FINITE
 from ..quantize.grad_output_triton import check_layouts
 from ..quantize.triton import (
     MAX_PARTIALS,
+    add_cast,
+    add_clamped,
     encode,
     larger_magnitude,
     load_inside,
     magnitude_bits,
+    may_clamp,
     no_values,
+    num_clamped,
     partials_to_amax,
     raise_amax,
     reciprocal,
+    recorded,
     room_for_scale,
     store_transposed,
     sum_of_programs,
@@ -93,7 +98,7 @@ def _norm_amax(
 @triton.jit
 def _norm_quantize(
     x, weight, bias, payload, scale, partials, amax_out, mean_out, rstd_out, T, K, eps, num_partials,
-    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD_AMAX: tl.constexpr,
+    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
     RMS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
@@ -118,13 +123,25 @@ def _norm_quantize(
             tl.store(mean_out + rows, mean, mask=rows < T)
         tl.store(rstd_out + rows, rstd, mask=rows < T)
         tl.store(payload + base + offsets, encode(y, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
-        if RECORD_AMAX:
+        if RECORD:
             if EVEN:
                 largest = larger_magnitude(largest, y)
             else:
                 largest = larger_magnitude(largest, tl.where(mask, y, 0.0))
-    if RECORD_AMAX:
-        raise_amax(amax_out, tl.max(magnitude_bits(largest)))
+    if RECORD:
+        bits = tl.max(magnitude_bits(largest))
+        raise_amax(amax_out, bits)
+        if RECORD > 1:
+            if may_clamp(bits, inverse, FP_MAX):  # computed again: healthy rows pay nothing for the count
+                count = tl.zeros([1], tl.int32)
+                for start in range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS):
+                    inside = ((start + lane) < T)[:, None] & (columns < K)
+                    again = load_inside(x + tl.cast(start, tl.int64) * K + offsets, inside, False).to(tl.float32)
+                    y, _, _ = _normalize(again, w, b, inside, K, eps, RMS, HAS_BIAS, False)
+                    count += num_clamped(tl.where(inside, y, 0.0), inverse, FP_MAX)
+                add_clamped(amax_out, tl.sum(count))
+            if tl.program_id(0) == 0:
+                add_cast(amax_out, T, K)
 
 
 @triton.jit
@@ -302,7 +319,7 @@ def norm_quantize(
     used = taken if scale is None else scale
     _norm_quantize[(min(cdiv(T, rows), most),)](
         x, weight, bias if has_bias else weight, payload, used, partials, used if amax_out is None else amax_out,
-        mean, rstd, T, K, eps, num_partials, MAX_FINITE[dtype], current, power_of_two, amax_out is not None, rms,
+        mean, rstd, T, K, eps, num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), rms,
         has_bias, is_even, rows, block, _STAGES, MAX_PARTIALS, num_warps=4 if block <= _FORWARD_ELEMENTS else 16,
     )  # fmt: skip
     return payload, taken, mean, rstd

@@ -20,13 +20,18 @@ from ...formats import MAX_FINITE
 from ..sizes import cdiv
 from .triton import (
     MAX_PARTIALS,
+    add_cast,
+    add_clamped,
     encode,
     larger_magnitude,
     magnitude_bits,
+    may_clamp,
     no_values,
+    num_clamped,
     partial_amaxes,
     raise_amax,
     reciprocal,
+    recorded,
     room_for_scale,
     store_transposed,
     sum_of_programs,
@@ -48,7 +53,7 @@ def _load_rows(x, rows, columns, mask, batch, stride_s, stride_b):
 def _quantize_grad_tiles(
     x, payload, payload_t, scale, partials, amax_out, column_sums,
     T, batch, stride_s, stride_b, stride_g, width, group_width, first_column, columns_total, num_partials,
-    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD_AMAX: tl.constexpr,
+    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
@@ -84,8 +89,18 @@ def _quantize_grad_tiles(
     tl.store(target + 3 * columns_total, q3, mask=mask)
     if TRANSPOSED:
         store_transposed(q0, q1, q2, q3, payload_t, m0, k0, T, end, TILE_M, TILE_K)
-    if RECORD_AMAX:
-        raise_amax(amax_out, tl.max(magnitude_bits(largest)))
+    if RECORD:
+        bits = tl.max(magnitude_bits(largest))
+        raise_amax(amax_out, bits)
+        if RECORD > 1:
+            if may_clamp(bits, inverse, FP_MAX):  # read again: healthy tiles keep no values for this
+                count = tl.zeros([1], tl.int32)
+                for row in range(0, 4):
+                    again = _load_rows(source, rows + row, columns, mask, batch, stride_s, stride_b)
+                    count += num_clamped(again, inverse, FP_MAX)
+                add_clamped(amax_out, tl.sum(count))
+            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+                add_cast(amax_out, T, tl.num_programs(0) // tiles_a_group * width)
     if SUM_COLUMNS:
         pointers = column_sums + block.to(tl.int64) * columns_total + k0 + tl.arange(0, TILE_K)
         tl.store(pointers, tl.sum(sums, axis=0), mask=within + tl.arange(0, TILE_K) < width)
@@ -154,7 +169,7 @@ def _quantize_grads(
         _quantize_grad_tiles[(groups * cdiv(width, _TILE_K), blocks)](
             grad, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums,
             T, batch, grad.stride(0), grad.stride(1), grad.stride(2), width, group_width, first_column, total,
-            num_partials, MAX_FINITE[dtype], current, power_of_two, amax_out is not None, column_sums,
+            num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums,
             transposed, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
         )  # fmt: skip
         first_column += width

@@ -12,9 +12,27 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ...formats import CLAMPED_ABOVE
 from ..reference import amax, encode, scale_from_amax
 from ..registration import operator
 from ..shapes import fp32, layouts, taken_scale
+
+
+def record_(record: Tensor, x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    """Record what a cast of `x` with a given scale sees (delayed scaling), in place.
+
+    Args:
+        record: FP32 [1], raised to the amax of `x`. Or FP32 [3]: then the number of elements that the cast clamps
+            (`formats.CLAMPED_ABOVE`) and the number of all elements are added to the others.
+    """
+    largest = amax(x)
+    torch.maximum(record[:1], largest, out=record[:1])
+    if record.numel() == 1:
+        return
+    inverse, limit = scale.reciprocal(), CLAMPED_ABOVE[dtype]
+    if not bool(largest * inverse <= limit):
+        record[1] += ((x.float() * inverse).abs() > limit).sum()
+    record[2] += x.numel()
 
 
 @operator(
@@ -45,13 +63,13 @@ def quantize_with_scale(
     """Quantise `x` [M, K] with a given FP32 scale [1], in either layout or both; values beyond it saturate.
 
     Args:
-        amax_out: FP32 [1]; if given, raised to the amax of `x`. Delayed scaling records it in the same pass.
+        amax_out: FP32 [1] or [3]; if given, what the cast sees is recorded there (`record_`), in the same pass.
 
     Returns:
         payload [M, K] (empty unless `rowwise`), its transpose [K, M] (empty unless `transposed`).
     """
     if amax_out is not None:
-        torch.maximum(amax_out, amax(x), out=amax_out)
+        record_(amax_out, x, scale, dtype)
     payload = encode(x, scale, dtype)
     empty = payload.new_empty(0)
     return payload if rowwise else empty, payload.t().contiguous() if transposed else empty
@@ -104,7 +122,7 @@ def quantize_with_or_without_scale(
         taken = scale_from_amax(amax(values), dtype, power_of_two=power_of_two)
         return encode(values, taken, dtype), taken
     if amax_out is not None:
-        torch.maximum(amax_out, amax(values), out=amax_out)
+        record_(amax_out, values, scale, dtype)
     return encode(values, scale, dtype), scale.new_empty(0)
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import MAX_FINITE
+from ...formats import CLAMPED_ABOVE, E4M3, E5M2, MAX_FINITE
 from ..sizes import cdiv
 
 # Programs of the amax pass. They are few enough that each program of the cast can reduce all of their results again
@@ -38,6 +38,9 @@ _SUM_WARPS = 4
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 _INF_BITS = tl.constexpr(0x7F800000)
+_E4M3_MAX = tl.constexpr(MAX_FINITE[E4M3])
+_E4M3_CLAMPED_ABOVE = tl.constexpr(CLAMPED_ABOVE[E4M3])
+_E5M2_CLAMPED_ABOVE = tl.constexpr(CLAMPED_ABOVE[E5M2])
 
 
 @triton.jit
@@ -142,6 +145,44 @@ def raise_amax(amax_out, bits):
 
 
 @triton.jit
+def is_clamped(x, inverse, FP_MAX: tl.constexpr):
+    """Whether the cast clamps x; False for a NaN."""
+    LIMIT: tl.constexpr = _E4M3_CLAMPED_ABOVE if FP_MAX == _E4M3_MAX else _E5M2_CLAMPED_ABOVE
+    return tl.abs(x.to(tl.float32) * inverse) > LIMIT
+
+
+@triton.jit
+def num_clamped(x, inverse, FP_MAX: tl.constexpr):
+    """How many elements of a tile the cast clamps."""
+    return tl.sum(is_clamped(x, inverse, FP_MAX).to(tl.int32))
+
+
+@triton.jit
+def may_clamp(bits, inverse, FP_MAX: tl.constexpr):
+    """Whether the cast clamps anything among values whose largest magnitude is given by its bits; True for a NaN."""
+    return is_clamped(bits.to(tl.float32, bitcast=True), inverse, FP_MAX) | (bits > _INF_BITS)
+
+
+@triton.jit
+def rolled(n, bits):
+    """n, as a number that the compiler does not know (`bits` are of a magnitude): unrolled, a rare loop takes registers
+    from the others."""
+    return n + (bits >> 31)
+
+
+@triton.jit
+def add_clamped(record, count):
+    # Whole numbers in FP32: the order of the programs does not matter below 2²⁴.
+    tl.atomic_add(record + 1, count.to(tl.float32), sem="relaxed")
+
+
+@triton.jit
+def add_cast(record, rows, columns):
+    """Add rows · columns elements; called by one program of a launch."""
+    tl.atomic_add(record + 2, (tl.cast(rows, tl.int64) * columns).to(tl.float32), sem="relaxed")
+
+
+@triton.jit
 def _quantize_flat(
     x,
     payload,
@@ -153,7 +194,7 @@ def _quantize_flat(
     FP_MAX: tl.constexpr,
     CURRENT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    RECORD_AMAX: tl.constexpr,
+    RECORD: tl.constexpr,
     EVEN: tl.constexpr,
     TILE: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
@@ -169,8 +210,19 @@ def _quantize_flat(
         value = tl.load(x + start + offsets, mask=mask, other=0.0)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     tl.store(payload + start + offsets, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
-    if RECORD_AMAX:
-        raise_amax(amax_out, tl.max(magnitude_bits(value), axis=0))
+    if RECORD:
+        bits = tl.max(magnitude_bits(value), axis=0)
+        raise_amax(amax_out, bits)
+        if RECORD > 1:
+            if may_clamp(bits, inverse, FP_MAX):  # read again, in parts: healthy tiles keep no registers for this
+                PART: tl.constexpr = TILE // 8
+                count = tl.zeros([1], tl.int32)
+                for part in range(0, 8):
+                    at = start + part * PART + tl.arange(0, PART)
+                    count += num_clamped(tl.load(x + at, mask=at < n, other=0.0), inverse, FP_MAX)
+                add_clamped(amax_out, tl.sum(count))
+            if start == 0:
+                add_cast(amax_out, n, 1)
 
 
 # Bytes a0…a3, b0…b3, c0…c3, d0…d3 of four registers → words (a0 b0 c0 d0), …, (a3 b3 c3 d3). Written with shifts of
@@ -224,7 +276,7 @@ def _quantize_tiles(
     CURRENT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     ROWWISE: tl.constexpr,
-    RECORD_AMAX: tl.constexpr,
+    RECORD: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
@@ -252,11 +304,23 @@ def _quantize_tiles(
         tl.store(payload + offsets + 2 * K, q2, mask=mask)
         tl.store(payload + offsets + 3 * K, q3, mask=mask)
     store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
-    if RECORD_AMAX:
-        bits = tl.maximum(
+    if RECORD:
+        tile_bits = tl.maximum(
             tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
         )
-        raise_amax(amax_out, tl.max(bits))
+        bits = tl.max(tile_bits)
+        raise_amax(amax_out, bits)
+        if RECORD > 1:
+            if may_clamp(bits, inverse, FP_MAX):
+                count = tl.zeros([1], tl.int32)
+                for part in range(0, TILE_M // 8):
+                    again_rows = m0 + 8 * part + tl.arange(0, 8)[:, None]
+                    inside = (again_rows < M) & (columns < K)
+                    again = tl.load(x + again_rows.to(tl.int64) * K + columns, mask=inside, other=0.0)
+                    count += num_clamped(again, inverse, FP_MAX)
+                add_clamped(amax_out, tl.sum(count))
+            if tile == 0:
+                add_cast(amax_out, M, K)
 
 
 @triton.jit
@@ -285,6 +349,11 @@ def no_values(dtype: torch.dtype, device: torch.device) -> Tensor:
 def room_for_scale(current: bool, device: torch.device) -> Tensor:
     """FP32 [1], memory for the scale that a kernel takes; empty if the scale is given."""
     return torch.empty(1, dtype=torch.float32, device=device) if current else no_values(torch.float32, device)
+
+
+def recorded(record: Tensor | None) -> int:
+    """How many numbers a cast records (`reference.record_`): 0, 1 or 3."""
+    return 0 if record is None else record.numel()
 
 
 def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]:
@@ -348,7 +417,6 @@ def _quantize(
     nothing = no_values(dtype, x.device)
     payload = torch.empty((M, K), dtype=dtype, device=x.device) if rowwise else nothing
     payload_t = torch.empty((K, M), dtype=dtype, device=x.device) if transposed else nothing
-    record_amax = amax_out is not None
     if transposed:
         if M % 4:
             raise ValueError(f"a transposed FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
@@ -358,7 +426,7 @@ def _quantize(
             payload_t,
             scale,
             partials,
-            amax_out if record_amax else scale,
+            scale if amax_out is None else amax_out,
             M,
             K,
             num_partials,
@@ -366,7 +434,7 @@ def _quantize(
             current,
             power_of_two,
             rowwise,
-            record_amax,
+            recorded(amax_out),
             _TILE_M,
             _TILE_K,
             MAX_PARTIALS,
@@ -381,13 +449,13 @@ def _quantize(
             payload,
             scale,
             partials,
-            amax_out if record_amax else scale,
+            scale if amax_out is None else amax_out,
             n,
             num_partials,
             fp_max,
             current,
             power_of_two,
-            record_amax,
+            recorded(amax_out),
             n % _CAST_TILE == 0,
             _CAST_TILE,
             MAX_PARTIALS,

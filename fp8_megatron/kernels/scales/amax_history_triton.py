@@ -46,7 +46,6 @@ def _examine_records(
     roles = tl.arange(0, ROLES)
     saturated_sum = tl.zeros([ROLES], tl.float32)
     cast_sum = tl.zeros([ROLES], tl.float32)
-    underflowed_sum = tl.zeros([ROLES], tl.float32)
     tensors_sum = tl.zeros([ROLES], tl.float32)
     for start in range(0, n, SLOTS):
         slots = start + tl.arange(0, SLOTS)
@@ -65,11 +64,9 @@ def _examine_records(
         tensors = ((bits.to(tl.float32, bitcast=True) * inverse > limit) & inside).to(tl.float32)
         saturated = tl.load(record + slots * SIZE + 1, mask=inside, other=0.0)
         cast = tl.load(record + slots * SIZE + 2, mask=inside, other=0.0)
-        underflowed = tl.load(record + slots * SIZE + 3, mask=inside, other=0.0)
         has_role = (tl.load(role + slots, mask=inside, other=-1)[None, :] == roles[:, None]).to(tl.float32)
         saturated_sum += tl.sum(has_role * saturated[None, :], axis=1)
         cast_sum += tl.sum(has_role * cast[None, :], axis=1)
-        underflowed_sum += tl.sum(has_role * underflowed[None, :], axis=1)
         tensors_sum += tl.sum(has_role * tensors[None, :], axis=1)
     worst_order = beyond
     if worst > 0.0:
@@ -85,8 +82,7 @@ def _examine_records(
     sums = report + HEAD + roles * SUMS
     tl.store(sums, saturated_sum, mask=roles < NUM_ROLES)
     tl.store(sums + 1, cast_sum, mask=roles < NUM_ROLES)
-    tl.store(sums + 2, underflowed_sum, mask=roles < NUM_ROLES)
-    tl.store(sums + 3, tensors_sum, mask=roles < NUM_ROLES)
+    tl.store(sums + 2, tensors_sum, mask=roles < NUM_ROLES)
     if first < beyond:
         tl.store(square_sum, float("nan"))
     elif worst > most_saturated:

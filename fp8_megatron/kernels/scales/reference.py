@@ -17,14 +17,14 @@ SAMPLED_FROM = 2**20
 SAMPLE_BLOCK, SAMPLE_EVERY = 128, 16
 
 
-#: Places of a slot's record, FP32 [4]: the amax of what was cast in the step, how many elements were clamped, how many
-#: were cast, and how many non-zero ones became zero (counted on measured steps only).
-AMAX, SATURATED, CAST, UNDERFLOWED = range(4)
+#: Places of a slot's record: the amax of what was cast in the step, how many elements were clamped, and how many were
+#: cast (`quantize.reference.record_`). A record is FP32 [4], aligned; the fourth is not used.
+AMAX, SATURATED, CAST = range(3)
 RECORD_SIZE = 4
 #: A report begins with the first non-finite slot, the largest saturated fraction of a slot, and that slot.
 REPORT_HEAD = 3
-#: Then come sums over the slots of each role: saturated, cast and underflowed elements, and saturated tensors.
-REPORT_SUMS = 4
+#: Then come sums over the slots of each role: saturated and cast elements, and saturated tensors.
+REPORT_SUMS = 3
 
 
 @operator(
@@ -55,9 +55,9 @@ def examine_records_(
             fraction is above `most_saturated`.
 
     Returns:
-        FP32 [n], the amaxes of both kinds; inf where one is not finite. FP32 [3 + 4 · num_roles], the report: `order`
+        FP32 [n], the amaxes of both kinds; inf where one is not finite. FP32 [3 + 3 · num_roles], the report: `order`
         of the first slot that is not finite (0: none), the largest saturated fraction, `order` of its slot (0: none);
-        then for each role saturated, cast and underflowed elements and the number of saturated tensors.
+        then for each role saturated and cast elements and the number of saturated tensors.
     """
     amax = torch.maximum(record[:, AMAX], written[:, :, 0].amax(dim=1))
     is_finite = torch.isfinite(amax)
@@ -71,7 +71,7 @@ def examine_records_(
         [torch.where(first == beyond, 0, first), worst, torch.where(worst_order == beyond, 0, worst_order)]
     )
     saturated = (amax * scales[:, 0].reciprocal()) > clamped_above
-    columns = torch.stack([record[:, SATURATED], record[:, CAST], record[:, UNDERFLOWED], saturated.float()])
+    columns = torch.stack([record[:, SATURATED], record[:, CAST], saturated.float()])
     sums = [torch.where(role == index, columns, 0.0).sum(dim=1) for index in range(num_roles)]
     if bool(first != beyond):
         square_sum += math.nan
