@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.run_state import Progress
-from ..config.io import save_config
+from ..config.io import format_config, save_config
 from ..config.schema import Config
 from ..mcore.topology import Topology
 from ..planning.memory import predict_memory
@@ -23,6 +23,20 @@ from .build import TrainingState, measured_storage
 from .step_results import StepResult
 
 logger = logging.getLogger(__name__)
+
+
+def log_settings(config: Config) -> None:
+    """Log all settings, and a warning if the warm-up is cut."""
+    logger.info("configuration (* differs from the default)\n%s", format_config(config))
+    asked, train_iters = config.optimizer.lr_warmup_iters, config.training.train_iters
+    steps = config.optimizer.warmup_iters(train_iters)
+    if steps < asked:
+        logger.warning(
+            "lr_warmup_iters(%d) does not fit into train_iters(%d): the warm-up is cut to %d steps",
+            asked,
+            train_iters,
+            steps,
+        )
 
 
 class RunReport:

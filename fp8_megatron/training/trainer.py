@@ -18,7 +18,6 @@ from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.run_state import Progress, Resumable
 from ..config.checks import check_config
 from ..config.folder_checks import named_output_dir
-from ..config.io import format_config
 from ..config.schema import Config
 from ..device import device as devices
 from ..kernels import ops
@@ -39,7 +38,7 @@ from .graph_choice import GraphChoice, choose_graph
 from .room import check_memory, check_room
 from .run_data import RunData, open_run_data
 from .run_events import RunEvents
-from .run_report import RunReport
+from .run_report import RunReport, log_settings
 from .run_start import RunStart, checkpoint_writer, starting_run
 from .step_results import Mark, PendingStep, StepResult
 from .stopping import NonFiniteGuard, SignalHandler, StopReason, TrainingDiverged
@@ -146,9 +145,8 @@ class _Run:
         check_memory(config, topology, device, self.data.vocab_size)
         check_room(config, start, topology, self.data.vocab_size)
         if self.is_writer:
-            logger.info("configuration (* differs from the default)\n%s", format_config(config))
+            log_settings(config)
             graph_choice.log()
-            _log_cut_warmup(config)
         self.state: TrainingState = build_training_state(
             config, self.data.vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
         )
@@ -381,18 +379,6 @@ def _replica_check(config: Config, state: TrainingState) -> ReplicaCheck | None:
         world=topology.world,
         device=state.device,
     )
-
-
-def _log_cut_warmup(config: Config) -> None:
-    asked, train_iters = config.optimizer.lr_warmup_iters, config.training.train_iters
-    steps = config.optimizer.warmup_iters(train_iters)
-    if steps < asked:
-        logger.warning(
-            "lr_warmup_iters(%d) does not fit into train_iters(%d): the warm-up is cut to %d steps",
-            asked,
-            train_iters,
-            steps,
-        )
 
 
 def _output_dir(config: Config) -> Path:

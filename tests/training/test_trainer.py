@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fp8_megatron.reporting.step_figures import StepFigures
 from fp8_megatron.training import train_step as train_step_module
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.batches import Batch
+from fp8_megatron.training.run_report import log_settings
 from fp8_megatron.training.stopping import TrainingDiverged
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
@@ -234,11 +236,11 @@ def test_another_global_batch_reads_on_where_the_last_one_stopped(
     read = _Read(monkeypatch)
     checkpoints = tmp_path / "checkpoints"
     consumed = []
-    for batch, train_iters in ((2, 4), (6, 6), (2, 20)):
+    for batch, train_iters in ((2, 4), (6, 6), (2, 10)):
         settings = {"global_batch_size": batch, "train_iters": train_iters}
         records = fit(tmp_path / str(batch), save=checkpoints, load=checkpoints, **settings)
         consumed.append(records[-1]["consumed_samples"])
-    assert consumed == [4 * 2, 4 * 2 + 2 * 6, 4 * 2 + 2 * 6 + 14 * 2]
+    assert consumed == [4 * 2, 4 * 2 + 2 * 6, 4 * 2 + 2 * 6 + 4 * 2]
     in_pieces, read.samples = read.samples, []
     fit(tmp_path / "straight", global_batch_size=2, train_iters=consumed[-1] // 2)
     assert in_pieces == read.samples and len(set(in_pieces)) == consumed[-1]
@@ -403,6 +405,19 @@ def test_recomputation_changes_nothing(tmp_path: Path, recompute: dict, recipe: 
     assert steps(fit(tmp_path / "recomputed", **settings, **recompute)) == steps(fit(tmp_path / "kept", **settings))
 
 
+@pytest.fixture(scope="module")
+def o3_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], list[float]]:
+    """Losses of 10 steps with the default settings, by global batch size; each is trained once."""
+
+    @functools.cache
+    def losses(global_batch_size: int | None) -> list[float]:
+        folder = tmp_path_factory.mktemp("default")
+        torch.manual_seed(0)
+        return [loss for _, loss, _ in steps(fit(folder, train_iters=10, lr=1e-3, global_batch_size=global_batch_size))]
+
+    return losses
+
+
 @pytest.mark.parametrize(
     "dtypes",
     [
@@ -418,10 +433,11 @@ def test_recomputation_changes_nothing(tmp_path: Path, recompute: dict, recipe: 
     ],
     ids=lambda dtypes: "-".join(map(str, dtypes.values())),
 )
-def test_every_setting_of_its_own_trains(tmp_path: Path, dtypes: dict) -> None:
+def test_every_setting_of_its_own_trains(
+    tmp_path: Path, o3_losses: Callable[[int | None], list[float]], dtypes: dict
+) -> None:
     """10 steps stay within 3% of O3's losses (FP8 masters, the coarsest, drift by up to 1% here)."""
-    batch = {"global_batch_size": dtypes.get("global_batch_size")}
-    expected = [loss for _, loss, _ in steps(fit(tmp_path / "default", train_iters=10, lr=1e-3, **batch))]
+    expected = o3_losses(dtypes.get("global_batch_size"))
     measured = [loss for _, loss, _ in steps(fit(tmp_path / "set", train_iters=10, lr=1e-3, **dtypes))]
     assert measured == pytest.approx(expected, rel=0.03)
     assert measured != expected
@@ -445,6 +461,7 @@ def test_a_warm_up_that_does_not_fit_is_cut_with_a_line_in_the_log(
     warmup_iters: int, expected: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of 4 steps; a short try of a model's configuration needs no other flag."""
-    trainer_module._log_cut_warmup(parse_config(["--train-iters", "4", "--lr-warmup-iters", str(warmup_iters)]))
-    assert ([expected] if expected else []) == [text[-17:] for text in caplog.messages]
-    assert all(f"lr_warmup_iters({warmup_iters}) does not fit into train_iters(4)" in text for text in caplog.messages)
+    log_settings(parse_config(["--train-iters", "4", "--lr-warmup-iters", str(warmup_iters)]))
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert ([expected] if expected else []) == [text[-17:] for text in warned]
+    assert all(f"lr_warmup_iters({warmup_iters}) does not fit into train_iters(4)" in text for text in warned)
