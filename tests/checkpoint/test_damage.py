@@ -178,6 +178,14 @@ def test_what_is_ignored_is_said(ranks: RankPool, tmp_path: Path) -> None:
     ]
 
 
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one rank, to be read alone."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks.run(run_tiny_on_a_rank, CONFIG, 2, None, folder, num_ranks=1)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
@@ -200,12 +208,11 @@ def test_what_is_ignored_is_said(ranks: RankPool, tmp_path: Path) -> None:
     ],
     ids=["width", "depth", "ffn", "head", "biases", "attention heads"],
 )
-def test_another_models_checkpoint(ranks: RankPool, tmp_path: Path, model: ModelConfig, expected: str) -> None:
+def test_another_models_checkpoint(ranks: RankPool, saved: Path, model: ModelConfig, expected: str) -> None:
     """The first tensor or setting that differs is named with both shapes or values, alike on every rank."""
-    ranks.run(run_tiny_on_a_rank, CONFIG, 2, None, tmp_path, num_ranks=1)
     config = tiny_config(model, parallel=ParallelConfig(tensor_model_parallel_size=2))
     with pytest.raises(RankError, match=expected) as error:
-        ranks.run(run_tiny_on_a_rank, config, 1, tmp_path, None, num_ranks=2)
+        ranks.run(run_tiny_on_a_rank, config, 1, saved, None, num_ranks=2)
     assert "then rank" not in str(error.value) or "CheckpointError" in str(error.value).splitlines()[-1]
 
 
