@@ -11,17 +11,14 @@ The scale of a block is its amax; the largest code decodes to it exactly. A bloc
 its codes, and encoding an unchanged value again is exact.
 
 A moving average moves by (1 - beta) of the new value, often less than half a step between two codes. Rounded to
-nearest, it would stand still or only rise. The optimizer step therefore rounds **stochastically**: up with the
-probability that makes the average exact. The noise is a hash of (element, step, stream) in 32-bit integer arithmetic,
-so every run and every kernel computes the same noise.
+nearest, it would stand still or only rise. The optimizer step therefore rounds **stochastically** (see `rounding`): up
+with the probability that makes the average exact.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-EXP_AVG_STREAM, EXP_AVG_SQ_STREAM, MASTER_STREAM = 0, 1, 2
 
 
 def encode(x: Tensor, scale: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> Tensor:
@@ -66,23 +63,3 @@ def _expand(code: Tensor, dtype: torch.dtype) -> Tensor:
 def square_root(x: Tensor) -> Tensor:
     """√x of FP32, correctly rounded. (torch uses MKL's on a CPU, which is one unit off for one number in a hundred.)"""
     return x.double().sqrt().float()
-
-
-def rounding_noise(numel: int, step: Tensor, stream: int) -> Tensor:
-    """FP32 [numel], uniform in [0, 1): a hash of (element, step, stream).
-
-    Args:
-        step: [1], the count of the optimizer step, on the noise's device.
-        stream: 0 … 3, so that the states of one parameter are rounded independently.
-    """
-    key = _mix(step.to(torch.int32) * 4 + stream)
-    element = torch.arange(numel, device=step.device).to(torch.int32)
-    return (_mix(element ^ key) & 0xFFFFFF).float() * 2.0**-24
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32 bits (in int32) whose every output bit depends on every input bit: Wellons' "lowbias32"."""
-    # The masks make int32's arithmetic shifts logical; products wrap around.
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return x ^ ((x >> 16) & 0xFFFF)

@@ -1,4 +1,4 @@
-"""Companded integers in Triton: `companding.encode`, `decode` and `rounding_noise`, bit for bit.
+"""Companded integers in Triton: `companding.encode` and `decode`, bit for bit.
 
 For kernels compiled with ``enable_fp_fusion=False``: each product and sum is rounded separately, and fused operations
 are written as `fma`. The code is bound by instructions, not memory. IEEE's divisions and roots test for arguments out
@@ -31,35 +31,6 @@ def floor(x):
 def integer(x):
     """int32 of an FP32 integer in [0, 2²²)."""
     return (x + _INTEGER).to(tl.int32, bitcast=True) - _INTEGER_BITS
-
-
-@triton.jit
-def _mix(x):
-    """`companding._mix` of uint32."""
-    return _mix_on(x ^ (x >> 16))
-
-
-@triton.jit
-def _mix_on(x):
-    """`_mix` after its first step."""
-    x = x * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def rounding_noise(start, offsets, num_step, STREAM: tl.constexpr):
-    """2²⁴ times `companding.rounding_noise`, of a tile of flat storage at an FP32 step count.
-
-    Args:
-        start: the tile's first element, a multiple of the tile's size; counted modulo 2³².
-        offsets: int32 positions in the tile. The tile's size is a power of two up to 2¹⁶, so the offsets lie below the
-            bits that the first step of the hash moves, and that step is done once per tile.
-    """
-    key = _mix((num_step.to(tl.int32) * 4 + STREAM).to(tl.uint32, bitcast=True))
-    first = start.to(tl.uint32) ^ key
-    bits = _mix_on(offsets.to(tl.uint32, bitcast=True) ^ (first ^ (first >> 16))) & 0xFFFFFF
-    return bits.to(tl.int32, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -123,7 +94,7 @@ def encode_companded(x, scale, noise, dtype: tl.constexpr):
     """`companding.encode` in blocks whose scale is `companded_scale` of their own amax.
 
     Args:
-        noise: of `rounding_noise`; 2²³ rounds to nearest.
+        noise: 2²⁴ times the noise of `companding.encode`, integers in FP32; 2²³ rounds to nearest.
     """
     LARGEST: tl.constexpr = 127.0 if dtype == tl.int8 else 255.0
     if dtype == tl.int8:

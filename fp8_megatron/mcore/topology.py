@@ -18,6 +18,7 @@ from ..device.device import distributed_backend
 from ..device.group import Group
 from ..device.rendezvous import process_group_arguments
 from ..formats import GradReduceMode
+from ..sharding.partition import Cut
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.transport import SendMemory, send_memory
 from .transports import share_rows, transport_choice
@@ -96,6 +97,18 @@ class Topology:
         is_partial = getattr(param, "sequence_parallel", False)
         return Sharing(
             self.replicas, duplicates=None if is_split else self.tp, summed_over=self.tp if is_partial else None
+        )
+
+    def cut_of(self, param: torch.nn.Parameter) -> Cut | None:
+        """Where a parameter's elements lie in the whole parameter; None if it is not split."""
+        if not getattr(param, "tensor_model_parallel", False):
+            return None
+        return Cut.along(
+            tuple(param.shape),
+            axis=param.partition_dim,  # type: ignore[attr-defined]
+            pieces=param.partition_stride,  # type: ignore[attr-defined]
+            rank=self.tp.rank(),
+            size=self.tp.size(),
         )
 
 

@@ -171,6 +171,7 @@ class SplitSpaceState(SpaceState):
                 weight_scales=before,
                 new_weight_scales=after,
                 chunk_tensor=chunk_tensor,
+                places=self.places_of(place),
             ),
             hyper,
             grad_factor=grad_factor,

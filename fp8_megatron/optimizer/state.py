@@ -134,6 +134,9 @@ class SpaceState:
         self.master = self.weight if is_shared else StateTensor.zeros(n, formats.master_weight or formats.weight, own)
         self.exp_avg = StateTensor.zeros(n, formats.exp_avg, own)
         self.exp_avg_sq = StateTensor.zeros(n, formats.exp_avg_sq, own)
+        stored = (formats.master_weight or formats.weight, formats.exp_avg, formats.exp_avg_sq)
+        rounds = any(dtype is not StorageDtype.FP32 for dtype in stored)
+        self.places = space.shard_places() if rounds else ops.Places()
         self.gather: WeightGather | None = None
         if space.num_shards > 1:
             storages = [(self.weight.payload, 1)]
@@ -172,6 +175,14 @@ class SpaceState:
         """This rank's part of a parameter's state; `kind` is master, exp_avg or exp_avg_sq."""
         stored: StateTensor = getattr(self, kind)
         return stored.part(fragment)
+
+    def places_of(self, place: Fragment) -> ops.Places:
+        """Where the elements of a part of this rank's shard lie in the whole model."""
+        table, unit = self.places.table, self.space.place_unit
+        if table is None or place.length == self.space.shard_numel:
+            return self.places
+        first = place.shard_start // unit
+        return self.places._replace(table=table[first : first + place.length // unit])
 
     def before_copy(self) -> None:
         """Make the current stream wait for what `on_cpu` copies."""
@@ -277,10 +288,9 @@ class SpaceState:
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
-        """Update one parameter during backward, for one replica. Call `finish_update` after the last one of a step.
+        """Update one parameter during backward, for one replica; bitwise equal to `update`.
 
-        Bitwise equal to `update`, except for stochastically rounded state: its random numbers depend on the element's
-        offset in what the operator is given.
+        Call `finish_update` after the last one of a step.
         """
         written = self._weights_to_write()
         self._step(whole(grad.slot), grad, written, hyperparameters(group, config), grad_factor, step_count)
@@ -306,6 +316,7 @@ class SpaceState:
                 exp_avg=self.exp_avg.part(place),
                 exp_avg_sq=self.exp_avg_sq.part(place),
                 master=self.master.part(place),
+                places=self.places_of(place),
             ),
             hyper,
             grad_factor=grad_factor,
@@ -347,6 +358,8 @@ class SpaceState:
             scales += 0 if extra is None else extra.nbytes
         if self.chunk_amax is not None:
             scales += self.chunk_slots.nbytes
+        if self.places.table is not None:
+            scales += self.places.table.nbytes
         return {
             "weight": self.weight.payload_bytes,
             "master_weight": 0 if shares_master else self.master.payload_bytes,

@@ -15,7 +15,7 @@ from ..collectives.gradient_reduction import build_reducer
 from ..formats import GradReduceMode, StorageDtype
 from ..quantization.scaled_tensor import ScaledTensor
 from .grad_buffer import GradBuffer, LocalGradBuffer, ShardedGradBuffer
-from .partition import ParamSpace, StorageClass, partition
+from .partition import Cut, ParamSpace, StorageClass, partition
 from .released_grads import ReleasedGradBuffer
 from .replicas import Sharing
 from .staging import StagingPools
@@ -55,6 +55,7 @@ class DataParallelModule:
         module: a submodule that reads other submodules' parameters lists them as `reads_weights_of`.
         named_params: its parameters, with the names for checkpoints and errors. None: torch's names.
         sharing_of: how ranks share a parameter; None: this rank alone holds all parameters.
+        cut_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
         staging: send and receive buffers; the modules of a rank share them.
         on_reset: called when a step starts, for what layers keep of weights within a step.
     """
@@ -65,6 +66,7 @@ class DataParallelModule:
         named_params: Mapping[str, torch.nn.Parameter] | None = None,
         *,
         sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
+        cut_of: Callable[[torch.nn.Parameter], Cut | None] | None = None,
         storage: ModelStorage | None = None,
         exchange: Exchange | None = None,
         staging: StagingPools | None = None,
@@ -76,6 +78,7 @@ class DataParallelModule:
         spaces = partition(
             named_params.items(),
             sharing_of,
+            cut_of=cut_of,
             bucket_numel=exchange.bucket_numel,
             whole_linears=exchange.whole_linears,
         )

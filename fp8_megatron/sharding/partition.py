@@ -16,6 +16,7 @@ owns equally many elements for any number of ranks and any shapes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -23,12 +24,17 @@ from enum import Enum
 import torch
 
 from ..formats import GRAD_BLOCK, STATE_BLOCK
+from ..kernels.rounding import Places, seed_of
 from ..quantization.scaled_tensor import ScaledTensor
 from .replicas import Replicas, Sharing
 
 #: Elements of a chunk, the unit in which the amaxes of FP8 weights are taken.
 CHUNK = 4096
 assert CHUNK % GRAD_BLOCK == 0 and CHUNK % STATE_BLOCK == 0
+
+
+#: The width of a row that does not end.
+_ENDLESS = 1 << 30
 
 
 class StorageClass(Enum):
@@ -48,13 +54,44 @@ class StorageClass(Enum):
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a rank's part of a parameter lies in the whole parameter, both flat: runs of `width` elements.
+
+    Element i of the part is element ``first + (i // width) · stride + i % width`` of the whole.
+
+    Attributes:
+        stride: elements from the start of one run to the start of the next.
+    """
+
+    width: int
+    stride: int
+    first: int
+
+    @classmethod
+    def along(cls, shape: tuple[int, ...], axis: int, pieces: int, rank: int, size: int) -> Cut:
+        """The part [*shape] of `rank` in a parameter cut along `axis` over `size` ranks.
+
+        Args:
+            pieces: equal pieces of the axis that are cut separately (2 for the gate and up matrices of SwiGLU).
+        """
+        width = math.prod(shape[axis:]) // pieces
+        return cls(width, width * size, width * rank)
+
+
+@dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a space: elements [offset, offset + numel); padding follows up to the alignment."""
+    """One parameter's place in a space: elements [offset, offset + numel); padding follows up to the alignment.
+
+    Attributes:
+        name: in the whole model.
+        cut: where the elements lie in the whole parameter; None: the parameter is whole.
+    """
 
     name: str
     param: torch.nn.Parameter
     offset: int
     alignment: int
+    cut: Cut | None = None
 
     @property
     def numel(self) -> int:
@@ -221,6 +258,36 @@ class ParamSpace:
             parts.append(slots.view(self.num_shards, -1)[self.shard_index])
         return torch.cat(parts)
 
+    @property
+    def place_unit(self) -> int:
+        """Elements of a unit of `shard_places`: parameters and shards of buckets are whole units."""
+        return self.storage.alignment
+
+    def shard_places(self) -> Places:
+        """Where the elements of this rank's shard lie in the whole model: a row of the table for each `place_unit`."""
+        unit = self.place_unit
+        starts = torch.cat(
+            [
+                torch.arange(bucket.start, bucket.stop, unit).view(self.num_shards, -1)[self.shard_index]
+                for bucket in self.buckets
+            ]
+        )
+        ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64)
+        index = torch.searchsorted(ends, starts, right=True)
+        cuts = [slot.cut or Cut(_ENDLESS, _ENDLESS, 0) for slot in self.slots]
+        facts = [
+            (seed_of(slot.name), slot.offset, cut.width, cut.stride - cut.width, cut.first)
+            for slot, cut in zip(self.slots, cuts, strict=True)
+        ]
+        seed, offset, width, gap, first = torch.tensor(facts, dtype=torch.int64)[index].unbind(1)
+        element = starts - offset
+        place = first + element + element // width * gap
+        left = width - element % width
+        table = torch.stack([seed, place, left.clamp_max(_ENDLESS), width.clamp_max(_ENDLESS), gap], dim=1)
+        wrapped = (table + 2**31) % 2**32 - 2**31
+        narrowest = min((cut.width for cut in cuts if cut.stride != cut.width), default=0)
+        return Places(wrapped.to(self.device, torch.int32), narrowest)
+
 
 def storage_class(param: torch.nn.Parameter) -> StorageClass:
     """The storage class of a parameter."""
@@ -233,6 +300,7 @@ def partition(
     named_params: Iterable[tuple[str, torch.nn.Parameter]],
     sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
     *,
+    cut_of: Callable[[torch.nn.Parameter], Cut | None] | None = None,
     bucket_numel: int = 1 << 30,
     whole_linears: bool = False,
 ) -> list[ParamSpace]:
@@ -240,6 +308,7 @@ def partition(
 
     Args:
         sharing_of: how ranks share a parameter; None: this rank alone has all of them.
+        cut_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
         bucket_numel: elements of a bucket, rounded to what the cut needs.
         whole_linears: no linear weight lies in two buckets. A weight larger than a bucket makes a larger bucket.
     """
@@ -249,7 +318,7 @@ def partition(
         sharing = Sharing(Replicas.of(None, param.device)) if sharing_of is None else sharing_of(param)
         slots = grouped.setdefault((storage, sharing), [])
         start = slots[-1].offset + slots[-1].padded if slots else 0
-        slots.append(Slot(name, param, start, storage.alignment))
+        slots.append(Slot(name, param, start, storage.alignment, None if cut_of is None else cut_of(param)))
     return [
         _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears)
         for (storage, sharing), slots in grouped.items()

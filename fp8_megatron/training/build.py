@@ -89,6 +89,7 @@ def build_trainable_model(
             chunk.module,
             params,
             sharing_of=topology.sharing_of,
+            cut_of=topology.cut_of,
             storage=storage,
             exchange=exchange,
             staging=staging,

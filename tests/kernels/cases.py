@@ -129,16 +129,38 @@ ADAM_CASES = (
 )
 
 
-def adam(*operands: Tensor | None, **hyper: Any) -> dict[str, Any]:
+#: Ways in which the elements of flat storage lie in a model: a unit's elements, and the width of rows with gaps.
+PLACES = {"whole": (4096, 0), "blocks": (256, 0), "wide": (4096, 600), "wide_blocks": (256, 264), "narrow": (4096, 40)}
+
+
+def places_of(kind: str, n: int, device: str = "cpu") -> ops.Places:
+    """Two parameters, each a part of a larger one."""
+    unit, width = PLACES[kind]
+    start = torch.arange(0, n, unit)
+    parameter = (start >= n // unit // 2 * unit).int()
+    element = start - parameter * (n // unit // 2 * unit)
+    if not width:
+        facts = [torch.full_like(start, value) for value in (1 << 30, 1 << 30, 0)]
+    else:
+        element += 77
+        facts = [width - element % width, torch.full_like(start, width), torch.full_like(start, 3 * width)]
+        element += element // width * 3 * width
+    table = torch.stack([parameter * 99 - 50, element + 2**31 - 3000, *facts], dim=1)
+    table = (table + 2**31) % 2**32 - 2**31
+    return ops.Places(table.to(torch.int32).to(device), width)
+
+
+def adam(*operands: Tensor | None, places: ops.Places | None = None, **hyper: Any) -> dict[str, Any]:
     """What `adamw_step_` takes, from payload and scales of gradient, moments and master, and the four after them."""
     grad, exp_avg, exp_avg_sq, master = (ops.FlatState(*operands[i : i + 2]) for i in (0, 2, 4, 6))  # type: ignore[arg-type]
     rest = dict(zip(("weight", "chunk_amax", "grad_factor", "step"), operands[8:], strict=True))
-    return dict(state=ops.AdamState(grad, exp_avg, exp_avg_sq, master), hyper=ops.AdamHyper(**hyper), **rest)
+    state = ops.AdamState(grad, exp_avg, exp_avg_sq, master, places or ops.Places())
+    return dict(state=state, hyper=ops.AdamHyper(**hyper), **rest)
 
 
-def split_adam(*operands: Tensor | None, **hyper: Any) -> dict[str, Any]:
+def split_adam(*operands: Tensor | None, places: ops.Places | None = None, **hyper: Any) -> dict[str, Any]:
     """What `adamw_split_step_` takes, from payload and scales of gradient and moments, and the eight after them."""
     stored = [ops.FlatState(*operands[i : i + 2]) for i in (0, 2, 4)]  # type: ignore[arg-type]
-    state = ops.SplitAdamState(*stored, *operands[6:11])  # type: ignore[arg-type]
+    state = ops.SplitAdamState(*stored, *operands[6:11], places or ops.Places())  # type: ignore[arg-type]
     rest = dict(zip(("chunk_amax", "grad_factor", "step"), operands[11:], strict=True))
     return dict(state=state, hyper=ops.AdamHyper(**hyper), **rest)

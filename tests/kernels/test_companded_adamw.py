@@ -124,11 +124,6 @@ def test_without_companding_it_is_worse(two_runs: TwoRuns, exact: Tensor) -> Non
     assert snr_db(v_linear, exact) < 0.0 < 25.0 < snr_db(two_runs.train(FP32, UINT8), exact)
 
 
-def test_linear_fp8_second_moment_is_worse(two_runs: TwoRuns, exact: Tensor) -> None:
-    """The ablation `--exp-avg-sq-dtype fp8`: E4M3 has the range of 2⁻⁹ to 448, not that of squares, and 3 bits."""
-    assert snr_db(two_runs.train(FP32, E4M3), exact) < snr_db(two_runs.train(FP32, UINT8), exact) - 15.0
-
-
 def test_parameters_whose_gradients_stop_come_to_rest() -> None:
     """In blocks where others' go on: dead units, rare tokens. To nearest, both moments stand still and it drifts on.
 

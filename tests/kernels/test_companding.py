@@ -8,18 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.kernels import companding, reference
+from fp8_megatron.kernels import companding, reference, rounding
 from fp8_megatron.kernels.quantize import blockwise
 from tests.kernels.cases import Case
 
 BLOCK = 256
 INT8, UINT8 = torch.int8, torch.uint8
 DTYPES = (INT8, UINT8)
-STREAMS = (companding.EXP_AVG_STREAM, companding.EXP_AVG_SQ_STREAM, companding.MASTER_STREAM)
 DEGREE = {INT8: 2, UINT8: 4}
 LARGEST = {INT8: 127, UINT8: 255}
 #: Relative error of a decoded value: the division's 2⁻²⁴ to the degree, each product's, the scale's.
 RTOL = {INT8: 4 * 2**-24, UINT8: 8 * 2**-24}
+
+
+def noise_of(numel: int, step: int) -> Tensor:
+    """As a second moment of the optimizer is rounded."""
+    bits = rounding.rounding_bits(numel, torch.tensor([float(step)]), rounding.Places())
+    return rounding.uniform(rounding.exp_avg_sq_bits(bits, 23))
 
 
 def table(dtype: torch.dtype) -> Tensor:
@@ -99,9 +104,9 @@ def test_storing_an_unchanged_value_again_changes_nothing(dtype: torch.dtype, fi
     """Whatever the noise, its extremes included: a state that is only loaded and stored does not drift."""
     x = values(dtype, fill) if fill != "wide" else Case((64 * BLOCK,), torch.float32, fill).make("cpu").clamp(-1e9, 1e9)
     x = x if dtype is INT8 else x.abs()
-    payload, scales = stored(x, dtype, companding.rounding_noise(x.numel(), torch.ones(1), 0))
+    payload, scales = stored(x, dtype, noise_of(x.numel(), 1))
     decoded = blockwise.load_state(payload, scales)
-    noises = [companding.rounding_noise(x.numel(), torch.tensor([float(step)]), 0) for step in (1, 2, 1000)]
+    noises = [noise_of(x.numel(), step) for step in (1, 2, 1000)]
     for noise in [None, torch.zeros_like(x), torch.full_like(x, 1 - 2**-24), *noises]:
         again, again_scales = stored(decoded, dtype, noise)
         assert torch.equal(again, payload) and torch.equal(again_scales, scales)
@@ -163,7 +168,7 @@ def test_stochastic_rounding_is_right_on_average(dtype: torch.dtype) -> None:
     amax = x.abs().view(-1, BLOCK).amax(dim=1, keepdim=True).double()
     total = torch.zeros_like(x, dtype=torch.float64)
     for step in range(1000):
-        noise = companding.rounding_noise(x.numel(), torch.tensor([float(step)]), companding.EXP_AVG_SQ_STREAM)
+        noise = noise_of(x.numel(), step)
         total += through(x, dtype, noise)
     share = (x.double().abs().view(-1, BLOCK) / amax).contiguous()
     code = torch.bucketize(share, table(dtype), right=True).clamp_max(LARGEST[dtype]) - 1
@@ -190,38 +195,6 @@ def test_square_roots_are_correctly_rounded(exponent: int) -> None:
     assert torch.equal(companding.square_root(torch.tensor([0.0, 4.0, math.inf])), torch.tensor([0.0, 2.0, math.inf]))
 
 
-def lowbias32(x: int) -> int:
-    x ^= x >> 16
-    x = x * 0x7FEB352D % 2**32
-    x ^= x >> 15
-    x = x * 0x846CA68B % 2**32
-    return x ^ x >> 16
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-def test_noise_is_the_hash_it_says(stream: int) -> None:
-    """The kernels' contract: 32-bit integers, bit for bit."""
-    for step in (1, 2000, 2**24 - 1):
-        noise = companding.rounding_noise(4096, torch.tensor([float(step)]), stream)
-        key = lowbias32(4 * step + stream)
-        expected = [(lowbias32(element ^ key) & 0xFFFFFF) / 2**24 for element in range(4096)]
-        assert noise.tolist() == expected
-
-
-def test_noise_is_uniform_and_independent() -> None:
-    n = 2**18
-    draws = [companding.rounding_noise(n, torch.tensor([float(step)]), stream) for step in (7, 8) for stream in STREAMS]
-    for noise in draws:
-        assert noise.min() >= 0.0 and noise.max() < 1.0
-        counts = torch.histc(noise, 256, 0.0, 1.0)
-        # χ² of 255 degrees of freedom: mean 255, standard deviation √510 = 22.6; six of them.
-        assert abs((counts - n / 256).square().sum().item() / (n / 256) - 255) < 6 * 22.6
-    shifted = [draws[0].roll(distance) for distance in (1, 2, 16, 256, 4096)]
-    correlations = torch.corrcoef(torch.stack([*draws, *shifted]))
-    # A correlation of n independent pairs scatters by 1/√n.
-    assert (correlations - torch.eye(len(correlations))).abs().max() < 6 / math.sqrt(n)
-
-
 @pytest.mark.parametrize(("beta", "num_steps"), [(0.9, 20), (0.95, 40), (0.999, 2000)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_averages_decay_without_gradients(dtype: torch.dtype, beta: float, num_steps: int) -> None:
@@ -233,12 +206,12 @@ def test_averages_decay_without_gradients(dtype: torch.dtype, beta: float, num_s
     x = torch.full((16 * BLOCK,), 0.02)
     x[::BLOCK] = 1.0
     mean: dict[str, float] = {}
-    for rounding in ("stochastic", "nearest"):
+    for kind in ("stochastic", "nearest"):
         value = x.clone()
         for step in range(num_steps):
-            noise = companding.rounding_noise(x.numel(), torch.tensor([float(step)]), 0)
-            value = through(torch.where(x == 1.0, x, beta * value), dtype, noise if rounding == "stochastic" else None)
-        mean[rounding] = (value[x != 1.0].mean() / 0.02).item()
+            noise = noise_of(x.numel(), step)
+            value = through(torch.where(x == 1.0, x, beta * value), dtype, noise if kind == "stochastic" else None)
+        mean[kind] = (value[x != 1.0].mean() / 0.02).item()
     expected = beta**num_steps
     # 4,080 independent averages, each with a standard deviation of at most its start: 1/64; four of them.
     assert mean["stochastic"] == pytest.approx(expected, abs=4 / 64)

@@ -18,7 +18,7 @@ from fp8_megatron.kernels.adamw import reference as adamw
 from fp8_megatron.kernels.adamw import split_master
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.kernels.wire import reference as wire
-from tests.kernels.cases import BLOCKS, FLATS, Case, adam, split_adam
+from tests.kernels.cases import BLOCKS, FLATS, PLACES, Case, adam, places_of, split_adam
 from tests.kernels.test_triton import Guards, assert_same
 
 pytestmark = [
@@ -297,8 +297,16 @@ def hyper_of(decoupled: bool = True, betas: tuple[float, float] = (0.9, 0.95), l
     return dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=1e-8, weight_decay=0.1, decoupled=decoupled)
 
 
-def companded_step_is_exact(case: CompandedCase, fill: str, step: float, factor: float) -> None:
+def given(places: str | None, n: int) -> list[ops.Places | None]:
+    """On the CPU and on the GPU."""
+    return [None if places is None else places_of(places, n, device) for device in ("cpu", DEVICE)]
+
+
+def companded_step_is_exact(
+    case: CompandedCase, fill: str, step: float, factor: float, places: str | None = None
+) -> None:
     n = case.num_elements
+    on_cpu_places, on_gpu_places = given(places, n)
     forms = (case.grad, case.exp_avg, case.exp_avg_sq, case.master)
     operands = [tensor for value, form in zip(values(n, fill), forms, strict=True) for tensor in stored(value, form)]
     operands.append(None if case.weight is None else torch.zeros(n, dtype=case.weight))
@@ -307,8 +315,9 @@ def companded_step_is_exact(case: CompandedCase, fill: str, step: float, factor:
     on_gpu = copies(operands, guards)
     scalars = [torch.tensor([factor]), torch.tensor([step])]
     hyper = hyper_of(case.decoupled, case.betas)
-    adamw.adamw_step_(**adam(*operands, *scalars, **hyper))  # type: ignore[arg-type]
-    ops.adamw_step_(**adam(*on_gpu, *[scalar.to(DEVICE) for scalar in scalars], **hyper))  # type: ignore[arg-type]
+    adamw.adamw_step_(**adam(*operands, *scalars, places=on_cpu_places, **hyper))  # type: ignore[arg-type]
+    moved = [scalar.to(DEVICE) for scalar in scalars]
+    ops.adamw_step_(**adam(*on_gpu, *moved, places=on_gpu_places, **hyper))  # type: ignore[arg-type]
     assert_all_same(on_gpu, operands)
     guards.check()
 
@@ -317,6 +326,12 @@ def companded_step_is_exact(case: CompandedCase, fill: str, step: float, factor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_companded_adamw(case: CompandedCase, step: float) -> None:
     companded_step_is_exact(case, "gaussian", step, 0.7)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7]], ids=str)
+def test_companded_adamw_of_parts_of_parameters(case: CompandedCase, places: str) -> None:
+    companded_step_is_exact(case, "gaussian", 5.0, 0.7, places)
 
 
 @pytest.mark.parametrize("fill", FILLS)
@@ -374,8 +389,9 @@ SPLIT_CASES = (
 )
 
 
-def split_step_is_exact(case: SplitCase, fill: str, step: float, factor: float) -> None:
+def split_step_is_exact(case: SplitCase, fill: str, step: float, factor: float, places: str | None = None) -> None:
     n = case.chunk * case.num_chunks
+    on_cpu_places, on_gpu_places = given(places, n)
     grad, exp_avg, exp_avg_sq, master = values(n, fill)
     # Three tensors a few powers of two apart, with zeros of both signs, numbers below E4M3's normal range and a NaN.
     chunk_tensor = (torch.arange(case.num_chunks) % 3).int()
@@ -396,8 +412,9 @@ def split_step_is_exact(case: SplitCase, fill: str, step: float, factor: float) 
     on_gpu = copies(operands, guards)
     scalars = [torch.tensor([factor]), torch.tensor([step])]
     hyper = hyper_of(case.decoupled, lr=case.lr)
-    split_master.adamw_split_step_(**split_adam(*operands, *scalars, **hyper))  # type: ignore[arg-type]
-    ops.adamw_split_step_(**split_adam(*on_gpu, *[scalar.to(DEVICE) for scalar in scalars], **hyper))  # type: ignore[arg-type]
+    split_master.adamw_split_step_(**split_adam(*operands, *scalars, places=on_cpu_places, **hyper))  # type: ignore[arg-type]
+    moved = [scalar.to(DEVICE) for scalar in scalars]
+    ops.adamw_split_step_(**split_adam(*on_gpu, *moved, places=on_gpu_places, **hyper))  # type: ignore[arg-type]
     assert_all_same(on_gpu, operands)
     guards.check()
 
@@ -406,6 +423,12 @@ def split_step_is_exact(case: SplitCase, fill: str, step: float, factor: float) 
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
 def test_adamw_split(case: SplitCase, step: float) -> None:
     split_step_is_exact(case, "gaussian", step, 0.7)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("case", [SPLIT_CASES[0], SPLIT_CASES[5]], ids=str)
+def test_adamw_split_of_parts_of_parameters(case: SplitCase, places: str) -> None:
+    split_step_is_exact(case, "gaussian", 5.0, 0.7, places)
 
 
 @pytest.mark.parametrize("fill", FILLS)

@@ -326,11 +326,12 @@ def test_adamw_step_in_level_o3_follows_fp32() -> None:
     for step in range(1, 51):
         state.step(1e-3 * torch.randn(state.n, generator=generator), 1.0, step)
     # Noise of the master after 50 steps. Rounding to FP16: a step of 2⁻¹⁰ is 74.6 dB once, 57.6 fifty times. Update:
-    # E4M3 (31.5 dB) rounds the gradient once and the moment at each step, of which about five rounds are still alive
-    # in it: 31.5 - 10 log₁₀(6) = 24 dB below a travel that is 28 dB below the weights (4% of them): 52 dB. Together 51.
+    # E4M3 (31.5 dB) rounds the gradient once and the moment at each step, stochastically (twice the power), of which
+    # about five rounds are still alive in it: 31.5 - 10 log₁₀(11) = 21 dB below a travel that is 28 dB below the
+    # weights (4% of them): 49 dB.
     assert snr_db(state.master(), state.exact[2]) > 48
     # What was learned, the travel alone, must be there too, not only the weights it started from.
-    assert snr_db(state.master() - start, state.exact[2] - start) > 22
+    assert snr_db(state.master() - start, state.exact[2] - start) > 20
 
 
 def test_adamw_step_reports_the_amax_of_the_stored_master() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, STATE_BLOCK
-from fp8_megatron.kernels import companding, ops, reference
+from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.adamw.split_master import adamw_split_step_, join_master, next_weight_scales, split_master
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.stats import snr_db
@@ -63,27 +63,15 @@ def test_the_payload_is_the_weight_that_any_master_gives() -> None:
 
 
 def test_splitting_what_was_joined_changes_no_bit() -> None:
-    """For all 2 · 0x7E80 masters, with every noise: a master that a step does not move does not drift."""
+    """For all 2 · 0x7E80 masters."""
     bits_of_all = torch.arange(0x7E01)
     code, correction = (bits_of_all + 128) >> 8, ((bits_of_all + 128) & 0xFF) - 128
     for sign in (0, 0x80):
         payload, rest = (code | sign).to(torch.uint8).view(E4M3), correction.to(torch.int8)
         joined = join_master(payload, rest, SCALE)
         assert (joined.abs().diff() > 0).all()  # counted by their bits
-        for noise in (None, torch.zeros_like(joined), torch.full_like(joined, 1 - 2**-24)):
-            again = split_master(joined, SCALE, noise)
-            assert torch.equal(bits(again[0]), bits(payload)) and torch.equal(again[1], rest)
-
-
-def test_stochastic_rounding_is_right_on_average() -> None:
-    """Over 200 steps within six standard errors, unit · √(p(1-p)/200) ≤ unit / 28, ties and binades included."""
-    x = awkward_values().clamp(-447, 447)[::7]
-    total = torch.zeros_like(x, dtype=torch.float64)
-    for step in range(200):
-        noise = companding.rounding_noise(x.numel(), torch.tensor([float(step)]), companding.MASTER_STREAM)
-        joined = join_master(*split_master(x * SCALE, SCALE, noise), SCALE)
-        total += joined.double() / SCALE
-    assert ((total / 200 - x.double()).abs() <= unit(x) * 6 / 28).all()
+        again = split_master(joined, SCALE)
+        assert torch.equal(bits(again[0]), bits(payload)) and torch.equal(again[1], rest)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 8.0])

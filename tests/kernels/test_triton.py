@@ -25,9 +25,11 @@ from tests.kernels.cases import (
     FLATS,
     FP8,
     MATRICES,
+    PLACES,
     AdamCase,
     Case,
     adam,
+    places_of,
 )
 
 pytestmark = [
@@ -289,6 +291,43 @@ def test_adamw_step(case: AdamCase, guards: Guards) -> None:
         assert_same(on_gpu[8], stored.to(case.weight))
     if case.chunk is not None:
         assert_same(on_gpu[9], stored.abs().view(-1, case.chunk).amax(dim=1))
+
+
+ROUNDED = {
+    "O3": ((E4M3, 256), (torch.float16, 256), (torch.float16, 256)),
+    "bf16": ((torch.bfloat16, None),) * 3,
+    "fp8": ((E4M3, 256),) * 3,
+    "blocks_of_128": ((E4M3, 128), (torch.float16, 128), (torch.float16, 128)),
+}
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("storage", ROUNDED)
+def test_adamw_rounds_as_the_reference(storage: str, places: str, guards: Guards) -> None:
+    """Bit for bit, where the arithmetic before the rounding is exact on every device: moments that decay without a
+    gradient at a learning rate of 0, then masters that decay beside moments of 0."""
+    n = 5 * 4096
+    generator = torch.Generator().manual_seed(0)
+    forms = ROUNDED[storage]
+    for decays_master in (False, True):
+        decades = 10.0 ** (-6 * torch.rand(n, generator=generator))
+        m, p = (torch.randn(n, generator=generator) * decades for _ in range(2))
+        moments = [torch.zeros(n)] * 2 if decays_master else [m, m.square()]
+        operands = [torch.zeros(n), None]
+        operands += [
+            part for value, form in zip([*moments, 0.02 * p], forms, strict=True) for part in _storage(value, form)
+        ]
+        operands += [torch.empty(n, dtype=torch.bfloat16), torch.empty(5)]
+        on_gpu = [None if tensor is None else guards.copy(tensor) for tensor in operands]
+        hyper = dict(lr=1e-4 * decays_master, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True)
+        for step in (1.0, 2.0, 1000.0):
+            scalars = [torch.ones(1), torch.tensor([step])]
+            adamw.adamw_step_(**adam(*operands, *scalars, places=places_of(places, n), **hyper))
+            moved = [scalar.cuda() for scalar in scalars]
+            ops.adamw_step_(**adam(*on_gpu, *moved, places=places_of(places, n, "cuda"), **hyper))
+            for actual, expected in zip(on_gpu, operands, strict=True):
+                if expected is not None:
+                    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), -float("inf")])

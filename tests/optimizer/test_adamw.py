@@ -150,6 +150,7 @@ STORAGES = {
     "exp_avg_fp16": (fp8(exp_avg_dtype=F.FP16), 43.0),
     "exp_avg_sq_fp32": (fp8(exp_avg_sq_dtype=F.FP32), 30.0),
     "exp_avg_sq_bf16": (fp8(exp_avg_sq_dtype=F.BF16), 30.0),
+    "exp_avg_sq_fp8": (fp8(exp_avg_sq_dtype=F.FP8), 24.0),
     # Stochastic rounding has twice the power of rounding to nearest, 31.5 − 3 dB, and the second moment scatters too.
     "companded": (fp8(exp_avg_dtype=F.INT8, exp_avg_sq_dtype=F.UINT8), 26.0),
     "stretch": (fp8(main_params_dtype=F.SPLIT, exp_avg_dtype=F.INT8, exp_avg_sq_dtype=F.UINT8), 26.0),
@@ -181,12 +182,6 @@ def test_trains_as_fp32_adamw_does(fp32_run: dict[str, Tensor], storage: str) ->
         assert snr_db(moved[name], fp32_run[name]) > least_db, name
     assert snr_db(moved["matrix"], fp32_run["matrix"]) > min(least_db, 30.0)
     assert snr_db(moved["vector"], fp32_run["vector"]) > 55.0  # FP32 state at every level
-
-
-def test_an_fp8_second_moment_does_not(fp32_run: dict[str, Tensor]) -> None:
-    """The comparison detects that v must not be stored in FP8: its small values round to zero under a square root."""
-    moved = movement(fp8(exp_avg_sq_dtype=F.FP8))
-    assert min(snr_db(moved[name], fp32_run[name]) for name in ("linear", "other_linear")) < 15.0
 
 
 @pytest.mark.parametrize(("kind", "reference_kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
@@ -305,8 +300,8 @@ def test_holds_the_bytes_that_its_level_says(level: str) -> None:
         counts = state.byte_counts()
         scales = counts.pop("scales")
         assert sum(counts.values()) + buffer.payload.nbytes == precision.formats.bytes_per_param * state.space.numel
-        # 4/256 bytes for each of at most three scaled states, and per-chunk and per-tensor words.
-        assert scales <= state.space.numel * 3 * 4 / 256 + 64
+        # 4/256 bytes for each of at most three scaled states, five words and more a chunk, and per-tensor words.
+        assert scales <= state.space.numel * (3 * 4 / 256 + 6 * 4 / CHUNK) + 64
 
 
 @pytest.mark.parametrize("level", ["bf16", "O1", "O3", "stretch"])

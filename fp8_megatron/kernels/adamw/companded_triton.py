@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..companding import EXP_AVG_SQ_STREAM, EXP_AVG_STREAM
+from ..rounding_triton import rounding_bits, unit_of
 from ..sizes import cdiv
 from .operands import AdamHyper, AdamState
 from .state_triton import (
@@ -23,12 +23,10 @@ from .state_triton import (
     fp_max_bits,
     load_tile,
     pointers,
-    store_tile,
+    store_master,
+    store_moment,
     tile_offsets,
 )
-
-_EXP_AVG_STREAM = tl.constexpr(EXP_AVG_STREAM)
-_EXP_AVG_SQ_STREAM = tl.constexpr(EXP_AVG_SQ_STREAM)
 
 
 @triton.jit
@@ -43,7 +41,7 @@ def bias_correction(num_step, log_beta):
 
 
 @triton.jit
-def adam_update(
+def adam_change(
     g,
     p,
     exp_avg,
@@ -53,7 +51,7 @@ def adam_update(
     start,
     offsets,
     n,
-    num_step,
+    bits,
     step_size,
     bias_correction2,
     beta1,
@@ -62,7 +60,7 @@ def adam_update(
     one_minus_beta2,
     eps,
     weight_decay,
-    decay,
+    largest_change,
     DECOUPLED: tl.constexpr,
     EXP_AVG_SCALES: tl.constexpr,
     EXP_AVG_SQ_SCALES: tl.constexpr,
@@ -70,24 +68,23 @@ def adam_update(
     EXP_AVG_SQ_MAX_BITS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """`reference.adam_update_` of a tile: the new parameters; moments move in place."""
-    if DECOUPLED:
-        p = p * decay
-    else:
+    """`reference.adam_change_` of a tile; moments move in place."""
+    if not DECOUPLED:
         g = g + weight_decay * p
     m = load_tile(exp_avg, exp_avg_scales, start, offsets, n, beta1, EXP_AVG_SCALES, EVEN, True)
     m += one_minus_beta1 * g
     v = load_tile(exp_avg_sq, exp_avg_sq_scales, start, offsets, n, beta2, EXP_AVG_SQ_SCALES, EVEN, True)
     v += one_minus_beta2 * g * g
-    store_tile(
-        *(m, exp_avg, exp_avg_scales, start, offsets, n, num_step),
-        *(_EXP_AVG_STREAM, EXP_AVG_MAX_BITS, EXP_AVG_SCALES, EVEN),
+    store_moment(
+        *(m, exp_avg, exp_avg_scales, start, offsets, n, bits),
+        *(False, EXP_AVG_MAX_BITS, EXP_AVG_SCALES, EVEN),
     )
-    store_tile(
-        *(v, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, num_step),
-        *(_EXP_AVG_SQ_STREAM, EXP_AVG_SQ_MAX_BITS, EXP_AVG_SQ_SCALES, EVEN),
+    store_moment(
+        *(v, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
+        *(True, EXP_AVG_SQ_MAX_BITS, EXP_AVG_SQ_SCALES, EVEN),
     )
-    return p - tl.div_rn(step_size * m, tl.sqrt_rn(tl.div_rn(v, bias_correction2)) + eps)
+    change = tl.div_rn(step_size * m, tl.sqrt_rn(tl.div_rn(v, bias_correction2)) + eps)
+    return tl.clamp(change, -largest_change, largest_change, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -102,6 +99,7 @@ def _companded_adamw_step(
     master_scales,
     weight,
     chunk_amax,
+    places,
     grad_factor,
     step,
     n,
@@ -115,6 +113,8 @@ def _companded_adamw_step(
     eps,
     weight_decay,
     decay,
+    shrink,
+    largest_change,
     DECOUPLED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_CHUNK_AMAX: tl.constexpr,
@@ -130,7 +130,11 @@ def _companded_adamw_step(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    GAPS: tl.constexpr,
 ):
+    TILE: tl.constexpr = ROWS * SPLIT * BLOCK
+    MASTER_ROUNDS: tl.constexpr = master.dtype.element_ty != tl.float32
     factor = tl.load(grad_factor)
     if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
         num_step = tl.load(step)
@@ -139,10 +143,12 @@ def _companded_adamw_step(
         offsets = tile_offsets(SPLIT, ROWS, BLOCK)
         amax_bits = tl.full([], 0, tl.int32)
         for tile in range(TILES):
-            start = (tl.program_id(0).to(tl.int64) * TILES + tile) * (ROWS * SPLIT * BLOCK)
+            start = (tl.program_id(0).to(tl.int64) * TILES + tile) * TILE
+            key, number, left, width, gap = unit_of(places, start, n, num_step, offsets, UNIT, TILE)
+            bits = rounding_bits(key, number, left, width, gap, 0, offsets, GAPS)
             g = load_tile(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, EVEN, True)
             p = load_tile(master, master_scales, start, offsets, n, 1.0, MASTER_SCALES, EVEN, True)
-            p = adam_update(
+            change = adam_change(
                 g,
                 p,
                 exp_avg,
@@ -152,7 +158,7 @@ def _companded_adamw_step(
                 start,
                 offsets,
                 n,
-                num_step,
+                bits,
                 step_size,
                 bias_correction2,
                 beta1,
@@ -161,7 +167,7 @@ def _companded_adamw_step(
                 one_minus_beta2,
                 eps,
                 weight_decay,
-                decay,
+                largest_change,
                 DECOUPLED,
                 EXP_AVG_SCALES,
                 EXP_AVG_SQ_SCALES,
@@ -169,8 +175,13 @@ def _companded_adamw_step(
                 EXP_AVG_SQ_MAX_BITS,
                 EVEN,
             )
-            stored, stored_bits = store_tile(
-                p, master, master_scales, start, offsets, n, num_step, 0, MASTER_MAX_BITS, MASTER_SCALES, EVEN
+            if MASTER_ROUNDS:
+                change = shrink * p + change
+            else:
+                p = p * decay
+            stored, stored_bits = store_master(
+                *(p, -change, master, master_scales, start, offsets, n, bits),
+                *(MASTER_MAX_BITS, MASTER_SCALES, EVEN),
             )
             if HAS_WEIGHT:
                 if EVEN:
@@ -198,15 +209,18 @@ def companded_adamw_step_(
     """
     master = state.master.payload
     n = master.numel()
-    tiling = Tiling.of(state, chunk_size(n, chunk_amax))
+    operands = state[:4]
+    tiling = Tiling.of(operands, chunk_size(n, chunk_amax))
+    places, unit, gaps = tiling.places(n, state.places, master)
     _companded_adamw_step[(cdiv(n, tiling.chunk),)](
-        *pointers(state),
+        *pointers(operands),
         master if weight is None else weight,
         master if chunk_amax is None else chunk_amax,
+        places,
         grad_factor,
         step,
         n,
-        *adam_arguments(hyper),
+        *adam_arguments(hyper, state.exp_avg, state.exp_avg_sq),
         hyper.decoupled,
         weight is not None,
         chunk_amax is not None,
@@ -214,6 +228,8 @@ def companded_adamw_step_(
         *fp_max_bits(state.exp_avg, state.exp_avg_sq, state.master),
         *tiling.shape,
         n % tiling.chunk == 0,
+        unit,
+        gaps,
         num_warps=tiling.num_warps,
         enable_fp_fusion=False,
     )

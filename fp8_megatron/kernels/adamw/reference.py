@@ -14,8 +14,18 @@ from torch import Tensor
 from ...formats import COMPANDED_DTYPES
 from .. import companding
 from ..quantize.blockwise import load_state, store_state_
-from ..reference import encode
+from ..reference import encode, scale_from_amax
 from ..registration import operator
+from ..rounding import (
+    GRIDS,
+    exp_avg_bits,
+    exp_avg_sq_bits,
+    master_bits,
+    round_sum_to_grid,
+    round_to_grid,
+    rounding_bits,
+    uniform,
+)
 from .operands import AdamHyper, AdamState, FlatState
 
 
@@ -31,8 +41,9 @@ def adamw_step_(
     """One Adam(W) step over flat storage, in place. It is computed in FP32; each operand has its own storage dtype.
 
     AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2; `AdamHyper.decoupled`), or Adam with the L2 term in the
-    gradient, which enters both moments. The update uses the moments before they are rounded to storage. Moments in int8
-    and uint8 are rounded stochastically, by a hash of (element of this flat storage, `step`).
+    gradient, which enters both moments. The update uses the moments before they are rounded to storage. State of fewer
+    than 32 bits is rounded stochastically, by a hash of (parameter, place of the element in it, `step`): see
+    `rounding`. Beside such moments an update is at most `AdamHyper.update_bound` learning rates.
 
     Args:
         grad_factor: FP32 [1], multiplies the gradient (clipping, averaging). If it is not finite, nothing is written:
@@ -46,8 +57,16 @@ def adamw_step_(
 
     def update() -> None:
         g = load_state(*state.grad) * grad_factor
-        p = adam_update_(g, load_state(*master), state.exp_avg, state.exp_avg_sq, step, hyper)
-        store_state_(p, *master)
+        bits = (
+            rounding_bits(g.numel(), step, state.places) if _rounds(state.exp_avg, state.exp_avg_sq, master) else None
+        )
+        p = load_state(*master)
+        change = adam_change_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper, bits)
+        if master.payload.dtype is torch.float32:
+            decay = 1.0 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0
+            master.payload.copy_(p * decay - change)
+        else:
+            _store_master_(p, shrunk_too(change, p, hyper), master, bits)
         stored = load_state(*master)
         if weight is not None:
             weight.copy_(stored)
@@ -57,29 +76,87 @@ def adamw_step_(
     update_where_finite(grad_factor, [*state.exp_avg, *state.exp_avg_sq, *master, weight, chunk_amax], update)
 
 
-def adam_update_(
-    g: Tensor, p: Tensor, exp_avg: FlatState, exp_avg_sq: FlatState, step: Tensor, hyper: AdamHyper
+def adam_change_(
+    g: Tensor,
+    p: Tensor,
+    exp_avg: FlatState,
+    exp_avg_sq: FlatState,
+    step: Tensor,
+    hyper: AdamHyper,
+    bits: Tensor | None,
 ) -> Tensor:
-    """The new FP32 parameters [n] from the scaled gradient `g` and the old ones `p`; moments are updated in place."""
-    lr, beta1, beta2, eps, weight_decay, decoupled = hyper
-    if decoupled:
-        p = p * (1.0 - lr * weight_decay)
-    else:
-        g = g + weight_decay * p
-    m = beta1 * load_state(*exp_avg) + (1.0 - beta1) * g
-    v = beta2 * load_state(*exp_avg_sq) + (1.0 - beta2) * g * g
+    """What Adam subtracts from the parameters `p`, FP32 [n], without decoupled decay; moments are updated in place.
+
+    Args:
+        g: the scaled gradient.
+        bits: of `rounding_bits`; None if no moment is rounded.
+    """
+    if not hyper.decoupled:
+        g = g + hyper.weight_decay * p
+    m = hyper.beta1 * load_state(*exp_avg) + (1.0 - hyper.beta1) * g
+    v = hyper.beta2 * load_state(*exp_avg_sq) + (1.0 - hyper.beta2) * g * g
     # In FP64, so that every device rounds the same numbers to FP32.
-    bias_correction1 = -torch.expm1((step * _log(beta1)).double()).float()
-    bias_correction2 = -torch.expm1((step * _log(beta2)).double()).float()
-    _store_moment_(m, exp_avg, step, companding.EXP_AVG_STREAM)
-    _store_moment_(v, exp_avg_sq, step, companding.EXP_AVG_SQ_STREAM)
-    return p - (lr / bias_correction1) * m / (companding.square_root(v / bias_correction2) + eps)
+    bias_correction1 = -torch.expm1((step * _log(hyper.beta1)).double()).float()
+    bias_correction2 = -torch.expm1((step * _log(hyper.beta2)).double()).float()
+    _store_moment_(m, exp_avg, bits, exp_avg_bits)
+    _store_moment_(v, exp_avg_sq, bits, exp_avg_sq_bits)
+    change = (hyper.lr / bias_correction1) * m / (companding.square_root(v / bias_correction2) + hyper.eps)
+    return change.clamp_(-hyper.largest_change, hyper.largest_change) if _rounds(exp_avg, exp_avg_sq) else change
 
 
-def _store_moment_(value: Tensor, moment: FlatState, step: Tensor, stream: int) -> None:
-    companded = moment.payload.dtype in COMPANDED_DTYPES
-    noise = companding.rounding_noise(value.numel(), step, stream) if companded else None
-    store_state_(value, *moment, noise)
+def shrunk_too(change: Tensor, p: Tensor, hyper: AdamHyper) -> Tensor:
+    """What the step adds to `p`, FP32 [n]: decoupled decay and Adam's change, without `p` itself."""
+    return -(hyper.lr * hyper.weight_decay * p + change) if hyper.decoupled else -change
+
+
+def _rounds(*stored: FlatState) -> bool:
+    return any(operand.payload.dtype is not torch.float32 for operand in stored)
+
+
+def _store_moment_(
+    value: Tensor, moment: FlatState, bits: Tensor | None, take: Callable[[Tensor, int], Tensor]
+) -> None:
+    """Round [n] stochastically into storage. A second moment in a block that is not all zeros does not become 0."""
+    payload, scales = moment
+    if payload.dtype is torch.float32:
+        payload.copy_(value)
+        return
+    assert bits is not None
+    if payload.dtype in COMPANDED_DTYPES:
+        store_state_(value, payload, scales, uniform(take(bits, 23)))
+        return
+    grid = GRIDS[payload.dtype]
+    noise = take(bits, grid.dropped_bits)
+    if scales is None:
+        payload.copy_(round_to_grid(value, noise, grid))
+        return
+    blocks = value.view(scales.numel(), -1)
+    amax = blocks.abs().amax(dim=1, keepdim=True)
+    scale = scale_from_amax(amax, payload.dtype, power_of_two=True)
+    scales.copy_(scale.view(-1))
+    scaled = blocks * scale.reciprocal()
+    if take is exp_avg_sq_bits:
+        scaled = torch.maximum(scaled, torch.where(amax > 0.0, grid.smallest, 0.0))
+    payload.copy_(round_to_grid(scaled, noise.view_as(blocks), grid).view(-1))
+
+
+def _store_master_(p: Tensor, change: Tensor, master: FlatState, bits: Tensor | None) -> None:
+    """``p + change`` [n], rounded stochastically into storage."""
+    assert bits is not None
+    payload, scales = master
+    noise, grid = uniform(master_bits(bits, 23)), GRIDS[payload.dtype]
+    if scales is None:
+        payload.copy_(round_sum_to_grid(p, change, noise, grid))
+        return
+    shape = (scales.numel(), -1)
+    p, change, noise = p.view(shape), change.view(shape), noise.view(shape)
+    amax = (p + change).abs().amax(dim=1, keepdim=True)
+    # The exact sum is below the float after the rounded one. With its scale no sum is rounded beyond the largest code.
+    after = torch.where(amax == 0.0, amax, (amax.view(torch.int32) + 1).view(torch.float32))
+    scale = scale_from_amax(after, payload.dtype, power_of_two=True)
+    scales.copy_(scale.view(-1))
+    stored = round_sum_to_grid(p, change, noise, grid, scale)
+    payload.copy_((stored * scale.reciprocal()).view(-1))
 
 
 def update_where_finite(factor: Tensor, written: Sequence[Tensor | None], update: Callable[[], None]) -> None:

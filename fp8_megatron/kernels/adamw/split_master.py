@@ -14,41 +14,37 @@ range.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...formats import E4M3, MAX_FINITE
-from .. import companding
 from ..quantize.blockwise import load_state
 from ..reference import scale_from_amax
 from ..registration import operator
+from ..rounding import E4M11, master_bits, round_sum_to_grid, rounding_bits, uniform
 from .operands import AdamHyper, SplitAdamState
-from .reference import adam_update_, update_where_finite
+from .reference import adam_change_, shrunk_too, update_where_finite
 
 _MANTISSA_BITS, _BIAS = 11, 7
 #: Factor on the bound of Adam's update for exact moments, because moments in 8 bits are rounded.
 _UPDATE_MARGIN = 4.0
 
 
-def split_master(value: Tensor, scale: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def split_master(value: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 `value` → E4M3 payload and int8 correction.
 
-    `value` / `scale` is rounded to E4M11, by at most 2⁻¹² of its power of two (2⁻¹⁸ below 2⁻⁶), or twice that with
-    noise. The payload is the E4M3 number nearest to the result; a tie goes to the larger magnitude.
+    `value` / `scale` is rounded to the nearest E4M11 number, even on a tie: by at most 2⁻¹² of its power of two, 2⁻¹⁸
+    below 2⁻⁶. The payload is the E4M3 number nearest to the result; a tie goes to the larger magnitude.
 
     Args:
         scale: FP32, broadcasts; magnitudes beyond 448 · scale saturate. A `value` that is not finite gives NaN.
-        noise: FP32 in [0, 1), the shape of `value`, for stochastic rounding to E4M11; None rounds to nearest even.
     """
     magnitude = (value.float() * scale.reciprocal()).abs()
     is_nan = ~torch.isfinite(value) | magnitude.isnan()
     magnitude = magnitude.nan_to_num(nan=0.0).clamp_(max=MAX_FINITE[E4M3])
     # The exponent field of E4M11, at least 1: below it, numbers have the same spacing as at 1.
     exponent = ((magnitude.view(torch.int32) >> 23) - (127 - _BIAS)).clamp_(min=1)
-    count = magnitude * _power_of_two(_BIAS + _MANTISSA_BITS - exponent)
-    count = count.round() if noise is None else count.floor() + (noise < count.frac())
+    count = (magnitude * _power_of_two(_BIAS + _MANTISSA_BITS - exponent)).round()
     bits = count.int() + ((exponent - 1) << _MANTISSA_BITS)
     code = (bits + 128) >> 8
     correction = (bits - (code << 8)).to(torch.int8)
@@ -77,9 +73,9 @@ def next_weight_scales(
 ) -> Tensor:
     """Power-of-two scales that the next `adamw_split_step_` can write with, whatever its gradient.
 
-    With β₁² < β₂ the update of Adam is at most ``lr · (1-β₁) / √((1-β₂)(1-β₁²/β₂))`` (Cauchy-Schwarz on the two sums
-    over past gradients), 1.17 lr at (0.9, 0.95), 7.3 lr at (0.9, 0.999); weight decay only shrinks. Four times that is
-    added to the amax. A scale that is too large only costs range at the bottom, because the numbers are floats.
+    With β₁² < β₂ the update of Adam has a bound (`AdamHyper.update_bound`); weight decay only shrinks. Four times the
+    bound is added to the amax. A scale that is too large only costs range at the bottom, because the numbers are
+    floats.
 
     Args:
         amax: FP32 [num_tensors], largest magnitudes of the current master.
@@ -91,8 +87,7 @@ def next_weight_scales(
             f"adam_beta1({beta1})² ≥ adam_beta2({beta2}): Adam's update has no bound that a split master's scale could "
             f"be foretold from; choose a larger adam_beta2, or another main_params_dtype"
         )
-    ratio = beta1 * beta1 / beta2 if beta1 > 0.0 else 0.0
-    bound = max(1.0, (1.0 - beta1) / math.sqrt((1.0 - beta2) * (1.0 - ratio)))
+    bound = AdamHyper(lr, beta1, beta2, eps=0.0, weight_decay=0.0, decoupled=True).update_bound
     scale = scale_from_amax(amax + _UPDATE_MARGIN * lr * bound, E4M3, power_of_two=True)
     return scale if previous is None else torch.where(torch.isfinite(scale), scale, previous)
 
@@ -122,9 +117,11 @@ def adamw_split_step_(
         old_scale, new_scale = state.weight_scales[index][:, None], state.new_weight_scales[index][:, None]
         p = join_master(weight.view(shape), correction.view(shape), old_scale).view(-1)
         g = load_state(*state.grad) * grad_factor
-        p = adam_update_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper)
-        noise = companding.rounding_noise(p.numel(), step, companding.MASTER_STREAM)
-        payload, rest = split_master(p.view(shape), new_scale, noise.view(shape))
+        bits = rounding_bits(p.numel(), step, state.places)
+        change = shrunk_too(adam_change_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper, bits), p, hyper)
+        noise = uniform(master_bits(bits, 23)).view(shape)
+        p = round_sum_to_grid(p.view(shape), change.view(shape), noise, E4M11, new_scale)
+        payload, rest = split_master(p, new_scale)
         weight.copy_(payload.view(-1))
         correction.copy_(rest.view(-1))
         torch.amax(join_master(payload, rest, new_scale).abs(), dim=1, out=chunk_amax)

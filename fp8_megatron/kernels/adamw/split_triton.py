@@ -14,15 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..companding import MASTER_STREAM
-from ..companding_triton import floor, integer, rounding_noise
+from ..companding_triton import integer
 from ..quantize.triton import reciprocal
+from ..rounding import E4M11
+from ..rounding_triton import round_sum_to_grid, rounding_bits, unit_of
 from ..sizes import cdiv
-from .companded_triton import adam_update, bias_correction
+from .companded_triton import adam_change, bias_correction
 from .operands import AdamHyper, SplitAdamState
 from .state_triton import Tiling, adam_arguments, chunk_size, fp_max_bits, load_tile, pointers, tile_offsets
 
-_MASTER_STREAM = tl.constexpr(MASTER_STREAM)
+_MANTISSA_BITS = tl.constexpr(E4M11.mantissa_bits)
+_SMALLEST_NORMAL = tl.constexpr(2.0**E4M11.smallest_exponent)
 _INF_BITS = tl.constexpr(0x7F800000)
 # The count of 448, and the count that represents NaN: E4M3's NaN without a correction.
 _LARGEST_COUNT = tl.constexpr(0x7E00)
@@ -45,16 +47,15 @@ def _join_master(code, correction, scale):
 
 
 @triton.jit
-def _split_master(value, inverse, noise):
-    """`split_master.split_master` with the reciprocal of the scale: codes (uint8), corrections (int8), int32 counts."""
+def _split_master(value, inverse):
+    """`split_master.split_master` of E4M11 numbers times a scale, given its reciprocal: codes (uint8), corrections
+    (int8), int32 counts."""
     bits = (value * inverse).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     is_nan = ((value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= _INF_BITS) | (bits > _INF_BITS)
     magnitude = tl.minimum(tl.where(is_nan, 0, bits), 0x43E00000).to(tl.float32, bitcast=True)
     exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 120, 1)
     units = magnitude * ((145 - exponent) << 23).to(tl.float32, bitcast=True)  # · 2¹⁸⁻ᵉ
-    below = floor(units)
-    rounded = tl.where(noise < (units - below) * 16777216.0, below + 1.0, below)
-    count = integer(rounded) + ((exponent - 1) << 11)
+    count = integer(units) + ((exponent - 1) << 11)
     count = tl.where(is_nan, _NAN_COUNT, count)
     code = (count + 128) >> 8
     correction = (count - (code << 8)).to(tl.int8)
@@ -76,6 +77,7 @@ def _adamw_split_step(
     new_weight_scales,
     chunk_tensor,
     chunk_amax,
+    places,
     grad_factor,
     step,
     n,
@@ -89,6 +91,8 @@ def _adamw_split_step(
     eps,
     weight_decay,
     decay,
+    shrink,
+    largest_change,
     DECOUPLED: tl.constexpr,
     GRAD_SCALES: tl.constexpr,
     EXP_AVG_SCALES: tl.constexpr,
@@ -99,7 +103,10 @@ def _adamw_split_step(
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    GAPS: tl.constexpr,
 ):
+    TILE: tl.constexpr = ROWS * SPLIT * BLOCK
     factor = tl.load(grad_factor)
     if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
         num_step = tl.load(step)
@@ -112,10 +119,12 @@ def _adamw_split_step(
         offsets = tile_offsets(SPLIT, ROWS, BLOCK)
         largest = tl.full([], 0, tl.int32)
         for tile in range(TILES):
-            start = (tl.program_id(0).to(tl.int64) * TILES + tile) * (ROWS * SPLIT * BLOCK)
+            start = (tl.program_id(0).to(tl.int64) * TILES + tile) * TILE
+            key, number, left, width, gap = unit_of(places, start, n, num_step, offsets, UNIT, TILE)
+            bits = rounding_bits(key, number, left, width, gap, 0, offsets, GAPS)
             g = load_tile(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, True, True)
             p = _join_master(tl.load(weight + start + offsets), tl.load(correction + start + offsets), old_scale)
-            p = adam_update(
+            change = adam_change(
                 g,
                 p,
                 exp_avg,
@@ -125,7 +134,7 @@ def _adamw_split_step(
                 start,
                 offsets,
                 n,
-                num_step,
+                bits,
                 step_size,
                 bias_correction2,
                 beta1,
@@ -134,7 +143,7 @@ def _adamw_split_step(
                 one_minus_beta2,
                 eps,
                 weight_decay,
-                decay,
+                largest_change,
                 DECOUPLED,
                 EXP_AVG_SCALES,
                 EXP_AVG_SQ_SCALES,
@@ -142,8 +151,9 @@ def _adamw_split_step(
                 EXP_AVG_SQ_MAX_BITS,
                 True,
             )
-            noise = rounding_noise(start, offsets, num_step, _MASTER_STREAM)
-            code, rest, count = _split_master(p, inverse, noise)
+            change = -(shrink * p + change)
+            p = round_sum_to_grid(p, change, bits, new_scale * _SMALLEST_NORMAL, _MANTISSA_BITS)
+            code, rest, count = _split_master(p, inverse)
             tl.store(weight + start + offsets, code)
             tl.store(correction + start + offsets, rest)
             largest = tl.maximum(largest, tl.max(count))
@@ -172,6 +182,7 @@ def adamw_split_step_(
     operands = (state.grad, state.exp_avg, state.exp_avg_sq)
     chunk_tensor, weight_scales, new_weight_scales = state.chunk_tensor, state.weight_scales, state.new_weight_scales
     tiling = Tiling.of(operands, chunk_size(n, chunk_tensor))
+    places, unit, gaps = tiling.places(n, state.places, chunk_tensor)
     _adamw_split_step[(chunk_tensor.numel(),)](
         *pointers(operands),
         state.weight.view(torch.uint8),
@@ -180,14 +191,17 @@ def adamw_split_step_(
         new_weight_scales,
         chunk_tensor,
         chunk_amax,
+        places,
         grad_factor,
         step,
         n,
-        *adam_arguments(hyper),
+        *adam_arguments(hyper, state.exp_avg, state.exp_avg_sq),
         hyper.decoupled,
         *tiling.kinds,
         *fp_max_bits(state.exp_avg, state.exp_avg_sq),
         *tiling.shape,
+        unit,
+        gaps,
         num_warps=tiling.num_warps,
         enable_fp_fusion=False,
     )

@@ -13,13 +13,23 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..companding_triton import companded_scale, decode_companded, encode_companded, rounding_noise
+from ..companding_triton import companded_scale, decode_companded, encode_companded
 from ..quantize.blockwise_triton import FP_MAX_BITS, block_amax_bits, block_scale, block_size
 from ..quantize.triton import magnitude_bits
+from ..rounding import Places
+from ..rounding_triton import (
+    companding_noise,
+    exp_avg_bits,
+    exp_avg_sq_bits,
+    place_arguments,
+    round_sum_to_grid,
+    round_to_grid,
+)
 from .operands import AdamHyper, FlatState
 
 # Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8. Few warps, so barriers are cheap.
@@ -90,56 +100,112 @@ def _scale_index(SPLIT: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr):
 
 
 @triton.jit
-def store_tile(
+def _block_bits(value, SCALES: tl.constexpr):
+    """The amaxes of a tile's scale blocks, as bits."""
+    bits = block_amax_bits(value, 2)
+    if SCALES == 2:
+        bits = tl.max(bits, axis=0, keep_dims=True)
+    return bits
+
+
+@triton.jit
+def _store_scales(scale, scales, start, offsets, n, SCALES: tl.constexpr, EVEN: tl.constexpr):
+    EXTENT: tl.constexpr = offsets.shape[2] if SCALES == 1 else offsets.shape[0] * offsets.shape[2]
+    index = _scale_index(offsets.shape[0], offsets.shape[1], SCALES)
+    if EVEN:
+        tl.store(scales + start // EXTENT + index, scale)
+    else:
+        tl.store(scales + start // EXTENT + index, scale, mask=start + index * EXTENT < n)
+
+
+@triton.jit
+def _store(value, payload, start, offsets, n, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(payload + start + offsets, value)
+    else:
+        tl.store(payload + start + offsets, value, mask=start + offsets < n)
+
+
+@triton.jit
+def store_moment(
     value,
     payload,
     scales,
     start,
     offsets,
     n,
-    num_step,
-    STREAM: tl.constexpr,
+    bits,
+    SECOND: tl.constexpr,
     FP_MAX_BITS: tl.constexpr,
     SCALES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Store FP32 values in the operand's own dtype, companded ones rounded by the noise of (`num_step`, `STREAM`).
+    """Store an FP32 moment in its own dtype, rounded stochastically with the `bits` of the tile's elements.
 
-    Returns the stored values in FP32, and stored magnitudes (bits) that include the tile's largest. For a companded
-    operand it returns the given values.
+    In a block that is not all zeros no second moment (`SECOND`) becomes 0.
     """
-    mask = None
-    if not EVEN:
-        mask = start + offsets < n
+    dtype: tl.constexpr = payload.dtype.element_ty
     if SCALES == 0:
-        stored = value.to(payload.dtype.element_ty)
-        tl.store(payload + start + offsets, stored, mask=mask)
-        return stored.to(tl.float32), magnitude_bits(stored)
+        if dtype == tl.float32:
+            _store(value, payload, start, offsets, n, EVEN)
+        else:
+            rounded = round_to_grid(value, bits, dtype, SECOND)
+            rounded = tl.where(tl.abs(value) < float("inf"), rounded, value.to(dtype))
+            _store(rounded, payload, start, offsets, n, EVEN)
     else:
-        bits = block_amax_bits(value, 2)
-        if SCALES == 2:
-            bits = tl.max(bits, axis=0, keep_dims=True)
-        if payload.dtype.element_ty.is_int():
-            scale = companded_scale(bits)
+        amax_bits = _block_bits(value, SCALES)
+        if dtype.is_int():
+            scale = companded_scale(amax_bits)
+            noise = exp_avg_sq_bits(bits, 23) if SECOND else exp_avg_bits(bits, 23)
+            encoded = encode_companded(value, scale, companding_noise(noise), dtype)
         else:
-            scale, inverse = block_scale(bits, FP_MAX_BITS)
-        EXTENT: tl.constexpr = offsets.shape[2] if SCALES == 1 else offsets.shape[0] * offsets.shape[2]
-        index = _scale_index(offsets.shape[0], offsets.shape[1], SCALES)
-        if EVEN:
-            tl.store(scales + start // EXTENT + index, scale)
+            scale, inverse = block_scale(amax_bits, FP_MAX_BITS)
+            SMALLEST: tl.constexpr = 2.0**-24 if dtype == tl.float16 else 2.0**-9
+            value *= inverse
+            if SECOND:
+                value = tl.maximum(value, tl.where(amax_bits > 0, SMALLEST, 0.0))
+            encoded = round_to_grid(value, bits, dtype, SECOND)
+        _store_scales(scale, scales, start, offsets, n, SCALES, EVEN)
+        _store(encoded, payload, start, offsets, n, EVEN)
+
+
+@triton.jit
+def store_master(
+    p,
+    change,
+    payload,
+    scales,
+    start,
+    offsets,
+    n,
+    bits,
+    FP_MAX_BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Store the master p + change (FP32) in its own dtype, rounded stochastically with the `bits` of the elements.
+
+    Returns the stored values in FP32, and stored magnitudes (bits) that include the tile's largest.
+    """
+    dtype: tl.constexpr = payload.dtype.element_ty
+    MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 10 if dtype == tl.float16 else 7
+    NORMAL: tl.constexpr = 2.0**-6 if dtype == tl.float8e4nv else 2.0**-14 if dtype == tl.float16 else 2.0**-126
+    if SCALES == 0:
+        if dtype == tl.float32:
+            stored = p + change
         else:
-            tl.store(scales + start // EXTENT + index, scale, mask=start + index * EXTENT < n)
-        if payload.dtype.element_ty.is_int():
-            noise = rounding_noise(start, offsets, num_step, STREAM)
-            encoded = encode_companded(value, scale, noise, payload.dtype.element_ty)
-            tl.store(payload + start + offsets, encoded, mask=mask)
-            return value, bits
-        else:
-            stored = (value * inverse).to(payload.dtype.element_ty)
-            tl.store(payload + start + offsets, stored, mask=mask)
-            # Rounding is monotonic: the largest stored magnitude is the rounded largest magnitude.
-            largest = (bits.to(tl.float32, bitcast=True) * inverse).to(payload.dtype.element_ty)
-            return stored.to(tl.float32) * scale, magnitude_bits(largest.to(tl.float32) * scale)
+            stored = round_sum_to_grid(p, change, bits, NORMAL, MANTISSA)
+        _store(stored.to(dtype), payload, start, offsets, n, EVEN)
+        return stored, magnitude_bits(stored)
+    else:
+        amax_bits = _block_bits(p + change, SCALES)
+        # The exact sum is below the float after the rounded one. With its scale no sum is rounded beyond the largest
+        # code.
+        scale, inverse = block_scale(amax_bits, FP_MAX_BITS - 1)
+        _store_scales(scale, scales, start, offsets, n, SCALES, EVEN)
+        stored = round_sum_to_grid(p, change, bits, scale * NORMAL, MANTISSA)
+        _store((stored * inverse).to(dtype), payload, start, offsets, n, EVEN)
+        return stored, magnitude_bits(stored)
 
 
 @dataclass(frozen=True)
@@ -186,6 +252,10 @@ class Tiling:
         """TILES, ROWS, SPLIT, BLOCK of the kernels."""
         return self.tiles, self.rows, self.split, self.block
 
+    def places(self, n: int, places: Places, stand_in: Tensor) -> tuple[Tensor, int, int]:
+        """PLACES, UNIT and GAPS of the kernels; see `place_arguments`."""
+        return place_arguments(n, places, stand_in, self.split * self.block)
+
     @property
     def num_warps(self) -> int:
         """Warps that hold eight elements of a tile a thread."""
@@ -210,11 +280,19 @@ def fp_max_bits(*operands: FlatState) -> Iterator[int]:
     return (FP_MAX_BITS.get(operand.payload.dtype, 0) for operand in operands)
 
 
-def adam_arguments(hyper: AdamHyper) -> tuple[float, ...]:
-    """lr, beta1, 1 - beta1, log beta1, beta2, 1 - beta2, log beta2, eps, weight_decay and decay of the kernels."""
+def adam_arguments(hyper: AdamHyper, *moments: FlatState) -> tuple[float, ...]:
+    """lr, beta1, 1 - beta1, log beta1, beta2, 1 - beta2, log beta2, eps, weight_decay, decay, shrink and largest_change
+    of the kernels."""
     lr, beta1, beta2, eps, weight_decay, decoupled = hyper
-    decay = 1.0 - lr * weight_decay if decoupled else 1.0
-    return lr, beta1, 1.0 - beta1, _log(beta1), beta2, 1.0 - beta2, _log(beta2), eps, weight_decay, decay
+    shrink = lr * weight_decay if decoupled else 0.0
+    largest_change = hyper.largest_change if rounds(*moments) else math.inf
+    betas = (beta1, 1.0 - beta1, _log(beta1), beta2, 1.0 - beta2, _log(beta2))
+    return lr, *betas, eps, weight_decay, 1.0 - shrink, shrink, largest_change
+
+
+def rounds(*operands: FlatState) -> bool:
+    """Whether one of them is stored in fewer bits than it is computed in."""
+    return any(operand.payload.dtype is not torch.float32 for operand in operands)
 
 
 def _log(beta: float) -> float:

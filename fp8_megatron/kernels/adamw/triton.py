@@ -16,6 +16,7 @@ from triton.language.extra import libdevice
 
 from ...formats import COMPANDED_DTYPES, MAX_FINITE
 from ..quantize.triton import encode, reciprocal
+from ..rounding_triton import rounding_bits, unit_of
 from ..sizes import cdiv
 from .companded_triton import companded_adamw_step_
 from .operands import AdamHyper, AdamState, FlatState
@@ -26,7 +27,9 @@ from .state_triton import (
     fp_max_bits,
     load_tile,
     pointers,
-    store_tile,
+    rounds,
+    store_master,
+    store_moment,
     tile_offsets,
 )
 
@@ -43,6 +46,7 @@ def _adamw_step(
     master_scales,
     weight,
     chunk_amax,
+    places,
     grad_factor,
     step,
     n,
@@ -56,6 +60,8 @@ def _adamw_step(
     eps,
     weight_decay,
     decay,
+    shrink,
+    largest_change,
     DECOUPLED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_CHUNK_AMAX: tl.constexpr,
@@ -71,7 +77,13 @@ def _adamw_step(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    GAPS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
+    TILE: tl.constexpr = ROWS * SPLIT * BLOCK
+    IN_ONE_UNIT: tl.constexpr = UNIT % (TILES * TILE) == 0
+    MASTER_ROUNDS: tl.constexpr = master.dtype.element_ty != tl.float32
     factor = tl.load(grad_factor)
     if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
         num_step = tl.load(step)
@@ -79,34 +91,42 @@ def _adamw_step(
         inverse_correction2 = 1.0 / -_expm1(num_step * log_beta2)
         offsets = tile_offsets(SPLIT, ROWS, BLOCK)
         amax_bits = tl.full([], 0, tl.int32)
+        bits = 0
+        first = tl.program_id(0).to(tl.int64) * (TILES * TILE)
+        if ROUNDS and IN_ONE_UNIT:
+            key, number, left, width, gap = unit_of(places, first, n, num_step, offsets, UNIT, TILES * TILE)
         for tile in tl.static_range(TILES):
-            start = (tl.program_id(0).to(tl.int64) * TILES + tile) * (ROWS * SPLIT * BLOCK)
+            start = first + tile * TILE
             g = load_tile(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, EVEN)
-            p = load_tile(master, master_scales, start, offsets, n, decay, MASTER_SCALES, EVEN)
+            p = load_tile(
+                master, master_scales, start, offsets, n, 1.0 if MASTER_ROUNDS else decay, MASTER_SCALES, EVEN
+            )
             if not DECOUPLED:
                 g += weight_decay * p
             m = load_tile(exp_avg, exp_avg_scales, start, offsets, n, beta1, EXP_AVG_SCALES, EVEN) + one_minus_beta1 * g
             v = load_tile(exp_avg_sq, exp_avg_sq_scales, start, offsets, n, beta2, EXP_AVG_SQ_SCALES, EVEN)
             v += one_minus_beta2 * g * g
-            p -= libdevice.fast_dividef(step_size * m, tl.sqrt(v * inverse_correction2) + eps)
-            store_tile(
-                m, exp_avg, exp_avg_scales, start, offsets, n, num_step, 0, EXP_AVG_MAX_BITS, EXP_AVG_SCALES, EVEN
+            change = libdevice.fast_dividef(step_size * m, tl.sqrt(v * inverse_correction2) + eps)
+            if ROUNDS:
+                change = tl.clamp(change, -largest_change, largest_change, propagate_nan=tl.PropagateNan.ALL)
+                if IN_ONE_UNIT:
+                    bits = rounding_bits(key, number, left, width, gap, tile * TILE, offsets, GAPS)
+                else:
+                    key, number, left, width, gap = unit_of(places, start, n, num_step, offsets, UNIT, TILE)
+                    bits = rounding_bits(key, number, left, width, gap, 0, offsets, GAPS)
+            store_moment(
+                *(m, exp_avg, exp_avg_scales, start, offsets, n, bits),
+                *(False, EXP_AVG_MAX_BITS, EXP_AVG_SCALES, EVEN),
             )
-            store_tile(
-                v,
-                exp_avg_sq,
-                exp_avg_sq_scales,
-                start,
-                offsets,
-                n,
-                num_step,
-                0,
-                EXP_AVG_SQ_MAX_BITS,
-                EXP_AVG_SQ_SCALES,
-                EVEN,
+            store_moment(
+                *(v, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
+                *(True, EXP_AVG_SQ_MAX_BITS, EXP_AVG_SQ_SCALES, EVEN),
             )
-            stored, stored_bits = store_tile(
-                p, master, master_scales, start, offsets, n, num_step, 0, MASTER_MAX_BITS, MASTER_SCALES, EVEN
+            if MASTER_ROUNDS:
+                change += shrink * p
+            stored, stored_bits = store_master(
+                *(p, -change, master, master_scales, start, offsets, n, bits),
+                *(MASTER_MAX_BITS, MASTER_SCALES, EVEN),
             )
             if HAS_WEIGHT:
                 if EVEN:
@@ -163,7 +183,8 @@ def adamw_step_(
     weight: Tensor | None,
     chunk_amax: Tensor | None,
 ) -> None:
-    """`reference.adamw_step_`, one launch. Products may be fused with sums; √ and ÷ are accurate to 2 ulp.
+    """`reference.adamw_step_`, one launch. Products may be fused with sums; √ and ÷ are accurate to 2 ulp. What is
+    rounded stochastically is rounded with the same random bits.
 
     For companded moments it calls the exact `companded_triton.companded_adamw_step_`.
 
@@ -175,15 +196,18 @@ def adamw_step_(
         return
     master = state.master.payload
     n = master.numel()
-    tiling = Tiling.of(state, chunk_size(n, chunk_amax))
+    operands = state[:4]
+    tiling = Tiling.of(operands, chunk_size(n, chunk_amax))
+    places, unit, gaps = tiling.places(n, state.places, master)
     _adamw_step[(cdiv(n, tiling.chunk),)](
-        *pointers(state),
+        *pointers(operands),
         master if weight is None else weight,
         master if chunk_amax is None else chunk_amax,
+        places,
         grad_factor,
         step,
         n,
-        *adam_arguments(hyper),
+        *adam_arguments(hyper, state.exp_avg, state.exp_avg_sq),
         hyper.decoupled,
         weight is not None,
         chunk_amax is not None,
@@ -191,6 +215,9 @@ def adamw_step_(
         *fp_max_bits(state.exp_avg, state.exp_avg_sq, state.master),
         *tiling.shape,
         n % tiling.chunk == 0,
+        unit,
+        gaps,
+        rounds(*operands[1:]),
         num_warps=tiling.num_warps,
     )
 
