@@ -91,12 +91,20 @@ def optimizer(device: torch.device, n: int, chunk: int = 4096) -> Iterator[Case]
         (4 + 3 * 8 + 2) * n,
     )
     forms = ((E4M3, GRAD_BLOCK), (E4M3, STATE_BLOCK), (torch.float16, STATE_BLOCK), (torch.float16, STATE_BLOCK))
-    scaled = ops.AdamState(*(_stored(value, *form) for value, form in zip(values, forms, strict=True)))
+    facts = torch.tensor([[1, 0, 1 << 30, 1 << 30, 0]], dtype=torch.int32, device=device)
+    places = ops.Places(facts.repeat(n // chunk, 1))
+    scaled = ops.AdamState(*(_stored(value, *form) for value, form in zip(values, forms, strict=True)), places)
     chunk_amax = torch.empty(n // chunk, device=device)
+    per_chunk = (4 + 20) / chunk
+    o3_bytes = (1 + 2 * (1 + 2 + 2) + 4 / GRAD_BLOCK + 3 * 8 / STATE_BLOCK + per_chunk) * n
     yield Case(
-        f"adamw_step_ O3 {at}",
-        lambda _: ops.adamw_step_(scaled, HYPER, chunk_amax=chunk_amax, **scalars),
-        (1 + 2 * (1 + 2 + 2) + 4 / GRAD_BLOCK + 3 * 8 / STATE_BLOCK + 4 / chunk) * n,
+        f"adamw_step_ O3 {at}", lambda _: ops.adamw_step_(scaled, HYPER, chunk_amax=chunk_amax, **scalars), o3_bytes
+    )
+    part = scaled._replace(places=_in_rows(places, 1000))
+    yield Case(
+        f"adamw_step_ O3, rows of a tensor-parallel part {at}",
+        lambda _: ops.adamw_step_(part, HYPER, chunk_amax=chunk_amax, **scalars),
+        o3_bytes,
     )
     weights = torch.empty(n, dtype=E4M3, device=device)
     chunk_tensor = torch.zeros(n // chunk, dtype=torch.int32, device=device)
@@ -108,8 +116,8 @@ def optimizer(device: torch.device, n: int, chunk: int = 4096) -> Iterator[Case]
     companded = [_stored(values[1], torch.int8, STATE_BLOCK), _stored(values[2], torch.uint8, STATE_BLOCK)]
     for value, moment in zip(values[1:3], companded, strict=True):
         yield _companding(value, moment)
-    with_companded = ops.AdamState(scaled.grad, *companded, scaled.master)
-    moments = (1 + 2 * (1 + 1) + 4 / GRAD_BLOCK + 2 * 8 / STATE_BLOCK + 4 / chunk) * n
+    with_companded = ops.AdamState(scaled.grad, *companded, scaled.master, places)
+    moments = (1 + 2 * (1 + 1) + 4 / GRAD_BLOCK + 2 * 8 / STATE_BLOCK + per_chunk) * n
     yield Case(
         f"adamw_step_ O3, int8 + uint8 moments {at}",
         lambda _: ops.adamw_step_(with_companded, HYPER, chunk_amax=chunk_amax, **scalars),
@@ -118,13 +126,21 @@ def optimizer(device: torch.device, n: int, chunk: int = 4096) -> Iterator[Case]
     correction = torch.zeros(n, dtype=torch.int8, device=device)
     weight_scales, new_weight_scales = (torch.full((1,), 2.0**-11, device=device) for _ in range(2))
     split = ops.SplitAdamState(
-        *(scaled.grad, *companded), weights, correction, weight_scales, new_weight_scales, chunk_tensor
+        *(scaled.grad, *companded), weights, correction, weight_scales, new_weight_scales, chunk_tensor, places
     )
     yield Case(
         f"adamw_split_step_ int8 + uint8 moments {at}",
         lambda _: ops.adamw_split_step_(split, HYPER, chunk_amax=chunk_amax, **scalars),
         moments + (2 * (1 + 1) + 4 / chunk) * n,
     )
+
+
+def _in_rows(places: ops.Places, width: int) -> ops.Places:
+    """The same units as the upper left quarter of parameters with twice as long rows."""
+    assert places.table is not None
+    table = places.table.clone()
+    table[:, 2:] = width
+    return ops.Places(table, width)
 
 
 def _stored(value: Tensor, dtype: torch.dtype, block: int) -> ops.FlatState:

@@ -203,7 +203,7 @@ def test_compiles_without_a_graph_break(backend: str) -> None:
         x, weight, grad = (torch.randn(32, 32, generator=generator).bfloat16() for _ in range(3))
         state = ops.AdamState(*(ops.FlatState(torch.rand(256, generator=generator)) for _ in range(4)))
         outputs = layer(x, weight, grad, state)
-        return [*outputs, *(moved.payload for moved in state)]
+        return [*outputs, *(moved.payload for moved in state[:4])]
 
     expected = run(linear_layer)
     actual = run(torch.compile(linear_layer, backend=backend, fullgraph=True))
