@@ -33,6 +33,7 @@ from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
 from .reference import scale_from_amax as scale_from_amax
 from .rounding import Places as Places
+from .rounding import seed_of as seed_of
 from .scales.reference import RECORD_SIZE as RECORD_SIZE
 from .scales.reference import REPORT_HEAD as REPORT_HEAD
 from .scales.reference import REPORT_SUMS as REPORT_SUMS

@@ -24,7 +24,7 @@ from enum import Enum
 import torch
 
 from ..formats import GRAD_BLOCK, STATE_BLOCK
-from ..kernels.rounding import Places, seed_of
+from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from .replicas import Replicas, Sharing
 
@@ -263,7 +263,7 @@ class ParamSpace:
         """Elements of a unit of `shard_places`: parameters and shards of buckets are whole units."""
         return self.storage.alignment
 
-    def shard_places(self) -> Places:
+    def shard_places(self) -> ops.Places:
         """Where the elements of this rank's shard lie in the whole model: a row of the table for each `place_unit`."""
         unit = self.place_unit
         starts = torch.cat(
@@ -276,7 +276,7 @@ class ParamSpace:
         index = torch.searchsorted(ends, starts, right=True)
         cuts = [slot.cut or Cut(_ENDLESS, _ENDLESS, 0) for slot in self.slots]
         facts = [
-            (seed_of(slot.name), slot.offset, cut.width, cut.stride - cut.width, cut.first)
+            (ops.seed_of(slot.name), slot.offset, cut.width, cut.stride - cut.width, cut.first)
             for slot, cut in zip(self.slots, cuts, strict=True)
         ]
         seed, offset, width, gap, first = torch.tensor(facts, dtype=torch.int64)[index].unbind(1)
@@ -286,7 +286,7 @@ class ParamSpace:
         table = torch.stack([seed, place, left.clamp_max(_ENDLESS), width.clamp_max(_ENDLESS), gap], dim=1)
         wrapped = (table + 2**31) % 2**32 - 2**31
         narrowest = min((cut.width for cut in cuts if cut.stride != cut.width), default=0)
-        return Places(wrapped.to(self.device, torch.int32), narrowest)
+        return ops.Places(wrapped.to(self.device, torch.int32), narrowest)
 
 
 def storage_class(param: torch.nn.Parameter) -> StorageClass:
