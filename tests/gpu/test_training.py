@@ -10,6 +10,7 @@ import torch
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.device import device as devices
+from fp8_megatron.errors import UserError
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
@@ -31,6 +32,14 @@ def fit(output_dir: Path, **overrides: object) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step of a run on random tokens."""
     Trainer(parse_config(tiny_flags(output_dir, **{**GPU_RUN, **overrides}))).fit()
     return [(r["loss"], r["grad_norm"]) for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
+
+
+def test_a_model_beyond_the_gpu_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(UserError, match=r"GB on a GPU, which has \d+\.\d+ GB; lower num_layers\(100000\)"):
+        fit(tmp_path, num_layers=100_000, hidden_size=4096, num_attention_heads=32)
+    assert torch.cuda.max_memory_allocated() <= before + 2**20
 
 
 @pytest.mark.parametrize("style", [{}, LLAMA_STYLE_FLAGS], ids=["gpt", "llama"])
