@@ -38,6 +38,7 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
     check_run_folders(config)
     check_input_files(config)
     prepare_megatron()
+    from ..training.loss_spikes import LossSpike
     from ..training.stopping import TrainingDiverged
     from ..training.trainer import Trainer
     from ..watch.failures import EXIT_STATUS, RankFailure
@@ -47,7 +48,7 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
         trainer = Trainer(config)
         with logging_errors_in(trainer.output_dir):
             trainer.fit()
-    except (TrainingDiverged, ReplicasDiffer) as error:
+    except (TrainingDiverged, LossSpike, ReplicasDiffer) as error:
         show(error)
         return _DIVERGED_STATUS
     except RankFailure as error:

@@ -136,6 +136,11 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
             f"save_retain_interval({checkpoint.save_retain_interval}) chooses among the checkpoints of save_interval, "
             f"which is not given; give --save-interval"
         )
+    if config.training.rollback_on_loss_spike and (checkpoint.save is None or checkpoint.save_interval is None):
+        missing = "save" if checkpoint.save is None else "save-interval"
+        yield f"rollback_on_loss_spike goes back to a checkpoint, and there is none; give --{missing}"
+    if config.training.rollback_on_loss_spike and config.training.loss_spike_threshold == 0:
+        yield "rollback_on_loss_spike has no effect with loss_spike_threshold(0); give one above 0"
     if checkpoint.load is None:
         if checkpoint.finetune:
             yield "finetune takes weights from load, which is not given; give --load"

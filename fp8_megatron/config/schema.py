@@ -194,6 +194,10 @@ class TrainingConfig:
     """Save and stop after this many minutes."""
     max_skipped_steps: Count = 20
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
+    loss_spike_threshold: NotNegative = 10.0
+    """A loss this many robust standard deviations above the median of the last 64 steps is a spike; 0: none is."""
+    rollback_on_loss_spike: Switch = False
+    """On: a spike ends the ranks; with --max-restarts they resume from the last checkpoint, after the spike's data."""
     check_weight_hash_across_dp_replicas_interval: OptionalCount = None
     """Steps between comparisons of what several ranks hold alike: weights, scales, norms, step count, amax histories.
     A difference names the ranks and ends the run. Each checkpoint is compared before it is saved."""

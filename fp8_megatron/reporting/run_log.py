@@ -40,6 +40,8 @@ class EventKind(str, Enum):
     """Something went wrong that ends the ranks."""
     SKIP = "skip"
     """A step was skipped: its gradient norm was not finite."""
+    SPIKE = "spike"
+    """The loss left that of the last steps."""
     ROLLBACK = "rollback"
     """Steps that were trained are trained again, from an earlier checkpoint."""
     SAVE = "save"

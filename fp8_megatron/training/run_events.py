@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import socket
 
+from ..checkpoint.run_state import Progress
 from ..config.schema import Config
 from ..quantization.cast_report import Suspect
 from ..reporting.run_log import EventKind, RunLog, event
 from ..watch.restarts import Launch
+from .loss_spikes import Spike
 from .step_results import StepResult
 from .stopping import StopReason
 
@@ -55,6 +57,25 @@ class RunEvents:
             logger.warning(
                 "iteration %d skipped: loss %g, gradient norm %g%s", result.iteration, loss, norm, where, extra=mark
             )
+
+    def spiked(self, progress: Progress, spike: Spike, suspects: list[str], *, rolls_back: bool) -> str:
+        """The loss of a step is a spike; returns the text, on every rank.
+
+        Args:
+            progress: with the step.
+            suspects: casts that changed before it.
+            rolls_back: whether the run goes back to a checkpoint.
+        """
+        text = (
+            f"iteration {progress.iteration}: loss {spike.loss:.4f} is a spike, {spike.deviations:.0f} robust "
+            f"deviations above {spike.usual:.4f}; casts that changed before: "
+            + (", ".join(suspects) or "none in the samples")
+        )
+        if self._is_writer:
+            fields = {"loss": spike.loss, "suspects": suspects, "consumed_samples": progress.consumed_samples}
+            mark = event(EventKind.SPIKE, iteration=progress.iteration, rollback=rolls_back, **fields)
+            logger.warning("%s", text, extra=mark)
+        return text
 
     def save_postponed(self, iteration: int) -> None:
         """A checkpoint is due at a skipped step."""

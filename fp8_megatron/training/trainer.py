@@ -35,6 +35,7 @@ from .batches import Batch
 from .build import TrainingState, build_training_state, slot_names_of_ranks
 from .cast_sampling import CastSampler
 from .graph_choice import GraphChoice, choose_graph
+from .loss_spikes import LossSpike, SpikeGuard, resumed_after_spikes
 from .room import check_memory, check_room
 from .run_data import RunData, open_run_data
 from .run_events import RunEvents
@@ -166,6 +167,11 @@ class _Run:
             self.writer.prepare(self.resumable)
         self.data = self.data.going_on(self.progress)
         self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
+        self.spike_guard = SpikeGuard(
+            config.training.loss_spike_threshold,
+            rolls_back=config.training.rollback_on_loss_spike,
+            report=self.events.spiked,
+        )
         self.batch_size = config.global_batch_size(topology.world_size)
         self.started = time.monotonic()
         self.stop_requested = False
@@ -194,7 +200,7 @@ class _Run:
         self.events.started(self.progress.iteration, skipped_steps=self.progress.skipped_steps)
         try:
             self._loop()
-        except (TrainingDiverged, ReplicasDiffer):
+        except (TrainingDiverged, LossSpike, ReplicasDiffer):
             with suppress(CheckpointError):
                 self._finish_saving()
             raise
@@ -290,7 +296,8 @@ class _Run:
     def _sampler_of(self, iteration: int) -> CastSampler | None:
         """What samples the casts of this step; None if they are not sampled."""
         interval = self.config.logging.fp8_health_interval
-        return self.state.sampler if interval > 0 and iteration % interval == 0 else None
+        is_due = interval > 0 and (iteration % interval == 0 or self.spike_guard.wants_sample)
+        return self.state.sampler if is_due else None
 
     def _stop_reason(self) -> StopReason:
         if self.progress.iteration >= self.config.training.train_iters:
@@ -308,6 +315,7 @@ class _Run:
             self.events.skipped(result, self._suspect(result))
         if result.health is not None:
             self.report.health(result.health)
+            self.spike_guard.sampled(result.health)
         try:
             self.guard.update(result.skipped, iteration=result.iteration)
         except TrainingDiverged as error:
@@ -318,6 +326,7 @@ class _Run:
             skipped_steps=self.guard.num_skipped,
         )
         self.report.step(result, self.progress)
+        self.spike_guard.examine(self.progress, result.figures.loss, result.figures.grad_norm)
 
     def _suspect(self, result: StepResult) -> Suspect | None:
         """The tensor that a skipped step is blamed on, if its casts know one."""
@@ -346,6 +355,8 @@ class _Run:
         if progress is None:
             raise CheckpointError(f"the checkpoints under {source.root} were removed while the run started")
         self.state.scheduler.step(progress.iteration)
+        if self.start.continues_save:
+            progress = resumed_after_spikes(progress, self.output_dir, self.topology)
         if self.is_writer:
             if source.options.finetune:
                 logger.info("took the weights of %s", source.root)

@@ -40,6 +40,8 @@ class Fault(str, Enum):
     """A rank raised an error."""
     DIVERGED = "diverged"
     """Too many steps in a row were not finite."""
+    LOSS_SPIKE = "loss_spike"
+    """The loss left that of the last steps, and the run was to roll back then."""
     REPLICAS_DIFFER = "replicas_differ"
     """Ranks that hold the same tensor hold different bits."""
     VANISHED = "vanished"

@@ -318,6 +318,12 @@ FULL = "--recompute-granularity full "
         (1, "--lr 1e-4 --lr-warmup-init 1", "lr_warmup_init(1.0) > lr(0.0001)"),
         (1, WSD, "lr_decay_style(WSD) needs lr_wsd_decay_iters"),
         (1, WSD + "--lr-wsd-decay-iters 1001", "lr_wsd_decay_iters(1001) > train_iters(1000)"),
+        (1, "--rollback-on-loss-spike", "rollback_on_loss_spike goes back to a checkpoint, and there is none"),
+        (
+            1,
+            "--rollback-on-loss-spike --loss-spike-threshold 0 --save x --save-interval 5",
+            "rollback_on_loss_spike has no effect with loss_spike_threshold(0)",
+        ),
         (1, "--bf16 --fp8-health-interval 5", "fp8_health_interval(5) has no effect under precision(bf16)"),
         (1, "--lr-wsd-decay-iters 10", "lr_wsd_decay_iters(10) has no effect under lr_decay_style(cosine)"),
         # checkpoints

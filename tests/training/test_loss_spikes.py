@@ -1,0 +1,160 @@
+"""The loss-spike guard: what is a spike, which casts it names, and how a run rolls back."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8_megatron.checkpoint.run_state import Progress
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.reporting.cast_statistics import CastName, CastStatistics, HealthSample
+from fp8_megatron.reporting.health_file import HEALTH_FILE
+from fp8_megatron.reporting.metrics_file import METRICS_FILE
+from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
+from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training.loss_spikes import LossSpike, SpikeGuard, after_rollbacks, changed_casts
+from fp8_megatron.training.run_data import RunData
+from fp8_megatron.training.step_results import PendingStep, StepResult
+from fp8_megatron.training.trainer import Trainer
+from tests.harness.runs import tiny_flags
+
+
+def losses(count: int, seed: int, *, start: float = 4.0, slope: float = -0.002, noise: float = 0.03) -> list[float]:
+    generator = random.Random(seed)
+    return [start + slope * step + generator.gauss(0.0, noise) for step in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_progress_are_no_spikes(seed: int) -> None:
+    """Normal noise of 5,000 steps, a loss that falls fast at first, and steps that were skipped."""
+    guard = SpikeGuard(10.0)
+    falling = [11.0 * math.exp(-step / 20) + 3.0 for step in range(100)]
+    values = falling + losses(5000, seed, start=3.0, slope=-1e-4)
+    values[200] = math.nan
+    assert [step for step, value in enumerate(values) if guard.update(value, 1.0)] == []
+
+
+@pytest.mark.parametrize("size", [0.8, 5.0])
+def test_a_jump_is_a_spike_with_its_size(size: float) -> None:
+    """0.8 are 27 standard deviations of the noise. The estimate from 64 steps is within 40% of that."""
+    guard = SpikeGuard(10.0)
+    values = losses(200, 1, slope=0.0)
+    values[150] += size
+    spikes = {step: spike for step, value in enumerate(values) if (spike := guard.update(value, 1.0))}
+    assert list(spikes) == [150]
+    assert spikes[150].deviations == pytest.approx(size / 0.03, rel=0.4)
+    assert spikes[150].usual == pytest.approx(4.0, abs=0.02)
+
+
+def test_outliers_among_the_last_steps_hide_no_spike() -> None:
+    """A third of the window are outliers: mean and standard deviation would be 6.6 and 3.7."""
+    guard = SpikeGuard(10.0)
+    for step, value in enumerate(losses(60, 2)):
+        guard.update(value + 8.0 * (step % 3 == 0), 1.0)
+    assert guard.update(9.0, 1.0) is not None
+
+
+def test_threshold_zero_finds_nothing() -> None:
+    guard = SpikeGuard(0.0)
+    assert not any(guard.update(value, 1.0) for value in [*losses(100, 3), 1e9]) and not guard.wants_sample
+
+
+def test_an_unusual_norm_asks_for_a_sample() -> None:
+    guard = SpikeGuard(10.0)
+    generator = random.Random(4)
+    for value in losses(100, 4):
+        guard.update(value, math.exp(generator.gauss(0.0, 0.2)))
+    assert not guard.wants_sample
+    assert guard.update(3.8, 50.0) is None and guard.wants_sample
+    guard.sampled(HealthSample(101, ()))
+    assert not guard.wants_sample
+
+
+def cast(layer: int, **changed: Any) -> CastStatistics:
+    healthy = CastStatistics(
+        CastName(f"layers.{layer}.fc1", "input", "E4M3"), 0.0, 0.001, 31.5, 4.0, 0.9, 3.0, None, 0, 0, ()
+    )
+    return replace(healthy, **changed)
+
+
+def test_the_casts_that_changed_most_are_named_first() -> None:
+    before = [HealthSample(step, tuple(cast(layer) for layer in range(5))) for step in (1, 2, 3)]
+    last = HealthSample(
+        4,
+        (
+            cast(0, kurtosis=200.0),
+            cast(1, snr_db=30.5),
+            cast(2, snr_db=11.5, saturated=0.002),
+            cast(3, saturated=0.25, amax_over_scale=40.0),
+            cast(4, snr_db=None, kurtosis=None),
+        ),
+    )
+    assert changed_casts(before, last) == [
+        "layers.3.fc1 input (saturated 0 → 0.25)",
+        "layers.2.fc1 input (SNR, dB 31.5 → 11.5)",
+        "layers.0.fc1 input (kurtosis 3 → 200)",
+    ]
+    assert changed_casts(before, before[0]) == []
+
+
+def write_events(folder: Path, *events: dict[str, Any]) -> None:
+    lines = [json.dumps({"time": "2026-01-01", "text": "", **event}) + "\n" for event in events]
+    (folder / EVENTS_FILE).write_text("".join(lines))
+
+
+def test_where_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    at_20 = Progress(20, 200, 0)
+    assert after_rollbacks(at_20, tmp_path) == at_20
+    spike = {"kind": "spike", "iteration": 27, "consumed_samples": 270}
+    write_events(tmp_path, {**spike, "rollback": False})
+    assert after_rollbacks(at_20, tmp_path) == at_20
+    write_events(tmp_path, {**spike, "rollback": True})
+    assert after_rollbacks(at_20, tmp_path) == Progress(20, 270, 0)
+    # Of a checkpoint after the rollback: its data begin behind the spike's.
+    assert after_rollbacks(Progress(25, 320, 0), tmp_path) == Progress(25, 320, 0)
+    assert after_rollbacks(Progress(30, 300, 0), tmp_path) == Progress(30, 300, 0)
+
+
+def test_a_run_rolls_back_and_leaves_the_data_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 25 reports a loss of 50. The run ends; its next start resumes at 20, after the samples of step 25."""
+    started_at: list[int] = []
+    plain_loader, plain_result = RunData.train_loader, PendingStep.result
+
+    def loader(data: RunData, consumed_samples: int) -> Any:
+        started_at.append(consumed_samples)
+        return plain_loader(data, consumed_samples)
+
+    def result(step: PendingStep) -> StepResult:
+        found = plain_result(step)
+        if found.iteration == 25 and len(started_at) == 1:
+            found = replace(found, figures=replace(found.figures, loss=50.0))
+        return found
+
+    monkeypatch.setattr(RunData, "train_loader", loader)
+    monkeypatch.setattr(trainer_module.PendingStep, "result", result)
+    flags = {
+        "train_iters": 30,
+        "lr": 1e-3,
+        "save": str(tmp_path / "saved"),
+        "load": str(tmp_path / "saved"),
+        "save_interval": 10,
+        "fp8_health_interval": 5,
+        "rollback_on_loss_spike": True,
+    }
+    with pytest.raises(LossSpike, match=r"^iteration 25: loss 50.0000 is a spike, .* goes back to the last checkpoint"):
+        Trainer(parse_config(tiny_flags(tmp_path, **flags))).fit()
+    Trainer(parse_config(tiny_flags(tmp_path, **flags))).fit()
+    assert started_at == [0, 50]
+    steps = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert [step["iteration"] for step in steps] == list(range(1, 31))
+    assert [step["consumed_samples"] for step in steps[18:22]] == [38, 40, 52, 54]
+    (spike,) = [event for event in read_events(tmp_path / EVENTS_FILE) if event["kind"] == "spike"]
+    assert spike["iteration"] == 25 and spike["consumed_samples"] == 50 and spike["rollback"]
+    samples = [json.loads(line)["iteration"] for line in (tmp_path / HEALTH_FILE).read_text().splitlines()]
+    assert samples == [5, 10, 15, 20, 25, 30]
