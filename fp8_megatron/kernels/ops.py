@@ -467,6 +467,7 @@ def examine_records_(
     role: Tensor,
     order: Tensor,
     square_sum: Tensor,
+    streak: Tensor,
     *,
     num_roles: int,
     most_saturated: float,
@@ -474,9 +475,10 @@ def examine_records_(
     """`scales.reference.examine_records_`: the step's amaxes FP32 [n], and the report FP32 [3 + 3 · num_roles]."""
     n = record.shape[0]
     assert record.shape == (n, RECORD_SIZE) and written.shape[::2] == scales.shape, (written.shape, scales.shape)
-    assert clamped_above.shape == role.shape == order.shape == (n,) and square_sum.shape == (1,), square_sum.shape
+    assert clamped_above.shape == role.shape == order.shape == (n,), order.shape
+    assert square_sum.shape == streak.shape == (1,), (square_sum.shape, streak.shape)
     return _OPS.examine_records_(
-        record, written, scales, clamped_above, role, order, square_sum, num_roles, most_saturated
+        record, written, scales, clamped_above, role, order, square_sum, streak, num_roles, most_saturated
     )
 
 

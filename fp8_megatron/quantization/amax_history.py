@@ -24,6 +24,8 @@ from .cast_report import Role, SlotName, causes
 _WRITTEN_AMAXES = 8
 #: FP32 values from one scale to the next: cuBLASLt needs 16-byte alignment.
 _STRIDE = 4
+#: A step is skipped if a cast clamps more than this fraction of a tensor. Measured in benchmarks/saturation.py.
+MOST_SATURATED = 0.01
 
 
 class AmaxHistory:
@@ -104,6 +106,7 @@ class AmaxHistory:
         order = sorted(range(num_slots), key=blamed.__getitem__)
         self._order = torch.tensor([place + 1 for place in order], dtype=torch.int32, device=device)
         self._roles = torch.tensor([name.role for _, name in self._names], dtype=torch.int32, device=device)
+        self._streak = torch.zeros(1, device=device)
         self._written = torch.zeros(num_slots, _WRITTEN_AMAXES, _STRIDE, device=device)
         self._written_amaxes = [itertools.cycle(places[:, :1].unbind()) for places in self._written]
         self._num_written = [0] * num_slots
@@ -171,12 +174,12 @@ class AmaxHistory:
         self._padded_scales, self._padded_inverses, self.scale = scales, inverses, scales[:, 0]
         self._scales, self._inverses = scales[:, :1].unbind(), inverses[:, :1].unbind()
 
-    def examine(self, square_sum: Tensor, *, most_saturated: float = math.inf) -> None:
+    def examine(self, square_sum: Tensor) -> None:
         """Look at the records of this step: sets `report`. Call it once a step, before the gradient norm is reduced.
 
         Args:
-            square_sum: FP32 [1], this rank's part of the squared norm. NaN is added if a cast saw a value that is not
-                finite, inf if a slot's saturated fraction is above `most_saturated`.
+            square_sum: FP32 [1], this rank's part of the squared norm. A number that is not finite is added if a cast
+                saw one, or clamped more than `MOST_SATURATED` of a tensor.
         """
         if self.record is None or not self._largest:
             return
@@ -189,8 +192,9 @@ class AmaxHistory:
             self._roles,
             self._order,
             square_sum,
+            self._streak,
             num_roles=len(Role),
-            most_saturated=most_saturated,
+            most_saturated=MOST_SATURATED,
         )
 
     def update(self, group: Group | None, grad_norm: Tensor | None = None) -> None:
@@ -199,8 +203,8 @@ class AmaxHistory:
         Args:
             group: the ranks that share these tensors or hold replicas of the layer: tensor × data parallel. It excludes
                 the pipeline, because its stages hold other layers.
-            grad_norm: FP32 [1], equal on all ranks. NaN: the step was skipped for a value that is not finite, and its
-                amaxes are dropped (`kernels.scales.reference.update_amax_history_`).
+            grad_norm: FP32 [1], equal on all ranks. NaN: the step was skipped, and its amaxes are dropped
+                (`kernels.scales.reference.update_amax_history_`).
         """
         if self.record is None or not self._largest:
             return

@@ -72,8 +72,8 @@ class Suspect:
 
     rank: int
     tensor: SlotName
-    saturated: float
-    """Saturated fraction, 0 to 1."""
+    reason: str
+    """What is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +115,23 @@ class CastReport:
             figures[f"{role.name.lower()}_saturation_fraction"] = saturated / cast if cast > 0 else None
         return figures
 
-    def non_finite(self, names: SlotNames) -> Suspect | None:
-        """The first tensor in time that held a value that is not finite; None if there is none."""
-        found = list(self._suspects(names, place=0))
-        forward = [suspect for suspect in found if suspect.tensor.role.is_forward]
-        return forward[0] if forward else found[-1] if found else None
+    def suspect(self, names: SlotNames, *, most_saturated: float) -> Suspect | None:
+        """The tensor that a skipped step is blamed on; None if the casts saw nothing wrong.
 
-    def most_saturated(self, names: SlotNames) -> Suspect | None:
-        """The tensor with the largest saturated fraction; None if no element was clamped."""
-        return max(self._suspects(names, place=2), key=lambda suspect: suspect.saturated, default=None)
+        It is the first one in time that held a value that is not finite. If there is none, it is the one with the
+        largest saturated fraction above `most_saturated`.
+        """
+        found = [(rank, names(rank, chunk)[int(head[0]) - 1]) for rank, chunk, head in self._heads() if head[0] > 0]
+        if found:
+            rank, tensor = next((each for each in found if each[1].role.is_forward), found[-1])
+            return Suspect(rank, tensor, "not finite")
+        rank, chunk, (_, fraction, place) = max(self._heads(), key=lambda each: each[2][1])
+        if fraction <= most_saturated:
+            return None
+        return Suspect(rank, names(rank, chunk)[int(place) - 1], f"{fraction:.2%} clamped")
 
-    def _suspects(self, names: SlotNames, place: int) -> Iterator[Suspect]:
-        for chunk in range(len(self.heads[0])):  # forward runs the first chunk of every rank before the second
+    def _heads(self) -> Iterator[tuple[int, int, Sequence[float]]]:
+        """Rank, model chunk and head, in the order of forward: the first chunk on every rank, then the second."""
+        for chunk in range(len(self.heads[0])):
             for rank, of_rank in enumerate(self.heads):
-                index = int(of_rank[chunk][place])
-                if index > 0:
-                    yield Suspect(rank, names(rank, chunk)[index - 1], of_rank[chunk][1])
+                yield rank, chunk, of_rank[chunk]

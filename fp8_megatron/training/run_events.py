@@ -48,11 +48,15 @@ class RunEvents:
         logger.info("%s on %s, to iteration %d", begins, where, self._total, extra=mark)
 
     def skipped(self, result: StepResult, suspect: Suspect | None) -> None:
-        """The optimizer skipped a step. `suspect`: the first tensor that was not finite, if a cast saw one."""
+        """The optimizer skipped a step. `suspect`: the tensor that its casts blame, if any."""
         if self._is_writer:
             loss, norm = result.figures.loss, result.figures.grad_norm
-            blamed = {} if suspect is None else {"tensor": str(suspect.tensor), "rank": suspect.rank}
-            where = "" if suspect is None else f"; not finite: {suspect.tensor}, on rank {suspect.rank}"
+            blamed = (
+                {}
+                if suspect is None
+                else {"tensor": str(suspect.tensor), "rank": suspect.rank, "reason": suspect.reason}
+            )
+            where = "" if suspect is None else f"; {suspect.reason}: {suspect.tensor}, on rank {suspect.rank}"
             mark = event(EventKind.SKIP, iteration=result.iteration, loss=str(loss), grad_norm=str(norm), **blamed)
             logger.warning(
                 "iteration %d skipped: loss %g, gradient norm %g%s", result.iteration, loss, norm, where, extra=mark

@@ -25,6 +25,7 @@ from ..mcore.attention import may_use_cudnn, preferring_backends
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import Topology, initialized
 from ..mcore.transports import needs_launch_order
+from ..quantization.amax_history import MOST_SATURATED
 from ..quantization.cast_report import Suspect
 from ..reporting.profiling import StepProfiler
 from ..reporting.run_log import RunLog, recording
@@ -330,7 +331,8 @@ class _Run:
 
     def _suspect(self, result: StepResult) -> Suspect | None:
         """The tensor that a skipped step is blamed on, if its casts know one."""
-        return None if result.cast_report is None else result.cast_report.non_finite(self.slot_names)
+        report = result.cast_report
+        return None if report is None else report.suspect(self.slot_names, most_saturated=MOST_SATURATED)
 
     def _where_not_finite(self) -> str:
         names = [name for buffer in self.state.optimizer.buffers for name in buffer.non_finite_slots()]

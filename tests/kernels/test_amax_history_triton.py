@@ -80,14 +80,19 @@ def records(n: int, *, saturated: bool, bad: float | None) -> list[Tensor]:
 @pytest.mark.parametrize("n", [1, 2, 75, 1024, 3000])
 def test_records_are_examined_as_the_specification_does(n: int, saturated: bool, bad: float | None) -> None:
     given = records(n, saturated=saturated, bad=bad)
-    for most_saturated in (0.1, math.inf):
-        total = torch.tensor([3.0])
-        on_gpu_total = total.cuda()
-        expected = amax_history.examine_records_(*given, total, 4, most_saturated)
+    for most_saturated, before in ((0.1, 0.0), (0.1, 2.0), (math.inf, 2.0)):
+        total, streak = torch.tensor([3.0]), torch.tensor([before])
+        on_gpu_total, on_gpu_streak = total.cuda(), streak.cuda()
+        expected = amax_history.examine_records_(*given, total, streak, 4, most_saturated)
         found = ops.examine_records_(
-            *(value.cuda() for value in given), on_gpu_total, num_roles=4, most_saturated=most_saturated
+            *(value.cuda() for value in given),
+            on_gpu_total,
+            on_gpu_streak,
+            num_roles=4,
+            most_saturated=most_saturated,
         )
+        assert torch.equal(on_gpu_streak.cpu(), streak)
         for mine, theirs in zip(found, expected, strict=True):
             assert torch.equal(mine.cpu(), theirs)
         assert torch.equal(on_gpu_total.cpu().nan_to_num(-1.0, -2.0), total.nan_to_num(-1.0, -2.0))
-        assert math.isnan(total.item()) == (bad is not None)
+        assert bad is None or math.isnan(total.item())

@@ -104,8 +104,8 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             for bad in (None, one)
         ],
         "examine_records_": [
-            (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), 4, math.inf),
-            (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), 1, 0.0),
+            (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), one.clone(), 4, math.inf),
+            (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), one.clone(), 1, 0.0),
         ],
         "count_underflow_": [(torch.rand(N), _fp8(1, N)[0], torch.zeros(2, dtype=torch.int64))],
         "measure_cast_": [(x, _fp8(T, K), torch.rand(T, 1), torch.zeros(64, dtype=torch.float64))],

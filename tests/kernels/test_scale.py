@@ -96,35 +96,39 @@ def test_a_step_with_a_bad_value_leaves_the_history(norm: float, keeps_largest: 
     assert torch.equal(scales[:, 0], expected)
 
 
-def examined(record: list[list[float]], written: list[float], scale: list[float], total: float = 2.0) -> Any:
-    """The amaxes, the report and the sum of squares of three slots: two of role 0, one of role 1, blamed backwards."""
+def examined(record: list[list[float]], written: list[float], scale: list[float], streak: float = 0.0) -> Any:
+    """The amaxes, report, sum of squares and streak of three slots: two of role 0, one of role 1, blamed backwards."""
     places = torch.zeros(3, 2, 4)
     places[:, 1, 0] = torch.tensor(written)
     scales = torch.nn.functional.pad(torch.tensor(scale)[:, None], (0, 3))
     limits = torch.tensor([464.0, 464.0, 61440.0])
     role, order = torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([3, 2, 1], dtype=torch.int32)
-    square_sum = torch.tensor([total])
+    square_sum, row = torch.tensor([2.0]), torch.tensor([streak])
     amax, report = ops.examine_records_(
-        torch.tensor(record), places, scales, limits, role, order, square_sum, num_roles=2, most_saturated=0.25
+        torch.tensor(record), places, scales, limits, role, order, square_sum, row, num_roles=2, most_saturated=0.25
     )
-    return amax.tolist(), report.tolist(), square_sum.item()
+    return amax.tolist(), report.tolist(), square_sum.item(), row.item()
 
 
 def test_a_report_counts_by_role_and_finds_the_worst() -> None:
     record = [[500.0, 10.0, 100.0, 3.0], [400.0, 1.0, 50.0, 4.0], [1e5, 30.0, 120.0, 0.0]]
-    amax, report, total = examined(record, [0.0, 470.0, 0.0], [1.0, 1.0, 2.0])
-    assert amax == [500.0, 470.0, 1e5] and total == 2.0
+    amax, report, total, streak = examined(record, [0.0, 470.0, 0.0], [1.0, 1.0, 2.0], streak=3.0)
+    assert amax == [500.0, 470.0, 1e5] and total == 2.0 and streak == 0.0
     assert report == [0.0, 0.25, 1.0, *[11.0, 150.0, 2.0], *[30.0, 120.0, 0.0]]
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_report_names_the_first_value_that_is_not_finite(bad: float) -> None:
     record = [[bad, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]]
-    amax, report, total = examined(record, [0.0, bad, 0.0], [1.0, 1.0, 1.0])
+    amax, report, total, _ = examined(record, [0.0, bad, 0.0], [1.0, 1.0, 1.0])
     assert amax == [math.inf, math.inf, 1.0] and report[:3] == [2.0, 0.0, 0.0] and math.isnan(total)
 
 
-def test_too_much_saturation_makes_the_norm_infinite() -> None:
+def test_too_much_saturation_skips_the_step_and_is_followed_when_it_stays() -> None:
+    """The first time the amaxes are dropped (NaN), from the second time on the next scales fit them (inf)."""
     record = [[500.0, 26.0, 100.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
-    _, report, total = examined(record, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
-    assert total == math.inf and report[0] == 0.0 and report[1] == pytest.approx(0.26) and report[2] == 3.0
+    _, report, total, streak = examined(record, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
+    assert math.isnan(total) and streak == 1.0
+    assert report[0] == 0.0 and report[1] == pytest.approx(0.26) and report[2] == 3.0
+    _, _, total, streak = examined(record, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], streak=1.0)
+    assert total == math.inf and streak == 2.0

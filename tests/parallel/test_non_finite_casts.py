@@ -20,6 +20,7 @@ from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.initialization import named_quantizers_of_model
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.quantization.amax_history import MOST_SATURATED
 from fp8_megatron.quantization.recipe import Quantizer
 from fp8_megatron.quantization.sources import QKVGradSource
 from fp8_megatron.training.batches import Batch
@@ -169,14 +170,15 @@ def train(parallel: ParallelConfig, precision: PrecisionConfig, place: Place, sp
 
 def _step(result: StepResult, before: list[Tensor], after: list[Tensor], num_masters: int, names: Any) -> Step:
     same = [torch.equal(old, new) for old, new in zip(before, after, strict=True)]
-    suspect = None if result.cast_report is None else result.cast_report.non_finite(names)
-    blamed = None if suspect is None else f"{suspect.tensor}, on rank {suspect.rank}"
+    report = result.cast_report
+    suspect = None if report is None else report.suspect(names, most_saturated=MOST_SATURATED)
+    blamed = None if suspect is None else f"{suspect.reason}: {suspect.tensor}, on rank {suspect.rank}"
     figures = result.figures
     return Step(figures.loss, figures.grad_norm, same[:num_masters].count(False), not all(same[num_masters:]), blamed)
 
 
 def check(every_rank: list[list[Step]], place: Place, *, is_delayed: bool) -> None:
-    name = f"{place.role} of {LAYER}{place.layer}, on rank {len(every_rank) - 1}"
+    name = f"not finite: {place.role} of {LAYER}{place.layer}, on rank {len(every_rank) - 1}"
     for steps in every_rank:
         for iteration, step in enumerate(steps, start=1):
             if iteration in (BAD_STEP, NUM_STEPS):

@@ -59,16 +59,18 @@ def test_reports_of_casts_are_everywhere(ranks: RankPool) -> None:
     assert found["head_input_saturation_fraction"] is None and found["saturated_tensors"] == 16.0
 
 
-def test_the_first_bad_tensor_in_time_is_named() -> None:
+def test_the_tensor_to_blame_is_the_first_bad_one_or_the_most_saturated() -> None:
     """Forward runs the first chunk on all ranks, then the second; backward runs the other way."""
     sums = [value for of_role in SUMS for value in of_role]
-    report = CastReport(sums, HEADS)
-    assert report.non_finite(lambda rank, chunk: NAMES) == Suspect(0, NAMES[1], 0.5)
-    assert report.most_saturated(lambda rank, chunk: NAMES) == Suspect(2, NAMES[1], 0.75)
+
+    def suspect(heads: list[list[list[float]]]) -> Suspect | None:
+        return CastReport(sums, heads).suspect(lambda rank, chunk: NAMES, most_saturated=0.5)
+
+    assert suspect(HEADS) == Suspect(0, NAMES[1], "not finite")
+    saturated = [[[0.0, *head[1:]] for head in of_rank] for of_rank in HEADS]
+    assert suspect(saturated) == Suspect(2, NAMES[1], "75.00% clamped")
+    assert suspect([of_rank[1:] for of_rank in saturated]) is None
     only_backward = [[[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [[0.0, 0.0, 0.0], [3.0, 0.0, 0.0]]]
-    assert CastReport(sums, only_backward).non_finite(lambda rank, chunk: NAMES) == Suspect(1, NAMES[2], 0.0)
-    clean = CastReport(sums, [[[0.0, 0.0, 0.0]]])
-    assert (
-        clean.non_finite(lambda rank, chunk: NAMES) is None and clean.most_saturated(lambda rank, chunk: NAMES) is None
-    )
+    assert suspect(only_backward) == Suspect(1, NAMES[2], "not finite")
+    assert suspect([[[0.0, 0.0, 0.0]]]) is None
     assert str(NAMES[2]) == "output gradient of qkv"

@@ -35,7 +35,7 @@ def _fraction(record, slots, inside, SIZE: tl.constexpr):
 
 @triton.jit
 def _examine_records(
-    record, written, scales, clamped_above, role, order, square_sum, amax, report, n, most_saturated,
+    record, written, scales, clamped_above, role, order, square_sum, streak, amax, report, n, most_saturated,
     NUM_ROLES: tl.constexpr, PLACES: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
     HEAD: tl.constexpr, SUMS: tl.constexpr, SLOTS: tl.constexpr, ROLES: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,11 @@ def _examine_records(
     if first < beyond:
         tl.store(square_sum, float("nan"))
     elif worst > most_saturated:
-        tl.store(square_sum, tl.load(square_sum) + float("inf"))
+        before = tl.load(streak)
+        tl.store(square_sum, tl.load(square_sum) + tl.where(before > 0.0, float("inf"), float("nan")))
+        tl.store(streak, before + 1.0)
+    else:
+        tl.store(streak, 0.0)
 
 
 def examine_records_(
@@ -97,6 +101,7 @@ def examine_records_(
     role: Tensor,
     order: Tensor,
     square_sum: Tensor,
+    streak: Tensor,
     num_roles: int,
     most_saturated: float,
 ) -> tuple[Tensor, Tensor]:
@@ -106,7 +111,7 @@ def examine_records_(
     amax = torch.empty(n, dtype=torch.float32, device=record.device)
     report = torch.empty(REPORT_HEAD + REPORT_SUMS * num_roles, dtype=torch.float32, device=record.device)
     _examine_records[(1,)](
-        record, written, scales, clamped_above, role, order, square_sum, amax, report, n, most_saturated,
+        record, written, scales, clamped_above, role, order, square_sum, streak, amax, report, n, most_saturated,
         num_roles, places, stride, RECORD_SIZE, REPORT_HEAD, REPORT_SUMS, min(_EXAMINED, next_power_of_2(n)),
         next_power_of_2(num_roles), num_warps=_NUM_WARPS,
     )  # fmt: skip

@@ -30,7 +30,7 @@ REPORT_SUMS = 3
 @operator(
     gpu=".amax_history_triton",
     fake=lambda a: (fp32(a.record, len(a.record)), fp32(a.record, REPORT_HEAD + REPORT_SUMS * a.num_roles)),
-    mutates=["square_sum"],
+    mutates=["square_sum", "streak"],
 )
 def examine_records_(
     record: Tensor,
@@ -40,6 +40,7 @@ def examine_records_(
     role: Tensor,
     order: Tensor,
     square_sum: Tensor,
+    streak: Tensor,
     num_roles: int,
     most_saturated: float,
 ) -> tuple[Tensor, Tensor]:
@@ -51,8 +52,10 @@ def examine_records_(
         scales: FP32 [n, stride], this step's scales in column 0.
         clamped_above: FP32 [n], the payload magnitude above which a cast clamps instead of rounding.
         role: int32 [n], 0 … `num_roles` − 1. order: int32 [n], 1 … n: which of several slots is reported.
-        square_sum: FP32 [1], to which NaN is added if an amax is not finite, and otherwise inf if a slot's saturated
-            fraction is above `most_saturated`.
+        square_sum: FP32 [1], to which a number that skips the step is added. NaN if an amax is not finite, or if a
+            slot's saturated fraction is above `most_saturated` for the first time: then the step's amaxes are dropped.
+            inf if the fraction was above it in the last step too: then the amaxes are kept, and the next scales fit.
+        streak: FP32 [1], the steps in a row with too large a fraction; updated.
 
     Returns:
         FP32 [n], the amaxes of both kinds; inf where one is not finite. FP32 [3 + 3 · num_roles], the report: `order`
@@ -76,7 +79,10 @@ def examine_records_(
     if bool(first != beyond):
         square_sum += math.nan
     elif bool(worst > most_saturated):
-        square_sum += math.inf
+        square_sum += math.inf if bool(streak > 0) else math.nan
+        streak += 1
+    else:
+        streak.zero_()
     return amax, torch.cat([head.float(), *sums])
 
 
@@ -98,8 +104,8 @@ def update_amax_history_(
 ) -> tuple[Tensor, Tensor]:
     """Push a step's amaxes into the history, and return the next step's scales (delayed scaling).
 
-    If an amax is 0 or not finite, its scale stays that of `previous`. A step whose gradient norm is NaN saw a value
-    that is not finite. The finite amaxes beside it follow from clamped values, so history and scales stay as they are.
+    If an amax is 0 or not finite, its scale stays that of `previous`. A step whose gradient norm is NaN saw values
+    that are not finite or far too large. The other amaxes follow from them, so history and scales stay as they are.
     A slot whose history is empty takes a finite amax even then.
 
     Args:
