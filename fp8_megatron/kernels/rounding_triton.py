@@ -109,11 +109,12 @@ def companding_noise(bits):
 
 
 @triton.jit
-def round_to_grid(x, bits, dtype: tl.constexpr, SECOND: tl.constexpr):
+def round_to_grid(x, bits, dtype: tl.constexpr, SECOND: tl.constexpr, LEAST: tl.constexpr):
     """`rounding.round_to_grid`: numbers of `dtype`, of which `x` is below the largest. An inf or a NaN gives anything.
 
     Args:
         SECOND: a second moment, not below 0.
+        LEAST: first moments below it become 0.
     """
     MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 10 if dtype == tl.float16 else 7
     TO_SUBNORMAL: tl.constexpr = 2.0**-120 if dtype == tl.float8e4nv else 2.0**-112 if dtype == tl.float16 else 1.0
@@ -125,6 +126,8 @@ def round_to_grid(x, bits, dtype: tl.constexpr, SECOND: tl.constexpr):
     else:
         rounded = (x * TO_SUBNORMAL).to(tl.int32, bitcast=True) + exp_avg_bits(bits, 23 - MANTISSA)
         rounded &= -(1 << (23 - MANTISSA))
+        if LEAST > 0.0:
+            rounded = tl.where(tl.abs(x) < LEAST, 0, rounded)
         return (rounded.to(tl.float32, bitcast=True) * (1.0 / TO_SUBNORMAL)).to(dtype)
 
 

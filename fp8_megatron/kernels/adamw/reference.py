@@ -116,7 +116,12 @@ def _rounds(*stored: FlatState) -> bool:
 def _store_moment_(
     value: Tensor, moment: FlatState, bits: Tensor | None, take: Callable[[Tensor, int], Tensor]
 ) -> None:
-    """Round [n] stochastically into storage. A second moment in a block that is not all zeros does not become 0."""
+    """Round [n] stochastically into storage.
+
+    In a block that is not all zeros, second moments become at least the smallest number. First moments below the
+    smallest number become 0: that number, drawn now and then, would be far too large beside the root of a tiny second
+    moment.
+    """
     payload, scales = moment
     if payload.dtype is torch.float32:
         payload.copy_(value)
@@ -137,7 +142,10 @@ def _store_moment_(
     scaled = blocks * scale.reciprocal()
     if take is exp_avg_sq_bits:
         scaled = torch.maximum(scaled, torch.where(amax > 0.0, grid.smallest, 0.0))
-    payload.copy_(round_to_grid(scaled, noise.view_as(blocks), grid).view(-1))
+    rounded = round_to_grid(scaled, noise.view_as(blocks), grid)
+    if take is exp_avg_bits:
+        rounded = torch.where(scaled.abs() < grid.smallest, 0.0, rounded)
+    payload.copy_(rounded.view(-1))
 
 
 def _store_master_(p: Tensor, change: Tensor, master: FlatState, bits: Tensor | None) -> None:

@@ -142,14 +142,15 @@ def store_moment(
 ):
     """Store an FP32 moment in its own dtype, rounded stochastically with the `bits` of the tile's elements.
 
-    In a block that is not all zeros no second moment (`SECOND`) becomes 0.
+    In a scaled block that is not all zeros, second moments (`SECOND`) become at least the smallest number; first
+    moments below it become 0.
     """
     dtype: tl.constexpr = payload.dtype.element_ty
     if SCALES == 0:
         if dtype == tl.float32:
             _store(value, payload, start, offsets, n, EVEN)
         else:
-            rounded = round_to_grid(value, bits, dtype, SECOND)
+            rounded = round_to_grid(value, bits, dtype, SECOND, 0.0)
             rounded = tl.where(tl.abs(value) < float("inf"), rounded, value.to(dtype))
             _store(rounded, payload, start, offsets, n, EVEN)
     else:
@@ -164,7 +165,7 @@ def store_moment(
             value *= inverse
             if SECOND:
                 value = tl.maximum(value, tl.where(amax_bits > 0, SMALLEST, 0.0))
-            encoded = round_to_grid(value, bits, dtype, SECOND)
+            encoded = round_to_grid(value, bits, dtype, SECOND, 0.0 if SECOND else SMALLEST)
         _store_scales(scale, scales, start, offsets, n, SCALES, EVEN)
         _store(encoded, payload, start, offsets, n, EVEN)
 
