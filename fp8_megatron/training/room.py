@@ -31,7 +31,8 @@ def check_memory(config: Config, topology: Topology, device: torch.device, padde
     """
     num_bytes, where = _state_on(config, topology, device, padded_vocab_size)
     available = memory_bytes(device)
-    problem = None if num_bytes <= available else _memory_problem(config, num_bytes, where, available)
+    on_gpu = device.type == "cuda"
+    problem = None if num_bytes <= available else _memory_problem(config, num_bytes, where, available, on_gpu=on_gpu)
     for text in Ranks(topology).everyones(problem):
         if text is not None:
             raise UserError(text)
@@ -53,13 +54,15 @@ def _state_on(config: Config, topology: Topology, device: torch.device, padded_v
     return num_ranks * sum(map(state_bytes, stages)) // len(stages), where
 
 
-def _memory_problem(config: Config, num_bytes: int, where: str, available: int) -> str:
+def _memory_problem(config: Config, num_bytes: int, where: str, available: int, *, on_gpu: bool) -> str:
     model, parallel = config.model, config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    # Ranks of one machine share its memory, so more of them are no help there.
+    spread = f"raise tensor_model_parallel_size({tp}) or pipeline_model_parallel_size({pp})"
     return (
         f"weights, gradients and optimizer state take {num_bytes / 1e9:,.3f} GB on {where}, which has "
-        f"{available / 1e9:,.3f} GB; lower num_layers({model.num_layers}), hidden_size({model.hidden_size}) or "
-        f"vocab_size, or raise tensor_model_parallel_size({parallel.tensor_model_parallel_size}) or "
-        f"pipeline_model_parallel_size({parallel.pipeline_model_parallel_size})"
+        f"{available / 1e9:,.3f} GB; lower num_layers({model.num_layers}), hidden_size({model.hidden_size}) or the "
+        f"vocabulary, or {spread if on_gpu else 'use a machine with more memory'}"
     )
 
 
