@@ -315,9 +315,10 @@ def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, in
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
     for name, value in common_settings(config).items():
-        if before.get(name) != value:
+        # A setting that the runs do not know came with a later version.
+        if name in before and before[name] != value:
             raise UserError(
-                f"{path} has runs with {name}({before.get(name)}), this command has {name}({value}); give the same "
+                f"{path} has runs with {name}({before[name]}), this command has {name}({value}); give the same "
                 "flags, or another --output-dir"
             )
     return {(found.level, found.seed): found for found in runs}

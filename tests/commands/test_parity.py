@@ -93,6 +93,11 @@ def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
     other = arguments(tmp_path, training=[*TRAINING, "--lr", "1e-5"])
     with pytest.raises(UserError, match=r"has runs with lr\(0.0003\), this command has lr\(1e-05\)"):
         parity.read_results(other, parity.check_levels(other))
+    path = tmp_path / parity.RESULTS_FILE
+    report = json.loads(path.read_text())
+    del report["settings"]["lr"]  # as if the flag came later
+    path.write_text(json.dumps(report))
+    assert parity.read_results(other, parity.check_levels(other)) == session.finished
     (tmp_path / parity.RESULTS_FILE).write_text('{"runs": [{"level": 1}]}')
     with pytest.raises(UserError, match="is no result of this command"):
         parity.read_results(session.args, session.config)
