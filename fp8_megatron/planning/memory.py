@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..config.schema import Config, ModelConfig
 from ..formats import GRAD_BLOCK, STATE_BLOCK, StorageDtype
 from ..reporting.memory_report import MemoryByKind, StorageBytes
-from ..sharding.partition import StorageClass
+from ..sharding.partition import PLACE_BYTES, StorageClass
 from ..sharding.storage import ModelStorage
 from .storage import model_storage
 
@@ -109,6 +109,7 @@ def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: 
     if grads.is_released:
         gradients = []
     state = [(dtype, count // replicas) for dtype in (formats.exp_avg, formats.exp_avg_sq, master)]
+    rounds = any(dtype is not StorageDtype.FP32 for dtype, _ in state)
     if is_own_master and replicas > 1:
         state.append((master, count))  # the rank holds scales of all replicas' weights
     return StorageBytes(
@@ -119,5 +120,6 @@ def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: 
         exp_avg=formats.exp_avg.itemsize * (count // replicas),
         exp_avg_sq=formats.exp_avg_sq.itemsize * (count // replicas),
         scales=sum(4 * n // STATE_BLOCK for dtype, n in state if dtype.is_scaled)
-        + sum(4 * n // GRAD_BLOCK for dtype, n in gradients if dtype is StorageDtype.FP8),
+        + sum(4 * n // GRAD_BLOCK for dtype, n in gradients if dtype is StorageDtype.FP8)
+        + (PLACE_BYTES * (count // replicas) // storage.alignment if rounds else 0),
     )

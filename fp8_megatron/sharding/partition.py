@@ -33,6 +33,8 @@ CHUNK = 4096
 assert CHUNK % GRAD_BLOCK == 0 and CHUNK % STATE_BLOCK == 0
 
 
+#: Bytes of `ParamSpace.shard_places` for each unit of elements.
+PLACE_BYTES = 20
 #: The width of a row that does not end.
 _ENDLESS = 1 << 30
 
