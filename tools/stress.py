@@ -8,6 +8,7 @@ which steps were spikes.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -66,6 +67,7 @@ def first_changes(samples: Sequence[HealthSample]) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Train and report; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     config = parse_config([*options.flags, "--output-dir", str(options.run)])
     samples: list[HealthSample] = []
     plain_loader, plain_step, plain_sampled = RunData.train_loader, trainer.train_step, SpikeGuard.sampled

@@ -152,7 +152,7 @@ def _worst_change(cast: CastStatistics, earlier: Sequence[CastStatistics]) -> tu
     """(how bad, in words) of the quantity of a cast that changed most.
 
     1 is a change that is worth a word: 3 dB of SNR, a thousandth of the elements saturated or a tenth underflowed, four
-    times the amax over the scale or the kurtosis.
+    times the kurtosis, four times the amax over the scale, as far as it is above 1.
     """
 
     def usual(quantity: str) -> float:
@@ -167,7 +167,7 @@ def _worst_change(cast: CastStatistics, earlier: Sequence[CastStatistics]) -> tu
         ("snr_db", "SNR, dB", lambda value, before: (before - value) / 3.0),
         ("saturated", "saturated", lambda value, before: (value - before) / 1e-3),
         ("underflowed", "underflowed", lambda value, before: (value - before) / 0.1),
-        ("amax_over_scale", "amax over scale", lambda value, before: octaves(value, before) / 2.0),
+        ("amax_over_scale", "amax over scale", lambda value, before: octaves(max(value, 1.0), max(before, 1.0)) / 2.0),
         ("kurtosis", "kurtosis", lambda value, before: octaves(value, before) / 2.0),
     ):
         value, before = getattr(cast, quantity), usual(quantity)
