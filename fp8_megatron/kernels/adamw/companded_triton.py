@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..quantize.triton import magnitude_bits
 from ..rounding_triton import rounding_bits, unit_of
 from ..sizes import cdiv
 from .operands import AdamHyper, AdamState
@@ -141,7 +142,7 @@ def _companded_adamw_step(
         step_size = tl.div_rn(1.0, bias_correction(num_step, log_beta1)) * lr
         bias_correction2 = bias_correction(num_step, log_beta2)
         offsets = tile_offsets(SPLIT, ROWS, BLOCK)
-        amax_bits = tl.full([], 0, tl.int32)
+        largest = tl.zeros(offsets.shape, tl.float32)
         for tile in range(TILES):
             start = (tl.program_id(0).to(tl.int64) * TILES + tile) * TILE
             key, number, left, width, gap = unit_of(places, start, n, num_step, offsets, UNIT, TILE)
@@ -179,7 +180,7 @@ def _companded_adamw_step(
                 change = shrink * p + change
             else:
                 p = p * decay
-            stored, stored_bits = store_master(
+            stored = store_master(
                 *(p, -change, master, master_scales, start, offsets, n, bits),
                 *(MASTER_MAX_BITS, MASTER_SCALES, EVEN),
             )
@@ -189,9 +190,9 @@ def _companded_adamw_step(
                 else:
                     tl.store(weight + start + offsets, stored.to(weight.dtype.element_ty), mask=start + offsets < n)
             if HAS_CHUNK_AMAX:
-                amax_bits = tl.maximum(amax_bits, tl.max(stored_bits))
+                largest = tl.maximum(largest, tl.abs(stored), propagate_nan=tl.PropagateNan.ALL)
         if HAS_CHUNK_AMAX:
-            tl.store(chunk_amax + tl.program_id(0), amax_bits.to(tl.float32, bitcast=True))
+            tl.store(chunk_amax + tl.program_id(0), tl.max(magnitude_bits(largest)).to(tl.float32, bitcast=True))
 
 
 def companded_adamw_step_(

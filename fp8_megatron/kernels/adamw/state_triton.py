@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..companding_triton import companded_scale, decode_companded, encode_companded
-from ..quantize.blockwise_triton import FP_MAX_BITS, block_amax_bits, block_scale, block_size
+from ..quantize.blockwise_triton import FP_MAX_BITS, block_scale, block_size
 from ..quantize.triton import magnitude_bits
 from ..rounding import Places
 from ..rounding_triton import (
@@ -32,8 +32,9 @@ from ..rounding_triton import (
 )
 from .operands import AdamHyper, FlatState
 
-# Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8. Few warps, so barriers are cheap.
-_TILE = 1024
+# Eight elements a thread: 16-byte accesses of 16-bit operands, 8-byte ones of FP8. A tile is one warp's: amaxes and
+# scales pass between threads without a barrier.
+_TILE = 256
 _ELEMENTS_PER_WARP = 256
 # Elements of a program if no chunk determines it: enough to spread the cost of the bias corrections.
 _DEFAULT_CHUNK = 4096
@@ -100,11 +101,24 @@ def _scale_index(SPLIT: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _block_bits(value, SCALES: tl.constexpr):
-    """The amaxes of a tile's scale blocks, as bits."""
-    bits = block_amax_bits(value, 2)
+    """The amaxes of a tile's scale blocks, as bits, NaN above inf."""
+    # A thread takes the largest of its eight elements as floats, where |x| costs nothing. Integers then have a
+    # reduction over a warp in one instruction.
+    SPLIT: tl.constexpr = value.shape[0]
+    ROWS: tl.constexpr = value.shape[1]
+    BLOCK: tl.constexpr = value.shape[2]
     if SCALES == 2:
-        bits = tl.max(bits, axis=0, keep_dims=True)
+        blocks = tl.permute(tl.abs(value), (1, 0, 2)).reshape((ROWS, SPLIT * BLOCK // 8, 8))
+        bits = tl.max(magnitude_bits(tl.reduce(blocks, 2, _larger)), axis=1)[None, :, None]
+    else:
+        blocks = tl.abs(value).reshape((SPLIT, ROWS, BLOCK // 8, 8))
+        bits = tl.max(magnitude_bits(tl.reduce(blocks, 3, _larger)), axis=2, keep_dims=True)
     return bits
 
 
@@ -186,7 +200,7 @@ def store_master(
 ):
     """Store the master p + change (FP32) in its own dtype, rounded stochastically with the `bits` of the elements.
 
-    Returns the stored values in FP32, and stored magnitudes (bits) that include the tile's largest.
+    Returns the stored values in FP32.
     """
     dtype: tl.constexpr = payload.dtype.element_ty
     MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 10 if dtype == tl.float16 else 7
@@ -197,7 +211,7 @@ def store_master(
         else:
             stored = round_sum_to_grid(p, change, bits, NORMAL, MANTISSA)
         _store(stored.to(dtype), payload, start, offsets, n, EVEN)
-        return stored, magnitude_bits(stored)
+        return stored
     else:
         amax_bits = _block_bits(p + change, SCALES)
         # The exact sum is below the float after the rounded one. With its scale no sum is rounded beyond the largest
@@ -206,7 +220,7 @@ def store_master(
         _store_scales(scale, scales, start, offsets, n, SCALES, EVEN)
         stored = round_sum_to_grid(p, change, bits, scale * NORMAL, MANTISSA)
         _store((stored * inverse).to(dtype), payload, start, offsets, n, EVEN)
-        return stored, magnitude_bits(stored)
+        return stored
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ...formats import COMPANDED_DTYPES, MAX_FINITE
-from ..quantize.triton import encode, reciprocal
+from ..quantize.triton import encode, magnitude_bits, reciprocal
 from ..rounding_triton import rounding_bits, unit_of
 from ..sizes import cdiv
 from .companded_triton import companded_adamw_step_
@@ -90,7 +90,7 @@ def _adamw_step(
         step_size = lr / -_expm1(num_step * log_beta1)
         inverse_correction2 = 1.0 / -_expm1(num_step * log_beta2)
         offsets = tile_offsets(SPLIT, ROWS, BLOCK)
-        amax_bits = tl.full([], 0, tl.int32)
+        largest = tl.zeros(offsets.shape, tl.float32)
         bits = 0
         first = tl.program_id(0).to(tl.int64) * (TILES * TILE)
         if ROUNDS and IN_ONE_UNIT:
@@ -124,7 +124,7 @@ def _adamw_step(
             )
             if MASTER_ROUNDS:
                 change += shrink * p
-            stored, stored_bits = store_master(
+            stored = store_master(
                 *(p, -change, master, master_scales, start, offsets, n, bits),
                 *(MASTER_MAX_BITS, MASTER_SCALES, EVEN),
             )
@@ -134,9 +134,9 @@ def _adamw_step(
                 else:
                     tl.store(weight + start + offsets, stored.to(weight.dtype.element_ty), mask=start + offsets < n)
             if HAS_CHUNK_AMAX:
-                amax_bits = tl.maximum(amax_bits, tl.max(stored_bits))
+                largest = tl.maximum(largest, tl.abs(stored), propagate_nan=tl.PropagateNan.ALL)
         if HAS_CHUNK_AMAX:
-            tl.store(chunk_amax + tl.program_id(0), amax_bits.to(tl.float32, bitcast=True))
+            tl.store(chunk_amax + tl.program_id(0), tl.max(magnitude_bits(largest)).to(tl.float32, bitcast=True))
 
 
 @triton.jit
