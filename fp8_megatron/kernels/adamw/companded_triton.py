@@ -18,6 +18,7 @@ from ..rounding_triton import rounding_bits, unit_of
 from ..sizes import cdiv
 from .operands import AdamHyper, AdamState
 from .state_triton import (
+    TILE_OF_EXACT,
     Tiling,
     adam_arguments,
     chunk_size,
@@ -211,7 +212,7 @@ def companded_adamw_step_(
     master = state.master.payload
     n = master.numel()
     operands = state[:4]
-    tiling = Tiling.of(operands, chunk_size(n, chunk_amax))
+    tiling = Tiling.of(operands, chunk_size(n, chunk_amax), TILE_OF_EXACT)
     places, unit, gaps = tiling.places(n, state.places, master)
     _companded_adamw_step[(cdiv(n, tiling.chunk),)](
         *pointers(operands),

@@ -21,7 +21,16 @@ from ..rounding_triton import round_sum_to_grid, rounding_bits, unit_of
 from ..sizes import cdiv
 from .companded_triton import adam_change, bias_correction
 from .operands import AdamHyper, SplitAdamState
-from .state_triton import Tiling, adam_arguments, chunk_size, fp_max_bits, load_tile, pointers, tile_offsets
+from .state_triton import (
+    TILE_OF_EXACT,
+    Tiling,
+    adam_arguments,
+    chunk_size,
+    fp_max_bits,
+    load_tile,
+    pointers,
+    tile_offsets,
+)
 
 _MANTISSA_BITS = tl.constexpr(E4M11.mantissa_bits)
 _SMALLEST_NORMAL = tl.constexpr(2.0**E4M11.smallest_exponent)
@@ -181,7 +190,7 @@ def adamw_split_step_(
     n = state.weight.numel()
     operands = (state.grad, state.exp_avg, state.exp_avg_sq)
     chunk_tensor, weight_scales, new_weight_scales = state.chunk_tensor, state.weight_scales, state.new_weight_scales
-    tiling = Tiling.of(operands, chunk_size(n, chunk_tensor))
+    tiling = Tiling.of(operands, chunk_size(n, chunk_tensor), TILE_OF_EXACT)
     places, unit, gaps = tiling.places(n, state.places, chunk_tensor)
     _adamw_split_step[(chunk_tensor.numel(),)](
         *pointers(operands),
