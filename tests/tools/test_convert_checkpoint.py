@@ -134,7 +134,7 @@ def test_wrong_commands(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (llama, tmp_path / "a", "ours", ("--config", "none.yaml"), "cannot read the configuration file"),
         (llama, tmp_path / "a", "ours", ("--verify-tokens", "0"), "argument --verify-tokens: 0 is out of range"),
         (llama, tmp_path / "a", "hf", ("--max-shard-gb", "-1"), "argument --max-shard-gb: -1 is out of range"),
-        (llama, tmp_path / "a", "hf", ("--max-shard-gb", "nan"), "'nan' is not a finite number; give more than 0"),
+        (llama, tmp_path / "a", "hf", ("--max-shard-gb", "nan"), "nan is out of range; give more than 0"),
         (llama, tmp_path / "a", "ours", ("--dtype", "bf16"), "--dtype bf16: --to ours does not read it, --to hf does"),
         (llama, tmp_path / "a", "hf", ("--no-verify", "--seed", "1"), "--seed 1: --no-verify compares nothing"),
         (llama, tmp_path / "a", "hf", ("--iteration", "-1"), "argument --iteration: -1 is out of range"),
