@@ -150,7 +150,8 @@ def round_sum_to_grid(x: Tensor, change: Tensor, noise: Tensor, grid: Grid, scal
     """FP32 ``x + change``, rounded stochastically to `scale` times numbers of `grid`; exact on average.
 
     The sum is never rounded to FP32: a change far below half a unit of FP32 arrives too. With x on the grid and
-    `change` 0, the result is x. Magnitudes are below 2¹⁰⁰.
+    `change` 0, the result is x. Magnitudes are below 2¹⁰⁰. Without a scale, a sum that cancels
+    is right to 2⁻¹⁰⁹ only.
 
     Args:
         change: FP32, of any size beside `x`.

@@ -140,7 +140,8 @@ def test_a_sum_is_rounded_right_on_average(name: str, relative: float) -> None:
     x = awkward(name) * 0.49
     x = neighbours(x.double(), grid)[0].float() * scale
     x[::5] = 0.0
-    change = relative * x.abs() * torch.randn(x.numel(), generator=torch.Generator().manual_seed(1)).clamp(-0.9, 1)
+    # Not down to 0: a sum that cancels is right to 2⁻¹⁰⁹ only.
+    change = relative * x * torch.randn(x.numel(), generator=torch.Generator().manual_seed(1)).clamp(-0.9, 1)
     change[::3] = 0.0
     draw = []
     for step in range(400):
