@@ -33,7 +33,7 @@ from ..rounding_triton import (
 from .operands import AdamHyper, FlatState
 
 # Elements of a tile. A thread has eight: 16-byte accesses of 16-bit operands, 8-byte ones of FP8.
-# Measured on H200 (docs/optimizer.md): steps over floats are fastest with four warps a tile. Exact steps, with three
+# Measured on H200 (optimizer_h200.json): steps over floats are fastest with four warps a tile. Exact steps, with three
 # times the arithmetic, are fastest with one, which needs no barriers.
 TILE_OF_FLOATS, TILE_OF_EXACT = 1024, 256
 _ELEMENTS_PER_WARP = 256

@@ -1,7 +1,8 @@
 """The fused optimizer in Triton: `reference.adamw_step_` and `derive_fp8_weights_`.
 
-The whole cost is one read and one write of every operand (12 bytes a parameter at level O3, without scales). One
-program therefore owns whole scale blocks of every operand and, if the new master's amax is requested, one whole chunk.
+A step reads and writes every operand once (12 bytes a parameter at level O3, without scales). One program therefore
+owns whole scale blocks of every operand and, if the new master's amax is requested, one whole chunk. On Hopper
+arithmetic limits O3: 83 instructions an element, a third of them for stochastic rounding.
 """
 
 # The parameters of a Triton kernel have no Python types.
