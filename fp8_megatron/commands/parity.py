@@ -46,21 +46,17 @@ from ..errors import UserError
 from ..outputs import write_output
 from ..reporting.parity import Parity, RunResult, compare_runs, read_run
 from ..reporting.parity_report import draw_parity, markdown_table, table_rows
+from . import compare_levels
 from .arguments import Parser, output_folder, real, seed, whole
 from .program import exit_status, share_import_path
 
-_DELAYED = ["--precision", "fp8", "--fp8-recipe", "delayed"]
 LEVELS = {
-    "bf16": ["--precision", "bf16"],
-    "te": ["--precision", "te", "--fp8-recipe", "delayed"],
-    "O1": ["--precision", "fp8", "--opt-level", "O1"],
-    "O2": ["--precision", "fp8", "--opt-level", "O2"],
-    "O3": ["--precision", "fp8", "--opt-level", "O3"],
-    "O3-delayed": _DELAYED,
-    "O3-blockwise": ["--precision", "fp8", "--fp8-recipe", "blockwise"],
+    "bf16": compare_levels.LEVELS["bf16"],
+    "te": compare_levels.LEVELS["te-delayed"],
+    **{name: compare_levels.LEVELS[name] for name in ("O1", "O2", "O3", "O3-delayed", "O3-blockwise")},
     # configs/fast.yaml
     "fast": [
-        *_DELAYED,
+        *compare_levels.LEVELS["O3-delayed"],
         *("--fp8-lm-head", "--fp8-weight-grad-scaling", "delayed", "--grad-accumulation-dtype", "bf16"),
     ],
     "5-byte": [
