@@ -17,18 +17,21 @@ def global_grad_norm(
     world: Group | None,
     device: torch.device,
     histories: Sequence[AmaxHistory] = (),
+    loss: Tensor | None = None,
 ) -> Tensor:
     """L2 norm of all gradients of the model, FP32 [1] on the device; each parameter counts once.
 
     Called by every rank of `world` after gradients were averaged over replicas. Each rank holds a different part of the
-    model, so one all-reduce (SUM) gives the norm. It is NaN or inf if any gradient is, and NaN if any cast of the step
-    saw a value that is not finite: a cast with a delayed scale clamps an inf, so the gradients may be finite.
+    model, so one all-reduce (SUM) gives the norm. It is NaN or inf if any gradient is. Finite gradients do not show two
+    faults, and the norm is NaN then too: a cast with a delayed scale clamps an inf, and a target whose logit is -inf has
+    the loss inf.
 
     Args:
         world: the ranks that hold the model between them; None for one rank without a process group.
         histories: delayed scales of this rank's casts, to be examined (`AmaxHistory.examine`).
+        loss: FP32 [1], this rank's part of the step's loss; None: not looked at.
     """
-    total = torch.zeros(1, device=device)
+    total = torch.zeros(1, device=device) if loss is None else loss * 0.0  # 0 · x is NaN where x is not finite
     for buffer in buffers:
         sharing = buffer.space.sharing
         if sharing.counts_in_norm:

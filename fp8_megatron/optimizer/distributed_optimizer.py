@@ -182,13 +182,16 @@ class FP8DistributedOptimizer:
         return sorted(together, key=lambda three: _first_use(three[1].space.storage))
 
     @torch.no_grad()
-    def step(self) -> Tensor:
+    def step(self, loss: Tensor | None = None) -> Tensor:
         """Clip, update and send the weights; returns the gradient norm before clipping, FP32 [1] on the device.
 
         A norm that is not finite skips the step on the device: nothing changes, nothing waits. Spaces with released
         gradients were updated during backward; there, only parameters with a finite gradient changed.
+
+        Args:
+            loss: FP32 [1], this rank's part of the step's loss. If it is not finite on any rank, the norm is NaN.
         """
-        norm = global_grad_norm(self.buffers, self._world, self.device, self._histories)
+        norm = global_grad_norm(self.buffers, self._world, self.device, self._histories, loss)
         factor = clip_factor(norm, self.config.clip_grad)
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.scale

@@ -51,7 +51,7 @@ def train_step(
     part_of_loss, underflow_fraction = gradients.split(1)
     if before_update is not None:
         before_update()
-    grad_norm = state.optimizer.step()
+    grad_norm = state.optimizer.step(part_of_loss)
     state.scheduler.step(1)
     for history in state.histories:
         if history is not None:
