@@ -23,8 +23,8 @@ def global_grad_norm(
 
     Called by every rank of `world` after gradients were averaged over replicas. Each rank holds a different part of the
     model, so one all-reduce (SUM) gives the norm. It is NaN or inf if any gradient is. Finite gradients do not show two
-    faults, and the norm is NaN then too: a cast with a delayed scale clamps an inf, and a target whose logit is -inf has
-    the loss inf.
+    faults, and the norm is NaN then too: a cast with a delayed scale clamps an inf, and a target whose logit is -inf
+    has the loss inf.
 
     Args:
         world: the ranks that hold the model between them; None for one rank without a process group.

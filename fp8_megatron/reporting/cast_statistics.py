@@ -92,6 +92,17 @@ class HealthSample:
     iteration: int
     casts: tuple[CastStatistics, ...]
 
+    def first_non_finite(self) -> CastName | None:
+        """The cast that first saw a NaN or an inf; None if none did.
+
+        A bad value spreads. So it is the first input or weight in forward, else the last layer's output gradient, else
+        a weight gradient.
+        """
+        bad = [cast.name for cast in self.casts if cast.non_finite]  # in the model's order
+        forward = [name for name in bad if name.role in ("input", "weight")]
+        backward = [name for name in reversed(bad) if name.role == "grad_output"]
+        return next(iter([*forward, *backward, *reversed(bad)]), None)
+
     def record(self) -> dict[str, Any]:
         """The line in health.jsonl: one list for each quantity, in the order of `layers`."""
         columns: dict[str, list[Any]] = {

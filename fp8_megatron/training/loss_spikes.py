@@ -97,11 +97,12 @@ class SpikeGuard:
         self._losses, self._log_norms = RobustWindow(), RobustWindow()
         self._samples: deque[HealthSample] = deque(maxlen=_SAMPLES)
         self.wants_sample = False
-        """Whether a figure was so unusual that the next step's casts should be sampled."""
+        """Whether a figure was so unusual, or not finite, that the next step's casts should be sampled."""
 
     def sampled(self, sample: HealthSample) -> None:
-        """Take the casts of a sampled step."""
-        self._samples.append(sample)
+        """Take the casts of a sampled step. Later ones are compared with it if all its values are finite."""
+        if sample.first_non_finite() is None:
+            self._samples.append(sample)
         self.wants_sample = False
 
     def examine(self, progress: Progress, loss: float, grad_norm: float) -> None:
@@ -118,8 +119,15 @@ class SpikeGuard:
             raise LossSpike(f"{text}; --rollback-on-loss-spike goes back to the last checkpoint at the next start")
 
     def update(self, loss: float, grad_norm: float) -> Spike | None:
-        """Read one step; a spike if its loss is one. A step that is not finite is skipped, and no spike."""
-        if self._threshold == 0 or not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        """Read one step; a spike if its loss is one.
+
+        A step that is not finite is skipped, and no spike. The next one is sampled: if it is not finite either, its
+        casts say where that begins.
+        """
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self.wants_sample = True
+            return None
+        if self._threshold == 0:
             return None
         log_norm = math.log(max(grad_norm, 1e-30))
         deviations = self._losses.deviations(loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from typing import Any
 
 from ..checkpoint.run_state import Progress
 from ..config.schema import Config
@@ -15,6 +16,9 @@ from .step_results import StepResult
 from .stopping import StopReason
 
 logger = logging.getLogger(__name__)
+
+#: The roles of sampled casts, as messages name them.
+_ROLES = {"input": "input", "weight": "weight", "grad_output": "output gradient", "weight_grad": "weight gradient"}
 
 
 class RunEvents:
@@ -48,15 +52,17 @@ class RunEvents:
         logger.info("%s on %s, to iteration %d", begins, where, self._total, extra=mark)
 
     def skipped(self, result: StepResult, suspect: Suspect | None) -> None:
-        """The optimizer skipped a step. `suspect`: the tensor that its casts blame, if any."""
+        """The optimizer skipped a step.
+
+        Args:
+            suspect: the tensor that its casts blame, if any. If there is none and the step was sampled, the sample's
+                first cast of a value that is not finite is blamed.
+        """
         if self._is_writer:
             loss, norm = result.figures.loss, result.figures.grad_norm
-            blamed = (
-                {}
-                if suspect is None
-                else {"tensor": str(suspect.tensor), "rank": suspect.rank, "reason": suspect.reason}
-            )
-            where = "" if suspect is None else f"; {suspect.reason}: {suspect.tensor}, on rank {suspect.rank}"
+            blamed = _blamed(result, suspect)
+            place = f", on rank {blamed['rank']}" if "rank" in blamed else ""
+            where = f"; {blamed['reason']}: {blamed['tensor']}{place}" if blamed else ""
             mark = event(EventKind.SKIP, iteration=result.iteration, loss=str(loss), grad_norm=str(norm), **blamed)
             logger.warning(
                 "iteration %d skipped: loss %g, gradient norm %g%s", result.iteration, loss, norm, where, extra=mark
@@ -91,3 +97,11 @@ class RunEvents:
         if self._is_writer:
             mark = event(EventKind.STOP, iteration=iteration, reason=reason.name.lower())
             logger.info("training ends at iteration %d of %d: %s", iteration, self._total, reason.value, extra=mark)
+
+
+def _blamed(result: StepResult, suspect: Suspect | None) -> dict[str, Any]:
+    """The fields of a skip's event that say which tensor it is blamed on; empty if that is not known."""
+    if suspect is not None:
+        return {"tensor": str(suspect.tensor), "rank": suspect.rank, "reason": suspect.reason}
+    name = None if result.health is None else result.health.first_non_finite()
+    return {} if name is None else {"tensor": f"{_ROLES[name.role]} of {name.layer}", "reason": "not finite"}

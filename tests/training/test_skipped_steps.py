@@ -1,0 +1,100 @@
+"""Steps that are skipped for a value that is not finite: a loss with finite gradients, and the tensor that is named."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.reporting.health_file import HEALTH_FILE
+from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
+from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training.trainer import Trainer
+from tests.harness.ranks import RankPool
+from tests.harness.runs import tiny_flags
+
+#: The step that is disturbed, on the last rank.
+BAD = 3
+
+
+def _fit_with_a_bad_loss(folder: Path, flags: dict[str, Any], bad: float) -> list[tuple[bool, bool]]:
+    """Train 4 steps; `bad` is added to the last rank's losses of one, with the gradient that they have without it.
+
+    Returns:
+        For each step, whether its norm is finite, and whether any master changed on this rank.
+    """
+    step, taken, found = trainer_module.train_step, itertools.count(1), []
+
+    def masters(state: Any) -> list[Tensor]:
+        return [space.master.load().clone() for space in state.optimizer.states]
+
+    def disturbed(state: Any, *args: Any, **kwargs: Any) -> Tensor:
+        is_bad = next(taken) == BAD and state.topology.rank == state.topology.world_size - 1
+        hook = state.model[-1].module.register_forward_hook(lambda module, args, out: out + bad if is_bad else out)
+        before = masters(state)
+        packed = step(state, *args, **kwargs)
+        hook.remove()
+        changed = any(not torch.equal(*pair) for pair in zip(before, masters(state), strict=True))
+        found.append((math.isfinite(packed[2].item()), changed))
+        return packed
+
+    trainer_module.train_step = disturbed
+    try:
+        Trainer(parse_config(tiny_flags(folder, train_iters=4, **flags))).fit()
+    finally:
+        trainer_module.train_step = step
+    return found
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"precision": "bf16"},
+        {"fp8_recipe": "tensorwise"},
+        {"fp8_recipe": "delayed"},
+        {"pipeline_model_parallel_size": 2},
+    ],
+    ids=["bf16", "tensorwise", "delayed", "pipeline"],
+)
+def test_a_loss_that_is_not_finite_skips_the_step_on_every_rank(
+    ranks: RankPool, tmp_path: Path, flags: dict[str, Any], bad: float
+) -> None:
+    for found in ranks.run(_fit_with_a_bad_loss, tmp_path, flags, bad, num_ranks=2):
+        assert found == [(number != BAD, number != BAD) for number in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    "flags", [{"fp8_recipe": "tensorwise"}, {"fp8_recipe": "blockwise", "hidden_size": 256, "seq_length": 128}]
+)
+def test_the_third_bad_step_in_a_row_names_the_first_cast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
+) -> None:
+    """A result is read one step late, so the step after the next one is sampled. Healthy steps are not."""
+    step, taken = trainer_module.train_step, itertools.count(1)
+
+    def disturbed(state: Any, *args: Any, **kwargs: Any) -> Tensor:
+        is_bad = next(taken) in (3, 4, 5)
+        attention = state.model[0].module.decoder.layers[1].self_attention.core_attention
+        hook = attention.register_forward_hook(lambda module, args, out: out * math.nan if is_bad else out)
+        packed = step(state, *args, **kwargs)
+        hook.remove()
+        return packed
+
+    monkeypatch.setattr(trainer_module, "train_step", disturbed)
+    Trainer(parse_config(tiny_flags(tmp_path, train_iters=8, **flags))).fit()
+    skips = [found for found in read_events(tmp_path / EVENTS_FILE) if found["kind"] == "skip"]
+    assert [skip["iteration"] for skip in skips] == [3, 4, 5]
+    assert [skip.get("tensor") for skip in skips] == [
+        None,
+        None,
+        "input of decoder.layers.1.self_attention.linear_proj",
+    ]
+    assert "not finite: input of decoder.layers.1.self_attention.linear_proj" in skips[2]["text"]
+    assert len((tmp_path / HEALTH_FILE).read_text().splitlines()) == 3  # steps 5, 6 and 7
