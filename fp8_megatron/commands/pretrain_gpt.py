@@ -10,7 +10,7 @@ from functools import partial
 
 from ..config.checks import check_config
 from ..config.folder_checks import check_run_folders
-from ..config.io import parse_config, repeated_in
+from ..config.io import parse_command_line
 from ..data.token_files import check_input_files
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
@@ -30,9 +30,10 @@ def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> i
 
 def _train(words: Sequence[str] | None, prog: str) -> int:
     check_process_limits()
-    config = parse_config(words, prog=prog)
+    command_line = parse_command_line(words, prog=prog)
+    config = command_line.config
     if os.environ.get("RANK", "0") == "0":
-        for line in repeated_in(sys.argv[1:] if words is None else words):
+        for line in command_line.notes:
             print(f"note: {line}", file=sys.stderr, flush=True)
     check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_run_folders(config)

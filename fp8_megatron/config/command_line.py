@@ -25,7 +25,9 @@ class Given:
     words: tuple[str, ...]
 
 
-def read_words(words: Sequence[str], types: Mapping[str, FieldType]) -> tuple[list[Given], list[str]]:
+def read_words(
+    words: Sequence[str], types: Mapping[str, FieldType], others: Sequence[str] = ()
+) -> tuple[list[Given], list[str]]:
     """The flags of a command line in order, and one line for each mistake.
 
     A flag is ``--name value`` or ``--name=value``. A switch is ``--name`` or ``--no-name``. A list takes all words up
@@ -34,16 +36,17 @@ def read_words(words: Sequence[str], types: Mapping[str, FieldType]) -> tuple[li
     Args:
         words: the command line.
         types: the settings by name.
+        others: further flags that an unknown one may be a slip for.
     """
     given: list[Given] = []
     problems: list[str] = []
     rest = list(words)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
-        if not _is_flag(flag):
+        if not is_flag(flag):
             problems.append(f"{shortened(flag + equals + value)!r} belongs to no flag; put one before it, or drop it")
             continue
-        name = _name(flag)
+        name = setting_name(flag)
         turned_off = name.removeprefix("no_") if name not in types else name
         if name not in types and turned_off in types and types[turned_off].base is bool:
             name, truth = turned_off, "false"
@@ -51,7 +54,7 @@ def read_words(words: Sequence[str], types: Mapping[str, FieldType]) -> tuple[li
             truth = "true"
         values = [value] if equals else _values(rest, types.get(name))
         if name not in types:
-            problems.append(f"unknown flag {shortened(flag)}{_suggestion(name, types)}")
+            problems.append(f"unknown flag {shortened(flag)}{_suggestion(name, types, others)}")
         elif types[name].base is bool:
             if equals:
                 problems.append(f"{flag}={shortened(value)}: a switch has no value; give it alone, or as --no-…")
@@ -69,9 +72,9 @@ def flags_of(words: Sequence[str]) -> list[Given]:
     rest = list(words)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
-        if _is_flag(flag):
+        if is_flag(flag):
             values = _values(rest, None)
-            given.append(Given(flag, _name(flag), (*([value] if equals else []), *values)))
+            given.append(Given(flag, setting_name(flag), (*([value] if equals else []), *values)))
     return given
 
 
@@ -87,16 +90,13 @@ def repeated_flags(given: Sequence[Given]) -> list[str]:
     ]
 
 
-def with_config(types: Mapping[str, FieldType]) -> dict[str, FieldType]:
-    """The settings and the flags that stand beside them: --config, --bf16, --fp16."""
-    return {**types, "config": FieldType(tuple), "bf16": FieldType(bool), "fp16": FieldType(bool)}
-
-
-def _name(flag: str) -> str:
+def setting_name(flag: str) -> str:
+    """The name of a flag's setting: ``--num-layers`` is ``num_layers``."""
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _is_flag(word: str) -> bool:
+def is_flag(word: str) -> bool:
+    """Whether a word of a command line is a flag."""
     return word.startswith("--") and len(word) > 2
 
 
@@ -104,14 +104,15 @@ def _values(rest: list[str], field_type: FieldType | None) -> list[str]:
     """Take the values of a flag from the words after it. An unknown flag takes all up to the next flag."""
     most = len(rest) if field_type is None or field_type.base is tuple else 0 if field_type.base is bool else 1
     values: list[str] = []
-    while rest and len(values) < most and not _is_flag(rest[0]):
+    while rest and len(values) < most and not is_flag(rest[0]):
         values.append(rest.pop(0))
     return values
 
 
-def _suggestion(name: str, types: Mapping[str, FieldType]) -> str:
-    nearest = difflib.get_close_matches(name, types, n=1)
-    return f"; did you mean --{nearest[0].replace('_', '-')}?" if nearest else "; --help lists the flags"
+def _suggestion(name: str, types: Mapping[str, FieldType], others: Sequence[str]) -> str:
+    flags = {setting_name(flag): flag for flag in others} | {name: f"--{name.replace('_', '-')}" for name in types}
+    nearest = difflib.get_close_matches(name, flags, n=1)
+    return f"; did you mean {flags[nearest[0]]}?" if nearest else "; --help lists the flags"
 
 
 def _shown(one: Given) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from .checks import ConfigError
-from .command_line import read_words, repeated_flags, with_config
+from .command_line import Given, read_words, repeated_flags
 from .limits import FieldType, field_types
-from .precision import Precision
+from .megatron_flags import idle_note, megatron_options, translate
+from .megatron_precision import SWITCHES, Chosen, chosen_precision
 from .schema import Config, OptimizerConfig
 from .words import decimal, shortened, whole_number
 from .yaml_files import Dumper, read_mapping
@@ -78,53 +79,83 @@ def _choice(field_type: FieldType, name: Any) -> Any:
     return field_type.choices[field_type.choice_names.index(name)]
 
 
+@dataclasses.dataclass(frozen=True)
+class CommandLine:
+    """What a command line says.
+
+    Attributes:
+        config: the settings.
+        notes: lines for the start of the run: what was given twice, accepted with nothing to do, or changed.
+    """
+
+    config: Config
+    notes: tuple[str, ...]
+
+
 def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> Config:
+    """The configuration of a command line, as `parse_command_line` reads it."""
+    return parse_command_line(argv, prog=prog).config
+
+
+def parse_command_line(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> CommandLine:
     """The configuration of a command line. Each --config FILE.yaml overrides the defaults; flags override the files.
+
+    Megatron's options mean what they mean there (`megatron_flags`).
 
     Args:
         argv: words after the program's name; ``sys.argv[1:]`` if None.
         prog: the program's name in help.
 
     Raises:
-        ConfigError: a YAML file is missing or malformed, a flag or key is unknown or has a value of the wrong type, or
-            flags contradict each other. The text has one line for each problem.
+        ConfigError: a YAML file is missing or malformed, a flag or key is unknown or has a value of the wrong type, a
+            flag asks for what there is not, or flags contradict each other. The text has one line for each problem.
         SystemExit: code 0 after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     sections = _field_types()
     types = {name: kind for fields in sections.values() for name, kind in fields.items()}
-    asks_for_help = "-h" in words or "--help" in words
-    given, problems = read_words(words, with_config(types))
+    translation = translate(words)
+    others = [name for option in megatron_options().values() for name in option.names]
+    given, problems = read_words(translation.words, {**types, **SWITCHES, "config": FieldType(tuple)}, others)
+    problems = [*translation.problems, *problems]
     paths = [path for one in given if one.name == "config" for path in one.words]
     base = Config()
     for path in paths:
         base = load_config(path, base)
-    if asks_for_help:
+    if "-h" in words or "--help" in words:
         from .help import show_help
 
         show_help(base, paths, prog)
+    values, bad_values = _values_of(given, sections)
+    problems += bad_values
+    if problems:
+        raise ConfigError("\n".join(problems))
+    chosen = _chosen_precision(given, base, has_files=bool(paths))
+    values["precision"] = {**values["precision"], **chosen.settings}
+    config = _overridden(base, values)
+    notes = [*repeated_flags(given), *chosen.notes]
+    if translation.idle:
+        notes.append(idle_note(translation.idle))
+    return CommandLine(config, tuple(notes))
+
+
+def _values_of(
+    given: Sequence[Given], sections: Mapping[str, Mapping[str, FieldType]]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The values of flags by section and name, and one line for each word that is no value."""
     values: dict[str, dict[str, Any]] = {section: {} for section in sections}
+    problems: list[str] = []
     for one in given:
-        if one.name not in types:
+        section = next((section for section, fields in sections.items() if one.name in fields), None)
+        if section is None:
             continue
-        kind = types[one.name]
+        kind = sections[section][one.name]
         try:
-            owner = next(section for section, fields in sections.items() if one.name in fields)
-            values[owner][one.name] = _from_flag(kind, one.words)
+            values[section][one.name] = _from_flag(kind, one.words)
         except ValueError:
             value = shortened(" ".join(one.words))
             problems.append(f"{one.flag} {value!r} is not {_expected(kind).replace('null', 'none')}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    config = _overridden(base, values)
-    last = {one.name: one.words for one in given}
-    return _with_precision_alias(config, {name for name, value in last.items() if value != ("false",)})
-
-
-def repeated_in(argv: Sequence[str]) -> list[str]:
-    """One line for each flag of a command line that is given more than once with other values; the last counts."""
-    types = {name: kind for fields in _field_types().values() for name, kind in fields.items()}
-    return repeated_flags(read_words(argv, with_config(types))[0])
+    return values, problems
 
 
 def _field_types() -> dict[str, Mapping[str, FieldType]]:
@@ -149,16 +180,14 @@ def _without_alternatives(base: Config, given: Collection[str]) -> Config:
     return dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, **replaced))
 
 
-def _with_precision_alias(config: Config, given: Collection[str]) -> Config:
-    """`config`, with --bf16 or --fp16 applied to its precision."""
-    if {"bf16", "fp16"} <= set(given):
-        raise ConfigError("--bf16 contradicts --fp16; give one of them")
-    if not {"bf16", "fp16"} & set(given):
-        return config
-    alias: Precision = "bf16" if "bf16" in given else "fp16"
-    if "precision" in given and config.precision.precision != alias:
-        raise ConfigError(f"--{alias} contradicts --precision {config.precision.precision}; give one of them")
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, precision=alias))
+def _chosen_precision(given: Sequence[Given], base: Config, *, has_files: bool) -> Chosen:
+    """The settings of precision that switches choose. Raises `ConfigError` where they contradict each other."""
+    last = {one.name: one.words for one in given}
+    on = {name: words for name, words in last.items() if words != ("false",)}
+    chosen = chosen_precision(on, base.precision, has_files=has_files)
+    if chosen.problems:
+        raise ConfigError("\n".join(chosen.problems))
+    return chosen
 
 
 def own_and_run_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

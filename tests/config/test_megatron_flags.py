@@ -1,0 +1,180 @@
+"""Megatron's options: every row of the table says what the parser does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.command_line import setting_name
+from fp8_megatron.config.io import parse_command_line, parse_config
+from fp8_megatron.config.limits import FieldType, field_types
+from fp8_megatron.config.megatron_flags import Kind, Option, megatron_options, translate
+from fp8_megatron.config.megatron_precision import SWITCHES
+from fp8_megatron.config.schema import Config
+
+OPTIONS = list({id(option): option for option in megatron_options().values()}.values())
+TYPES: dict[str, FieldType] = {
+    name: kind for section in vars(Config()).values() for name, kind in field_types(type(section)).items()
+}
+#: Spellings of options in Megatron-LM 0.20: those of its parser, and those that its arguments module adds by hand.
+NUM_SPELLINGS = 865
+
+CASES = [pytest.param(name, option, id=name) for option in OPTIONS for name in option.names]
+
+
+def words_for(option: Option) -> list[str]:
+    """A value that is not Megatron's default."""
+    return [] if option.arity == "0" else ["99991"]
+
+
+def type_of(name: str) -> FieldType | None:
+    """The type of the setting that a flag of ours sets; None if there is none."""
+    name = setting_name(name)
+    known = {**SWITCHES, **TYPES}
+    if name not in known and name.startswith("no_") and known.get(name[3:], FieldType(str)).base is bool:
+        name = name[3:]
+    return known.get(name)
+
+
+def test_no_option_of_megatron_is_left_out() -> None:
+    assert sum(len(option.names) for option in OPTIONS if option.source == "0.20") == NUM_SPELLINGS
+    assert {option.arity for option in OPTIONS} == {"0", "1", "list"}
+    assert {option.source for option in OPTIONS} == {"0.20", "older", "MS-AMP"}
+
+
+@pytest.mark.parametrize(("name", "option"), CASES)
+def test_a_row_says_what_the_parser_does(name: str, option: Option) -> None:
+    words = [name, *words_for(option)]
+    translation = translate(words)
+    own = type_of(name)
+    if option.kind is Kind.CANNOT:
+        assert own is None, f"{name} is a flag of ours"
+        with pytest.raises(ConfigError) as error:
+            parse_config(words)
+        assert str(error.value) == f"{' '.join(words)} is not supported: {option.note}"
+        assert option.note and not option.ours
+        if option.default:
+            line = parse_command_line([name, option.default])
+            assert line.config == Config() and name in line.notes[0]
+    elif option.kind is Kind.NOTHING:
+        assert own is None, f"{name} is a flag of ours"
+        line = parse_command_line(words)
+        assert line.config == Config()
+        assert line.notes == (f"nothing to do here for {' '.join(words)} (docs/from-megatron.md says why)",)
+        assert option.note and not option.ours
+    elif option.ours:
+        target = option.ours.split()[0]
+        kind = type_of(target)
+        assert kind is not None, f"{target} is no flag of ours"
+        assert (kind.base is bool) == (len(translation.words) == 1) and translation.words[0] == target
+        for theirs, ours in (pair.split("=") for pair in option.ours.split()[1:] if "=" in pair):
+            assert translate([name, theirs]).words == (target, ours)
+            assert ours in kind.choice_names
+        if option.arity == "0":
+            assert parse_config(words) != Config()
+    else:
+        assert own is not None, f"{name} is no flag of ours"
+        assert translation.words == tuple(words)
+
+
+def test_words_after_an_option_are_its_own() -> None:
+    line = parse_command_line(
+        "--use-mcore-models --num-layers 3 --timing-log-level=2 --ckpt-fully-parallel-load --lr 1 "
+        "--high-priority-stream-groups a b --mock-data".split()
+    )
+    assert (line.config.model.num_layers, line.config.optimizer.lr, line.config.data.mock_data) == (3, 1.0, True)
+    assert line.notes == (
+        "nothing to do here for --use-mcore-models --timing-log-level 2 --ckpt-fully-parallel-load "
+        "--high-priority-stream-groups a b (docs/from-megatron.md says why)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--use-mcore-models", "stray"], "'stray' belongs to no flag; put one before it, or drop it"),
+        (["--use-mcore-models=1"], "--use-mcore-models=1: a switch has no value; give it alone"),
+        (["--distributed-backend"], "--distributed-backend has no value; give one after it, or drop it"),
+        (["--use-mcore-model"], "unknown flag --use-mcore-model; did you mean --use-mcore-models?"),
+        (["--overide-opt-param-scheduler"], "did you mean --override-opt"),
+        (["--data-impl", "lazy"], "--data-impl lazy is not supported: token files are mapped"),
+        (["--num-experts", "8"], "--num-experts 8 is not supported: there is no mixture of experts"),
+        (["--attention-backend", "quick"], "--attention-backend 'quick' is not one of auto, cudnn, flash, math"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(words)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "recipe", "level"),
+    [
+        ("", "fp8", "tensorwise", "O3"),
+        ("--bf16", "bf16", "tensorwise", "O3"),
+        ("--fp16", "fp16", "tensorwise", "O3"),
+        ("--fp16 --no-fp16", "fp8", "tensorwise", "O3"),
+        ("--bf16 --fp8-format hybrid", "fp8", "delayed", "O3"),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "fp8", "blockwise", "O3"),
+        ("--bf16 --fp8-hybrid --transformer-impl local", "fp8", "delayed", "O3"),
+        ("--bf16 --fp8-hybrid --transformer-impl transformer_engine", "te", "delayed", "O3"),
+        ("--bf16 --fp8-hybrid --transformer-impl transformer_engine --msamp", "fp8", "delayed", "O3"),
+        ("--bf16 --transformer-impl transformer_engine", "bf16", "tensorwise", "O3"),
+        ("--transformer-impl transformer_engine", "fp8", "tensorwise", "O3"),
+        ("--bf16 --fp8-recipe tensorwise --fp8-format hybrid", "fp8", "tensorwise", "O3"),
+        ("--bf16 --fp8-recipe delayed", "fp8", "delayed", "O3"),
+        ("--fp16 --msamp --msamp-opt-level O2", "fp8", "tensorwise", "O2"),
+        ("--bf16 --msamp", "fp8", "tensorwise", "O3"),
+        ("--precision fp8 --bf16", "fp8", "tensorwise", "O3"),
+        ("--precision te --bf16 --fp8-format hybrid", "te", "delayed", "O3"),
+        ("--precision bf16 --bf16", "bf16", "tensorwise", "O3"),
+    ],
+)
+def test_the_precision_that_switches_choose(flags: str, precision: str, recipe: str, level: str) -> None:
+    found = parse_config(flags.split()).precision
+    assert (found.precision, found.fp8_recipe, found.opt_level) == (precision, recipe, level)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--bf16 --fp16", "--bf16 contradicts --fp16; give one of them"),
+        ("--precision bf16 --fp16", "--fp16 contradicts --precision bf16; give one of them"),
+        ("--precision bf16 --fp8-format hybrid", "--fp8-format contradicts --precision bf16; give one of them"),
+        ("--precision fp16 --msamp", "--msamp contradicts --precision fp16; give one of them"),
+        ("--precision te --msamp", "--msamp contradicts --precision te; give one of them"),
+        ("--msamp-opt-level O2 --opt-level O3", "--msamp-opt-level O2 contradicts --opt-level O3; give one of them"),
+        ("--fp8-format e5m2", "--fp8-format 'e5m2' is not one of hybrid, e4m3"),
+        ("--fp8-e4m3", "--fp8-e4m3: output gradients are E5M2 under fp8_recipe(delayed)"),
+        ("--fp8-format e4m3 --fp8-recipe tensorwise", "--fp8-format e4m3: output gradients are E5M2 under fp8_recipe"),
+        ("--transformer-impl inference_optimized", "is not one of transformer_engine, local"),
+        ("--fp8-recipe mxfp8", "--fp8-recipe 'mxfp8' is not one of tensorwise, delayed, blockwise"),
+    ],
+)
+def test_switches_that_contradict_each_other(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(flags.split())
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_switches_over_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("precision: te\nfp8_recipe: tensorwise")
+    given = ["--config", str(path)]
+    assert parse_config([*given, "--fp8-recipe", "delayed"]).precision.precision == "te"
+    switched = parse_config([*given, "--fp8-format", "hybrid"]).precision
+    assert (switched.precision, switched.fp8_recipe) == ("te", "tensorwise")
+    assert parse_config([*given, "--msamp"]).precision.precision == "fp8"
+    path.write_text("precision: bf16")
+    with pytest.raises(ConfigError, match=r"--fp8-hybrid contradicts precision\(bf16\) of the --config files"):
+        parse_config([*given, "--fp8-hybrid"])
+    assert parse_config([*given, "--fp8-hybrid", "--precision", "fp8"]).precision.precision == "fp8"
+
+
+def test_fp16_beside_fp8_is_said() -> None:
+    assert parse_command_line(["--fp16", "--msamp"]).notes == (
+        "--fp16 beside --msamp: the 16-bit type of FP8 layers is BF16, without a loss scale",
+    )
