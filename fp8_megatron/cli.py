@@ -25,6 +25,7 @@ COMMANDS = {
     "train": Command("train", "train a GPT on this node's GPUs, or on its CPU"),
     "tokenize": Command("train_tokenizer", "train a SentencePiece tokenizer on text"),
     "preprocess": Command("preprocess_data", "turn text into token files"),
+    "merge": Command("merge_datasets", "join token files"),
     "convert": Command("convert_checkpoint", "convert a checkpoint: this project's, megatron-core's, Hugging Face's"),
     "inspect": Command("inspect_checkpoint", "show what a checkpoint holds, and verify its files"),
     "generate": Command("generate_text", "continue prompts with a trained checkpoint"),

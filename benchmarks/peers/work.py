@@ -29,7 +29,8 @@ from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.config.schema import Config
 from fp8_megatron.data.datasets import build_datasets
 from fp8_megatron.data.loader import build_loader
-from fp8_megatron.data.tokenizer import build_tokenizer, padded_vocab_size
+from fp8_megatron.data.tokenizer import padded_vocab_size
+from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from fp8_megatron.mcore.initialization import initial_values
 from fp8_megatron.reporting.flops import model_flops_per_token
 
@@ -226,7 +227,7 @@ def _tokenizer(config: Config) -> Any:
     try:
         if data.mock_data and data.tokenizer_model is None:
             return build_tokenizer("NullTokenizer", None, vocab_size)
-        return build_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size)
+        return build_tokenizer(data.tokenizer_kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -32,15 +32,21 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..data.documents import RawBatch, check_inputs, is_plain_text, parse_batch, read_batches
-from ..data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from ..data.sentences import SentenceSplitter
+from ..data.token_writer import PartitionedWriter, TokenizedDocuments
+from ..data.tokenizer import Tokenizer
+from ..data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from ..errors import UserError
 from ..outputs import check_output_file, writing_to
 from .arguments import Parser, nonempty, whole
 from .program import exit_status
+from .tokenizer_arguments import add_tokenizer_arguments, tokenizer_type_of
 
 #: Batches in flight per worker: enough to keep it busy, few enough to limit memory.
 _BATCHES_PER_WORKER = 4
 _SHOWN_ERRORS = 5
+#: Each partition keeps a file open for each JSON key.
+MAX_PARTITIONS = 256
 
 
 @dataclass(frozen=True)
@@ -50,16 +56,25 @@ class Encoding:
     tokenizer_type: str
     tokenizer_model: str | None
     vocab_size: int | None
+    options: TokenizerOptions
     json_keys: tuple[str, ...]
     append_eod: bool
     skip_errors: bool
+    split_sentences: bool
+    keep_newlines: bool
+    language: str
+
+    @property
+    def level(self) -> str:
+        """What one sequence of the output is."""
+        return "sentence" if self.split_sentences else "document"
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A worker's result: for each JSON key, all token ids concatenated and the length of each document."""
+    """A worker's result: the documents of each JSON key."""
 
-    tokens: dict[str, tuple[np.ndarray, np.ndarray]]
+    tokens: dict[str, TokenizedDocuments]
     num_documents: int
     num_empty: int
     text_bytes: int
@@ -70,7 +85,15 @@ class EncodedBatch:
 @lru_cache(maxsize=1)
 def load_tokenizer(encoding: Encoding) -> Tokenizer:
     """This process's tokenizer, built once."""
-    return build_tokenizer(encoding.tokenizer_type, encoding.tokenizer_model, encoding.vocab_size)
+    return build_tokenizer(encoding.tokenizer_type, encoding.tokenizer_model, encoding.vocab_size, encoding.options)
+
+
+@lru_cache(maxsize=1)
+def load_splitter(encoding: Encoding) -> SentenceSplitter | None:
+    """This process's splitter of sentences, built once; None if documents stay whole."""
+    if not encoding.split_sentences:
+        return None
+    return SentenceSplitter(encoding.language, keep_newlines=encoding.keep_newlines)
 
 
 def token_dtype(encoding: Encoding) -> type[np.number]:
@@ -81,7 +104,7 @@ def token_dtype(encoding: Encoding) -> type[np.number]:
 
 
 def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
-    """Parse and tokenise one batch. Documents without tokens are left out.
+    """Parse and tokenise one batch. A document without tokens keeps its place, without a sequence.
 
     Raises:
         ValueError: a malformed document, unless it is skipped; the message names ``file:line``.
@@ -90,19 +113,31 @@ def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
     parsed = parse_batch(batch, encoding.json_keys, skip_errors=encoding.skip_errors)
     tokens, num_empty = {}, 0
     for key, texts in parsed.texts.items():
+        documents = [_sentences(encoding, text) for text in texts]
         try:
-            documents = tokenizer.encode_batch(texts)
+            encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(documents))))
         except ValueError as error:
             raise ValueError(f"{parsed.places[0]} to {parsed.places[-1]}: {error}") from error
-        filled = [ids for ids in documents if ids]
-        num_empty += len(documents) - len(filled)
+        filled = [[ids for ids in islice(encoded, len(sentences)) if ids] for sentences in documents]
+        num_empty += sum(not sequences for sequences in filled)
         if encoding.append_eod:
-            filled = [[*ids, tokenizer.eod] for ids in filled]
-        lengths = np.fromiter(map(len, filled), dtype=np.int32, count=len(filled))
-        ids = np.fromiter(chain.from_iterable(filled), dtype=dtype, count=int(lengths.sum()))
-        tokens[key] = (ids, lengths)
+            for sequences in filled:
+                if sequences:
+                    sequences[-1] = [*sequences[-1], tokenizer.eod]
+        counts = np.fromiter(map(len, filled), dtype=np.int32, count=len(filled))
+        flat = list(chain.from_iterable(filled))
+        lengths = np.fromiter(map(len, flat), dtype=np.int32, count=len(flat))
+        ids = np.fromiter(chain.from_iterable(flat), dtype=dtype, count=int(lengths.sum()))
+        tokens[key] = TokenizedDocuments(ids, lengths, counts)
     text_bytes = len(batch.content)
     return EncodedBatch(tokens, len(parsed.places), num_empty, text_bytes, batch.bytes_consumed, tuple(parsed.errors))
+
+
+def _sentences(encoding: Encoding, document: str | list[str]) -> list[str]:
+    """The texts of a document that are encoded one by one."""
+    texts = [document] if isinstance(document, str) else document
+    splitter = load_splitter(encoding)
+    return texts if splitter is None else [sentence for text in texts for sentence in splitter.split(text)]
 
 
 def encode_all(encoding: Encoding, batches: Iterator[RawBatch], num_workers: int) -> Iterator[EncodedBatch]:
@@ -137,45 +172,6 @@ def _leave_signals_to_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class DatasetWriter:
-    """One .bin/.idx pair, under temporary names until `commit`. Leaving the context without it removes the files."""
-
-    def __init__(self, prefix: str, dtype: type[np.number]):
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-        self.prefix = prefix
-        self.num_tokens = 0
-        self.num_documents = 0
-        self._temporary = {kind: Path(f"{prefix}.{kind}.{os.getpid()}.partial") for kind in ("bin", "idx")}
-        self._builder = IndexedDatasetBuilder(str(self._temporary["bin"]), dtype=dtype)
-
-    def __enter__(self) -> DatasetWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # closing writes buffered bytes; an earlier error has told of a full disk
-            self._builder.data_file.close()
-        for path in self._temporary.values():
-            path.unlink(missing_ok=True)
-
-    def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: their concatenated token ids, and the length of each."""
-        with writing_to(Path(f"{self.prefix}.bin"), "--output-prefix"):
-            self._builder.data_file.write(ids.data)
-        self._builder.sequence_lengths.extend(lengths.tolist())
-        self._builder.document_indices.extend(range(self.num_documents + 1, self.num_documents + len(lengths) + 1))
-        self.num_documents += len(lengths)
-        self.num_tokens += len(ids)
-
-    def commit(self) -> None:
-        """Write the index and rename both files. An index never stands beside another run's tokens."""
-        with writing_to(Path(f"{self.prefix}.idx"), "--output-prefix"):
-            self._builder.finalize(str(self._temporary["idx"]))
-            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-            for kind, path in self._temporary.items():
-                path.replace(f"{self.prefix}.{kind}")
-
-
 class ProgressReport:
     """A progress bar on a terminal; elsewhere a line every `log_interval` documents."""
 
@@ -196,7 +192,7 @@ class ProgressReport:
         """Count a batch and show the rates so far."""
         before = self.num_documents // self._log_interval
         self.num_documents += batch.num_documents
-        self.num_tokens += sum(len(ids) for ids, _ in batch.tokens.values())
+        self.num_tokens += sum(len(documents.ids) for documents in batch.tokens.values())
         self.text_bytes += batch.text_bytes
         self.bar.update(self._task, completed=batch.bytes_consumed, rates=self.rates())
         if not self._shows_bar and self.num_documents // self._log_interval > before:
@@ -216,27 +212,36 @@ class ProgressReport:
 def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
     """Read, tokenise and write. After a ValueError or OSError (also raised if `stop` is set) no file remains."""
     encoding = Encoding(
-        tokenizer_type=arguments.tokenizer_type,
+        tokenizer_type=tokenizer_type_of(arguments),
         tokenizer_model=arguments.tokenizer_model,
         vocab_size=arguments.vocab_size,
+        options=TokenizerOptions.of(arguments),
         json_keys=tuple(arguments.json_keys),
         append_eod=arguments.append_eod,
         skip_errors=arguments.skip_errors,
+        split_sentences=arguments.split_sentences,
+        keep_newlines=arguments.keep_newlines,
+        language=arguments.lang,
     )
     num_workers = _bounded(arguments.workers)
     _check_no_flag_is_ignored(arguments)
     report = ProgressReport(check_inputs(arguments.input), arguments.log_interval)
-    prefixes = _output_prefixes(arguments.output_prefix, encoding.json_keys, arguments.overwrite)
+    prefixes = _output_prefixes(arguments.output_prefix, encoding, arguments.overwrite)
     dtype = token_dtype(encoding)
+    load_splitter(encoding)
+    num_partitions = 1 if arguments.keep_sequential_samples else arguments.partitions
     batches = read_batches(arguments.input, split_on_blank_lines=arguments.split_on_blank_lines)
     errors: list[str] = []
     num_empty = num_errors = 0
     with ExitStack() as stack:
-        writers = {key: stack.enter_context(DatasetWriter(prefix, dtype)) for key, prefix in prefixes.items()}
+        writers = {
+            key: stack.enter_context(PartitionedWriter(prefix, dtype, num_partitions))
+            for key, prefix in prefixes.items()
+        }
         stack.enter_context(report.bar)
         for batch in encode_all(encoding, batches, num_workers):
-            for key, (ids, lengths) in batch.tokens.items():
-                writers[key].add(ids, lengths)
+            for key, documents in batch.tokens.items():
+                writers[key].add(documents)
             num_empty += batch.num_empty
             num_errors += len(batch.errors)
             errors += batch.errors[: _SHOWN_ERRORS - len(errors)]
@@ -251,18 +256,19 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
         print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens of {dtype.__name__}")
     print(f"{seconds:.1f} s: {report.rates()}")
     if num_empty:
-        print(f"left out {num_empty:,} empty documents")
+        print(f"{num_empty:,} of the documents are empty: they have no tokens")
     if num_errors:
         print(f"left out {num_errors:,} malformed documents, the first: " + "; ".join(errors))
     return 0
 
 
-def _output_prefixes(output_prefix: str, json_keys: Sequence[str], overwrite: bool) -> dict[str, str]:
+def _output_prefixes(output_prefix: str, encoding: Encoding, overwrite: bool) -> dict[str, str]:
     """The prefix of each JSON key's dataset. Makes its folder.
 
     Raises:
         ValueError: the dataset exists, or cannot be written.
     """
+    json_keys = encoding.json_keys
     if repeated := [key for key in json_keys if json_keys.count(key) > 1]:
         raise UserError(f"--json-keys names {repeated[0]!r} twice; name each key once")
     if unfit := [key for key in json_keys if "/" in key]:
@@ -272,7 +278,7 @@ def _output_prefixes(output_prefix: str, json_keys: Sequence[str], overwrite: bo
             f"--output-prefix {output_prefix} is a folder; add the start of the files' names, as in "
             f"{output_prefix}corpus"
         )
-    prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
+    prefixes = {key: f"{output_prefix}_{key}_{encoding.level}" for key in json_keys}
     for prefix in prefixes.values():
         for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
             if path.exists() and not overwrite:
@@ -284,8 +290,11 @@ def _output_prefixes(output_prefix: str, json_keys: Sequence[str], overwrite: bo
 
 
 def _check_no_flag_is_ignored(arguments: argparse.Namespace) -> None:
-    if arguments.tokenizer_type == "NullTokenizer" and arguments.tokenizer_model is not None:
-        raise UserError(f"--tokenizer-model {arguments.tokenizer_model} is not read by a NullTokenizer; leave it out")
+    kind = tokenizer_type_of(arguments)
+    if kind in ("NullTokenizer", "GPT2BPETokenizer") and arguments.tokenizer_model is not None:
+        raise UserError(f"--tokenizer-model {arguments.tokenizer_model} is not read by a {kind}; leave it out")
+    if arguments.keep_newlines and not arguments.split_sentences:
+        raise UserError("--keep-newlines is about --split-sentences, which is not given; give both or neither")
     if arguments.split_on_blank_lines and not any(map(is_plain_text, arguments.input)):
         raise UserError("--split-on-blank-lines cuts plain text, and --input has JSON lines alone; leave it out")
 
@@ -302,7 +311,7 @@ def _bounded(num_workers: int) -> int:
     return min(num_workers, num_cores())
 
 
-def _check_not_empty(writers: dict[str, DatasetWriter], num_errors: int, num_empty: int) -> None:
+def _check_not_empty(writers: dict[str, PartitionedWriter], num_errors: int, num_empty: int) -> None:
     for key, writer in writers.items():
         if writer.num_tokens == 0:
             raise ValueError(
@@ -324,18 +333,23 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
         "--json-keys", nargs="+", default=["text"], type=nonempty, metavar="KEY", help="keys with text (text)"
     )
     parser.add_argument("--split-on-blank-lines", action="store_true", help="plain text: one document a paragraph")
-    parser.add_argument(
-        "--tokenizer-type", default="SentencePieceTokenizer", choices=TOKENIZER_TYPES, help="as in training"
-    )
-    parser.add_argument(
-        "--tokenizer-model", type=nonempty, help="SentencePiece .model file, or Hugging Face tokenizer folder"
-    )
-    parser.add_argument("--vocab-size", type=whole(least=2), help="of a NullTokenizer")
+    add_tokenizer_arguments(parser)
+    parser.add_argument("--split-sentences", action="store_true", help="cut documents into sentences with NLTK")
+    parser.add_argument("--keep-newlines", action="store_true", help="sentences keep the white space behind them")
+    parser.add_argument("--lang", type=nonempty, default="english", help="of --split-sentences (english)")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument(
         "--workers", type=whole(), default=num_cores(), help="processes, at most one a core (one a core)"
     )
     parser.add_argument("--log-interval", type=whole(), default=1000, help="documents between progress lines (1000)")
+    parser.add_argument(
+        "--partitions",
+        type=whole(most=MAX_PARTITIONS),
+        default=1,
+        help="deal documents out to this many parts, one by one, and join the parts: Megatron's order with partitions",
+    )
+    parser.add_argument("--keep-sequential-samples", action="store_true", help="keep their order with --partitions too")
+    parser.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="the format; there is one")
     parser.add_argument("--skip-errors", action="store_true", help="count and leave out malformed documents")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return parser.parse_args(words)

@@ -47,7 +47,7 @@ def sample_text(paths: Sequence[str], json_keys: Sequence[str], max_bytes: int, 
     number = count()
     for batch in read_batches(paths):
         for texts in parse_batch(batch, json_keys).texts.values():
-            for segment in _segments(texts):
+            for segment in _segments([text if isinstance(text, str) else "\n".join(text) for text in texts]):
                 heapq.heappush(kept, (-generator.random(), next(number), segment))
                 total += len(segment.encode())
                 while total > max_bytes:

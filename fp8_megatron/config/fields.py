@@ -47,6 +47,7 @@ BelowOne = Annotated[float, Ge(0), Lt(1)]
 UpToOne = Annotated[float, Gt(0), Le(1)]
 
 OptionalCount = Annotated[Count | None, UNSET]
+OptionalIndex = Annotated[CountOrZero | None, UNSET]
 OptionalSize = Annotated[Size | None, UNSET]
 OptionalLayers = Annotated[Layers | None, UNSET]
 OptionalBatchSize = Annotated[BatchSize | None, UNSET]

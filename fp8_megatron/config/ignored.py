@@ -86,7 +86,18 @@ def _random_tokens(config: Config) -> str | None:
 
 
 def _no_tokenizer(config: Config) -> str | None:
-    return "under tokenizer_type(NullTokenizer)" if config.data.tokenizer_type == "NullTokenizer" else None
+    kind = config.data.tokenizer_kind
+    return f"under tokenizer_type({kind})" if kind in ("NullTokenizer", "GPT2BPETokenizer") else None
+
+
+def _other_tokenizer(*kinds: str) -> Callable[[Config], str | None]:
+    """The mode of every kind of tokenizer but these."""
+
+    def mode(config: Config) -> str | None:
+        kind = config.data.tokenizer_kind
+        return None if kind in kinds else f"under tokenizer_type({kind})"
+
+    return mode
 
 
 def _no_load(config: Config) -> str | None:
@@ -122,6 +133,21 @@ _RULES = (
         ("split", "data_cache_path", "reset_position_ids", "eod_mask_loss"), _random_tokens, "give --data-path instead"
     ),
     Ignored(("tokenizer_model",), _no_tokenizer, "choose another --tokenizer-type"),
+    Ignored(("vocab_file", "merge_file"), _other_tokenizer("GPT2BPETokenizer"), "choose GPT2BPETokenizer"),
+    Ignored(
+        ("tiktoken_pattern", "tiktoken_num_special_tokens"), _other_tokenizer("TikTokenizer"), "choose TikTokenizer"
+    ),
+    Ignored(
+        ("tokenizer_special_tokens",),
+        _other_tokenizer("GPT2BPETokenizer", "HuggingFaceTokenizer", "TikTokenizer"),
+        "choose another --tokenizer-type",
+    ),
+    Ignored(
+        ("tokenizer_hf_no_include_special_tokens",),
+        _other_tokenizer("HuggingFaceTokenizer"),
+        "choose HuggingFaceTokenizer",
+    ),
+    Ignored(("null_tokenizer_eod_id",), _other_tokenizer("NullTokenizer"), "choose NullTokenizer"),
     Ignored(("load_optim", "load_rng"), _no_load, "give --load"),
     Ignored(("wandb_exp_name", "wandb_save_dir"), _no_wandb, "give --wandb-project"),
     Ignored(

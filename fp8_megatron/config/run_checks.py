@@ -71,12 +71,16 @@ def _check_data(config: Config) -> Iterator[str]:
         )
     yield from _check_blends(data)
     yield from _check_evaluation_data(config)
-    if data.tokenizer_type == "NullTokenizer" or data.mock_data:
+    if data.tokenizer_kind == "NullTokenizer" or data.mock_data:
         if model.vocab_size is None:
             reason = "mock_data" if data.mock_data else "tokenizer_type(NullTokenizer)"
             yield f"{reason} needs vocab_size; give --vocab-size, e.g. 50304"
+    elif data.tokenizer_kind == "GPT2BPETokenizer":
+        for name in ("vocab_file", "merge_file"):
+            if getattr(data, name) is None:
+                yield f"tokenizer_type(GPT2BPETokenizer) needs {name}; give --{name.replace('_', '-')}"
     elif data.tokenizer_model is None:
-        yield f"tokenizer_type({data.tokenizer_type}) needs tokenizer_model; give --tokenizer-model"
+        yield f"tokenizer_type({data.tokenizer_kind}) needs tokenizer_model; give --tokenizer-model"
 
 
 def _check_evaluation_data(config: Config) -> Iterator[str]:

@@ -23,6 +23,7 @@ from .fields import (
     OptionalBatchSize,
     OptionalCount,
     OptionalFraction,
+    OptionalIndex,
     OptionalLayers,
     OptionalPositive,
     Positive,
@@ -34,6 +35,17 @@ from .fields import (
 )
 from .model import ModelConfig
 from .precision import PrecisionConfig
+
+#: Megatron's names. The three kinds of SentencePiece are one.
+TokenizerType = Literal[
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+]
 
 #: The first step of a run has no delayed scales. The second step runs the kernels that all later steps run.
 MIN_CUDA_GRAPH_WARMUP_STEPS = 2
@@ -156,12 +168,26 @@ class DataConfig:
     """Relative sizes of the train, validation and test parts of --data-path. The test part is evaluated at the end."""
     mock_data: Switch = False
     """Train on random tokens (benchmarks)."""
-    tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = (
-        "SentencePieceTokenizer"
-    )
-    """Kind of tokenizer. NullTokenizer takes the vocabulary from --vocab-size."""
+    tokenizer_type: Annotated[TokenizerType | None, UNSET] = None
+    """Kind of tokenizer. NullTokenizer takes the vocabulary from --vocab-size. Default: GPT2BPETokenizer with
+    --vocab-file or --merge-file, else SentencePieceTokenizer."""
     tokenizer_model: Text = None
-    """The SentencePiece .model file, or a local Hugging Face tokenizer folder."""
+    """The SentencePiece .model file, tiktoken's .json vocabulary, a local Hugging Face tokenizer folder, or its name on
+    the hub."""
+    vocab_file: Text = None
+    """GPT2BPETokenizer: gpt2-vocab.json."""
+    merge_file: Text = None
+    """GPT2BPETokenizer: gpt2-merges.txt."""
+    tiktoken_pattern: Literal["v1", "v2"] = "v2"
+    """TikTokenizer: how text is cut into words. v2 starts a new word before a capital letter."""
+    tiktoken_num_special_tokens: Count = 1000
+    """TikTokenizer: ids of special tokens, before those of the file."""
+    tokenizer_special_tokens: Words = ()
+    """Tokens that are never cut (GPT2BPETokenizer, HuggingFaceTokenizer, TikTokenizer)."""
+    tokenizer_hf_no_include_special_tokens: Switch = False
+    """HuggingFaceTokenizer: add no tokens around a text, such as a Llama's BOS."""
+    null_tokenizer_eod_id: OptionalIndex = None
+    """NullTokenizer: the token that ends a document. Default: the last."""
     data_cache_path: Text = None
     """Folder for caches of dataset indices. Default: cache/ beside the data."""
     num_workers: Processes = 2
@@ -170,6 +196,13 @@ class DataConfig:
     """Restart position ids after each end-of-document."""
     eod_mask_loss: Switch = False
     """Leave end-of-document tokens out of the loss."""
+
+    @property
+    def tokenizer_kind(self) -> TokenizerType:
+        """The kind of tokenizer, with the default filled in."""
+        if self.tokenizer_type is not None:
+            return self.tokenizer_type
+        return "GPT2BPETokenizer" if self.vocab_file or self.merge_file else "SentencePieceTokenizer"
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,12 @@ class RawBatch:
 
 @dataclass
 class ParsedBatch:
-    """Documents of one batch: for each JSON key its texts, and for each document its ``file:line``."""
+    """Documents of one batch: for each JSON key its texts, and for each document its ``file:line``.
 
-    texts: dict[str, list[str]]
+    A document that is a list of sentences in its file is a list of strings here.
+    """
+
+    texts: dict[str, list[str | list[str]]]
     places: list[str] = field(default_factory=list)
     #: The error of each skipped document.
     errors: list[str] = field(default_factory=list)
@@ -113,12 +116,13 @@ def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool 
     parsed = ParsedBatch(texts={key: [] for key in keys})
     for line, content in _documents(batch):
         try:
+            texts: list[str | list[str]]
             if batch.layout == "json_lines":
                 texts = _json_texts(content, keys)
             else:
                 texts = [content.decode("utf-8")]
             for text in texts:
-                text.encode("utf-8")  # JSON may contain lone surrogates, which no tokenizer accepts
+                "".join(text).encode("utf-8")  # JSON may contain lone surrogates, which no tokenizer accepts
         except (ValueError, RecursionError) as error:
             message = f"{batch.path}:{line}: {_reason(error)}"
             if not skip_errors:
@@ -152,17 +156,20 @@ def _documents(batch: RawBatch) -> Iterator[tuple[int, bytes]]:
             position = gap.end()
 
 
-def _json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
+def _json_texts(line: bytes, keys: Sequence[str]) -> list[str | list[str]]:
     document = json.loads(line)
     if not isinstance(document, dict):
         raise UserError(f"expected a JSON object on every line, found {type(document).__name__}")
-    texts = []
+    texts: list[str | list[str]] = []
     for key in keys:
         if key not in document:
             found = ", ".join(map(repr, list(document)[:_SHOWN_KEYS])) + (", …" if len(document) > _SHOWN_KEYS else "")
             raise UserError(f'no key "{key}" (it has {found or "none"}; see --json-keys)')
-        if not isinstance(document[key], str):
-            raise UserError(f'"{key}" is {type(document[key]).__name__}, expected a string')
+        if isinstance(document[key], list):
+            if not all(isinstance(sentence, str) for sentence in document[key]):
+                raise UserError(f'"{key}" is a list of other things than strings')
+        elif not isinstance(document[key], str):
+            raise UserError(f'"{key}" is {type(document[key]).__name__}, expected a string or a list of sentences')
         texts.append(document[key])
     return texts
 

@@ -16,7 +16,10 @@ from typing import Any, Literal
 
 from ..config.schema import DataConfig
 from ..errors import UserError
-from .tokenizer import SentencePieceTokenizer, check_json_files
+from .byte_pair_tokenizers import GPT2BPETokenizer
+from .tokenizer import SentencePieceTokenizer
+from .tokenizer_settings import TokenizerOptions, build_tokenizer, tokenizer_problems
+from .transformers_tokenizer import HuggingFaceTokenizer, check_json_files
 
 _SPACE = "\u2581"
 _FILES = (
@@ -64,22 +67,30 @@ def export_tokenizer(data: DataConfig, folder: Path) -> ExportedTokenizer:
     Raises:
         UserError: the tokenizer's files cannot be read.
     """
-    if data.tokenizer_model is None or data.tokenizer_type == "NullTokenizer":
+    kind, options = data.tokenizer_kind, TokenizerOptions.of(data)
+    if kind == "NullTokenizer" or data.tokenizer_model is data.vocab_file is None:
         return ExportedTokenizer(
             "no tokenizer: the run has none (NullTokenizer or random tokens), its text is token ids"
         )
-    model = Path(data.tokenizer_model)
-    if not model.exists():
+    model = Path(data.tokenizer_model or data.vocab_file or "")
+    if kind == "TikTokenizer":
+        return ExportedTokenizer(f"no tokenizer: Hugging Face has no equivalent of the TikTokenizer {model}")
+    if tokenizer_problems(kind, data.tokenizer_model, options):
         return ExportedTokenizer(f"no tokenizer: {model}, which the run used, is not here; put its files into {folder}")
-    if data.tokenizer_type == "HuggingFaceTokenizer":
+    if kind == "GPT2BPETokenizer" or (kind == "HuggingFaceTokenizer" and not model.is_dir()):
+        tokenizer = build_tokenizer(kind, data.tokenizer_model, options=options)
+        assert isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer)
+        tokenizer.save(folder)
+        return ExportedTokenizer(f"tokenizer: that of {model}", {"eos_token_id": tokenizer.eod}, True)
+    if kind == "HuggingFaceTokenizer":
         copied = _copy_files(model, folder)
         return ExportedTokenizer(f"tokenizer: {', '.join(copied)} of {model}", _their_token_ids(model), bool(copied))
-    tokenizer = SentencePieceTokenizer(str(model))
+    sentences = SentencePieceTokenizer(str(model))
     shutil.copyfile(model, folder / "tokenizer.model")
-    ids = {"eos_token_id": tokenizer.eod}
+    ids = {"eos_token_id": sentences.eod}
     try:
         converted, settings = _convert(model)
-        problem = _difference(converted, tokenizer, model)
+        problem = _difference(converted, sentences, model)
     except _NotExpressibleError as error:
         problem = str(error)
     except ImportError:

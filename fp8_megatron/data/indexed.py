@@ -36,6 +36,8 @@ class IndexedSummary:
     num_tokens: int
     #: Tokens of each sequence, int32, mapped from the file.
     sequence_lengths: np.ndarray
+    #: Where documents start and the last one ends, in sequences, int64 [documents + 1], mapped from the file.
+    document_boundaries: np.ndarray
 
 
 def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> IndexedSummary:
@@ -67,7 +69,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> Indexed
         )
     if vocab_size is not None:
         _check_token_ids(bin_path, dtype, vocab_size)
-    return IndexedSummary(prefix, dtype, num_boundaries - 1, num_tokens, lengths)
+    return IndexedSummary(prefix, dtype, num_boundaries - 1, num_tokens, lengths, boundaries)
 
 
 def _read_header(idx_path: Path) -> tuple[np.dtype, int, int]:

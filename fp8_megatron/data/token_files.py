@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..config.schema import Config
+from ..config.schema import Config, DataConfig
 from ..config.words import decimal
 from ..errors import UserError
-from .tokenizer import check_tokenizer_path
+from .tokenizer_settings import TokenizerOptions, tokenizer_problems
 
 #: What to do with a damaged file, for errors.
 PREPROCESS_AGAIN = "run tools/preprocess_data.py again"
@@ -103,8 +103,8 @@ def check_input_files(config: Config) -> None:
 
 def _checks(config: Config) -> Iterator[Callable[[], object]]:
     data, training = config.data, config.training
-    if data.tokenizer_model is not None:
-        yield partial(check_tokenizer_path, data.tokenizer_type, data.tokenizer_model)
+    if data.tokenizer_model is not None or data.vocab_file is not None:
+        yield partial(_check_tokenizer, data)
     if data.mock_data:
         return
     read = {"--data-path": data.data_path, "--train-data-path": data.train_data_path}
@@ -113,3 +113,9 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
     for flag, words in read.items():
         for prefix in Blend.parse(flag, words).prefixes:
             yield partial(token_file_pair, prefix)
+
+
+def _check_tokenizer(data: DataConfig) -> None:
+    problems = tokenizer_problems(data.tokenizer_kind, data.tokenizer_model, TokenizerOptions.of(data))
+    if problems:
+        raise UserError("\n".join(problems))

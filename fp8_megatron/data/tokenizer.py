@@ -1,8 +1,10 @@
-"""Tokenizers: text to token ids and back, with the attributes that megatron-core's datasets read."""
+"""Tokenizers: text to token ids and back, with the attributes that megatron-core's datasets read.
+
+The kinds have Megatron's names and give the ids that Megatron-LM 0.20 gives.
+"""
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,25 +13,17 @@ from pathlib import Path
 
 from ..errors import UserError
 
-#: Values of --tokenizer-type.
-TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+#: Three names of one kind: a SentencePiece model, whose end of sequence ends a document.
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
-
-#: Files of a Hugging Face tokenizer that are JSON objects.
-JSON_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "generation_config.json",
-)
+#: A name on the Hugging Face hub. A path that is none starts with ``/``, ``.`` or ``~``, or has more parts.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Tokenizer(ABC):
     """The interface that preprocessing and megatron-core's datasets need.
 
-    `encode` adds no special tokens: preprocessing appends `eod` itself.
+    `encode` never adds `eod`: preprocessing does.
     """
 
     #: Token ids are below this. The model's vocabulary is this size, padded.
@@ -123,75 +117,20 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
 
-class HuggingFaceTokenizer(Tokenizer):
-    """A local Hugging Face tokenizer folder (``tokenizer.json``, ``tokenizer_config.json``); nothing is downloaded."""
-
-    def __init__(self, model: str):
-        check_tokenizer_path("HuggingFaceTokenizer", model)
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise UserError("HuggingFaceTokenizer needs transformers: pip install transformers") from error
-        check_json_files(Path(model))
-        try:
-            # No code of the folder runs, and nobody is asked whether it should.
-            self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-            eod, num_tokens = self._tokenizer.eos_token_id, len(self._tokenizer)
-            self._tokenizer("a", add_special_tokens=False)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:  # a damaged file raises almost anything; a panic of Rust is no Exception
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise UserError(
-                f"tokenizer folder {model} cannot be loaded by transformers ({reason}): it needs the "
-                f"tokenizer.json and tokenizer_config.json that save_pretrained() writes; copy them again"
-            ) from error
-        if eod is None:
-            raise UserError(
-                f"tokenizer folder {model} has no end-of-sequence token, which ends each document: "
-                f"set eos_token in its tokenizer_config.json"
-            )
-        super().__init__(num_tokens, eod, model)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        try:
-            return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        except (TypeError, KeyError, OverflowError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"the Hugging Face tokenizer cannot encode the text ({reason})") from error
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-
-
-def check_json_files(folder: Path) -> None:
-    """Check that the JSON files of a Hugging Face tokenizer are JSON objects.
-
-    Raises:
-        UserError: names the file and the fault.
-    """
-    for name in JSON_FILES:
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            reason = "it nests too deeply" if isinstance(error, RecursionError) else error
-            raise UserError(f"tokenizer file {path} is not JSON ({reason}): copy it again") from error
-        if not isinstance(content, dict):
-            raise UserError(f"tokenizer file {path} holds a {type(content).__name__}, not an object: copy it again")
-
-
 class NullTokenizer(Tokenizer):
-    """A tokenizer without a model: text is token ids separated by spaces. The last id ends a document."""
+    """A tokenizer without a model: text is token ids separated by spaces.
 
-    def __init__(self, vocab_size: int):
+    Args:
+        vocab_size: ids are below it.
+        eod: ends a document. Default: the last id.
+    """
+
+    def __init__(self, vocab_size: int, eod: int | None = None):
         if vocab_size < 2:
             raise UserError(f"--vocab-size {vocab_size} leaves no token beside end-of-document: give at least 2")
-        super().__init__(vocab_size, vocab_size - 1, None)
+        if eod is not None and eod >= vocab_size:
+            raise UserError(f"--null-tokenizer-eod-id {eod} is outside --vocab-size {vocab_size}: give a smaller one")
+        super().__init__(vocab_size, vocab_size - 1 if eod is None else eod, None)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._ids(text) for text in texts]
@@ -216,50 +155,26 @@ class NullTokenizer(Tokenizer):
 
 
 def check_tokenizer_path(tokenizer_type: str, model: str) -> None:
-    """Check that a tokenizer's file or folder exists. Its content is not read. NullTokenizer has none.
+    """Check that a tokenizer's file or folder exists. Its content is not read.
+
+    The name of a HuggingFaceTokenizer may also be one of the hub, which is not asked.
 
     Raises:
         UserError: it does not exist, or is a folder instead of a file.
     """
     path = Path(model)
-    if tokenizer_type == "SentencePieceTokenizer" and not path.is_file():
+    if tokenizer_type in (*SENTENCEPIECE_TYPES, "TikTokenizer") and not path.is_file():
         kind = "is a folder, not a file" if path.is_dir() else "does not exist"
-        raise UserError(f"tokenizer model {model} {kind}: give the .model file of tools/train_tokenizer.py")
+        fix = "the .json vocabulary" if tokenizer_type == "TikTokenizer" else "the .model file of fp8-megatron tokenize"
+        raise UserError(f"tokenizer model {model} {kind}: give {fix}")
     if tokenizer_type == "HuggingFaceTokenizer" and not path.is_dir():
+        if not path.exists() and _HUB_ID.fullmatch(model):
+            return
         kind = "is a file, not a folder" if path.exists() else "does not exist"
         raise UserError(
             f"tokenizer folder {model} {kind}: a HuggingFaceTokenizer is a local folder with "
-            f"tokenizer.json (save_pretrained() writes one)"
+            f"tokenizer.json (save_pretrained() writes one), or a name of the Hugging Face hub"
         )
-
-
-def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer that --tokenizer-type, --tokenizer-model and --vocab-size name.
-
-    Args:
-        tokenizer_type: SentencePieceTokenizer, HuggingFaceTokenizer or NullTokenizer.
-        tokenizer_model: the model file or folder; None for NullTokenizer.
-        vocab_size: of the model. NullTokenizer uses it; other tokenizers must fit into it.
-
-    Raises:
-        UserError: the model is missing or bad, has no end-of-sequence token, or does not fit into `vocab_size`.
-    """
-    if tokenizer_type == "NullTokenizer":
-        if vocab_size is None:
-            raise UserError("NullTokenizer has no vocabulary of its own: set --vocab-size")
-        return NullTokenizer(vocab_size)
-    kinds = {"SentencePieceTokenizer": SentencePieceTokenizer, "HuggingFaceTokenizer": HuggingFaceTokenizer}
-    if tokenizer_type not in kinds:
-        raise UserError(f"--tokenizer-type {tokenizer_type} is unknown: choose {', '.join(kinds)} or NullTokenizer")
-    if not tokenizer_model:
-        raise UserError(f"{tokenizer_type} needs --tokenizer-model: the .model file, or the Hugging Face folder")
-    tokenizer = kinds[tokenizer_type](tokenizer_model)
-    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"--vocab-size {vocab_size} is smaller than the vocabulary of {tokenizer_model} ({tokenizer.vocab_size}): "
-            f"leave --vocab-size out, or raise it to {tokenizer.vocab_size}"
-        )
-    return tokenizer
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tp: int) -> int:

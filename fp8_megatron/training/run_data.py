@@ -10,7 +10,8 @@ from ..config.checks import ConfigError
 from ..config.schema import Config
 from ..data.datasets import Datasets, build_datasets
 from ..data.loader import build_loader
-from ..data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from ..data.tokenizer import Tokenizer, padded_vocab_size
+from ..data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from ..mcore.topology import Topology
 from .batches import Batch
 
@@ -66,9 +67,11 @@ def load_tokenizer(config: Config) -> Tokenizer:
         ConfigError: the tokenizer's model does not exist, or its vocabulary is larger than --vocab-size.
     """
     try:
-        if config.data.mock_data and config.data.tokenizer_model is None:
+        data = config.data
+        if data.mock_data and data.tokenizer_model is None and data.vocab_file is None:
             return build_tokenizer("NullTokenizer", None, config.model.vocab_size)
-        tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model, config.model.vocab_size)
+        options = TokenizerOptions.of(data)
+        tokenizer = build_tokenizer(data.tokenizer_kind, data.tokenizer_model, config.model.vocab_size, options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     given = config.model.vocab_size

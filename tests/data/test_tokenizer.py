@@ -7,7 +7,8 @@ import pickle
 import pytest
 import sentencepiece
 
-from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, build_tokenizer, padded_vocab_size
+from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, padded_vocab_size
+from fp8_megatron.data.tokenizer_settings import build_tokenizer
 
 AWKWARD = [
     "",
@@ -92,7 +93,9 @@ def test_bad_models_are_named_with_a_fix(tmp_path):
 def test_bad_settings_are_named_with_a_fix(tokenizer_model):
     with pytest.raises(ValueError, match="SentencePieceTokenizer needs --tokenizer-model"):
         build_tokenizer("SentencePieceTokenizer", None)
-    with pytest.raises(ValueError, match="--tokenizer-type GPT2 is unknown: choose SentencePieceTokenizer"):
+    with pytest.raises(
+        ValueError, match="--tokenizer-type GPT2 is unknown: choose GPT2BPETokenizer, SentencePieceTokenizer"
+    ):
         build_tokenizer("GPT2", tokenizer_model)
     with pytest.raises(ValueError, match=r"--vocab-size 599 is smaller than the vocabulary of .*\(600\)"):
         build_tokenizer("SentencePieceTokenizer", tokenizer_model, 599)

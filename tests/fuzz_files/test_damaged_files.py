@@ -26,7 +26,7 @@ from fp8_megatron.commands import (
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data.datasets import build_datasets
-from fp8_megatron.data.tokenizer import build_tokenizer
+from fp8_megatron.data.tokenizer_settings import build_tokenizer
 from tests.harness.file_damage import damaged
 from tests.harness.forked import Ending, run_forked
 

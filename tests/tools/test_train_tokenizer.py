@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.commands import train_tokenizer
-from fp8_megatron.data.tokenizer import build_tokenizer
+from fp8_megatron.data.tokenizer_settings import build_tokenizer
 
 
 def run(corpus: Path, output: Path, *flags: str) -> int:

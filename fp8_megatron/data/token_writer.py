@@ -1,0 +1,148 @@
+"""Writers of Megatron's .bin/.idx pairs. Files get their names when they are complete."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..outputs import writing_to
+
+_COPY_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedDocuments:
+    """Documents as tokens.
+
+    Attributes:
+        ids: all tokens, [tokens].
+        lengths: tokens of each sequence, int32 [sequences]. No sequence is empty.
+        counts: sequences of each document, int32 [documents]. A document without tokens has none.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+
+    def every(self, first: int, step: int) -> TokenizedDocuments:
+        """Documents `first`, `first` + `step`, …"""
+        chosen = np.zeros(len(self.counts), dtype=bool)
+        chosen[first::step] = True
+        sequences = np.repeat(chosen, self.counts)
+        tokens = np.repeat(sequences, self.lengths)
+        return TokenizedDocuments(self.ids[tokens], self.lengths[sequences], self.counts[chosen])
+
+
+class DatasetWriter:
+    """One .bin/.idx pair, under temporary names until `commit`. Leaving the context without it removes the files.
+
+    The bytes are those of megatron-core's `IndexedDatasetBuilder`, which writes the index.
+    """
+
+    def __init__(self, prefix: str, dtype: type[np.number]):
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        self.prefix = prefix
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._temporary = {kind: Path(f"{prefix}.{kind}.{os.getpid()}.partial") for kind in ("bin", "idx")}
+        self._builder = IndexedDatasetBuilder(str(self._temporary["bin"]), dtype=dtype)
+
+    def __enter__(self) -> DatasetWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # closing writes buffered bytes; an earlier error has told of a full disk
+            self._builder.data_file.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+    def add(self, documents: TokenizedDocuments) -> None:
+        """Append documents."""
+        with writing_to(Path(f"{self.prefix}.bin"), "--output-prefix"):
+            self._builder.data_file.write(np.ascontiguousarray(documents.ids).data)
+        self._add_to_index(documents.lengths, np.cumsum(documents.counts), len(documents.ids))
+
+    def append_tokens(self, bin_path: Path, lengths: np.ndarray, document_ends: np.ndarray) -> None:
+        """Append another dataset: its .bin file, int32 [sequences], and the end of each document in sequences."""
+        with writing_to(Path(f"{self.prefix}.bin"), "--output-prefix"), bin_path.open("rb") as source:
+            while part := source.read(_COPY_BYTES):
+                self._builder.data_file.write(part)
+        self._add_to_index(lengths, document_ends, int(lengths.sum(dtype=np.int64)))
+
+    def append(self, other: DatasetWriter) -> None:
+        """Append what another writer holds, which has not been committed."""
+        other._builder.data_file.flush()
+        lengths = np.array(other._builder.sequence_lengths, dtype=np.int32)
+        self.append_tokens(other._temporary["bin"], lengths, np.array(other._builder.document_indices[1:]))
+
+    def _add_to_index(self, lengths: np.ndarray, document_ends: np.ndarray, num_tokens: int) -> None:
+        before = len(self._builder.sequence_lengths)
+        self._builder.sequence_lengths.extend(lengths.tolist())
+        self._builder.document_indices.extend((document_ends.astype(np.int64) + before).tolist())
+        self.num_documents += len(document_ends)
+        self.num_tokens += num_tokens
+
+    def commit(self) -> None:
+        """Write the index and rename both files. An index never stands beside another run's tokens."""
+        with writing_to(Path(f"{self.prefix}.idx"), "--output-prefix"):
+            self._builder.finalize(str(self._temporary["idx"]))
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+            for kind, path in self._temporary.items():
+                path.replace(f"{self.prefix}.{kind}")
+
+
+class PartitionedWriter:
+    """A dataset whose documents are dealt out to partitions one by one, and joined partition by partition.
+
+    So does Megatron's tool with several partitions. One partition keeps the order of the documents.
+    """
+
+    def __init__(self, prefix: str, dtype: type[np.number], num_partitions: int = 1):
+        names = [prefix, *(f"{prefix}_{index}" for index in range(1, num_partitions))]
+        self._parts = [DatasetWriter(name, dtype) for name in names]
+        self._files = ExitStack()
+
+    def __enter__(self) -> PartitionedWriter:
+        for part in self._parts:
+            self._files.enter_context(part)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    @property
+    def prefix(self) -> str:
+        """Of the dataset."""
+        return self._parts[0].prefix
+
+    @property
+    def num_documents(self) -> int:
+        """Documents so far, those without tokens included."""
+        return sum(part.num_documents for part in self._parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return sum(part.num_tokens for part in self._parts)
+
+    def add(self, documents: TokenizedDocuments) -> None:
+        """Deal out documents."""
+        if len(self._parts) == 1:
+            self._parts[0].add(documents)
+            return
+        size, done = len(self._parts), self.num_documents
+        for index, part in enumerate(self._parts):
+            part.add(documents.every((index - done) % size, size))
+
+    def commit(self) -> None:
+        """Join the partitions, and give the files their names."""
+        first, *others = self._parts
+        for part in others:
+            first.append(part)
+            part.num_documents = part.num_tokens = 0
+        first.commit()

@@ -1,0 +1,147 @@
+"""Tokenizers of transformers: from a local folder, or by a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from ..errors import UserError
+from .tokenizer import Tokenizer, check_tokenizer_path
+
+_CONNECT_SECONDS = 10.0
+
+#: Files of a Hugging Face tokenizer that are JSON objects.
+JSON_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "generation_config.json",
+)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of transformers: a local folder, or a name on the Hugging Face hub.
+
+    A name is read from the local cache, and fetched if it is not there. No code of the folder runs.
+
+    Args:
+        model: the folder or the name.
+        special_tokens: further tokens that are never cut. Those that the vocabulary lacks go behind its last id.
+        include_special_tokens: put the tokens around a text that the tokenizer is set up to put there, for instance a
+            Llama's BOS.
+    """
+
+    def __init__(self, model: str, *, special_tokens: Sequence[str] = (), include_special_tokens: bool = True):
+        check_tokenizer_path("HuggingFaceTokenizer", model)
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise UserError("HuggingFaceTokenizer needs transformers: pip install transformers") from error
+        folder: str | None = model if Path(model).is_dir() else _cached_folder(model)
+        if folder is not None:
+            check_json_files(Path(folder))
+        if folder == model:
+            what, fix = "folder", "it needs the tokenizer.json and tokenizer_config.json that save_pretrained() writes"
+        else:
+            what, fix = "name", "give a local folder that save_pretrained() wrote, or log in with hf auth login"
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                folder or model, local_files_only=folder is not None, trust_remote_code=False
+            )
+            if special_tokens:
+                self._tokenizer.add_tokens(list(special_tokens), special_tokens=True)
+            eod, num_tokens = self._tokenizer.eos_token_id, len(self._tokenizer)
+            self._tokenizer("a", add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a damaged file raises almost anything; a panic of Rust is no Exception
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise UserError(
+                f"tokenizer {what} {model} cannot be loaded by transformers ({reason}): {fix}"
+                + ("; copy them again" if what == "folder" else "")
+            ) from error
+        if eod is None:
+            raise UserError(
+                f"tokenizer {what} {model} has no end-of-sequence token, which ends each document: "
+                f"set eos_token in its tokenizer_config.json"
+            )
+        self._adds_special_tokens = include_special_tokens
+        super().__init__(num_tokens, eod, model)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        try:
+            encoded = self._tokenizer(list(texts), add_special_tokens=self._adds_special_tokens, verbose=False)
+            return encoded["input_ids"]
+        except (TypeError, KeyError, OverflowError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"the Hugging Face tokenizer cannot encode the text ({reason})") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def save(self, folder: Path) -> None:
+        """Write the files that transformers loads."""
+        self._tokenizer.save_pretrained(str(folder))
+
+
+def _cached_folder(name: str) -> str | None:
+    """Where the local cache holds a tokenizer of the hub; None if it can be fetched.
+
+    Raises:
+        UserError: it is not, and the hub cannot be reached. transformers would try for most of a minute.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    names = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "tokenizer.model")
+    for file in names:
+        found = huggingface_hub.try_to_load_from_cache(name, file)
+        if isinstance(found, str):
+            return str(Path(found).parent)
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    if reason is not None:
+        raise UserError(
+            f"tokenizer {name} is no folder here and not in the cache of the Hugging Face hub, and {reason}: give a "
+            f"local folder, or fetch it where there is a network: hf download {name} --include '*token*' '*vocab*'"
+        )
+    return None
+
+
+def _unreachable(endpoint: str) -> str | None:
+    """Why no connection to a web address opens; None if one does, or if proxies are set that know the way."""
+    if getproxies():
+        return None
+    address = urlsplit(endpoint)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        with socket.create_connection((address.hostname or "", port), timeout=_CONNECT_SECONDS):
+            return None
+    except OSError as error:
+        return f"{endpoint} cannot be reached ({error.strerror or error})"
+
+
+def check_json_files(folder: Path) -> None:
+    """Check that the JSON files of a Hugging Face tokenizer are JSON objects.
+
+    Raises:
+        UserError: names the file and the fault.
+    """
+    for name in JSON_FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = "it nests too deeply" if isinstance(error, RecursionError) else error
+            raise UserError(f"tokenizer file {path} is not JSON ({reason}): copy it again") from error
+        if not isinstance(content, dict):
+            raise UserError(f"tokenizer file {path} holds a {type(content).__name__}, not an object: copy it again")
