@@ -36,6 +36,8 @@ def entries(text: str) -> dict[str, str]:
             flag = line.split()[0]
             assert flag not in found, f"{flag} is listed twice"
             found[flag] = line.strip()
+        elif flag and "{" in found[flag] and "}" not in found[flag]:
+            found[flag] += line.strip()  # choices that need more than a line
         elif flag and line.startswith("     "):
             found[flag] += " " + line.strip()
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +317,7 @@ def test_one_path_needs_no_list_and_empty_sections_are_allowed(tmp_path: Path) -
 
 def changed(section: object) -> object:
     """The section with every field away from its default, strings such that a careless writer would lose their type."""
-    awkward = iter(["1e-4", "off", "null", "1:30", "12", "é # x: y", "~", "[a]", "true"])
+    awkward = cycle(["1e-4", "off", "null", "1:30", "12", "é # x: y", "~", "[a]", "true"])
     updates: dict[str, object] = {}
     for name, kind in field_types(type(section)).items():
         value = getattr(section, name)
