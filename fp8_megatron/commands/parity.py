@@ -5,6 +5,8 @@
 
 All flags after -- go to training. Runs of one seed see the same data from the same initial weights. The first level is
 the reference. Each run takes one GPU; --gpus runs side by side. Without GPUs they run one after another on the CPU.
+--own-levels NAME=FLAGS adds levels of your own. --finetune-from CHECKPOINT starts every run from the weights of one
+checkpoint, with a new optimizer and schedule.
 
 --time-limit S ends the command after S seconds: runs that have not ended save a checkpoint, and the same command goes
 on with them. Finished runs are kept in parity.json. That file alone, of some MB at most, is enough to go on elsewhere;
@@ -22,6 +24,8 @@ import json
 import math
 import os
 import platform
+import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -39,6 +43,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..checkpoint.files import TRACKER
 from ..config.checks import ConfigError, check_config
 from ..config.io import own_and_run_flags, parse_config
 from ..config.schema import Config, PrecisionConfig
@@ -225,9 +230,17 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--levels",
         nargs="+",
-        choices=list(LEVELS),
-        help=f"the first is the reference (default: {' '.join(DEFAULT_LEVELS)}; te if Transformer Engine is installed)",
+        help=f"of {', '.join(LEVELS)} and those of --own-levels; the first is the reference "
+        f"(default: {' '.join(DEFAULT_LEVELS)}; te if Transformer Engine is installed)",
     )
+    parser.add_argument(
+        "--own-levels",
+        nargs="+",
+        default=[],
+        metavar="NAME=FLAGS",
+        help='levels of your own, for --levels to name: --own-levels "head=--precision fp8 --fp8-lm-head"',
+    )
+    parser.add_argument("--finetune-from", metavar="CHECKPOINT", help="every run starts from these weights")
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3], help="of data and weights (default: 1 2 3)")
     parser.add_argument("--gpus", type=whole(), help="runs side by side, one a GPU (default: all GPUs)")
     parser.add_argument(
@@ -238,9 +251,15 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     own, passed = own_and_run_flags(words)
     args = parser.parse_args(own)
     args.passed = passed
+    args.flags = {**LEVELS, **_own_levels(parser, args.own_levels)}
     if args.levels is None:
         has_te = importlib.util.find_spec("transformer_engine") is not None
         args.levels = [level for level in DEFAULT_LEVELS if level != "te" or has_te]
+    if unknown := [level for level in args.levels if level not in args.flags]:
+        parser.error(
+            f"--levels {unknown[0]}: no such level; give --own-levels '{unknown[0]}=FLAGS' or one of "
+            + ", ".join(LEVELS)
+        )
     for name in ("levels", "seeds"):
         given = getattr(args, name)
         if repeated := [value for value in given if given.count(value) > 1]:
@@ -250,12 +269,30 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     return args
 
 
+def _own_levels(parser: Parser, given: Sequence[str]) -> dict[str, list[str]]:
+    """The levels of --own-levels: name → flags."""
+    levels: dict[str, list[str]] = {}
+    for text in given:
+        name, equals, flags = text.partition("=")
+        if not equals or not re.fullmatch(r"[\w.-]+", name) or name in LEVELS or name in levels:
+            parser.error(f"--own-levels {text!r}: give NAME=FLAGS with a new name of letters, digits, dots and hyphens")
+        try:
+            levels[name] = shlex.split(flags)
+        except ValueError as error:
+            parser.error(f"--own-levels {text!r}: {error}")
+    return levels
+
+
 def run_flags(args: argparse.Namespace, key: tuple[str, int], folder: Path) -> list[str]:
     """Flags of one run of pretrain_gpt.py."""
     level, number = key
-    places = ["--output-dir", str(folder), "--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")]
+    own = folder / "checkpoints"
+    load = ["--load", str(own)]
+    if args.finetune_from is not None and not (own / TRACKER).exists():
+        load = ["--load", args.finetune_from, "--finetune"]
+    places = ["--output-dir", str(folder), "--save", str(own), *load]
     quiet = ["--no-tensorboard", "--progress", "off"]
-    return [*args.passed, *LEVELS[level], "--seed", str(number), *places, "--keep-last", "1", *quiet]
+    return [*args.passed, *args.flags[level], "--seed", str(number), *places, "--keep-last", "1", *quiet]
 
 
 def check_levels(args: argparse.Namespace) -> Config:
@@ -307,9 +344,20 @@ def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, in
     try:
         report = json.loads(path.read_text())
         runs = [RunResult.from_json(values) for values in report["runs"]]
-        before = dict(report["settings"])
+        before, flags = dict(report["settings"]), dict(report.get("flags", {}))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
+    if args.finetune_from != (start := report.get("finetune_from", args.finetune_from)):
+        raise UserError(
+            f"{path} has runs with finetune_from({start}), this command has finetune_from({args.finetune_from}); give "
+            "the same checkpoint, or another --output-dir"
+        )
+    for level in args.levels:
+        if flags.get(level, args.flags[level]) != args.flags[level]:
+            raise UserError(
+                f"{path} has runs of level {level} with {shlex.join(flags[level])!r}, this command has "
+                f"{shlex.join(args.flags[level])!r}; give another --output-dir"
+            )
     for name, value in common_settings(config).items():
         # A setting that the runs do not know came with a later version.
         if name in before and before[name] != value:
@@ -328,7 +376,8 @@ def write_results(session: Session) -> Parity | None:
     parity = compare_runs(runs, args.levels[0])
     report = {
         "settings": common_settings(session.config),
-        "flags": {level: LEVELS[level] for level in args.levels},
+        "flags": {level: args.flags[level] for level in args.levels},
+        "finetune_from": args.finetune_from,
         **_machine(),
         "comparison": None if parity is None else asdict(parity),
         "runs": [found.to_json() for found in runs],

@@ -58,6 +58,10 @@ def test_a_configuration_that_cannot_be_compared(
         (["--levels", "bf16", "O3", "bf16"], "names bf16 twice"),
         (["--seeds", "1", "1"], "names 1 twice"),
         (["--time-limit", "5"], "out of range; give more than 40"),
+        (["--levels", "bf16", "head"], "--levels head: no such level; give --own-levels 'head=FLAGS' or one of bf16, "),
+        (["--own-levels", "O3=--precision fp8"], "give NAME=FLAGS with a new name"),
+        (["--own-levels", "--precision fp8"], "give NAME=FLAGS"),
+        (["--own-levels", "a/b=--precision fp8"], "give NAME=FLAGS"),
     ],
 )
 def test_flags_that_are_refused(
@@ -101,6 +105,38 @@ def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / parity.RESULTS_FILE).write_text('{"runs": [{"level": 1}]}')
     with pytest.raises(UserError, match="is no result of this command"):
         parity.read_results(session.args, session.config)
+
+
+def test_a_level_of_ones_own(tmp_path: Path) -> None:
+    words = ["--levels", "bf16", "head", "--own-levels", "head=--precision fp8 --fp8-lm-head --lr 1e-4"]
+    args = arguments(tmp_path, *words)
+    parity.check_levels(args)
+    config = parse_config(parity.run_flags(args, ("head", 1), tmp_path / "head"))
+    assert config.precision.fp8_lm_head and config.optimizer.lr == 1e-4
+    session = parity.Session(args, parity.check_levels(args), ["0"], math.inf, {("head", 1): _finished("head", 1)})
+    parity.write_results(session)
+    other = arguments(tmp_path, *words[:3], "--own-levels", "head=--precision fp8")
+    with pytest.raises(UserError, match="has runs of level head with '--precision fp8 --fp8-lm-head --lr 1e-4', this"):
+        parity.read_results(other, parity.check_levels(other))
+
+
+def test_fine_tuning_starts_from_one_checkpoint_and_goes_on_from_its_own(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", "--finetune-from", str(tmp_path / "base"))
+    folder = tmp_path / "run"
+    config = parse_config(parity.run_flags(args, ("O3", 1), folder)).checkpoint
+    assert config.finetune and str(config.load) == str(tmp_path / "base")
+    (folder / "checkpoints").mkdir(parents=True)  # a run that was killed before it saved
+    assert parse_config(parity.run_flags(args, ("O3", 1), folder)).checkpoint.finetune
+    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    config = parse_config(parity.run_flags(args, ("O3", 1), folder)).checkpoint
+    assert not config.finetune and str(config.load) == str(folder / "checkpoints")
+    session = parity.Session(args, parity.check_levels(args), ["0"], math.inf, {("O3", 1): _finished("O3", 1)})
+    parity.write_results(session)
+    other = arguments(tmp_path / "out")
+    with pytest.raises(
+        UserError, match=r"has runs with finetune_from\(.*base\), this command has finetune_from\(None\)"
+    ):
+        parity.read_results(other, parity.check_levels(other))
 
 
 #: Stands for a run: writes metrics of 10 steps a second, or on SIGTERM a checkpoint, and goes on from it.
