@@ -482,26 +482,14 @@ def test_lm_evaluation_harness_runs_on_an_exported_folder(tokenizer_model: str, 
     )
     Trainer(parse_config(flags)).fit()
     assert convert(tmp_path / "run", tmp_path / "out", "hf") == 0
-    task = {
-        "task": "arithmetic_words",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "question",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}],
-    }
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "arithmetic_words.yaml").write_text(json.dumps(task))
-    questions = [{"question": f"{n} and one is", "choices": [str(n), str(n + 1)], "answer": 1} for n in range(8)]
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "4"]
-    command += ["--model_args", f"pretrained={tmp_path / 'out'},dtype=float32", "--tasks", "arithmetic_words"]
-    command += ["--include_path", str(tmp_path / "tasks"), "--output_path", str(tmp_path / "results")]
-    subprocess.run(command, check=True, timeout=600)
+    command += ["--model_args", f"pretrained={tmp_path / 'out'},dtype=float32", "--tasks", "python_idioms"]
+    command += ["--include_path", "benchmarks/zero_shot", "--output_path", str(tmp_path / "results")]
+    subprocess.run(
+        command, check=True, timeout=600, cwd=Path(__file__).parents[2]
+    )  # the task names its data from there
     (report,) = (tmp_path / "results").rglob("results_*.json")
-    accuracy = json.loads(report.read_text())["results"]["arithmetic_words"]["acc,none"]
-    assert 0.0 <= accuracy <= 1.0
+    found = json.loads(report.read_text())
+    assert 0.0 <= found["results"]["python_idioms"]["acc,none"] <= 1.0
+    assert found["n-samples"]["python_idioms"]["effective"] == 40
     shutil.rmtree(tmp_path / "out")
