@@ -248,8 +248,10 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     console = Console(width=120)
     groups = arguments.groups
-    # Every group is compared with FP32 AdamW, so it always runs.
-    settings = [setting for setting in SETTINGS if not groups or setting.group in groups or setting.is_exact]
+    chosen = [setting for setting in SETTINGS if not groups or setting.group in groups]
+    # Every group is compared with FP32 AdamW of the same β₂, so that always runs.
+    betas = {setting.beta2 for setting in chosen}
+    settings = [setting for setting in SETTINGS if setting in chosen or (setting.is_exact and setting.beta2 in betas)]
     rows = summary(compare(settings, arguments.seeds, arguments.steps, arguments.lr, arguments.jobs, console))
     print_table(rows, console)
     if arguments.output:

@@ -103,3 +103,18 @@ def test_a_run_writes_its_json(tmp_path, monkeypatch) -> None:
     assert exact["train_loss_gap"] == 0.0 and exact["parameter_snr_db"] == {}
     assert 4.0 < int8["train_loss"] < 5.5 and 40.0 < int8["parameter_snr_db"]["3"] < 150.0
     assert int8["exp_avg"] == "int8" and len(int8["runs"]) == 1
+
+
+@pytest.mark.parametrize(("group", "num_exact"), [("decoupling", 1), ("β₂ = 0.999", 1)])
+def test_a_group_runs_with_fp32_adamw_of_its_own_beta(monkeypatch, group: str, num_exact: int) -> None:
+    asked: list[Setting] = []
+
+    def compared(settings, *others):
+        asked.extend(settings)
+        return [(setting, [Run(1, 2.0, 3.0)]) for setting in settings]
+
+    monkeypatch.setattr(compare_optimizers, "compare", compared)
+    assert compare_optimizers.main(["--groups", group]) == 0
+    exact = [setting for setting in asked if setting.is_exact]
+    assert len(exact) == num_exact and asked[0] is exact[0]
+    assert {setting.group for setting in asked if not setting.is_exact} == {group} and len(asked) > 7
