@@ -110,6 +110,8 @@ class CastReport:
     def figures(self) -> dict[str, Any]:
         """Name → figure of the step: fractions by role, None where nothing was counted, and saturated tensors."""
         figures: dict[str, Any] = {"saturated_tensors": sum(self.sums[ops.REPORT_SUMS - 1 :: ops.REPORT_SUMS])}
+        weight_grads = self.sums[Role.WEIGHT_GRAD * ops.REPORT_SUMS : (Role.WEIGHT_GRAD + 1) * ops.REPORT_SUMS]
+        figures["weight_grad_saturated_tensors"] = weight_grads[-1]
         for role in (Role.INPUT, Role.GRAD_OUTPUT, Role.HEAD_INPUT):
             saturated, cast, _ = self.sums[role * ops.REPORT_SUMS : (role + 1) * ops.REPORT_SUMS]
             figures[f"{role.name.lower()}_saturation_fraction"] = saturated / cast if cast > 0 else None

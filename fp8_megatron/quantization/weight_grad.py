@@ -12,9 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..formats import CLAMPED_ABOVE, E4M3
 from ..kernels import ops
 from .amax_history import AmaxHistory
 from .operand import Quantized, multiply
+
+#: From this many elements on, clamped ones are counted in a sample.
+_SAMPLED_FROM = 2**20
 
 
 class DelayedGradScale(NamedTuple):
@@ -55,6 +59,21 @@ class WeightGrad:
     def writes_fp8(self) -> bool:
         """Whether `write_fp8_` is available."""
         return self.scale is not None and self.scale.history.is_warm
+
+    def count_clamped(self, wide: Tensor) -> Tensor:
+        """How many elements `write_fp8_` clamps: int64 [2], elements looked at and clamped ones. No host sync.
+
+        From `_SAMPLED_FROM` elements on, 128 of every 2,048 are looked at.
+
+        Args:
+            wide: this gradient in 16 bits, flat [N·K].
+        """
+        assert self.scale is not None
+        if wide.numel() >= _SAMPLED_FROM:
+            wide = wide[: wide.numel() // 2048 * 2048].view(-1, 2048)[:, :128]
+        limit = self.scale.history.scale_of(self.scale.slot) * CLAMPED_ABOVE[E4M3]
+        clamped = (wide.abs() > limit).sum()
+        return torch.stack([torch.full_like(clamped, wide.numel()), clamped])
 
     def write_fp8_(self, payload: Tensor, scales: Tensor) -> None:
         """Write the gradient to flat E4M3 `payload` [≥ N·K], zeros behind it, and its scale to all of `scales`."""

@@ -321,6 +321,7 @@ def _clamped_text(metrics: StepMetrics) -> str | None:
         "inputs": metrics.input_saturation_fraction,
         "output gradients": metrics.grad_output_saturation_fraction,
         "head input": metrics.head_input_saturation_fraction,
+        "weight gradients": metrics.weight_grad_saturation_fraction,
     }
     shares = ", ".join(f"{fraction:.2g} of {role}" for role, fraction in roles.items() if fraction)
     return f"clamped in {metrics.saturated_tensors:.0f} tensors" + (f" ({shares})" if shares else "")

@@ -56,6 +56,9 @@ class GradBuffer(ABC):
         self.space = space
         #: int64 [2] while underflow is measured: non-zero elements before the cast, and how many of them became zero.
         self.underflow: Tensor | None = None
+        #: int64 [2] while underflow is measured: elements of gradients that GEMMs wrote in FP8, and how many of them
+        #: were clamped.
+        self.clamped: Tensor | None = None
         #: The probes of casts to FP8, by the slot's offset; they measure a slot's first cast of a sampled step.
         self.probes: dict[int, CastProbe] = {}
 
@@ -111,6 +114,7 @@ class GradBuffer(ABC):
 
     def _start_underflow(self, measures: bool) -> None:
         self.underflow = torch.zeros(2, dtype=torch.int64, device=self.payload.device) if measures else None
+        self.clamped = None if self.underflow is None else torch.zeros_like(self.underflow)
 
     def _quantize(self, slot: Slot, grad: Tensor | WeightGrad, payload: Tensor, scales: Tensor) -> None:
         """Write flat `grad`, of `slot` or a part of it, to FP8 storage. The storage may be longer: its rest becomes
@@ -123,6 +127,8 @@ class GradBuffer(ABC):
             # While underflow is measured, a gradient that writes itself takes a second GEMM.
             flat = grad.wide().view(-1) if isinstance(grad, WeightGrad) else grad
             ops.count_underflow_(flat, payload[: flat.numel()], self.underflow)
+            if isinstance(grad, WeightGrad) and self.clamped is not None:
+                self.clamped += grad.count_clamped(flat)
             probe = self.probes.get(slot.offset)
             if probe is not None and probe.is_due:
                 probe.measure_blocks(flat, payload, scales)

@@ -48,7 +48,7 @@ def train_step(
     else:
         batches = take_step(loader, state.num_micro_batches, state.device)
         gradients = compute_gradients(state, batches, **measured)
-    part_of_loss, underflow_fraction = gradients.split(1)
+    part_of_loss, underflow_fraction, clamped_fraction = gradients.split(1)
     if before_update is not None:
         before_update()
     grad_norm = state.optimizer.step(part_of_loss)
@@ -59,7 +59,11 @@ def train_step(
     peak = device_memory.peak_memory_gib(state.device)
     figures, cast_report = _over_ranks(part_of_loss, state, wants_stop=wants_stop, peak_memory_gib=peak)
     packed = StepFigures.pack(
-        grad_norm=grad_norm, grad_underflow_fraction=underflow_fraction, **figures, **_scaling(state)
+        grad_norm=grad_norm,
+        grad_underflow_fraction=underflow_fraction,
+        weight_grad_saturation_fraction=clamped_fraction,
+        **figures,
+        **_scaling(state),
     )
     return packed if cast_report is None else torch.cat([packed, cast_report])
 
@@ -70,8 +74,9 @@ def compute_gradients(
     """Forward and backward over the micro-batches, and the reduction over replicas.
 
     Returns:
-        FP32 [2] on the device: this rank's part of the mean loss of the global batch (the sum over ranks is the mean),
-        and its underflowed fraction of FP8 weight gradients (NaN if there is none).
+        FP32 [3] on the device: this rank's part of the mean loss of the global batch (the sum over ranks is the mean),
+        its underflowed fraction of FP8 weight gradients, and the clamped fraction of those that GEMMs wrote in FP8 (NaN
+        if there is none).
     """
     for chunk in state.model:
         chunk.zero_grad_buffer(measures_underflow=measures_underflow)
@@ -80,7 +85,9 @@ def compute_gradients(
     losses = _run_schedule(state, batches, forward_only=False)
     if samples_casts and state.sampler is not None:
         state.sampler.end()
-    return torch.cat([_part_of_loss(losses, state), _underflow_fraction(state)])
+    underflow = [buffer.underflow for buffer in state.optimizer.buffers]
+    clamped = [buffer.clamped for buffer in state.optimizer.buffers]
+    return torch.cat([_part_of_loss(losses, state), _fraction(underflow, state), _fraction(clamped, state)])
 
 
 def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
@@ -142,13 +149,13 @@ def _run_schedule(state: TrainingState, batches: list[Batch], *, forward_only: b
     )
 
 
-def _underflow_fraction(state: TrainingState) -> Tensor:
-    """FP32 [1]: underflowed / non-zero elements of this rank's FP8 gradients; 0/0 is NaN."""
-    counts = torch.zeros(2, device=state.device)
-    for buffer in state.optimizer.buffers:
-        if buffer.underflow is not None:
-            counts += buffer.underflow
-    return counts[1:] / counts[:1]
+def _fraction(counts: list[Tensor | None], state: TrainingState) -> Tensor:
+    """FP32 [1]: of int64 [2] counts of this rank's gradients, all second ones over all first ones; 0/0 is NaN."""
+    total = torch.zeros(2, device=state.device)
+    for count in counts:
+        if count is not None:
+            total += count
+    return total[1:] / total[:1]
 
 
 def _scaling(state: TrainingState) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ from torch import Tensor
 from fp8_megatron.config.schema import PrecisionConfig
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.quantization.amax_history import MOST_SATURATED
+from fp8_megatron.quantization.amax_history import MOST_SATURATED, AmaxHistory
+from fp8_megatron.quantization.weight_grad import DelayedGradScale, WeightGrad
 from fp8_megatron.training.build import TrainingState, build_training_state, slot_names_of_ranks
 from fp8_megatron.training.step_results import Mark, PendingStep, StepResult
 from fp8_megatron.training.train_step import train_step
@@ -48,10 +49,12 @@ class Run:
             for batch in tokens
         )
 
-    def step(self, factor: float = 1.0) -> StepResult:
+    def step(self, factor: float = 1.0, *, loss_factor: float = 1.0) -> StepResult:
         self.factor = factor
         self.iteration += 1
-        values = train_step(self.state, self.loader, wants_stop=False)
+        hook = self.state.model[0].module.register_forward_hook(lambda module, args, output: output * loss_factor)
+        values = train_step(self.state, self.loader, wants_stop=False, measures_underflow=loss_factor != 1.0)
+        hook.remove()
         return PendingStep(self.iteration, 1e-3, values, Mark(CPU)).result()
 
     def blamed(self, result: StepResult) -> str | None:
@@ -120,3 +123,48 @@ def test_a_little_saturation_is_counted_and_taken() -> None:
         assert result.figures.saturated_tensors is not None and result.figures.saturated_tensors > 0
         assert result.figures.input_saturation_fraction is not None
         assert 0 < result.figures.input_saturation_fraction < MOST_SATURATED
+
+
+def test_weight_gradients_that_gemms_write_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss 8 times as large makes gradients twice as large as their scales' headroom of 4 allows."""
+    monkeypatch.setattr("fp8_megatron.quantization.amax_history.MOST_SATURATED", math.inf)
+    with running(PrecisionConfig(fp8_recipe="delayed", fp8_weight_grad_scaling="delayed")) as run:
+        for _ in range(3):
+            healthy = run.step()
+            assert healthy.figures.weight_grad_saturation_fraction is None  # not measured
+        (history,) = run.state.histories
+        assert history is not None and history.scale is not None
+        limits = 464.0 * history.scale
+        grads: list[tuple[int, Tensor]] = []
+        wide = WeightGrad.wide
+
+        def seen(self: WeightGrad) -> Tensor:
+            assert self.scale is not None
+            grads.append((self.scale.slot, wide(self)))
+            return grads[-1][1]
+
+        monkeypatch.setattr(WeightGrad, "wide", seen)
+        bad = run.step(loss_factor=8.0)
+        counts = [int((grad.double().abs() > limits[slot].double()).sum()) for slot, grad in grads]
+        numel = sum(grad.numel() for _, grad in grads)
+        assert len(grads) == 8 and sum(counts) > 0
+        # The amax is of the FP32 product: rounded to BF16, a largest element may be at the limit.
+        tensors = bad.figures.weight_grad_saturated_tensors
+        assert tensors is not None and sum(count > 0 for count in counts) <= tensors <= 8
+        assert bad.figures.weight_grad_saturation_fraction == pytest.approx(sum(counts) / numel, rel=1e-6)
+        assert bad.figures.saturated_tensors is not None
+        assert bad.figures.saturated_tensors > tensors  # inputs and output gradients too
+
+
+def test_clamped_elements_of_a_large_gradient_are_a_sample() -> None:
+    """128 of every 2,048 elements; a tail that fills no 2,048 is left out."""
+    history = AmaxHistory(1, "max", power_of_two=False)
+    slot = history.add_slot(torch.float8_e4m3fn)
+    history.allocate(CPU)
+    grad = WeightGrad(g_t=None, x_t=None, dtype=torch.bfloat16, scale=DelayedGradScale(history, slot))  # type: ignore[arg-type]
+    values = torch.zeros(2**20 + 1000)
+    values[::2] = 1000.0  # beyond 464, with the first scale, 1
+    values[2**20 :] = 1000.0
+    assert grad.count_clamped(values).tolist() == [2**16, 2**15]
+    assert grad.count_clamped(values[:1001]).tolist() == [1001, 501]
+    assert grad.count_clamped(torch.tensor([464.0, -465.0, 3.0])).tolist() == [3, 1]
