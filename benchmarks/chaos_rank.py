@@ -38,7 +38,8 @@ _step, _sync, _train = trainer_module.train_step, os.fsync, trainer_module._Run.
 
 def train_step(state: TrainingState, *args: Any, **kwargs: Any) -> torch.Tensor:
     """One step, after what the driver ordered."""
-    while state.scheduler.num_steps + 1 >= _limit():
+    batch_size = state.config.global_batch_size(state.topology.world_size)
+    while state.schedule.counted_samples // batch_size + 1 >= _limit():
         time.sleep(0.02)
     order = ORDERS / f"rank{RANK}"
     if order.exists():
@@ -74,7 +75,7 @@ def _slow_sync(descriptor: int) -> None:
 
 def _train_and_tell(run: Any) -> None:
     _train(run)
-    if run.progress.iteration < run.config.training.train_iters:
+    if run.progress.iteration < run.total_iterations:
         return
     hashes = {}
     for index, space in enumerate(run.state.optimizer.states):

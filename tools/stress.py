@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
         return with_burst(batches, options.burst, options.burst_steps, per_step)
 
     def step(state: Any, *arguments: Any, **settings: Any) -> torch.Tensor:
-        if state.scheduler.num_steps + 1 >= options.first:
+        batch_size = config.global_batch_size(state.topology.world_size)
+        if state.schedule.counted_samples // batch_size + 1 >= options.first:
             for group in state.optimizer.param_groups:
                 group["lr"] *= options.lr_factor
         return plain_step(state, *arguments, **settings)

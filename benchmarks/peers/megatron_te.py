@@ -74,7 +74,7 @@ def train(work: Work, output: Path | None) -> None:
         mask = None if _has_te() and device.type == "cuda" else _causal_mask(config.model.seq_length, device)
         losses: list[Tensor] = []
         clock = StepClock(device)
-        for _ in range(config.training.train_iters):
+        for _ in range(work.train_iters):
             losses.append(_step(work, trained, batches, mask))
             clock.mark()
         seconds = clock.step_seconds()
@@ -101,7 +101,7 @@ def _step(work: Work, trained: Any, batches: Iterator[Batch], mask: Tensor | Non
         forward_only=False,
     )
     trained.optimizer.step()
-    trained.scheduler.step(1)
+    trained.scheduler.step(work.global_batch_size)
     if not results:
         return torch.zeros((), device=work.device)
     return torch.stack([result["loss"] for result in results]).mean()
@@ -318,7 +318,7 @@ def _on_cpu(work: Work, gpt: torch.nn.Module) -> Any:
 
 
 def _scheduler(work: Work, optimizer: Any) -> Any:
-    return build_scheduler(optimizer, work.config.optimizer, work.config.training.train_iters)
+    return build_scheduler(optimizer, work.learning_rate_schedule)
 
 
 def _provide_wgrad_fusion() -> None:

@@ -210,14 +210,14 @@ def train(work: Work, output: Path | None) -> None:
             eps=options.adam_eps,
             fused=True,
         )
-        scheduler = build_scheduler(optimizer, options, config.training.train_iters)
+        scheduler = build_scheduler(optimizer, work.learning_rate_schedule)
         batches = work.micro_batches(work.rank)
         losses: list[Tensor] = []
         clock = StepClock(device)
         with sdpa_kernel(_ATTENTION, set_priority=True):
-            for _ in range(config.training.train_iters):
+            for _ in range(work.train_iters):
                 losses.append(_step(work, model, optimizer, batches))
-                scheduler.step(1)
+                scheduler.step(work.global_batch_size)
                 clock.mark()
         seconds = clock.step_seconds()
         mean = torch.stack(losses) / work.world_size

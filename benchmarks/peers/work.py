@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import own_and_run_flags, parse_config
+from fp8_megatron.config.learning_rate import LearningRateSchedule
 from fp8_megatron.config.schema import Config
 from fp8_megatron.data.datasets import build_datasets
 from fp8_megatron.data.loader import build_loader
@@ -56,6 +57,21 @@ class Work:
     vocab_size: int
 
     @property
+    def train_iters(self) -> int:
+        """Optimizer steps."""
+        return self.config.train_iters(self.world_size)
+
+    @property
+    def learning_rate_schedule(self) -> LearningRateSchedule:
+        """The schedule that the run follows, counted in samples."""
+        return LearningRateSchedule.of(self.config, self.world_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step over all ranks, in which the schedule counts."""
+        return self.config.global_batch_size(self.world_size)
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one data-parallel rank and step."""
         return self.config.num_micro_batches(self.world_size)
@@ -81,7 +97,7 @@ class Work:
             config.data,
             seq_length=model.seq_length,
             seed=config.training.seed,
-            num_train_samples=config.training.train_iters * config.global_batch_size(self.world_size),
+            num_train_samples=self.train_iters * config.global_batch_size(self.world_size),
             num_valid_samples=0,
             num_test_samples=0,
             tokenizer=tokenizer,
@@ -236,9 +252,15 @@ def _check(config: Config) -> None:
     """Refuse settings that no peer supports, so that none is ignored silently."""
     training, checkpoint = config.training, config.checkpoint
     asked = {
-        f"--eval-interval {training.eval_interval}": 0 < training.eval_interval <= training.train_iters,
+        f"--eval-interval {training.eval_interval}": 0 < training.eval_interval <= config.train_counts,
         f"--save {checkpoint.save}": checkpoint.save is not None,
         f"--load {checkpoint.load}": checkpoint.load is not None,
+        f"--rampup-batch-size {' '.join(training.rampup_batch_size)}": bool(training.rampup_batch_size),
+        f"--step-batch-size-schedule {' '.join(training.step_batch_size_schedule)}": bool(
+            training.step_batch_size_schedule
+        ),
+        f"--decoupled-lr {config.optimizer.decoupled_lr}": config.optimizer.decoupled_lr is not None,
+        f"--iterations-to-skip {' '.join(training.iterations_to_skip)}": bool(training.iterations_to_skip),
         f"--optimizer {config.optimizer.optimizer}": config.optimizer.optimizer != "adamw",
         f"--attention-dropout {config.model.attention_dropout}": config.model.attention_dropout > 0.0,
         f"--hidden-dropout {config.model.hidden_dropout}": config.model.hidden_dropout > 0.0,

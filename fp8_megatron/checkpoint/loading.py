@@ -82,7 +82,7 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         _restore_scalars(saved, state)
     if options.rng:
         _restore_rng(saved, state)
-    return Progress(*(saved.description[name] for name in ("iteration", "consumed_samples", "skipped_steps")))
+    return Progress.of(saved.description)
 
 
 @dataclass(frozen=True)

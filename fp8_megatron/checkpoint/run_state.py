@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,11 +50,29 @@ _LINEAR_LAYERS = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """How far a run has come.
+
+    Attributes:
+        scheduled_samples: samples that the schedule of the learning rate has counted; None if it is not known.
+        schedule: the schedule's settings by name; empty if they are not known.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_steps: int = 0
+    scheduled_samples: int | None = None
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any]) -> Progress:
+        """The progress that a checkpoint's description holds. Earlier versions saved no schedule."""
+        return cls(
+            iteration=description["iteration"],
+            consumed_samples=description["consumed_samples"],
+            skipped_steps=description["skipped_steps"],
+            scheduled_samples=description.get("scheduled_samples"),
+            schedule=description.get("schedule") or {},
+        )
 
 
 @dataclass(frozen=True)
@@ -204,6 +222,8 @@ def describe(state: Resumable, progress: Progress) -> dict[str, Any]:
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "skipped_steps": progress.skipped_steps,
+        "scheduled_samples": progress.scheduled_samples,
+        "schedule": dict(progress.schedule),
         "topology": topology_of(state.topology),
         "level": precision.level,
         "vocab_size": state.vocab_size,

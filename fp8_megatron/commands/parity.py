@@ -179,7 +179,7 @@ class Session:
         folder, status = self.folder(key), process.popen.returncode
         seconds = None if process.was_interrupted else time.monotonic() - process.started
         try:
-            result = read_run(folder, *key, num_steps=self.config.training.train_iters, wall_seconds=seconds)
+            result = read_run(folder, *key, num_steps=self.config.train_iters(1), wall_seconds=seconds)
         except ValueError as error:
             print(f"error: {key[0]}, seed {key[1]}: {error}", file=sys.stderr, flush=True)
             self.failed.append(key)
@@ -307,9 +307,10 @@ def check_levels(args: argparse.Namespace) -> Config:
         name = next(name for name, value in asdict(config.precision).items() if value != default[name])
         raise ConfigError(f"{name}: the levels set everything of precision; leave it out")
     training = config.training
-    if training.eval_interval == 0 or training.eval_iters == 0 or training.train_iters % training.eval_interval:
+    train_iters = config.train_iters(1)
+    if training.eval_interval == 0 or training.eval_iters == 0 or train_iters % training.eval_interval:
         raise ConfigError(
-            f"train_iters({training.train_iters}) is not a multiple of eval_interval({training.eval_interval}) with "
+            f"train_iters({train_iters}) is not a multiple of eval_interval({training.eval_interval}) with "
             f"eval_iters({training.eval_iters}) above 0: the losses compared are of a validation after the last step"
         )
     for level in args.levels:

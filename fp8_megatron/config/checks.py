@@ -13,7 +13,8 @@ from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtyp
 from .ignored import ignored_settings
 from .limits import limit_problems
 from .precision_checks import precision_problems
-from .run_checks import run_problems
+from .run_checks import profile_problems, run_problems
+from .schedule_checks import batch_problem, schedule_problems
 from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig
 
 
@@ -35,6 +36,7 @@ def check_config(config: Config, world_size: int) -> None:
         problems += _check_recompute(config)
         problems += _check_cuda_graph(config)
         problems += precision_problems(config)
+        problems += _check_length(config, world_size)
         problems += run_problems(config)
     if not problems:  # what is wrong in itself comes first
         problems += ignored_settings(config)
@@ -81,21 +83,36 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"check_weight_hash_across_dp_replicas_interval({interval}) compares ranks that hold the same weights, but "
             f"WORLD_SIZE({world_size}) has none; drop it or run on more ranks"
         )
-    global_batch_size = config.global_batch_size(world_size)
-    samples = training.micro_batch_size * data_parallel_size
-    if global_batch_size % samples:
-        yield (
-            f"global_batch_size({global_batch_size}) is not a multiple of micro_batch_size({training.micro_batch_size})"
-            f" × data-parallel size({data_parallel_size}) = {samples}; "
-            f"choose {_multiple_near(global_batch_size, samples)}, or a smaller micro_batch_size"
-        )
+    try:
+        batches = config.batch_schedule(world_size)
+    except ValueError:
+        return  # `_check_length` reports it
+    # A run that resumes may be past the batches that its ranks cannot share: it is checked once its place is known.
+    problem = batch_problem(batches, config, world_size, 0 if config.checkpoint.load is None else batches.phases[-1][0])
+    if problem is not None:
+        yield problem
         return
     num_micro_batches = config.num_micro_batches(world_size)
-    yield from _check_virtual_stages(config, num_micro_batches)
+    for batch in batches.batches_from(0):
+        yield from _check_virtual_stages(config, batch // (training.micro_batch_size * data_parallel_size))
     yield from _check_reduction(config)
     yield from _check_weight_grad_scaling(config)
     yield from _check_transpose_cache(config, num_micro_batches)
     yield from _check_release(config, data_parallel_size, num_micro_batches)
+
+
+def _check_length(config: Config, world_size: int) -> Iterator[str]:
+    """Check the batches, the number of steps, and what depends on it."""
+    parallel = config.parallel
+    if world_size % (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size):
+        return  # without a data-parallel size there is no batch
+    try:
+        config.batch_schedule(world_size)
+    except ValueError as error:
+        yield str(error)
+        return
+    problems = list(schedule_problems(config, world_size))
+    yield from problems or profile_problems(config, config.train_iters(world_size))
 
 
 def _check_reduction(config: Config) -> Iterator[str]:

@@ -69,7 +69,8 @@ def _constant_scale(config: Config) -> str | None:
 
 def _no_warmup(config: Config) -> str | None:
     optimizer = config.optimizer
-    return None if optimizer.lr_warmup_iters or optimizer.lr_warmup_fraction else "without a warm-up"
+    has_one = optimizer.lr_warmup_iters or optimizer.lr_warmup_samples or optimizer.lr_warmup_fraction
+    return None if has_one else "without a warm-up"
 
 
 def _no_decay(config: Config) -> str | None:
@@ -149,6 +150,7 @@ _RULES = (
     ),
     Ignored(("null_tokenizer_eod_id",), _other_tokenizer("NullTokenizer"), "choose NullTokenizer"),
     Ignored(("load_optim", "load_rng"), _no_load, "give --load"),
+    Ignored(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _no_load, "give --load"),
     Ignored(("wandb_exp_name", "wandb_save_dir"), _no_wandb, "give --wandb-project"),
     Ignored(
         ("profile_step_start", "profile_step_end", "profile_ranks", "profile_trace"), _no_profile, "give --profile"

@@ -18,12 +18,18 @@ from .command_line import Given, read_words, repeated_flags
 from .limits import FieldType, field_types
 from .megatron_flags import idle_note, megatron_options, translate
 from .megatron_precision import SWITCHES, Chosen, chosen_precision
-from .schema import Config, OptimizerConfig
+from .schema import Config
 from .words import decimal, shortened, whole_number
 from .yaml_files import Dumper, read_mapping
 
-#: Pairs of `OptimizerConfig` fields that set the same thing. The one given later replaces the other.
-_ALTERNATIVES = (("lr_warmup_iters", "lr_warmup_fraction"),)
+#: Settings of which each sets what the first one sets. One that is given later replaces the others.
+_ALTERNATIVES = (
+    ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"),
+    ("train_iters", "train_samples"),
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ("rampup_batch_size", "step_batch_size_schedule"),
+)
 
 
 def _expected(field_type: FieldType) -> str:
@@ -165,19 +171,20 @@ def _field_types() -> dict[str, Mapping[str, FieldType]]:
 
 def _overridden(base: Config, values: Mapping[str, Mapping[str, Any]]) -> Config:
     """`base` with values by section and name instead of its own."""
-    sections = _sections(_without_alternatives(base, values["optimizer"]))
+    given = {name for section in values.values() for name in section}
+    sections = _sections(_without_alternatives(base, given))
     return Config(**{name: dataclasses.replace(section, **values[name]) for name, section in sections.items()})
 
 
 def _without_alternatives(base: Config, given: Collection[str]) -> Config:
-    """`base` with a setting reset to its default where `given` names its alternative (`_ALTERNATIVES`)."""
-    replaced: dict[str, Any] = {
-        name: OptimizerConfig.__dataclass_fields__[name].default
-        for pair in _ALTERNATIVES
-        for name, other in (pair, pair[::-1])
-        if other in given and name not in given
+    """`base` with a setting reset to its default where `given` names an alternative of it (`_ALTERNATIVES`)."""
+    replaced = {name for names in _ALTERNATIVES if set(names) & set(given) for name in names if name not in given}
+    defaults = _sections(Config())
+    sections = {
+        section: {name: getattr(defaults[section], name) for name in names if name in replaced}
+        for section, names in _field_types().items()
     }
-    return dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, **replaced))
+    return Config(**{name: dataclasses.replace(old, **sections[name]) for name, old in _sections(base).items()})
 
 
 def _chosen_precision(given: Sequence[Given], base: Config, *, has_files: bool) -> Chosen:

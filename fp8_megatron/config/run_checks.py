@@ -1,4 +1,4 @@
-"""Checks of a run's schedule, data, checkpoints and profile; `checks` calls them."""
+"""Checks of a run's data, checkpoints and profile; `checks` calls them."""
 
 from __future__ import annotations
 
@@ -12,45 +12,9 @@ from .words import decimal, shortened
 
 def run_problems(config: Config) -> Iterator[str]:
     """One line for each problem: what cannot work, the values, the fix."""
-    yield from _check_schedule(config)
     yield from _check_data(config)
     yield from _check_checkpoint(config)
-    yield from _check_profile(config)
     yield from _check_files(config)
-
-
-def _check_schedule(config: Config) -> Iterator[str]:
-    optimizer, training = config.optimizer, config.training
-    decay_iters = optimizer.decay_iters(training.train_iters)
-    warmup_iters = optimizer.warmup_iters(training.train_iters)
-    decay_name = "lr_decay_iters" if optimizer.lr_decay_iters is not None else "train_iters"
-    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters > 0:
-        yield (
-            f"lr_warmup_fraction({optimizer.lr_warmup_fraction}) and lr_warmup_iters({optimizer.lr_warmup_iters}) both "
-            f"set the warm-up; drop one"
-        )
-    if optimizer.lr_decay_iters is not None and optimizer.lr_warmup_iters >= optimizer.lr_decay_iters:
-        yield (
-            f"lr_warmup_iters({optimizer.lr_warmup_iters}) ≥ lr_decay_iters({optimizer.lr_decay_iters}); "
-            f"the warm-up must end before the decay does"
-        )
-    for name in ("min_lr", "lr_warmup_init"):
-        if getattr(optimizer, name) > optimizer.lr:
-            yield f"{name}({getattr(optimizer, name)}) > lr({optimizer.lr}); choose at most {optimizer.lr}"
-    wsd_iters = optimizer.lr_wsd_decay_iters
-    if optimizer.lr_decay_style != "WSD":
-        if wsd_iters is not None:
-            yield (
-                f"lr_wsd_decay_iters({wsd_iters}) has no effect under lr_decay_style({optimizer.lr_decay_style}); "
-                f"drop it or choose WSD"
-            )
-    elif wsd_iters is None:
-        yield "lr_decay_style(WSD) needs lr_wsd_decay_iters, the steps of its final decay; about a tenth of train_iters"
-    elif wsd_iters > decay_iters - warmup_iters:
-        yield (
-            f"lr_wsd_decay_iters({wsd_iters}) > {decay_name}({decay_iters}) - {warmup_iters} steps of warm-up; "
-            f"choose fewer"
-        )
 
 
 def _check_data(config: Config) -> Iterator[str]:
@@ -160,15 +124,16 @@ def _check_files(config: Config) -> Iterator[str]:
         yield f"nccl_communicator_config_path({path}) is no file; give a YAML such as {{dp_cp: {{max_ctas: 8}}}}"
 
 
-def _check_profile(config: Config) -> Iterator[str]:
+def profile_problems(config: Config, train_iters: int) -> Iterator[str]:
+    """One line for each problem of the profiled steps of a run of `train_iters` steps."""
     profile = config.profile
     if not profile.profile:
         return
     start, end = profile.profile_step_start, profile.profile_step_end
-    if not 1 <= start < end <= config.training.train_iters + 1:
+    if not 1 <= start < end <= train_iters + 1:
         yield (
             f"profile_step_start({start}) and profile_step_end({end}) are not a range of steps within "
-            f"train_iters({config.training.train_iters}); steps count from 1 and the end is not profiled itself"
+            f"train_iters({train_iters}); steps count from 1 and the end is not profiled itself"
         )
     bad = [rank for rank in profile.profile_ranks if not (rank.isdecimal() and rank.isascii())]
     if bad:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ..storage import GradReduceMode
+from .batch_schedule import BatchSchedule
 from .fields import (
     UNSET,
     BatchSize,
@@ -25,6 +26,7 @@ from .fields import (
     OptionalFraction,
     OptionalIndex,
     OptionalLayers,
+    OptionalNotNegative,
     OptionalPositive,
     Positive,
     Processes,
@@ -35,6 +37,7 @@ from .fields import (
 )
 from .model import ModelConfig
 from .precision import PrecisionConfig
+from .words import shortened, whole_number
 
 #: Megatron's names. The three kinds of SentencePiece are one.
 TokenizerType = Literal[
@@ -47,6 +50,8 @@ TokenizerType = Literal[
     "NullTokenizer",
 ]
 
+#: Steps of a run that has neither --train-iters nor --train-samples.
+DEFAULT_TRAIN_ITERS = 1000
 #: The first step of a run has no delayed scales. The second step runs the kernels that all later steps run.
 MIN_CUDA_GRAPH_WARMUP_STEPS = 2
 
@@ -105,22 +110,42 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    decoupled_lr: OptionalPositive = None
+    """Peak learning rate of the embedding and the output layer. Default: --lr."""
+    decoupled_min_lr: OptionalNotNegative = None
+    """Learning rate of the embedding and the output layer at the end of the decay. Default: --min-lr."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "cosine"
     """Shape of the decay. WSD: warm up, stay constant, decay over the last --lr-wsd-decay-iters steps."""
     lr_warmup_fraction: OptionalFraction = None
-    """Linear warm-up, as a fraction of the steps to the end of the decay. Replaces --lr-warmup-iters."""
+    """Linear warm-up, as a fraction of the way to the end of the decay. Replaces --lr-warmup-iters and -samples."""
     lr_warmup_iters: CountOrZero = 0
     """Linear warm-up steps. If --train-iters is too short, the warm-up ends one step before the last."""
+    lr_warmup_samples: CountOrZero = 0
+    """Linear warm-up in samples, with --train-samples."""
     lr_warmup_init: NotNegative = 0.0
     """Learning rate at the start of the warm-up."""
     lr_decay_iters: OptionalCount = None
     """Step at which the decay ends. Default: train-iters."""
+    lr_decay_samples: OptionalCount = None
+    """Samples after which the decay ends, with --train-samples. Default: train-samples."""
     lr_wsd_decay_iters: OptionalCount = None
     """Steps of WSD's final decay."""
+    lr_wsd_decay_samples: OptionalCount = None
+    """Samples of WSD's final decay, with --train-samples."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay."""
+    override_opt_param_scheduler: Switch = False
+    """With --load: take the schedule from the flags where the checkpoint has another, without a warning."""
+    use_checkpoint_opt_param_scheduler: Switch = False
+    """With --load: take the schedule of learning rate and weight decay from the checkpoint, whatever the flags say."""
     weight_decay: NotNegative = 0.1
     """Weight decay of matrices; norms and biases have none."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """constant: --weight-decay in every step. Others: from --start-weight-decay to --end-weight-decay over the run."""
+    start_weight_decay: OptionalNotNegative = None
+    """Weight decay of the first step, with --weight-decay-incr-style."""
+    end_weight_decay: OptionalNotNegative = None
+    """Weight decay at the end of the run, with --weight-decay-incr-style."""
     adam_beta1: BelowOne = 0.9
     """Decay of the first moment."""
     adam_beta2: BelowOne = 0.95
@@ -140,16 +165,14 @@ class OptimizerConfig:
     hysteresis: Count = 2
     """Overflows before the dynamic loss scale halves."""
 
-    def decay_iters(self, train_iters: int) -> int:
-        """The step at which the decay ends, with the default filled in."""
-        return self.lr_decay_iters if self.lr_decay_iters is not None else train_iters
+    def decay_counts(self, train_counts: int) -> int:
+        """Where the decay ends, in the counts of the run (`Config.train_counts`), with the default filled in."""
+        given = self.lr_decay_samples if self.lr_decay_iters is None else self.lr_decay_iters
+        return train_counts if given is None else given
 
-    def warmup_iters(self, train_iters: int) -> int:
-        """Steps of the warm-up; always fewer than the decay's."""
-        decay_iters = self.decay_iters(train_iters)
-        if self.lr_warmup_fraction is not None:
-            return min(round(self.lr_warmup_fraction * decay_iters), decay_iters - 1)
-        return min(self.lr_warmup_iters, decay_iters - 1)
+    def warmup_counts(self, counts_samples: bool) -> int:
+        """The warm-up that was asked for without a fraction, in the counts of the run."""
+        return self.lr_warmup_samples if counts_samples else self.lr_warmup_iters
 
 
 @dataclass(frozen=True)
@@ -213,8 +236,16 @@ class TrainingConfig:
     """Sequences in one forward pass of one rank."""
     global_batch_size: OptionalBatchSize = None
     """Sequences in one step over all ranks. Default: micro-batch-size × data-parallel size."""
-    train_iters: Count = 1000
-    """Number of optimizer steps."""
+    rampup_batch_size: Words = ()
+    """START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size by INCREMENT over SAMPLES."""
+    step_batch_size_schedule: Words = ()
+    """TOKENS:BATCH …: the global batch from that many tokens on (0:16 2.4B:320). Replaces --global-batch-size."""
+    train_iters: OptionalCount = None
+    """Number of optimizer steps. Default: 1000, without --train-samples."""
+    train_samples: OptionalCount = None
+    """Number of samples to train on. The schedule of the learning rate then counts samples: --lr-decay-samples …"""
+    iterations_to_skip: Words = ()
+    """Iterations, counted from 1, whose data is left out: they train on nothing and do not move the schedule."""
     eval_interval: CountOrZero = 100
     """Steps between validations; 0 turns them off."""
     eval_iters: CountOrZero = 10
@@ -357,13 +388,67 @@ class Config:
         """Ranks that hold the same weights: world_size / (tensor × pipeline)."""
         return world_size // (self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size)
 
+    def batch_schedule(self, world_size: int) -> BatchSchedule:
+        """Samples of each step over all ranks, with the default filled in.
+
+        Raises:
+            ValueError: it cannot be read, in one line with names and values.
+        """
+        training = self.training
+        ramp, steps = training.rampup_batch_size, training.step_batch_size_schedule
+        if ramp and steps:
+            raise ValueError(
+                f"rampup_batch_size({' '.join(ramp)}) and step_batch_size_schedule({' '.join(steps)}) both set the "
+                f"global batch; drop one"
+            )
+        given = training.global_batch_size
+        if given is None:
+            given = training.micro_batch_size * self.data_parallel_size(world_size)
+        try:
+            if steps:
+                return BatchSchedule.steps(steps, self.model.seq_length)
+            if ramp:
+                if len(ramp) != 3:
+                    raise ValueError("give three whole numbers above 0: start, increment, samples")
+                start, increment, samples = map(whole_number, ramp)
+                return BatchSchedule.ramp(start, increment, samples, given)
+        except ValueError as error:
+            name = "step_batch_size_schedule" if steps else "rampup_batch_size"
+            raise ValueError(f"{name}({shortened(' '.join(steps or ramp))}) cannot be followed: {error}") from None
+        return BatchSchedule.constant(given)
+
     def global_batch_size(self, world_size: int) -> int:
-        """Sequences per step over all ranks, with the default filled in."""
-        if self.training.global_batch_size is not None:
-            return self.training.global_batch_size
-        return self.training.micro_batch_size * self.data_parallel_size(world_size)
+        """Samples per step over all ranks; of a batch that grows, the largest."""
+        return self.batch_schedule(world_size).largest
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the run's length and schedules are given in samples, not in steps."""
+        return self.training.train_samples is not None
+
+    @property
+    def train_counts(self) -> int:
+        """The run's length: samples if `counts_samples`, else steps."""
+        if self.training.train_samples is not None:
+            return self.training.train_samples
+        return DEFAULT_TRAIN_ITERS if self.training.train_iters is None else self.training.train_iters
+
+    def samples_per_count(self, world_size: int) -> int:
+        """Samples that the schedules count for one of `train_counts`."""
+        return 1 if self.counts_samples else self.global_batch_size(world_size)
+
+    def train_iters(self, world_size: int, *, iteration: int = 0, consumed_samples: int = 0) -> int:
+        """Optimizer steps of the whole training.
+
+        Args:
+            iteration, consumed_samples: where the run stands. Training on a number of samples ends when they are
+                consumed, whatever batches the steps before had.
+        """
+        if not self.counts_samples:
+            return self.train_counts
+        return iteration + self.batch_schedule(world_size).num_steps(self.train_counts, consumed_samples)
 
     def num_micro_batches(self, world_size: int) -> int:
-        """Micro-batches per rank per step."""
+        """Micro-batches per rank per step; of a batch that grows, the most."""
         samples_per_pass = self.training.micro_batch_size * self.data_parallel_size(world_size)
         return self.global_batch_size(world_size) // samples_per_pass

@@ -27,9 +27,9 @@ class FP8DataParallel(_BaseDataParallel):
         """One gradient buffer for each space of the chunk."""
         return self.data_parallel.grad_buffers
 
-    def zero_grad_buffer(self, *, measures_underflow: bool = False) -> None:
+    def zero_grad_buffer(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
         """Start a step: the next gradients overwrite the last step's."""
-        self.data_parallel.reset(measures_underflow=measures_underflow)
+        self.data_parallel.reset(measures_underflow=measures_underflow, num_micro_batches=num_micro_batches)
 
     def finish_grad_sync(self, *unused: Any, **unused_kwargs: Any) -> None:
         """Called after a step's last backward: each buffer then holds this rank's shard of the mean over replicas."""

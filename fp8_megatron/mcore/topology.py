@@ -112,6 +112,11 @@ class Topology:
         )
 
 
+def is_embedding_or_output(param: torch.nn.Parameter) -> bool:
+    """Whether megatron-core counts a parameter to the embedding or the output layer, as its --decoupled-lr does."""
+    return getattr(param, "is_embedding_or_output_parameter", False)
+
+
 @contextmanager
 def initialized(
     parallel: ParallelConfig, num_layers: int, device: torch.device, *, records_graphs: bool = False

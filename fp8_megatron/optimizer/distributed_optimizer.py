@@ -39,8 +39,8 @@ class Copied(Protocol):
 class FP8DistributedOptimizer:
     """AdamW (or Adam) over the spaces of all model chunks of a rank, state sharded over each space's replicas.
 
-    `param_groups` has one group per space with Megatron's keys (`lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`),
-    which megatron-core's scheduler sets; vectors (norms, biases) have no decay.
+    `param_groups` has one group per space with Megatron's keys (`lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`,
+    `is_decoupled_lr`). megatron-core's scheduler sets the first two. Vectors (norms, biases) have no decay.
 
     Args:
         model: this rank's model chunks; their parameters have no values until `load_weights`.
@@ -77,18 +77,7 @@ class FP8DistributedOptimizer:
                 self.states.append(state)
                 if state.gather is not None:
                     chunk.receive_weights_through(state.gather)
-        self.param_groups: list[dict[str, Any]] = [
-            {
-                "params": [slot.param for slot in state.space.slots],
-                "lr": config.lr,
-                "max_lr": config.lr,
-                "min_lr": config.min_lr,
-                "weight_decay": config.weight_decay * _decay_multiplier(state),
-                "wd_mult": _decay_multiplier(state),
-                "default_config": True,
-            }
-            for state in self.states
-        ]
+        self.param_groups = [_param_group(state, config) for state in self.states]
         self.step_count = torch.zeros(1, device=device)
         self._world = world
         self._histories = [history for history in histories if history.num_slots]
@@ -100,7 +89,8 @@ class FP8DistributedOptimizer:
     @property
     def learning_rate(self) -> float:
         """The learning rate that the schedule set for the next step."""
-        return float(self.param_groups[0]["lr"])
+        usual = next((group for group in self.param_groups if group["default_config"]), self.param_groups[0])
+        return float(usual["lr"])
 
     def slots(self) -> Iterator[tuple[SpaceState, Slot]]:
         """Every parameter of this model-parallel rank with the state that holds this replica's share of it."""
@@ -205,6 +195,22 @@ class FP8DistributedOptimizer:
                 continue
             state.update(buffer, group, self.config, grad_factor=_scaled(factor, state), step_count=self.step_count)
         return norm
+
+
+def _param_group(state: SpaceState, config: AdamW) -> dict[str, Any]:
+    """A space's parameter group, with Megatron's keys."""
+    decoupled = state.space.has_decoupled_lr
+    peak, least = config.rates(decoupled=decoupled)
+    return {
+        "params": [slot.param for slot in state.space.slots],
+        "lr": peak,
+        "max_lr": peak,
+        "min_lr": least,
+        "weight_decay": config.weight_decay * _decay_multiplier(state),
+        "wd_mult": _decay_multiplier(state),
+        "is_decoupled_lr": decoupled,
+        "default_config": not decoupled,
+    }
 
 
 def _scaled(factor: Tensor, state: SpaceState) -> Tensor:

@@ -11,6 +11,7 @@ class AdamW:
 
     Attributes:
         lr: peak learning rate. min_lr: the one at the end of a schedule's decay.
+        decoupled_lr, decoupled_min_lr: those of spaces with `has_decoupled_lr`; None: as for the others.
         beta1, beta2: decay of the first and the second moment.
         eps: added to the denominator.
         weight_decay: of matrices; norms and biases have none.
@@ -26,3 +27,10 @@ class AdamW:
     weight_decay: float = 0.1
     clip_grad: float = 1.0
     is_decoupled: bool = True
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
+
+    def rates(self, *, decoupled: bool) -> tuple[float, float]:
+        """(peak, end of the decay) of the learning rate of a space."""
+        peak, least = (self.decoupled_lr, self.decoupled_min_lr) if decoupled else (None, None)
+        return self.lr if peak is None else peak, self.min_lr if least is None else least

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, Self
 
+from ..config.batch_schedule import BatchSchedule
 from ..config.schema import LoggingConfig
 from .cast_statistics import HealthSample
 from .flops import FLOPS_CONVENTION
@@ -47,6 +48,8 @@ class StepMetrics(StepFigures):
     step_seconds: float = reported("throughput/step_seconds")
     skipped_steps: int = reported("train/skipped_steps")
     """Steps skipped so far in the whole run."""
+    global_batch_size: int = reported("train/global_batch_size")
+    """Samples of the step."""
     consumed_samples: int = reported("train/consumed_samples")
     consumed_tokens: int = reported("train/consumed_tokens")
 
@@ -88,6 +91,7 @@ class MetricsLogger:
         *,
         is_writer: bool,
         total_iterations: int,
+        batches: BatchSchedule | None = None,
         resume_iteration: int = 0,
         peak_flops: float | None = None,
         run_config: Mapping[str, Any] | None = None,
@@ -95,6 +99,7 @@ class MetricsLogger:
         """Open all outputs.
 
         Args:
+            batches: samples of each step, for the time that is left; None: all steps have one batch.
             resume_iteration: last iteration before this session; metrics.jsonl is cut after it. 0: a new run.
             peak_flops: the MFU's denominator in FLOP/s, to be logged.
             run_config: the run's configuration, for W&B.
@@ -102,6 +107,7 @@ class MetricsLogger:
         self._is_writer = is_writer
         self._log_interval = config.log_interval
         self._total_iterations = total_iterations
+        self._batches = batches
         self._resume_iteration = resume_iteration
         self._peak_flops = peak_flops
         self._history = _RunHistory()
@@ -137,10 +143,7 @@ class MetricsLogger:
         self._send(metrics.scalars(), metrics.iteration)
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._total_iterations
         if due or first or not math.isfinite(metrics.loss):
-            eta_seconds = self._history.seconds_per_step() * (self._total_iterations - metrics.iteration)
-            logger.info(
-                "%s", step_line(metrics, self._total_iterations, peak_flops=self._peak_flops, eta_seconds=eta_seconds)
-            )
+            logger.info("%s", self._step_line(metrics))
         if self._progress is not None:
             self._progress.update(metrics.iteration, metrics.loss)
 
@@ -192,6 +195,21 @@ class MetricsLogger:
         while self._sinks:
             self._sinks.pop().close()
 
+    def _step_line(self, metrics: StepMetrics) -> str:
+        left = self._total_iterations - metrics.iteration
+        grows = self._batches is not None and not self._batches.is_constant
+        eta_seconds = self._history.seconds_per_step() * left
+        if grows:
+            assert self._batches is not None
+            eta_seconds = self._history.seconds_per_sample() * self._batches.num_samples(left, metrics.consumed_samples)
+        return step_line(
+            metrics,
+            self._total_iterations,
+            peak_flops=self._peak_flops,
+            eta_seconds=eta_seconds,
+            shows_batch=grows,
+        )
+
     def _open_health_file(self) -> MetricsFile:
         return MetricsFile(self._health_path, resume_iteration=self._resume_iteration)
 
@@ -201,7 +219,12 @@ class MetricsLogger:
 
 
 def step_line(
-    metrics: StepMetrics, total_iterations: int, *, peak_flops: float | None, eta_seconds: float | None
+    metrics: StepMetrics,
+    total_iterations: int,
+    *,
+    peak_flops: float | None,
+    eta_seconds: float | None,
+    shows_batch: bool = False,
 ) -> str:
     """The console's line of one step; fields that are None are left out."""
     fields = [
@@ -209,6 +232,7 @@ def step_line(
         f"loss {metrics.loss:.4f}",
         f"grad norm {metrics.grad_norm:.3f}",
         f"lr {metrics.learning_rate:.1e}",
+        f"batch {metrics.global_batch_size:,}" if shows_batch else None,
         f"{metrics.tokens_per_second_per_gpu:>7,.0f} tok/s/GPU",
         f"{_tflops_text(metrics.tflops_per_gpu)} TFLOP/s/GPU ({FLOPS_CONVENTION[False]})",
         _mfu_text(metrics.mfu, peak_flops),
@@ -231,6 +255,7 @@ class _RunHistory:
         self.last: StepMetrics | None = None
         self._final_losses: deque[float] = deque(maxlen=_FINAL_LOSS_STEPS)
         self._step_seconds: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._step_samples: deque[int] = deque(maxlen=_ETA_STEPS)
         self._tokens_per_second = array("d")
         self._tflops = array("d")
         self._peak_memory_gib = 0.0
@@ -253,12 +278,16 @@ class _RunHistory:
         self.last = metrics
         self._final_losses.append(metrics.loss)
         self._step_seconds.append(metrics.step_seconds)
+        self._step_samples.append(metrics.global_batch_size)
         self._tokens_per_second.append(metrics.tokens_per_second_per_gpu)
         self._tflops.append(metrics.tflops_per_gpu)
         self._peak_memory_gib = max(self._peak_memory_gib, metrics.peak_memory_gib)
 
     def seconds_per_step(self) -> float:
         return fmean(self._step_seconds)
+
+    def seconds_per_sample(self) -> float:
+        return sum(self._step_seconds) / sum(self._step_samples)
 
     def summary_rows(
         self, total_iterations: int, resume_iteration: int, peak_flops: float | None

@@ -56,6 +56,7 @@ class DataParallelModule:
         named_params: its parameters, with the names for checkpoints and errors. None: torch's names.
         sharing_of: how ranks share a parameter; None: this rank alone holds all parameters.
         cut_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
+        takes_decoupled_lr: whether a parameter has the decoupled learning rate; None: no parameter has.
         staging: send and receive buffers; the modules of a rank share them.
         on_reset: called when a step starts, for what layers keep of weights within a step.
     """
@@ -67,6 +68,7 @@ class DataParallelModule:
         *,
         sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
         cut_of: Callable[[torch.nn.Parameter], Cut | None] | None = None,
+        takes_decoupled_lr: Callable[[torch.nn.Parameter], bool] | None = None,
         storage: ModelStorage | None = None,
         exchange: Exchange | None = None,
         staging: StagingPools | None = None,
@@ -79,6 +81,7 @@ class DataParallelModule:
             named_params.items(),
             sharing_of,
             cut_of=cut_of,
+            takes_decoupled_lr=takes_decoupled_lr,
             bucket_numel=exchange.bucket_numel,
             whole_linears=exchange.whole_linears,
         )
@@ -92,14 +95,14 @@ class DataParallelModule:
         self._overlaps_gather = exchange.overlaps_gather
         self._gathers: list[WeightGather] = []
 
-    def reset(self, *, measures_underflow: bool = False) -> None:
+    def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
         """Start a step: the next gradients overwrite the last step's.
 
         Args:
-            measures_underflow: see `GradBuffer.reset`.
+            measures_underflow, num_micro_batches: see `GradBuffer.reset`.
         """
         for buffer in self.grad_buffers:
-            buffer.reset(measures_underflow=measures_underflow)
+            buffer.reset(measures_underflow=measures_underflow, num_micro_batches=num_micro_batches)
         for forget in self._on_reset:
             forget()
 

@@ -83,11 +83,13 @@ class GradBuffer(ABC):
         """Write or add a flat gradient. Where `_takes_fp8`, the gradient may write itself in FP8."""
 
     @abstractmethod
-    def reset(self, *, measures_underflow: bool = False) -> None:
+    def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
         """Drop the gradients. The next ones overwrite them, so nothing is zeroed.
 
         Args:
             measures_underflow: count the elements of the next step's gradients that the FP8 cast makes zero.
+            num_micro_batches: gradients that each parameter receives in the next step; None: as many as it was built
+                for. Fewer are right too; more than one need storage that was built for more than one.
         """
 
     @abstractmethod
@@ -170,7 +172,7 @@ class LocalGradBuffer(GradBuffer):
         else:
             self.flat(slot).add_(grad)
 
-    def reset(self, *, measures_underflow: bool = False) -> None:
+    def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
         self._written.clear()
         self._start_underflow(measures_underflow and self.scales is not None)
 
@@ -251,7 +253,7 @@ class ShardedGradBuffer(GradBuffer):
         self.local = local
         self._reducer = reducer
         self._pool = pool
-        self._num_micro_batches = num_micro_batches
+        self._num_micro_batches = self._expected = num_micro_batches
         self._overlap = overlap
         pool.reserve(max(bucket.numel for bucket in space.buckets))
         self._spans_of = {slot.offset: space.spans(slot) for slot in space.slots}
@@ -289,7 +291,7 @@ class ShardedGradBuffer(GradBuffer):
             state = self._buckets[span.bucket.index]
             if self.local is not None:
                 state.num_local += 1
-                if state.num_local == len(state.spans) * self._num_micro_batches:
+                if state.num_local == len(state.spans) * self._expected:
                     self._reduce_local(state)
                 continue
             if slot.offset in state.written:  # some slot got no gradient in the last micro-batch
@@ -342,7 +344,8 @@ class ShardedGradBuffer(GradBuffer):
         state.num_local = 0
         state.reduced = True
 
-    def reset(self, *, measures_underflow: bool = False) -> None:
+    def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
+        self._expected = self._num_micro_batches if num_micro_batches is None else num_micro_batches
         if self.local is not None:
             self.local.reset()
         for state in self._buckets:

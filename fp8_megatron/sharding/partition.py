@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -173,6 +173,7 @@ class ParamSpace:
 
     Attributes:
         sharing: the replicas that the space is cut over, and the other ranks that share it.
+        has_decoupled_lr: whether the optimizer gives it the decoupled learning rate.
     """
 
     storage: StorageClass
@@ -181,6 +182,7 @@ class ParamSpace:
     buckets: tuple[Bucket, ...]
     numel: int
     device: torch.device
+    has_decoupled_lr: bool = False
 
     @property
     def replicas(self) -> Replicas:
@@ -303,6 +305,7 @@ def partition(
     sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
     *,
     cut_of: Callable[[torch.nn.Parameter], Cut | None] | None = None,
+    takes_decoupled_lr: Callable[[torch.nn.Parameter], bool] | None = None,
     bucket_numel: int = 1 << 30,
     whole_linears: bool = False,
 ) -> list[ParamSpace]:
@@ -311,19 +314,24 @@ def partition(
     Args:
         sharing_of: how ranks share a parameter; None: this rank alone has all of them.
         cut_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
+        takes_decoupled_lr: whether a parameter has the decoupled learning rate, and so a space apart; None: none has.
         bucket_numel: elements of a bucket, rounded to what the cut needs.
         whole_linears: no linear weight lies in two buckets. A weight larger than a bucket makes a larger bucket.
     """
-    grouped: dict[tuple[StorageClass, Sharing], list[Slot]] = {}
+    grouped: dict[tuple[StorageClass, Sharing, bool], list[Slot]] = {}
     for name, param in named_params:
         storage = storage_class(param)
         sharing = Sharing(Replicas.of(None, param.device)) if sharing_of is None else sharing_of(param)
-        slots = grouped.setdefault((storage, sharing), [])
+        decoupled = takes_decoupled_lr is not None and takes_decoupled_lr(param)
+        slots = grouped.setdefault((storage, sharing, decoupled), [])
         start = slots[-1].offset + slots[-1].padded if slots else 0
         slots.append(Slot(name, param, start, storage.alignment, None if cut_of is None else cut_of(param)))
     return [
-        _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears)
-        for (storage, sharing), slots in grouped.items()
+        replace(
+            _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears),
+            has_decoupled_lr=decoupled,
+        )
+        for (storage, sharing, decoupled), slots in grouped.items()
     ]
 
 

@@ -87,7 +87,7 @@ class ReleasedGradBuffer(GradBuffer):
         payload = grad.to(self.dtype.torch_dtype)
         return torch.nn.functional.pad(payload, (0, slot.padded - slot.numel)), None
 
-    def reset(self, *, measures_underflow: bool = False) -> None:
+    def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
         self._written.clear()
         self._start_underflow(measures_underflow and self.dtype is StorageDtype.FP8)
 

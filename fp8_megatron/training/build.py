@@ -11,7 +11,6 @@ from functools import partial
 from itertools import chain
 
 import torch
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ..config.schema import Config, OptimizerConfig, PrecisionConfig
 from ..formats import StorageDtype
@@ -19,7 +18,7 @@ from ..mcore.data_parallel import FP8DataParallel
 from ..mcore.finalize import finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
 from ..mcore.initialization import initial_values, named_parameters_of_model
-from ..mcore.topology import Topology
+from ..mcore.topology import Topology, is_embedding_or_output
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.hyperparameters import AdamW
 from ..optimizer.loss_scale import LossScale
@@ -32,7 +31,7 @@ from ..sharding.data_parallel import DataParallelModule, Exchange
 from ..sharding.partition import StorageClass
 from ..sharding.staging import StagingPools
 from .cast_sampling import CastSampler
-from .schedule import build_scheduler
+from .schedule import RunSchedule
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,17 @@ class TrainingState:
     staging: StagingPools
     histories: list[AmaxHistory | None]
     optimizer: FP8DistributedOptimizer
-    scheduler: OptimizerParamScheduler
+    schedule: RunSchedule
     num_micro_batches: int
+    """Of a step; of a batch that grows, the most."""
     vocab_size: int
     sampler: CastSampler | None = None
     """Measures single casts on sampled steps; None without --fp8-health-interval or FP8 layers."""
+
+    @property
+    def samples_per_micro_batch(self) -> int:
+        """Samples of one micro-batch of all data-parallel ranks."""
+        return self.config.training.micro_batch_size * self.topology.dp.size()
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ def build_trainable_model(
             params,
             sharing_of=topology.sharing_of,
             cut_of=topology.cut_of,
+            takes_decoupled_lr=is_embedding_or_output if config.optimizer.decoupled_lr is not None else None,
             storage=storage,
             exchange=exchange,
             staging=staging,
@@ -157,7 +163,7 @@ def build_training_state(
         staging=built.staging,
         histories=[chunk.recipe.history for chunk in built.chunks],
         optimizer=built.optimizer,
-        scheduler=build_scheduler(built.optimizer, config.optimizer, config.training.train_iters),
+        schedule=RunSchedule(built.optimizer, config, topology.world_size),
         num_micro_batches=num_micro_batches,
         vocab_size=vocab_size,
         sampler=sampler,
@@ -204,6 +210,8 @@ def build_adamw(config: OptimizerConfig) -> AdamW:
     return AdamW(
         lr=config.lr,
         min_lr=config.min_lr,
+        decoupled_lr=config.decoupled_lr,
+        decoupled_min_lr=config.decoupled_min_lr,
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
         eps=config.adam_eps,

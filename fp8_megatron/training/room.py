@@ -76,14 +76,14 @@ def check_room(config: Config, start: RunStart, topology: Topology, padded_vocab
         return
     save = Path(config.checkpoint.save)
     num_bytes = predict_checkpoint_bytes(config, padded_vocab_size)
-    Ranks(topology).first_says(lambda: _check_disk(save, config, start, num_bytes))
+    Ranks(topology).first_says(lambda: _check_disk(save, config, topology.world_size, start, num_bytes))
 
 
-def _check_disk(save: Path, config: Config, start: RunStart, num_bytes: int) -> None:
+def _check_disk(save: Path, config: Config, world_size: int, start: RunStart, num_bytes: int) -> None:
     check_free_bytes(save, "--save", num_bytes, "one checkpoint")
     checkpoint = config.checkpoint
     reached = start.source.newest if start.continues_save and start.source is not None else 0
-    remaining = max(0, config.training.train_iters - reached)
+    remaining = max(0, config.train_iters(world_size) - reached)
     count = 1 if checkpoint.save_interval is None else -(-remaining // checkpoint.save_interval)
     if checkpoint.keep_last is not None or checkpoint.save_retain_interval is not None:
         held = checkpoint.keep_last or 1

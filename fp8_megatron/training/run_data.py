@@ -98,9 +98,17 @@ def padded_vocab(config: Config, tokenizer: Tokenizer) -> int:
 
 
 def num_train_samples(config: Config, topology: Topology, progress: Progress) -> int:
-    """Samples of the whole training: those seen so far and those of the remaining global batches."""
-    remaining = max(0, config.training.train_iters - progress.iteration)
-    return progress.consumed_samples + remaining * config.global_batch_size(topology.world_size)
+    """Samples of the whole training, as many as Megatron asks its datasets for: their order depends on it.
+
+    With --train-samples, those. Otherwise the samples seen so far, and a largest global batch for each remaining step.
+    """
+    if config.counts_samples:
+        return config.train_counts
+    remaining = max(0, config.train_counts - progress.iteration)
+    seen, batch = progress.consumed_samples, config.global_batch_size(topology.world_size)
+    if not config.batch_schedule(topology.world_size).is_constant:
+        seen = max(seen, progress.iteration * batch)  # Megatron counts the largest batch for the steps before too
+    return seen + remaining * batch
 
 
 def open_run_data(config: Config, topology: Topology, progress: Progress | None = None) -> RunData:

@@ -26,10 +26,13 @@ class RunEvents:
 
     Args:
         log: the open log, which learns the step that the run stands at; None on other ranks.
+
+    Attributes:
+        total_iterations: the step at which the run ends.
     """
 
     def __init__(self, config: Config, log: RunLog | None, *, is_writer: bool, world_size: int) -> None:
-        self._total = config.training.train_iters
+        self.total_iterations = config.train_iters(world_size)
         self._log = log
         self._is_writer = is_writer
         self._world_size = world_size
@@ -49,7 +52,7 @@ class RunEvents:
         begins = "training starts from scratch" if iteration == 0 else f"training resumes after iteration {iteration}"
         launch = Launch.of_environment().name
         mark = event(kind, iteration=iteration, world_size=self._world_size, skipped_steps=skipped_steps, launch=launch)
-        logger.info("%s on %s, to iteration %d", begins, where, self._total, extra=mark)
+        logger.info("%s on %s, to iteration %d", begins, where, self.total_iterations, extra=mark)
 
     def skipped(self, result: StepResult, suspect: Suspect | None) -> None:
         """The optimizer skipped a step.
@@ -96,7 +99,9 @@ class RunEvents:
         """Training ended as asked, and everything is saved."""
         if self._is_writer:
             mark = event(EventKind.STOP, iteration=iteration, reason=reason.name.lower())
-            logger.info("training ends at iteration %d of %d: %s", iteration, self._total, reason.value, extra=mark)
+            logger.info(
+                "training ends at iteration %d of %d: %s", iteration, self.total_iterations, reason.value, extra=mark
+            )
 
 
 def _blamed(result: StepResult, suspect: Suspect | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from ..checkpoint.run_state import Progress
 from ..config.io import format_config, save_config
+from ..config.learning_rate import LearningRateSchedule
 from ..config.schema import Config
 from ..mcore.topology import Topology
 from ..planning.memory import predict_memory
@@ -25,17 +26,37 @@ from .step_results import StepResult
 logger = logging.getLogger(__name__)
 
 
-def log_settings(config: Config) -> None:
-    """Log all settings, and a warning if the warm-up is cut."""
+def log_settings(config: Config, world_size: int) -> None:
+    """Log all settings, and a line for each that another one replaces or cuts."""
     logger.info("configuration (* differs from the default)\n%s", format_config(config))
-    asked, train_iters = config.optimizer.lr_warmup_iters, config.training.train_iters
-    steps = config.optimizer.warmup_iters(train_iters)
-    if steps < asked:
+    unit, (asked_by, length) = "steps", ("lr_warmup_iters", "train_iters")
+    if config.counts_samples:
+        unit, (asked_by, length) = "samples", ("lr_warmup_samples", "train_samples")
+    asked = config.optimizer.warmup_counts(config.counts_samples)
+    count = LearningRateSchedule.of(config, world_size).warmup_samples / config.samples_per_count(world_size)
+    if count < asked:
         logger.warning(
-            "lr_warmup_iters(%d) does not fit into train_iters(%d): the warm-up is cut to %d steps",
+            "%s(%d) does not fit into %s(%d): the warm-up is cut to %d %s",
+            asked_by,
             asked,
-            train_iters,
-            steps,
+            length,
+            config.train_counts,
+            count,
+            unit,
+        )
+    training, batches = config.training, config.batch_schedule(world_size)
+    if training.step_batch_size_schedule and training.global_batch_size is not None:
+        logger.warning(
+            "global_batch_size(%d) has no effect beside step_batch_size_schedule(%s), which sets the global batch",
+            training.global_batch_size,
+            " ".join(training.step_batch_size_schedule),
+        )
+    if not batches.is_constant:
+        logger.info(
+            "the global batch grows from %d to %d samples, which sample %d reaches",
+            batches.batch_size(0),
+            batches.largest,
+            batches.phases[-1][0],
         )
 
 
@@ -45,6 +66,7 @@ class RunReport:
     Args:
         vocab_size: padded.
         resume_iteration: of the checkpoint that the run goes on from; 0 for none.
+        total_iterations: the step at which the run ends.
     """
 
     def __init__(
@@ -56,6 +78,7 @@ class RunReport:
         *,
         vocab_size: int,
         resume_iteration: int,
+        total_iterations: int,
     ) -> None:
         self._config = config
         self._output_dir = output_dir
@@ -69,7 +92,8 @@ class RunReport:
             config.logging,
             output_dir,
             is_writer=self._is_writer,
-            total_iterations=config.training.train_iters,
+            total_iterations=total_iterations,
+            batches=config.batch_schedule(topology.world_size),
             resume_iteration=resume_iteration,
             peak_flops=self._peak_flops,
             run_config=asdict(config),
@@ -97,7 +121,7 @@ class RunReport:
             progress: after the step.
         """
         model, world_size = self._config.model, self._topology.world_size
-        tokens = self._config.global_batch_size(world_size) * model.seq_length
+        tokens = result.batch_size * model.seq_length
         rate = tokens / result.step_seconds / world_size
         flops = rate * self._flops_per_token
         self._metrics.log_step(
@@ -110,6 +134,7 @@ class RunReport:
                 mfu=None if self._peak_flops is None else flops / self._peak_flops,
                 step_seconds=result.step_seconds,
                 skipped_steps=progress.skipped_steps,
+                global_batch_size=result.batch_size,
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.consumed_samples * model.seq_length,
             )

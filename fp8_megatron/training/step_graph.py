@@ -92,14 +92,26 @@ class StepGraph:
         self._recorded: dict[tuple[bool, bool], _Recorded] = {}
         self._kept_bytes = 0
 
-    def __call__(self, loader: Iterator[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
+    def __call__(
+        self,
+        loader: Iterator[Batch],
+        num_micro_batches: int | None = None,
+        *,
+        measures_underflow: bool,
+        samples_casts: bool = False,
+    ) -> Tensor:
         """The result of `compute` for the next step of `loader`. The next call overwrites it.
 
         Args:
+            num_micro_batches: of this step; None: as many as are recorded. A step with fewer runs directly, and does
+                not count to the warm-up. No such step may follow a recorded one.
             samples_casts: only on steps that measure underflow.
         """
         assert measures_underflow or not samples_casts
         measured = {"measures_underflow": measures_underflow, "samples_casts": samples_casts}
+        if num_micro_batches not in (None, self._num_micro_batches):
+            assert not self._recorded, f"{num_micro_batches} micro-batches after {self._num_micro_batches}"
+            return self._compute(take_step(loader, num_micro_batches, self._device), **measured)
         if self._warmup_left > 0:
             self._warmup_left -= 1
             # The last warm-up step always measures, so that the kernels are compiled before they are recorded.

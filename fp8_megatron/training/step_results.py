@@ -46,6 +46,8 @@ class StepResult:
     learning_rate: float
     figures: StepFigures
     step_seconds: float
+    batch_size: int
+    """Samples of the step over all ranks."""
     cast_report: CastReport | None = None
     """What the casts of the step report, under delayed scaling."""
     check: PendingCheck | None = None
@@ -77,11 +79,13 @@ class PendingStep:
         sample: PendingSample | None = None,
         *,
         num_chunks: int = 1,
+        batch_size: int,
     ) -> None:
         """
         Args:
             values: what `train_step` returned.
             num_chunks: model chunks of a rank.
+            batch_size: samples of the step over all ranks.
             started: the mark before the step.
             check, sample: of this step.
         """
@@ -91,6 +95,7 @@ class PendingStep:
         self._check = check
         self._sample = sample
         self._num_chunks = num_chunks
+        self._batch_size = batch_size
         if values.device.type == "cuda":
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
@@ -111,6 +116,7 @@ class PendingStep:
             learning_rate=self._learning_rate,
             figures=figures,
             step_seconds=self.ended.seconds_since(self._started),
+            batch_size=self._batch_size,
             cast_report=cast_report,
             check=self._check,
             health=None if self._sample is None else self._sample.result(),

@@ -24,6 +24,7 @@ def train_step(
     loader: Iterator[Batch],
     *,
     wants_stop: bool,
+    num_micro_batches: int | None = None,
     measures_underflow: bool = False,
     samples_casts: bool = False,
     graph: StepGraph | None = None,
@@ -33,6 +34,7 @@ def train_step(
 
     Args:
         wants_stop: whether this rank was asked to stop. The collective that sums the loss shares it with all ranks.
+        num_micro_batches: of this step; None: as many as `state` was built for. The batch may grow up to those.
         measures_underflow: count weight-gradient elements that the cast to FP8 makes zero (one more pass over them).
         samples_casts: measure every cast of the first micro-batch, with `state.sampler`; also measures underflow.
         graph: from `step_graph`; it runs forward, backward and the reduction of gradients.
@@ -43,16 +45,17 @@ def train_step(
         function does not wait for the step; reading them does.
     """
     measured = {"measures_underflow": measures_underflow or samples_casts, "samples_casts": samples_casts}
+    num_micro_batches = num_micro_batches or state.num_micro_batches
     if graph is not None:
-        gradients = graph(loader, **measured)
+        gradients = graph(loader, num_micro_batches, **measured)
     else:
-        batches = take_step(loader, state.num_micro_batches, state.device)
+        batches = take_step(loader, num_micro_batches, state.device)
         gradients = compute_gradients(state, batches, **measured)
     part_of_loss, underflow_fraction, clamped_fraction = gradients.split(1)
     if before_update is not None:
         before_update()
     grad_norm = state.optimizer.step(part_of_loss)
-    state.scheduler.step(1)
+    state.schedule.step(num_micro_batches * state.samples_per_micro_batch)
     for history in state.histories:
         if history is not None:
             history.update(state.topology.stage_group, grad_norm)
@@ -79,7 +82,7 @@ def compute_gradients(
         if there is none).
     """
     for chunk in state.model:
-        chunk.zero_grad_buffer(measures_underflow=measures_underflow)
+        chunk.zero_grad_buffer(measures_underflow=measures_underflow, num_micro_batches=len(batches))
     if samples_casts and state.sampler is not None:
         state.sampler.begin()
     losses = _run_schedule(state, batches, forward_only=False)
@@ -142,7 +145,7 @@ def _run_schedule(state: TrainingState, batches: list[Batch], *, forward_only: b
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(state.model),
-        num_microbatches=state.num_micro_batches,
+        num_microbatches=len(batches),
         seq_length=config.model.seq_length,
         micro_batch_size=config.training.micro_batch_size,
         forward_only=forward_only,

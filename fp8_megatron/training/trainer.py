@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import torch
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.run_state import Progress, Resumable
-from ..config.checks import check_config
+from ..config.checks import ConfigError, check_config
 from ..config.folder_checks import named_output_dir
+from ..config.schedule_checks import batch_problem
 from ..config.schema import Config
 from ..device import device as devices
 from ..kernels import ops
@@ -147,7 +149,7 @@ class _Run:
         check_memory(config, topology, device, self.data.vocab_size)
         check_room(config, start, topology, self.data.vocab_size)
         if self.is_writer:
-            log_settings(config)
+            log_settings(config, topology.world_size)
             graph_choice.log()
         self.state: TrainingState = build_training_state(
             config, self.data.vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
@@ -162,7 +164,12 @@ class _Run:
             padded_vocab_size=self.data.vocab_size,
         )
         self.slot_names = slot_names_of_ranks(self.state)
+        self.batches = config.batch_schedule(topology.world_size)
         self.progress = self._resume()
+        self.total_iterations = config.train_iters(
+            topology.world_size, iteration=self.progress.iteration, consumed_samples=self.progress.consumed_samples
+        )
+        self.events.total_iterations = self.total_iterations
         self.writer = checkpoint_writer(config, topology, start, self.progress.iteration)
         if self.writer is not None:
             self.writer.prepare(self.resumable)
@@ -173,7 +180,7 @@ class _Run:
             rolls_back=config.training.rollback_on_loss_spike,
             report=self.events.spiked,
         )
-        self.batch_size = config.global_batch_size(topology.world_size)
+        self.left_out = {int(word) for word in config.training.iterations_to_skip}
         self.started = time.monotonic()
         self.stop_requested = False
         self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if graph_choice.records else None
@@ -193,6 +200,7 @@ class _Run:
             device,
             vocab_size=self.data.vocab_size,
             resume_iteration=self.progress.iteration,
+            total_iterations=self.total_iterations,
         )
         self.report.start(self.state)
 
@@ -212,19 +220,30 @@ class _Run:
             self.report.finish()
 
     def _loop(self) -> None:
-        training, checkpoint = self.config.training, self.config.checkpoint
+        training, checkpoint, total = self.config.training, self.config.checkpoint, self.total_iterations
         first = self.progress.iteration + 1
+        consumed_samples = self.progress.consumed_samples  # of the steps that are queued
         pending: PendingStep | None = None
         saved_at = self.progress.iteration
         loader: Iterator[Batch] = iter(())
-        if first <= training.train_iters:
+        if first <= total:
             loader = self.data.train_loader(self.progress.consumed_samples)
         elif self.is_writer:
-            logger.warning("nothing is left to train: iteration %d, --train-iters %d", first - 1, training.train_iters)
+            length = "--train-samples" if self.config.counts_samples else "--train-iters"
+            logger.warning("nothing is left to train: iteration %d, %s %d", first - 1, length, self.config.train_counts)
         save_is_due = False
         mark = Mark(self.state.device)
-        for iteration in range(first, training.train_iters + 1):
+        for iteration in range(first, total + 1):
             self.watch.at(iteration, "training")
+            batch_size = self.batches.batch_size(consumed_samples)
+            consumed_samples += batch_size
+            num_micro_batches = batch_size // self.state.samples_per_micro_batch
+            if iteration in self.left_out:
+                if pending is not None:
+                    self._record(pending.result())
+                pending = None
+                self._leave_out(loader, iteration, num_micro_batches)
+                continue
             learning_rate = self.state.optimizer.learning_rate
             self.profiler.before(iteration)
             save_is_due |= checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
@@ -234,6 +253,7 @@ class _Run:
                 self.state,
                 loader,
                 wants_stop=self._wants_stop(),
+                num_micro_batches=num_micro_batches,
                 measures_underflow=iteration % self.config.logging.log_interval == 0,
                 samples_casts=sampler is not None,
                 graph=self.graph,
@@ -242,7 +262,14 @@ class _Run:
             self.profiler.after(iteration)
             sample = None if sampler is None else sampler.collect(iteration)
             queued = PendingStep(
-                iteration, learning_rate, values, mark, check, sample, num_chunks=len(self.state.histories)
+                iteration,
+                learning_rate,
+                values,
+                mark,
+                check,
+                sample,
+                num_chunks=len(self.state.histories),
+                batch_size=batch_size,
             )
             mark = queued.ended
             if pending is not None:
@@ -250,7 +277,7 @@ class _Run:
             pending = queued
             evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
             stops = self.stop_requested or iteration - first + 1 == training.exit_interval
-            if evaluates or save_is_due or stops or iteration == training.train_iters:
+            if evaluates or save_is_due or stops or iteration == total:
                 self._record(pending.result())
                 pending = None
             # Inside a streak of skipped steps nothing is saved: a restart then goes back to before it.
@@ -268,8 +295,21 @@ class _Run:
                 break
         if checkpoint.save is not None and self.progress.iteration > saved_at:
             self._save()
-        if self.progress.iteration >= training.train_iters:
+        if self.progress.iteration >= total:
             self._evaluate("test")
+
+    def _leave_out(self, loader: Iterator[Batch], iteration: int, num_micro_batches: int) -> None:
+        """Drop the data of an iteration of --iterations-to-skip. The schedule stays where it is, as in Megatron."""
+        for _ in range(num_micro_batches):
+            next(loader)
+        samples = num_micro_batches * self.state.samples_per_micro_batch
+        self.progress = replace(
+            self.progress, iteration=iteration, consumed_samples=self.progress.consumed_samples + samples
+        )
+        if self.is_writer:
+            logger.info(
+                "iteration %d is left out with its %d samples, as --iterations-to-skip asks", iteration, samples
+            )
 
     def close(self) -> None:
         """Close every log; release what must not outlive the process groups."""
@@ -291,7 +331,7 @@ class _Run:
             return None
         interval = self.config.training.check_weight_hash_across_dp_replicas_interval
         assert interval is not None
-        is_last = iteration == self.config.training.train_iters
+        is_last = iteration == self.total_iterations
         return PendingCheck(self.replica_check) if iteration % interval == 0 or save_is_due or is_last else None
 
     def _sampler_of(self, iteration: int) -> CastSampler | None:
@@ -301,7 +341,7 @@ class _Run:
         return self.state.sampler if is_due else None
 
     def _stop_reason(self) -> StopReason:
-        if self.progress.iteration >= self.config.training.train_iters:
+        if self.progress.iteration >= self.total_iterations:
             return StopReason.DONE
         if not self.stop_requested:
             return StopReason.INTERVAL
@@ -321,10 +361,12 @@ class _Run:
             self.guard.update(result.skipped, iteration=result.iteration)
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{error}\n{self._where_not_finite()}") from None
-        self.progress = Progress(
+        self.progress = replace(
+            self.progress,
             iteration=result.iteration,
-            consumed_samples=self.progress.consumed_samples + self.batch_size,
+            consumed_samples=self.progress.consumed_samples + result.batch_size,
             skipped_steps=self.guard.num_skipped,
+            scheduled_samples=(self.progress.scheduled_samples or 0) + result.batch_size,
         )
         self.report.step(result, self.progress)
         self.spike_guard.examine(self.progress, result.figures.loss, result.figures.grad_norm)
@@ -350,15 +392,19 @@ class _Run:
         self.report.evaluation(self.progress.iteration, split, loss)
 
     def _resume(self) -> Progress:
-        source = self.start.source
+        source, schedule = self.start.source, self.state.schedule
         if source is None:
-            return Progress()
+            return Progress(scheduled_samples=0, schedule=schedule.as_saved())
         progress = load_checkpoint(source.root, self.resumable, source.options)
         if progress is None:
             raise CheckpointError(f"the checkpoints under {source.root} were removed while the run started")
-        self.state.scheduler.step(progress.iteration)
+        schedule.resume(progress, quiet=not self.is_writer)
+        progress = replace(progress, scheduled_samples=schedule.counted_samples, schedule=schedule.as_saved())
         if self.start.continues_save:
             progress = resumed_after_spikes(progress, self.output_dir, self.topology)
+        problem = batch_problem(self.batches, self.config, self.topology.world_size, progress.consumed_samples)
+        if problem is not None:
+            raise ConfigError(f"after {progress.consumed_samples} samples: {problem}")
         if self.is_writer:
             if source.options.finetune:
                 logger.info("took the weights of %s", source.root)

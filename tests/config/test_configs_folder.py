@@ -10,6 +10,7 @@ import pytest
 
 from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.config.learning_rate import LearningRateSchedule
 from fp8_megatron.data.tokenizer import padded_vocab_size
 from fp8_megatron.planning.memory import predict_memory
 
@@ -96,8 +97,10 @@ def test_a_short_first_try_needs_no_other_schedule(name: str) -> None:
     config = parse_config(["--config", str(CONFIGS / f"{name}.yaml"), "--mock-data"])
     assert config.optimizer.lr_warmup_fraction is not None
     for train_iters in (1, 5, 20):
-        check_config(replace(config, training=replace(config.training, train_iters=train_iters)), WORLD_SIZES[name][0])
-        assert config.optimizer.warmup_iters(train_iters) < train_iters
+        short = replace(config, training=replace(config.training, train_iters=train_iters))
+        check_config(short, WORLD_SIZES[name][0])
+        schedule = LearningRateSchedule.of(short, WORLD_SIZES[name][0])
+        assert 0 < schedule.warmup_samples < schedule.decay_samples
 
 
 def test_every_file_has_a_world_size_here() -> None:

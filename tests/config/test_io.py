@@ -21,6 +21,7 @@ from fp8_megatron.config.io import (
     parse_config,
     save_config,
 )
+from fp8_megatron.config.learning_rate import LearningRateSchedule
 from fp8_megatron.config.limits import field_types
 from fp8_megatron.config.schema import (
     Config,
@@ -258,14 +259,17 @@ def test_the_warm_up_that_is_given_later_stands_alone(
         ({"lr_warmup_iters": 10}, 10, 9),
         ({"lr_warmup_iters": 2000}, 1, 0),
         ({"lr_warmup_iters": 15, "lr_decay_iters": 20}, 10, 15),
-        ({"lr_warmup_fraction": 0.25}, 10, 2),
-        ({"lr_warmup_fraction": 0.99}, 10, 9),
+        ({"lr_warmup_fraction": 0.25}, 10, 2.5),
+        ({"lr_warmup_fraction": 0.99}, 10, 9.9),
         ({"lr_warmup_fraction": 0.01}, 100_000, 1000),
         ({"lr_warmup_fraction": 0.5, "lr_decay_iters": 20}, 10, 10),
     ],
 )
-def test_steps_of_the_warm_up(settings: dict[str, Any], train_iters: int, expected: int) -> None:
-    assert OptimizerConfig(**settings).warmup_iters(train_iters) == expected
+def test_steps_of_the_warm_up(settings: dict[str, Any], train_iters: int, expected: float) -> None:
+    """A fraction need not give whole steps; a warm-up in steps is cut where the run is too short for it."""
+    training = TrainingConfig(micro_batch_size=3, global_batch_size=12, train_iters=train_iters)
+    schedule = LearningRateSchedule.of(Config(optimizer=OptimizerConfig(**settings), training=training), 1)
+    assert schedule.warmup_samples == pytest.approx(12 * expected)
 
 
 @pytest.mark.parametrize("repeats_the_flag", [False, True])

@@ -38,6 +38,7 @@ def step(iteration: int, **changes: Any) -> StepMetrics:
         peak_memory_gib=45.6,
         step_seconds=1.5,
         skipped_steps=0,
+        global_batch_size=8,
         consumed_samples=8 * iteration,
         consumed_tokens=8192 * iteration,
     )

@@ -163,6 +163,30 @@ def _overlap(group: Group) -> tuple[list[int], list[int], int, int]:
     return started, [len(space.spans(slot)) for slot in space.slots], pool._num_made, len(space.buckets)
 
 
+def _leaves_during_backward(group: Group) -> list[tuple[int, int]]:
+    """(buckets reduced before `finish`, buckets) of steps of one, two and three micro-batches, added locally."""
+    space, params = make_space(group, CHUNK * group.size())
+    pool = StagingPool(StorageDtype.FP8, SendMemory(CPU))
+    local = LocalGradBuffer(space, StorageDtype.BF16)
+    reducer = GradReducer(GradReduceMode.ALL_TO_ALL, group)
+    buffer = ShardedGradBuffer(space, reducer, pool, local=local, num_micro_batches=3)
+    buffer.become_main_grad()
+    counts = []
+    for num_micro_batches in (1, 2, 3):
+        buffer.reset(num_micro_batches=num_micro_batches)
+        for micro_batch in range(num_micro_batches):
+            for name in reversed(SHAPES):
+                params[name].main_grad.accumulate_(gradient(name, group.rank(), micro_batch))
+        counts.append((sum(state.reduced for state in buffer._buckets), len(space.buckets)))
+        buffer.finish()
+    return counts
+
+
+def test_a_step_of_fewer_micro_batches_reduces_during_backward_too(ranks: RankPool) -> None:
+    for counts in ranks.run(on_default_group, _leaves_during_backward, num_ranks=2):
+        assert all(reduced == num_buckets >= 3 for reduced, num_buckets in counts)
+
+
 def test_buckets_leave_during_backward_and_buffers_are_reused(ranks: RankPool) -> None:
     """Nothing waits for `finish` but what was never written; three buffers serve any number of buckets."""
     for started, _, num_buffers, num_buckets in ranks.run(on_default_group, _overlap, num_ranks=2):

@@ -162,6 +162,18 @@ def test_after_warm_up_each_kind_of_step_is_recorded_and_launched(cuda: Cuda) ->
     assert all(recorded.generators == ["generator of a"] for recorded in cuda.graphs)
 
 
+def test_steps_with_fewer_micro_batches_run_before_the_warm_up(cuda: Cuda) -> None:
+    """While the batch grows nothing is recorded: neither such a step, nor a warm-up that it would be part of."""
+    graph, model = make(cuda)
+    batches = loader()
+    growing = [float(graph(batches, 1, measures_underflow=False)) for _ in range(3)]
+    full = [float(graph(batches, 2, measures_underflow=False)) for _ in range(4)]
+    assert growing == [1.0, 2.0, 4.0] and full == [8.0 * 3 * 4**step for step in range(4)]
+    assert [kind for kind, _ in model.calls] == ["computed"] * 5 + ["recorded"] * 2
+    with pytest.raises(AssertionError, match="1 micro-batches after 2"):
+        graph(batches, 1, measures_underflow=False)
+
+
 def test_steps_that_sample_casts_have_a_recording_of_their_own(cuda: Cuda) -> None:
     """Their kernels are compiled in the last step of the warm-up, whatever that step was asked for."""
     graph, _ = make(cuda, can_sample=True)

@@ -461,7 +461,7 @@ def test_a_warm_up_that_does_not_fit_is_cut_with_a_line_in_the_log(
     warmup_iters: int, expected: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of 4 steps; a short try of a model's configuration needs no other flag."""
-    log_settings(parse_config(["--train-iters", "4", "--lr-warmup-iters", str(warmup_iters)]))
+    log_settings(parse_config(["--train-iters", "4", "--lr-warmup-iters", str(warmup_iters)]), 1)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert ([expected] if expected else []) == [text[-17:] for text in warned]
     assert all(f"lr_warmup_iters({warmup_iters}) does not fit into train_iters(4)" in text for text in warned)
