@@ -24,7 +24,7 @@ from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.data.datasets import _process_group
-from fp8_megatron.data.tokenizer import build_tokenizer
+from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.run_report import log_settings
@@ -177,7 +177,7 @@ def megatrons_samples(prefixes: list[str], *, num_samples: int, seq_length: int,
         blend=(prefixes[1::2], [float(weight) for weight in prefixes[::2]]),
         split="99,1,0",
         path_to_cache=str(cache),
-        tokenizer=build_tokenizer("NullTokenizer", None, 64),
+        tokenizer=NullTokenizer(64),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
