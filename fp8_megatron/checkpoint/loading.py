@@ -168,6 +168,8 @@ def _restore_rng(saved: SavedRun, state: Resumable) -> None:
         return
     if state.topology.rank == 0:
         reason = f"on another kind of device than {state.device.type}" if rng else f"with {saved.layout_text}"
+        if not rng and saved.has_model_layout_of(state):
+            reason = "without them"
         logger.info("random states start anew: %s was saved %s", saved.folder, reason)
 
 

@@ -122,6 +122,11 @@ class Snapshot:
     copied: torch.cuda.Event | None = None
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of state that are written."""
+        return _kinds(self.config)
+
+    @property
     def is_native(self) -> bool:
         """Whether state is written in its storage dtypes, not in FP32."""
         return self.config.checkpoint.ckpt_state_dtype == "native"
@@ -163,7 +168,8 @@ class Snapshot:
                 continue  # another rank writes the parameter
             columns = math.prod(placement.local_shape[1:])
             for piece in (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, columns)):
-                for kind, prefix in PREFIXES.items():
+                for kind in self.kinds:
+                    prefix = PREFIXES[kind]
                     state = _encoded(space, kind, slot, piece)
                     value = None if self.is_native else state.decode()
                     for part in placement.rectangles(piece.slot_start, piece.length):
@@ -228,8 +234,12 @@ def describe(state: Resumable, progress: Progress) -> dict[str, Any]:
         "level": precision.level,
         "vocab_size": state.vocab_size,
         "padded_vocab_size": state.padded_vocab_size,
-        "optimizer": [name for name in PREFIXES if name != "master"],
+        "optimizer": [name for name in _kinds(state.config) if name != "master"],
     }
+
+
+def _kinds(config: Config) -> tuple[str, ...]:
+    return tuple(PREFIXES) if config.checkpoint.save_optim else ("master",)
 
 
 def topology_of(topology: Topology) -> dict[str, int | None]:
@@ -247,10 +257,11 @@ def rank_tensors_of(state: Resumable) -> dict[str, Tensor]:
 
     ``step_count``, ``loss_scale/…``; ``weight_scale/<parameter>`` of split masters; ``autoscale/<parameter>`` FP32
     [2, buckets]: μ and the last saturated fraction; ``amax_history.<chunk>/…``; ``rng/…``.
+    --no-save-optim leaves out step count and loss scale, --no-save-rng the generators.
     """
-    optimizer = state.optimizer
-    tensors = {"step_count": optimizer.step_count}
-    if optimizer.loss_scale is not None:
+    optimizer, checkpoint = state.optimizer, state.config.checkpoint
+    tensors = {"step_count": optimizer.step_count} if checkpoint.save_optim else {}
+    if optimizer.loss_scale is not None and checkpoint.save_optim:
         tensors |= _under("loss_scale/", optimizer.loss_scale.state_dict())
     for space, slot in optimizer.slots():
         if isinstance(space, SplitSpaceState):
@@ -258,7 +269,7 @@ def rank_tensors_of(state: Resumable) -> dict[str, Tensor]:
     tensors |= _under("autoscale/", {name: torch.stack(parts, 1) for name, parts in autoscales_of(optimizer).items()})
     for index, history in enumerate(state.histories):
         tensors |= _under(f"amax_history.{index}/", history.state_dict() if history is not None else {})
-    return tensors | _under("rng/", rng_states(state.device))
+    return tensors | _under("rng/", rng_states(state.device) if checkpoint.save_rng else {})
 
 
 def autoscales_of(optimizer: FP8DistributedOptimizer) -> dict[str, list[Tensor]]:

@@ -10,11 +10,11 @@ from functools import partial
 
 from ..config.checks import check_config
 from ..config.folder_checks import check_run_folders
-from ..config.io import parse_command_line
 from ..data.token_files import check_input_files
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
 from .program import exit_status, prepare_megatron, show
+from .run_settings import run_command_line
 
 _DIVERGED_STATUS = 1
 
@@ -30,7 +30,7 @@ def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> i
 
 def _train(words: Sequence[str] | None, prog: str) -> int:
     check_process_limits()
-    command_line = parse_command_line(words, prog=prog)
+    command_line = run_command_line(words, prog)
     config = command_line.config
     if os.environ.get("RANK", "0") == "0":
         for line in command_line.notes:

@@ -20,6 +20,7 @@ from ..errors import UserError
 from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
 from .launch import Placement, check_gpus, hide_gpus, run_ranks
 from .program import exit_status
+from .run_settings import run_command_line
 
 #: Restarts of --restart. A fault that comes again at the same iteration ends the job sooner.
 _DEFAULT_RESTARTS = 10
@@ -53,7 +54,7 @@ def _main(words: list[str], prog: str) -> int:
         print("\nEvery other flag is the model's, the data's or the run's:\n", flush=True)
         parse_config(["--help"], prog=prog)
     placement = _placement(own)
-    config = parse_config(flags, prog=prog)
+    config = run_command_line(flags, prog).config
     check_config(config, placement.world_size)
     check_run_folders(config)
     check_input_files(config)

@@ -151,6 +151,11 @@ _RULES = (
     Ignored(("null_tokenizer_eod_id",), _other_tokenizer("NullTokenizer"), "choose NullTokenizer"),
     Ignored(("load_optim", "load_rng"), _no_load, "give --load"),
     Ignored(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _no_load, "give --load"),
+    Ignored(
+        ("use_tokenizer_model_from_checkpoint_args",),
+        lambda config: None if config.checkpoint.use_checkpoint_args else "without use_checkpoint_args",
+        "give --use-checkpoint-args",
+    ),
     Ignored(("wandb_exp_name", "wandb_save_dir"), _no_wandb, "give --wandb-project"),
     Ignored(
         ("profile_step_start", "profile_step_end", "profile_ranks", "profile_trace"), _no_profile, "give --profile"

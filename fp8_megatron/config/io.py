@@ -103,7 +103,9 @@ def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt
     return parse_command_line(argv, prog=prog).config
 
 
-def parse_command_line(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> CommandLine:
+def parse_command_line(
+    argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py", base: Config | None = None
+) -> CommandLine:
     """The configuration of a command line. Each --config FILE.yaml overrides the defaults; flags override the files.
 
     Megatron's options mean what they mean there (`megatron_flags`).
@@ -111,6 +113,7 @@ def parse_command_line(argv: Sequence[str] | None = None, *, prog: str = "pretra
     Args:
         argv: words after the program's name; ``sys.argv[1:]`` if None.
         prog: the program's name in help.
+        base: what files and flags override. Default: the defaults.
 
     Raises:
         ConfigError: a YAML file is missing or malformed, a flag or key is unknown or has a value of the wrong type, a
@@ -125,7 +128,7 @@ def parse_command_line(argv: Sequence[str] | None = None, *, prog: str = "pretra
     given, problems = read_words(translation.words, {**types, **SWITCHES, "config": FieldType(tuple)}, others)
     problems = [*translation.problems, *problems]
     paths = [path for one in given if one.name == "config" for path in one.words]
-    base = Config()
+    base = base or Config()
     for path in paths:
         base = load_config(path, base)
     if "-h" in words or "--help" in words:

@@ -93,10 +93,14 @@ def _check_blends(data: DataConfig) -> Iterator[str]:
 def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
-        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save", "allow_foreign_checkpoints"):
+        names = ("save_interval", "keep_last", "save_retain_interval", "async_save", "allow_foreign_checkpoints")
+        for name in (*names, "non_persistent_save_interval"):
             value = getattr(checkpoint, name)
             if value is not None and value is not False:
                 yield f"{name}({value}) needs a folder to save into; give --save"
+        for name in ("save_optim", "save_rng"):
+            if not getattr(checkpoint, name):
+                yield f"no_{name} is about what is saved, and nothing is; give --save"
         if checkpoint.ckpt_state_dtype != "native":
             yield f"ckpt_state_dtype({checkpoint.ckpt_state_dtype}) needs a folder to save into; give --save"
     elif checkpoint.save_retain_interval is not None and checkpoint.save_interval is None:
@@ -104,7 +108,10 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
             f"save_retain_interval({checkpoint.save_retain_interval}) chooses among the checkpoints of save_interval, "
             f"which is not given; give --save-interval"
         )
-    if config.training.rollback_on_loss_spike and (checkpoint.save is None or checkpoint.save_interval is None):
+    yield from _check_non_persistent(config)
+    if config.training.rollback_on_loss_spike and not checkpoint.save_optim:
+        yield "rollback_on_loss_spike needs the whole state of a checkpoint; drop --no-save-optim"
+    if config.training.rollback_on_loss_spike and (checkpoint.save is None or not checkpoint.saves_by_interval):
         missing = "save" if checkpoint.save is None else "save-interval"
         yield f"rollback_on_loss_spike goes back to a checkpoint, and there is none; give --{missing}"
     if config.training.rollback_on_loss_spike and config.training.loss_spike_threshold == 0:
@@ -112,10 +119,28 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
     if checkpoint.load is None:
         if checkpoint.finetune:
             yield "finetune takes weights from load, which is not given; give --load"
+        if checkpoint.use_checkpoint_args:
+            yield "use_checkpoint_args takes settings from load, which is not given; give --load"
         if checkpoint.exit_on_missing_checkpoint:
             yield "exit_on_missing_checkpoint is about the folder of load, which is not given; give --load"
         if checkpoint.ckpt_step is not None:
             yield f"ckpt_step({checkpoint.ckpt_step}) names a checkpoint of load, which is not given; give --load"
+
+
+def _check_non_persistent(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    interval = checkpoint.non_persistent_save_interval
+    if interval is None:
+        if checkpoint.non_persistent_ckpt_type is not None:
+            yield "non_persistent_ckpt_type has no effect without non_persistent_save_interval; drop it"
+        return
+    for name in ("keep_last", "save_retain_interval"):
+        value = getattr(checkpoint, name)
+        if value is not None:
+            yield (
+                f"{name}({value}) and non_persistent_save_interval({interval}) both say which checkpoints are kept; "
+                f"drop one"
+            )
 
 
 def _check_files(config: Config) -> Iterator[str]:

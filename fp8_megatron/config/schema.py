@@ -316,6 +316,40 @@ class CheckpointConfig:
     """On: load moments and step count from --load. Off: start them at zero, at the same data position."""
     load_rng: Switch = True
     """On: load the states of random generators from --load."""
+    save_optim: Switch = True
+    """On: save moments and step count. Off: weights alone, which need --no-load-optim or --finetune to be loaded."""
+    save_rng: Switch = True
+    """On: save the states of random generators."""
+    pretrained_checkpoint: Text = None
+    """Folder to take the first weights from, as --finetune does, until --load holds a checkpoint of this run."""
+    use_checkpoint_args: Switch = False
+    """Take the model's settings and the tokenizer from the checkpoint of --load, where flags and files give none."""
+    use_tokenizer_model_from_checkpoint_args: Switch = True
+    """On: --use-checkpoint-args takes the tokenizer too."""
+    non_persistent_save_interval: OptionalCount = None
+    """Steps between checkpoints of which only the newest is kept, beside all those of --save-interval."""
+    non_persistent_ckpt_type: Annotated[Literal["global"] | None, UNSET] = None
+    """Where those are: global is --save."""
+
+    def saves_at(self, iteration: int) -> bool:
+        """Whether an interval ends with this step."""
+        intervals = (self.save_interval, self.non_persistent_save_interval)
+        return any(interval is not None and iteration % interval == 0 for interval in intervals)
+
+    @property
+    def saves_by_interval(self) -> bool:
+        """Whether checkpoints are saved before the end."""
+        return self.save_interval is not None or self.non_persistent_save_interval is not None
+
+    @property
+    def num_newest_kept(self) -> int | None:
+        """How many of the newest checkpoints are kept; None: all, if no interval is retained."""
+        return 1 if self.non_persistent_save_interval is not None else self.keep_last
+
+    @property
+    def retained_interval(self) -> int | None:
+        """Checkpoints whose iteration is a multiple of this are kept for good."""
+        return self.save_interval if self.non_persistent_save_interval is not None else self.save_retain_interval
 
 
 @dataclass(frozen=True)

@@ -76,13 +76,15 @@ def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:
     model = config.model
     counts = count_parameters(model, padded_vocab_size, tensor_parallel_size=1, num_stages=1, stage=0)
     if config.checkpoint.ckpt_state_dtype == "fp32":
-        return 3 * StorageDtype.FP32.itemsize * (counts.linear + counts.matrix + counts.vector)
+        num_kinds = 3 if config.checkpoint.save_optim else 1
+        return num_kinds * StorageDtype.FP32.itemsize * (counts.linear + counts.matrix + counts.vector)
     stored = model_storage(config.precision, num_micro_batches=1)
     total = 0
     for storage, count in _by_class(counts, config, range(model.num_layers)).items():
         formats = stored.of_state(storage)
         master = formats.master_weight or formats.weight
-        for dtype in (master, formats.exp_avg, formats.exp_avg_sq):
+        moments = (formats.exp_avg, formats.exp_avg_sq) if config.checkpoint.save_optim else ()
+        for dtype in (master, *moments):
             total += count * dtype.itemsize + (4 * count // STATE_BLOCK if dtype.is_scaled else 0)
         if master is StorageDtype.SPLIT:
             total += count * formats.weight.itemsize

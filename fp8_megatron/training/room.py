@@ -84,11 +84,13 @@ def _check_disk(save: Path, config: Config, world_size: int, start: RunStart, nu
     checkpoint = config.checkpoint
     reached = start.source.newest if start.continues_save and start.source is not None else 0
     remaining = max(0, config.train_iters(world_size) - reached)
-    count = 1 if checkpoint.save_interval is None else -(-remaining // checkpoint.save_interval)
-    if checkpoint.keep_last is not None or checkpoint.save_retain_interval is not None:
-        held = checkpoint.keep_last or 1
-        if checkpoint.save_retain_interval is not None:
-            held += remaining // checkpoint.save_retain_interval
+    intervals = [each for each in (checkpoint.save_interval, checkpoint.non_persistent_save_interval) if each]
+    count = max(1, sum(-(-remaining // interval) for interval in intervals))
+    retained = checkpoint.retained_interval
+    if checkpoint.num_newest_kept is not None or retained is not None:
+        held = checkpoint.num_newest_kept or 1
+        if retained is not None:
+            held += remaining // retained
         present = len(saved_iterations(save)) if start.continues_save else 0
         # The oldest is removed when the next one is whole.
         count = min(count, max(1, held + 1 - present))

@@ -92,7 +92,7 @@ def checkpoint_writer(config: Config, topology: Topology, start: RunStart, itera
     return CheckpointWriter(
         Path(checkpoint.save),
         topology,
-        Retention(checkpoint.keep_last, checkpoint.save_retain_interval),
+        Retention(checkpoint.num_newest_kept, checkpoint.retained_interval),
         in_background=checkpoint.async_save,
         resumed_at=iteration if start.continues_save else 0,
         identity=start.identity,
@@ -156,9 +156,9 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
     if save is not None and own_restart(save):
         if not quiet:
             logger.info("started again by torchrun: going on from the newest checkpoint of %s", save)
-        source = Source(save, LoadOptions())
+        source = Source(save, LoadOptions(optimizer=checkpoint.save_optim, rng=checkpoint.save_rng))
     elif checkpoint.load is None:
-        return None, None
+        return _pretrained(checkpoint), None
     else:
         root, iteration = named_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
         options = LoadOptions(
@@ -166,12 +166,29 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
         )
         source = Source(root, options)
     found = candidates(source.root, source.options.iteration) if source.root.is_dir() else []
+    if not found and checkpoint.pretrained_checkpoint is not None:
+        return _pretrained(checkpoint), None
     if not found:
         _allow_missing(checkpoint, source, quiet=quiet)
         return None, None
     source = replace(source, newest=found[0])
     runs = (saved_by(iteration_folder(source.root, number))[0] for number in found)
     return source, None if source.options.finetune else next((run for run in runs if run is not None), None)
+
+
+def _pretrained(checkpoint: CheckpointConfig) -> Source | None:
+    """The first weights of a run without a checkpoint of its own; None without --pretrained-checkpoint.
+
+    Raises:
+        CheckpointError: it holds no checkpoint.
+    """
+    if checkpoint.pretrained_checkpoint is None:
+        return None
+    root, iteration = named_checkpoint(Path(checkpoint.pretrained_checkpoint))
+    found = candidates(root, iteration) if root.is_dir() else []
+    if not found:
+        raise CheckpointError(f"pretrained_checkpoint({root}) holds no checkpoint; give a folder that --save named")
+    return Source(root, LoadOptions(iteration, finetune=True), newest=found[0])
 
 
 def _allow_missing(checkpoint: CheckpointConfig, source: Source, *, quiet: bool) -> None:

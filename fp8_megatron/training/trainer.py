@@ -107,7 +107,7 @@ class Trainer:
                     self.output_dir,
                     Launch.of_environment(),
                     saves=checkpoint.save is not None,
-                    saves_by_interval=checkpoint.save_interval is not None,
+                    saves_by_interval=checkpoint.saves_by_interval,
                 )
             run = _Run(self.config, self.output_dir, topology, watch, device, signals, graph_choice, start, log)
             stack.callback(run.close)
@@ -246,7 +246,7 @@ class _Run:
                 continue
             learning_rate = self.state.optimizer.learning_rate
             self.profiler.before(iteration)
-            save_is_due |= checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
+            save_is_due |= checkpoint.saves_at(iteration)
             check = self._new_check(iteration, save_is_due=save_is_due)
             sampler = self._sampler_of(iteration)
             values = train_step(

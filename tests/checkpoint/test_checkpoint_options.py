@@ -1,0 +1,127 @@
+"""What is saved, where a run starts and which checkpoints stay, under Megatron's checkpoint options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_megatron.checkpoint.files import CheckpointError, saved_iterations
+from fp8_megatron.checkpoint.saved_run import SavedRun
+from fp8_megatron.commands.run_settings import run_command_line
+from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training.trainer import Trainer
+from tests.harness.ranks import RankError, RankPool
+from tests.harness.runs import tiny_flags
+
+
+def _fit(output_dir: Path, overrides: dict) -> dict[int, float]:
+    Trainer(parse_config(tiny_flags(output_dir, **overrides))).fit()
+    records = read_records(output_dir / METRICS_FILE)
+    return {record["iteration"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+@pytest.fixture
+def fit(ranks: RankPool, tmp_path: Path):
+    def run(name: str, **overrides: object) -> dict[int, float]:
+        return ranks.run(_fit, tmp_path / name, {"hidden_dropout": 0.1, **overrides}, num_ranks=1)[0]
+
+    return run
+
+
+def test_no_save_optim_saves_weights_that_a_run_goes_on_from_only_if_asked(fit, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    whole = fit("whole", train_iters=4, save=tmp_path / "all", save_interval=2)
+    fit("first", train_iters=4, exit_interval=2, save=saved, save_optim=False, save_rng=False)
+    full, lean = SavedRun(tmp_path / "all" / "iter_0000002"), SavedRun(saved / "iter_0000002")
+    assert {key for key in full.reader.shapes if not key.startswith("optimizer.")} == set(lean.reader.shapes)
+    for key in lean.reader.shapes:
+        assert torch.equal(lean.reader.read_whole(key), full.reader.read_whole(key)), key
+    with pytest.raises(RankError, match="it holds weights alone; give --finetune, or --no-load-optim"):
+        fit("refused", train_iters=4, load=saved)
+    resumed = fit("resumed", train_iters=4, load=saved, load_optim=False)
+    assert list(resumed) == [3, 4], "iteration and data position are those of the checkpoint"
+    without_state = fit(
+        "reference", train_iters=4, load=tmp_path / "all", ckpt_step=2, load_optim=False, load_rng=False
+    )
+    assert resumed == without_state
+    assert resumed[4] != whole[4]
+
+
+def test_a_restarted_run_finds_its_own_lean_checkpoint(fit, tmp_path: Path, monkeypatch) -> None:
+    """torchrun restarts the ranks without --load: they take what they saved, as they saved it."""
+    saved = tmp_path / "saved"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one launch")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    settings = {"train_iters": 4, "save": saved, "save_optim": False}
+    fit_here = lambda name, **more: _fit(tmp_path / name, {**settings, **more})  # noqa: E731  the environment is ours
+    fit_here("first", exit_interval=2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert list(fit_here("second")) == [3, 4]
+
+
+def test_the_newest_non_persistent_checkpoint_stays_beside_all_persistent_ones(fit, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    flags = {"save": saved, "save_interval": 4, "non_persistent_save_interval": 1, "non_persistent_ckpt_type": "global"}
+    fit("run", train_iters=10, exit_interval=7, **flags)
+    assert saved_iterations(saved) == [4, 7]
+    resumed = fit("resumed", train_iters=10, load=saved, **flags)
+    assert list(resumed) == [8, 9, 10] and saved_iterations(saved) == [4, 8, 10]
+
+
+def test_pretrained_weights_start_a_run_once(fit, tmp_path: Path) -> None:
+    weights, saved = tmp_path / "weights", tmp_path / "saved"
+    fit("before", train_iters=3, save=weights)
+    flags = {"train_iters": 4, "save": saved, "load": saved, "pretrained_checkpoint": weights}
+    first = fit("first", exit_interval=2, **flags)
+    assert list(first) == [1, 2]
+    assert first == fit("finetune", train_iters=4, exit_interval=2, load=weights, finetune=True)
+    assert list(fit("second", **flags)) == [3, 4], "its own checkpoint comes before the pretrained one"
+    assert list(fit("alone", train_iters=4, exit_interval=2, pretrained_checkpoint=weights)) == [1, 2]
+    with pytest.raises(RankError, match=r"pretrained_checkpoint\(.*nothing\) holds no checkpoint"):
+        fit("none", train_iters=4, pretrained_checkpoint=tmp_path / "nothing")
+
+
+def test_the_settings_of_a_checkpoint_are_below_files_and_flags(fit, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    fit("before", train_iters=2, save=saved, hidden_size=96, num_attention_heads=3)
+    words = ["--use-checkpoint-args", "--load", str(saved), "--mock-data", "--train-iters", "3"]
+    model = run_command_line(words, "train").config.model
+    assert (model.hidden_size, model.num_attention_heads, model.seq_length) == (96, 3, 16)
+    (tmp_path / "model.yaml").write_text("hidden_size: 128\n")
+    model = run_command_line(
+        [*words, "--config", str(tmp_path / "model.yaml"), "--seq-length", "8"], "train"
+    ).config.model
+    assert (model.hidden_size, model.num_attention_heads, model.seq_length) == (128, 3, 8)
+    with pytest.raises(CheckpointError, match=r"use_checkpoint_args: load\(.*nothing\) holds no checkpoint"):
+        run_command_line(["--use-checkpoint-args", "--load", str(tmp_path / "nothing")], "train")
+    same = str(tmp_path / "nothing")
+    assert (
+        "no checkpoint yet"
+        in run_command_line(["--use-checkpoint-args", "--load", same, "--save", same], "train").notes[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--no-save-optim", "no_save_optim is about what is saved, and nothing is; give --save"),
+        ("--non-persistent-save-interval 5", "non_persistent_save_interval(5) needs a folder to save into"),
+        ("--save X --non-persistent-save-interval 5 --keep-last 2", "both say which checkpoints are kept; drop one"),
+        ("--save X --non-persistent-ckpt-type global", "has no effect without non_persistent_save_interval"),
+        ("--use-checkpoint-args", "use_checkpoint_args takes settings from load, which is not given"),
+        ("--no-use-tokenizer-model-from-checkpoint-args", "has no effect without use_checkpoint_args"),
+        (
+            "--save X --save-interval 1 --no-save-optim --rollback-on-loss-spike",
+            "rollback_on_loss_spike needs the whole state of a checkpoint; drop --no-save-optim",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other(flags: str, message: str, tmp_path: Path) -> None:
+    config = parse_config([*tiny_flags(tmp_path / "out"), *flags.split()])
+    with pytest.raises(ConfigError) as error:
+        check_config(config, 1)
+    assert message in str(error.value)
