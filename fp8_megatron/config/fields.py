@@ -37,6 +37,8 @@ Ranks = Annotated[int, Ge(1), Le(1_000_000)]
 BatchSize = Annotated[int, Ge(1), Le(2**20)]
 #: Processes that each rank starts.
 Processes = Annotated[int, Ge(0), Le(256)]
+#: Threads of one process.
+Threads = Annotated[int, Ge(1), Le(1024)]
 #: Steps whose values are kept.
 History = Annotated[int, Ge(1), Le(65_536)]
 #: torch's group timeouts are milliseconds; a collective between nodes takes some at least, and no job runs for years.

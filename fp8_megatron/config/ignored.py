@@ -101,6 +101,11 @@ def _other_tokenizer(*kinds: str) -> Callable[[Config], str | None]:
     return mode
 
 
+def _one_pass(config: Config) -> str | None:
+    kind = config.data.dataloader_type
+    return None if kind == "cyclic" else f"under dataloader_type({kind})"
+
+
 def _no_load(config: Config) -> str | None:
     return "without load" if config.checkpoint.load is None else None
 
@@ -150,6 +155,7 @@ _RULES = (
     ),
     Ignored(("null_tokenizer_eod_id",), _other_tokenizer("NullTokenizer"), "choose NullTokenizer"),
     Ignored(("load_optim", "load_rng"), _no_load, "give --load"),
+    Ignored(("data_sharding",), _one_pass, "give --dataloader-type cyclic"),
     Ignored(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _no_load, "give --load"),
     Ignored(
         ("use_tokenizer_model_from_checkpoint_args",),

@@ -15,6 +15,7 @@ import yaml
 
 from .checks import ConfigError
 from .command_line import Given, read_words, repeated_flags
+from .data_lists import words_of_files
 from .limits import FieldType, field_types
 from .megatron_flags import idle_note, megatron_options, translate
 from .megatron_precision import SWITCHES, Chosen, chosen_precision
@@ -29,6 +30,8 @@ _ALTERNATIVES = (
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ("rampup_batch_size", "step_batch_size_schedule"),
+    ("data_path", "data_args_path"),
+    ("train_data_path", "per_split_data_args_path"),
 )
 
 
@@ -142,6 +145,10 @@ def parse_command_line(
     chosen = _chosen_precision(given, base, has_files=bool(paths))
     values["precision"] = {**values["precision"], **chosen.settings}
     config = _overridden(base, values)
+    words_of_data, problems = words_of_files(config.data)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **words_of_data))
     notes = [*repeated_flags(given), *chosen.notes]
     if translation.idle:
         notes.append(idle_note(translation.idle))

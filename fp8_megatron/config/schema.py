@@ -33,6 +33,7 @@ from .fields import (
     Ranks,
     Switch,
     Text,
+    Threads,
     Words,
 )
 from .model import ModelConfig
@@ -187,6 +188,10 @@ class DataConfig:
     """Like --data-path, for validation only."""
     test_data_path: Words = ()
     """Like --data-path, for the test at the end."""
+    data_args_path: Text = None
+    """File with the words of --data-path, which it stands for. It is read once, at the start."""
+    per_split_data_args_path: Text = None
+    """JSON file {"train": [weight, prefix, …], "valid": …, "test": …}: --train-data-path and the others."""
     split: str = "969,31,0"
     """Relative sizes of the train, validation and test parts of --data-path. The test part is evaluated at the end."""
     mock_data: Switch = False
@@ -213,6 +218,14 @@ class DataConfig:
     """NullTokenizer: the token that ends a document. Default: the last."""
     data_cache_path: Text = None
     """Folder for caches of dataset indices. Default: cache/ beside the data."""
+    num_dataset_builder_threads: Threads = 1
+    """Threads that build the indices of a blend's datasets."""
+    mmap_bin_files: Switch = True
+    """On: map the .bin files. Off: read them, where mapping is slow or impossible."""
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    """single: the order of the dataset, which is shuffled. cyclic: every pass over the dataset is shuffled anew."""
+    data_sharding: Switch = True
+    """With --dataloader-type cyclic. On: each data-parallel rank draws from its own part of the dataset."""
     num_workers: Processes = 2
     """Loader processes per rank; 0 loads in the training process."""
     reset_position_ids: Switch = False

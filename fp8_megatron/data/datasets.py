@@ -175,6 +175,8 @@ def _gpt_dataset_config(
         reset_attention_mask=False,
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=False,
+        mmap_bin_files=data.mmap_bin_files,
+        num_dataset_builder_threads=data.num_dataset_builder_threads,
         **_sources(data, blends),
     )
     if config.split_matrix is not None:

@@ -8,6 +8,7 @@ import multiprocessing
 import signal
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -65,6 +66,63 @@ class MicroBatchSampler(Sampler[list[int]]):
             start += self._stride
 
 
+class ShuffledSampler(Sampler[list[int]]):
+    """Indices of one rank's micro-batches where every pass over the dataset has an order of its own (cyclic).
+
+    The order is that of Megatron's ``MegatronPretrainingRandomSampler``: torch's `randperm` with the number of the pass
+    as its seed. It never ends.
+
+    Args:
+        num_samples, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples: see
+            `MicroBatchSampler`.
+        sharded: each rank shuffles a part of the dataset of its own; False: all ranks share one order, of which each
+            takes every `data_parallel_size`-th sample.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        consumed_samples: int = 0,
+        sharded: bool = True,
+    ):
+        assert 0 <= data_parallel_rank < data_parallel_size, (data_parallel_rank, data_parallel_size)
+        self._micro_batch_size = micro_batch_size
+        self._rank, self._num_ranks = data_parallel_rank, data_parallel_size
+        self._stride = micro_batch_size * data_parallel_size
+        self._num_samples = num_samples
+        self._consumed_samples = consumed_samples
+        self._sharded = sharded
+        if num_samples < self._stride:
+            raise ValueError(
+                f"the dataset's {num_samples} samples are fewer than micro_batch_size({micro_batch_size}) × "
+                f"data_parallel_size({data_parallel_size}), which a pass of --dataloader-type cyclic takes; give more "
+                f"data"
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples_per_pass = self._num_samples // self._stride * self._stride
+        number, consumed = divmod(self._consumed_samples, samples_per_pass)
+        while True:
+            order = self._order(number)[consumed // self._num_ranks :]
+            for start in range(0, len(order) - self._micro_batch_size + 1, self._micro_batch_size):
+                yield order[start : start + self._micro_batch_size]
+            number, consumed = number + 1, 0
+
+    def _order(self, number: int) -> list[int]:
+        """This rank's samples of a pass."""
+        generator = torch.Generator().manual_seed(number)
+        if self._sharded:
+            size = self._num_samples // self._stride * self._micro_batch_size
+            return (torch.randperm(size, generator=generator) + self._rank * size).tolist()
+        size = self._num_samples // self._micro_batch_size * self._micro_batch_size
+        own = torch.randperm(size, generator=generator)[self._rank :: self._num_ranks]
+        return own[: self._num_samples // self._stride * self._micro_batch_size].tolist()
+
+
 class BatchLoader(Iterator[dict[str, torch.Tensor]]):
     """Batches of a DataLoader. Ends its processes when it is closed or collected, or when this process exits.
 
@@ -107,23 +165,29 @@ def build_loader(
     num_workers: int = 0,
     consumed_samples: int = 0,
     cycle: bool = False,
+    shuffles: Literal["sharded", "whole"] | None = None,
 ) -> BatchLoader:
     """One rank's micro-batches on the CPU (pinned if there is a GPU), in the order of `MicroBatchSampler`.
 
     Takes the sampler's arguments and:
         dataset: samples with `SAMPLE_KEYS`, already shuffled (GPTDataset is).
+        shuffles: shuffle every pass over the dataset, each rank its part or all the whole (`ShuffledSampler`).
         num_workers: loader processes; 0 loads in this process. It does not change the batches.
 
     Raises:
         ValueError: there are no samples after `consumed_samples`.
     """
-    sampler = MicroBatchSampler(
-        len(dataset),  # type: ignore[arg-type]  # map-style datasets have a length, but their base class declares none
-        micro_batch_size=micro_batch_size,
-        data_parallel_rank=data_parallel_rank,
-        data_parallel_size=data_parallel_size,
-        consumed_samples=consumed_samples,
-        cycle=cycle,
+    place: dict[str, int] = {
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_rank": data_parallel_rank,
+        "data_parallel_size": data_parallel_size,
+        "consumed_samples": consumed_samples,
+    }
+    num_samples = len(dataset)  # type: ignore[arg-type]  # map-style datasets have one; their base class declares none
+    sampler: Sampler[list[int]] = (
+        MicroBatchSampler(num_samples, cycle=cycle, **place)
+        if shuffles is None
+        else ShuffledSampler(num_samples, sharded=shuffles == "sharded", **place)
     )
     loader = DataLoader(
         dataset,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ..checkpoint.run_state import Progress
 from ..config.checks import ConfigError
-from ..config.schema import Config
+from ..config.schema import Config, DataConfig
 from ..data.datasets import Datasets, build_datasets
 from ..data.loader import build_loader
 from ..data.tokenizer import Tokenizer, padded_vocab_size
@@ -57,7 +58,15 @@ class RunData:
             data_parallel_size=self.topology.dp.size(),
             num_workers=self.config.data.num_workers if split == "train" else 0,
             consumed_samples=consumed_samples,
+            shuffles=_shuffles(self.config.data),
         )
+
+
+def _shuffles(data: DataConfig) -> Literal["sharded", "whole"] | None:
+    """How `build_loader` shuffles each pass over a dataset."""
+    if data.dataloader_type == "single":
+        return None
+    return "sharded" if data.data_sharding else "whole"
 
 
 def load_tokenizer(config: Config) -> Tokenizer:

@@ -63,6 +63,24 @@ def test_end_of_document_settings_reach_the_samples(write_tokens):
     assert masked["position_ids"].max() == 2
 
 
+def test_how_files_are_read_changes_no_sample(write_tokens, tmp_path, monkeypatch):
+    """Mapped or read, indices built by one thread or four; both settings reach megatron-core."""
+    blend = ("0.4", write_tokens("a", counting(30, 50)), "0.6", write_tokens("b", counting(30, 50, start=2000)))
+    made, plain = [], datasets_module.GPTDatasetConfig
+
+    def config(**settings):
+        made.append((settings["mmap_bin_files"], settings["num_dataset_builder_threads"]))
+        return plain(**settings)
+
+    monkeypatch.setattr(datasets_module, "GPTDatasetConfig", config)
+    samples = []
+    for mapped, threads in ((True, 1), (False, 4)):
+        settings = {"mmap_bin_files": mapped, "num_dataset_builder_threads": threads, "data_path": blend}
+        train = build(train=40, valid=0, split="1,0,0", data_cache_path=str(tmp_path / str(threads)), **settings).train
+        samples.append([train[index]["tokens"].tolist() for index in range(40)])
+    assert samples[0] == samples[1] and made == [(True, 1), (False, 4)]
+
+
 def test_splits_are_disjoint_documents(write_tokens):
     prefix = write_tokens("corpus", counting(100, 20))
     datasets = build(50, 20, 10, data_path=(prefix,), split="80,15,5")

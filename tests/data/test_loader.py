@@ -4,6 +4,7 @@ import os
 import signal
 from itertools import islice
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class ProcessId(Numbered):
         return {key: torch.full((4,), os.getpid()) for key in SAMPLE_KEYS}
 
 
-def indices(num_samples: int = 64, *, micro: int, rank: int = 0, size: int = 1, **options: int) -> list[list[int]]:
+def indices(num_samples: int = 64, *, micro: int, rank: int = 0, size: int = 1, **options: Any) -> list[list[int]]:
     """Sample numbers of each micro-batch of a rank (32 micro-batches at most)."""
     loader = build_loader(
         Numbered(num_samples), micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=size, **options
@@ -137,3 +138,45 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def megatrons_cyclic_order(
+    num_samples: int, micro: int, rank: int, size: int, consumed: int, sharded: bool
+) -> list[int]:
+    """One rank's samples up to the end of a pass, by the rule of Megatron's MegatronPretrainingRandomSampler."""
+    step = micro * size
+    number, consumed = divmod(consumed, num_samples // step * step)
+    generator = torch.Generator()
+    generator.manual_seed(number)
+    if sharded:
+        part = num_samples // step * micro
+        order = torch.randperm(part, generator=generator).tolist()
+        return [rank * part + index for index in order[consumed // size :]]
+    order = torch.randperm(num_samples // micro * micro, generator=generator).tolist()
+    return order[consumed:][rank::size]
+
+
+@pytest.mark.parametrize("shuffles", ["sharded", "whole"])
+@pytest.mark.parametrize(("num_samples", "micro", "size"), [(24, 2, 3), (29, 2, 3), (20, 4, 1), (17, 1, 4)])
+def test_cyclic_is_megatrons_from_any_place(num_samples: int, micro: int, size: int, shuffles: str) -> None:
+    """In the first pass, in the middle of the second, and at the border between two."""
+    per_pass = num_samples // (micro * size) * micro * size
+    for consumed in (0, micro * size, per_pass, per_pass + 2 * micro * size):
+        for rank in range(size):
+            options = {"consumed_samples": consumed, "shuffles": shuffles}
+            batches = indices(num_samples, micro=micro, rank=rank, size=size, **options)
+            theirs = megatrons_cyclic_order(num_samples, micro, rank, size, consumed, shuffles == "sharded")
+            whole = (per_pass - consumed % per_pass) // size  # Megatron's ranks fall out of step after these
+            flat = [index for batch in batches for index in batch]
+            assert flat[:whole] == theirs[:whole] and len(batches) == 32
+            following = megatrons_cyclic_order(
+                num_samples, micro, rank, size, consumed - consumed % per_pass + per_pass, shuffles == "sharded"
+            )
+            assert flat[whole : whole + micro] == following[:micro]
+
+
+def test_a_cyclic_pass_has_no_sample_twice_and_ranks_share_none() -> None:
+    passes = [indices(24, micro=2, rank=rank, size=3, shuffles="whole")[:4] for rank in range(3)]
+    assert sorted(index for batches in passes for batch in batches for index in batch) == list(range(24))
+    with pytest.raises(ValueError, match="the dataset's 5 samples are fewer than micro_batch_size"):
+        indices(5, micro=2, size=3, shuffles="sharded")
