@@ -35,12 +35,14 @@ _WARMUP_STEPS = 5
 
 _TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --lr 1e-2 "
-    "--make-vocab-size-divisible-by 32 --micro-batch-size 2 --train-iters 6 --num-workers 0"
+    "--make-vocab-size-divisible-by 32 --micro-batch-size 2 --train-iters 6 --num-workers 0 "
+    "--attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95"
 )
 _LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention "
     "--untie-embeddings-and-output-weights --disable-bias-linear"
 )
+_TINY_LLAMA = f"{_LLAMA} --ffn-hidden-size 256 --num-query-groups 2"
 _FAST = "--fp8-recipe delayed --fp8-weight-grad-scaling delayed --fp8-lm-head"
 _FIVE_BYTES = "--main-params-dtype split --exp-avg-dtype int8 --exp-avg-sq-dtype uint8"
 _345M = "--config configs/gpt_345m.yaml"
@@ -63,8 +65,8 @@ CASES = {
         Case("tensorwise", 1, f"{_TINY} --global-batch-size 4"),
         Case("fast", 1, f"{_TINY} --global-batch-size 2 {_FAST}"),
         Case("five_byte", 1, f"{_TINY} --global-batch-size 2 {_FAST} {_FIVE_BYTES}"),
-        Case("llama_o1", 1, f"{_TINY} --global-batch-size 2 {_LLAMA} --num-query-groups 2 --opt-level O1"),
-        Case("llama_tp2_sp", 2, f"{_TINY} --global-batch-size 4 {_LLAMA} --num-query-groups 2 {_FAST} {_TP2}"),
+        Case("llama_o1", 1, f"{_TINY} --global-batch-size 2 {_TINY_LLAMA} --opt-level O1"),
+        Case("llama_tp2_sp", 2, f"{_TINY} --global-batch-size 4 {_TINY_LLAMA} {_FAST} {_TP2}"),
         Case("tp2", 2, f"{_TINY} --global-batch-size 2 --tensor-model-parallel-size 2"),
         Case("dp2_fast", 2, f"{_TINY} --global-batch-size 8 {_FAST}"),
         Case("pp2", 2, f"{_TINY} --global-batch-size 8 --pipeline-model-parallel-size 2"),
@@ -81,8 +83,8 @@ CASES = {
         Case(
             "llama",
             1,
-            f"{_345M} {_LLAMA} --num-query-groups 4 --num-layers 8 --fp8-recipe delayed --micro-batch-size 8 "
-            f"--global-batch-size 16 {_EXACT}",
+            f"{_345M} {_LLAMA} --ffn-hidden-size 2816 --num-query-groups 4 --num-layers 8 --fp8-recipe delayed "
+            f"--micro-batch-size 8 --global-batch-size 16 {_EXACT}",
         ),
     ],
     "2gpus": [

@@ -21,6 +21,7 @@ MAX_RESTARTS = 5
 
 MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --vocab-size 128
 --make-vocab-size-divisible-by 32 --micro-batch-size 2 --mock-data --num-workers 0 --eval-interval 0 --lr 1e-3
+--attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
 --fp8-recipe delayed --log-interval 1 --no-tensorboard --progress off --max-skipped-steps 3 --keep-last 3
 --check-weight-hash-across-dp-replicas-interval 1""".split()
 LAYOUTS = {2: [], 4: ["--tensor-model-parallel-size", "2", "--sequence-parallel"]}

@@ -36,7 +36,14 @@ from fp8_megatron.training.train_step import train_step
 
 CPU = torch.device("cpu")
 SEQ_LENGTH, MICRO_BATCH_SIZE = 64, 16
-MODEL = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=4, seq_length=SEQ_LENGTH)
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=128,
+    num_attention_heads=4,
+    seq_length=SEQ_LENGTH,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -61,7 +68,7 @@ def losses(seed: int, factor: float, choice: str, *, before: int, after: int) ->
     config = Config(
         model=MODEL,
         precision=PrecisionConfig(fp8_recipe="delayed"),
-        optimizer=OptimizerConfig(lr=2e-3),
+        optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.1, adam_beta2=0.95, lr_decay_style="cosine"),
         training=training,
     )
     limit = amax_history.MOST_SATURATED

@@ -12,15 +12,20 @@ def run_command_line(words: Sequence[str] | None, prog: str) -> CommandLine:
     """As `parse_command_line`; --use-checkpoint-args puts the checkpoint's settings below the files of --config.
 
     Raises:
-        ConfigError, CheckpointError: as `parse_command_line` and `settings_of_checkpoint`.
+        ConfigError, CheckpointError: as `parse_command_line` and `settings_of_checkpoint`; or a setting without a
+            default is not given.
     """
     line = parse_command_line(words, prog=prog)
     checkpoint = line.config.checkpoint
     if not checkpoint.use_checkpoint_args or checkpoint.load is None:
+        line.check_stated()
         return line
     from ..checkpoint.saved_settings import settings_of_checkpoint  # imports torch
 
     base = settings_of_checkpoint(line.config)
     if base is None:
+        line.check_stated()
         return replace(line, notes=(*line.notes, f"load({checkpoint.load}) holds no checkpoint yet: no settings of it"))
-    return parse_command_line(words, prog=prog, base=base)
+    line = parse_command_line(words, prog=prog, base=base)
+    line.check_stated()
+    return line

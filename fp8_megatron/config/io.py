@@ -19,6 +19,7 @@ from .data_lists import words_of_files
 from .limits import FieldType, field_types
 from .megatron_flags import idle_note, megatron_options, translate
 from .megatron_precision import SWITCHES, Chosen, chosen_precision
+from .megatron_settings import UNREAD_WITH_MOCK_DATA, as_megatron_settles, precision_note
 from .schema import Config
 from .words import decimal, shortened, whole_number
 from .yaml_files import Dumper, read_mapping
@@ -32,6 +33,18 @@ _ALTERNATIVES = (
     ("rampup_batch_size", "step_batch_size_schedule"),
     ("data_path", "data_args_path"),
     ("train_data_path", "per_split_data_args_path"),
+)
+#: Settings that give way to another one that is given later, and that other one.
+_GIVE_WAY = (("split", "train_data_path"),)
+#: Settings without a default in Megatron: a run must state one of each.
+_WITHOUT_DEFAULT = (
+    ("num_layers",),
+    ("hidden_size",),
+    ("num_attention_heads",),
+    ("seq_length",),
+    ("micro_batch_size",),
+    ("lr",),
+    ("train_iters", "train_samples"),
 )
 
 
@@ -95,10 +108,25 @@ class CommandLine:
     Attributes:
         config: the settings.
         notes: lines for the start of the run: what was given twice, accepted with nothing to do, or changed.
+        stated: settings that the flags or a file give.
     """
 
     config: Config
     notes: tuple[str, ...]
+    stated: frozenset[str]
+
+    def check_stated(self) -> None:
+        """Raise `ConfigError` if a setting that has no default in Megatron is not given."""
+        known = {name for fields in _field_types().values() for name in fields}
+        missing = [
+            _flag(next(name for name in names if name in known))
+            for names in _WITHOUT_DEFAULT
+            if not self.stated & set(names)
+        ]
+        if missing:
+            raise ConfigError(
+                f"not given: {' '.join(missing)}; give them, or a --config file such as configs/gpt_345m.yaml"
+            )
 
 
 def parse_config(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py") -> Config:
@@ -131,9 +159,12 @@ def parse_command_line(
     given, problems = read_words(translation.words, {**types, **SWITCHES, "config": FieldType(tuple)}, others)
     problems = [*translation.problems, *problems]
     paths = [path for one in given if one.name == "config" for path in one.words]
+    stated = set() if base is None else _names({"model": vars(base.model)})
     base = base or Config()
     for path in paths:
-        base = load_config(path, base)
+        of_file = _read_file(path)
+        base = _overridden(base, of_file)
+        stated |= _names(of_file)
     if "-h" in words or "--help" in words:
         from .help import show_help
 
@@ -144,15 +175,21 @@ def parse_command_line(
         raise ConfigError("\n".join(problems))
     chosen = _chosen_precision(given, base, has_files=bool(paths))
     values["precision"] = {**values["precision"], **chosen.settings}
+    stated |= _names(values)
     config = _overridden(base, values)
     words_of_data, problems = words_of_files(config.data)
     if problems:
         raise ConfigError("\n".join(problems))
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **words_of_data))
-    notes = [*repeated_flags(given), *chosen.notes]
-    if translation.idle:
-        notes.append(idle_note(translation.idle))
-    return CommandLine(config, tuple(notes))
+    config, changes = as_megatron_settles(config)
+    unread = [_flag(name) for name in UNREAD_WITH_MOCK_DATA if config.data.mock_data and name in values["data"]]
+    idle = [*translation.idle, *unread]
+    notes = [*repeated_flags(given), *chosen.notes, *changes]
+    if idle:
+        notes.append(idle_note(idle))
+    if "precision" not in stated:
+        notes.append(precision_note(config.precision))
+    return CommandLine(config, tuple(notes), frozenset(stated))
 
 
 def _values_of(
@@ -181,20 +218,28 @@ def _field_types() -> dict[str, Mapping[str, FieldType]]:
 
 def _overridden(base: Config, values: Mapping[str, Mapping[str, Any]]) -> Config:
     """`base` with values by section and name instead of its own."""
-    given = {name for section in values.values() for name in section}
-    sections = _sections(_without_alternatives(base, given))
+    sections = _sections(_without_alternatives(base, _names(values)))
     return Config(**{name: dataclasses.replace(section, **values[name]) for name, section in sections.items()})
 
 
 def _without_alternatives(base: Config, given: Collection[str]) -> Config:
     """`base` with a setting reset to its default where `given` names an alternative of it (`_ALTERNATIVES`)."""
     replaced = {name for names in _ALTERNATIVES if set(names) & set(given) for name in names if name not in given}
+    replaced |= {name for name, other in _GIVE_WAY if other in given and name not in given}
     defaults = _sections(Config())
     sections = {
         section: {name: getattr(defaults[section], name) for name in names if name in replaced}
         for section, names in _field_types().items()
     }
     return Config(**{name: dataclasses.replace(old, **sections[name]) for name, old in _sections(base).items()})
+
+
+def _names(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    return {name for fields in values.values() for name in fields}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _chosen_precision(given: Sequence[Given], base: Config, *, has_files: bool) -> Chosen:
@@ -218,8 +263,13 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
     """`base`, or the defaults, overridden by a YAML file. Its keys are under their sections or at the top level.
 
     Raises:
-        ConfigError: as in `parse_config`; lists all problems of the file, one per line.
+        ConfigError: as in `parse_command_line`; lists all problems of the file, one per line.
     """
+    return _overridden(base or Config(), _read_file(path))
+
+
+def _read_file(path: str | Path) -> dict[str, dict[str, Any]]:
+    """The values of a YAML file by section and name. Raises `ConfigError` with all its problems."""
     types = _field_types()
     values: dict[str, dict[str, Any]] = {section: {} for section in types}
     problems = []
@@ -241,7 +291,7 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
                 problems.append(f"{path}: {label}: {shown} is not {_expected(types[owner][key])}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return _overridden(base or Config(), values)
+    return values
 
 
 def save_config(config: Config, path: str | Path) -> None:

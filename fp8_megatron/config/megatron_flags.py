@@ -35,12 +35,12 @@ class Option:
 
     Attributes:
         names: all spellings, with their dashes.
-        arity: words after it: ``0`` (a switch), ``1`` or ``list`` (all words up to the next flag).
+        arity: words after it: ``0`` (a switch), ``1``, ``optional`` (one or none) or ``list`` (all of them).
         default: Megatron's default as it is written on a command line; empty if there is none.
         source: the version of Megatron that has it: ``0.20`` or ``older``; ``MS-AMP`` for its GPT scripts.
         kind: what happens to it.
-        ours: with `Kind.DOES`, our flag, then either the word to give it or pairs ``theirs=ours`` of values that
-            differ. Empty: the option is a flag of ours by its own name.
+        ours: with `Kind.DOES`, our flag, then either the word to give it (after an option without one) or pairs
+            ``theirs=ours`` of values that differ. Empty: the option is a flag of ours by its own name.
         note: with `Kind.NOTHING`, why nothing is to be done; with `Kind.CANNOT`, the reason and what to use instead.
     """
 
@@ -133,14 +133,18 @@ def _split(option: Option, value: str | None, values: list[str]) -> tuple[list[s
     """The words that belong to `option`, and those after them."""
     if value is not None:
         return [value], values
-    most = {"0": 0, "1": 1}.get(option.arity, len(values))
+    most = {"0": 0, "1": 1, "optional": 1}.get(option.arity, len(values))
     return values[:most], values[most:]
 
 
 def _form_problem(option: Option, flag: str, given: Sequence[str], value: str | None) -> str | None:
     if option.arity == "0":
         return None if value is None else f"{flag}={shortened(value)}: a switch has no value; give it alone"
-    return None if given else f"{flag} has no value; give one after it, or drop it (an unset shell variable?)"
+    return (
+        None
+        if given or option.arity == "optional"
+        else f"{flag} has no value; give one after it, or drop it (an unset shell variable?)"
+    )
 
 
 def _ours(option: Option, given: Sequence[str]) -> list[str]:
@@ -148,7 +152,7 @@ def _ours(option: Option, given: Sequence[str]) -> list[str]:
     target, *rest = option.ours.split()
     values = dict(pair.split("=") for pair in rest if "=" in pair)
     fixed = [word for word in rest if "=" not in word]
-    return [target, *fixed, *(values.get(word, word) for word in given)]
+    return [target, *(values.get(word, word) for word in given or fixed)]
 
 
 def _is_default(option: Option, given: Sequence[str]) -> bool:

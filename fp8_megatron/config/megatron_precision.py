@@ -28,6 +28,8 @@ SWITCHES: Mapping[str, FieldType] = MappingProxyType(
 )
 #: Flags that turn FP8 on, in the order in which one is named.
 _FP8_SWITCHES = ("fp8_format", "fp8_hybrid", "fp8_e4m3", "msamp", "msamp_opt_level", "fp8_recipe")
+#: Megatron's defaults of the settings that its FP8 switches turn on.
+_MEGATRONS_RECIPE = {"fp8_recipe": "delayed", "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"}
 _SIXTEEN_BITS: tuple[Precision, ...] = ("bf16", "fp16")
 
 
@@ -67,9 +69,9 @@ def chosen_precision(given: Mapping[str, tuple[str, ...]], base: PrecisionConfig
     settings: dict[str, Any] = {} if precision is None else {"precision": precision}
     if "msamp_opt_level" in given:
         settings["opt_level"] = given["msamp_opt_level"][0]
-    megatrons = {"fp8_format", "fp8_hybrid", "fp8_e4m3"} & set(given)
-    if megatrons and "fp8_recipe" not in given and not has_files:
-        settings["fp8_recipe"] = "delayed"  # Megatron's default
+    is_megatrons = bool({"fp8_format", "fp8_hybrid", "fp8_e4m3"} & set(given))
+    if is_megatrons and not has_files and given.get("fp8_recipe", ("delayed",)) == ("delayed",):
+        settings |= {name: value for name, value in _MEGATRONS_RECIPE.items() if name not in given}
     notes = []
     if "fp16" in given and fp8_flags:
         notes.append(f"--fp16 beside {fp8_flags[0]}: the 16-bit type of FP8 layers is BF16, without a loss scale")

@@ -17,7 +17,8 @@ class ModelConfig:
     hidden_size: Size = 1024
     """Width of the residual stream."""
     ffn_hidden_size: OptionalSize = None
-    """Width of the MLP. Default: 4 × hidden-size; with --swiglu 8/3 × hidden-size rounded up to a multiple of 256."""
+    """Width of the MLP. Default: 4 × hidden-size; with --swiglu 8/3 × hidden-size rounded down to a
+    multiple of 64, as in Megatron."""
     num_attention_heads: Size = 16
     """Attention (query) heads."""
     kv_channels: OptionalSize = None
@@ -48,9 +49,9 @@ class ModelConfig:
     """Keep the bias of the QKV projection with --disable-bias-linear."""
     untie_embeddings_and_output_weights: Switch = False
     """Give the LM head its own weight instead of the word embedding's."""
-    attention_dropout: BelowOne = 0.0
+    attention_dropout: BelowOne = 0.1
     """Dropout on attention probabilities."""
-    hidden_dropout: BelowOne = 0.0
+    hidden_dropout: BelowOne = 0.1
     """Dropout on the embedding and on each residual branch."""
     init_method_std: Positive = 0.02
     """Standard deviation of the initial weights (normal); for output projections, divided by sqrt(2 · num-layers)."""
@@ -67,7 +68,7 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.swiglu:
-            return -(-(8 * self.hidden_size // 3) // 256) * 256
+            return max(8 * self.hidden_size // 3 // 64 * 64, 64)
         return 4 * self.hidden_size
 
     @property

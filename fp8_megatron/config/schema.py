@@ -105,8 +105,10 @@ class ParallelConfig:
 class OptimizerConfig:
     """AdamW and its schedule."""
 
-    optimizer: Literal["adamw", "adam"] = "adamw"
-    """adamw: decoupled weight decay. adam: adds the L2 term to the gradient, so that it enters both moments."""
+    optimizer: Literal["adam", "adamw"] = "adam"
+    """Both names mean AdamW, as in Megatron."""
+    decoupled_weight_decay: Switch = True
+    """On: AdamW. Off: the L2 term is added to the gradient, so that it enters both moments."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
@@ -115,7 +117,7 @@ class OptimizerConfig:
     """Peak learning rate of the embedding and the output layer. Default: --lr."""
     decoupled_min_lr: OptionalNotNegative = None
     """Learning rate of the embedding and the output layer at the end of the decay. Default: --min-lr."""
-    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "cosine"
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay. WSD: warm up, stay constant, decay over the last --lr-wsd-decay-iters steps."""
     lr_warmup_fraction: OptionalFraction = None
     """Linear warm-up, as a fraction of the way to the end of the decay. Replaces --lr-warmup-iters and -samples."""
@@ -139,7 +141,7 @@ class OptimizerConfig:
     """With --load: take the schedule from the flags where the checkpoint has another, without a warning."""
     use_checkpoint_opt_param_scheduler: Switch = False
     """With --load: take the schedule of learning rate and weight decay from the checkpoint, whatever the flags say."""
-    weight_decay: NotNegative = 0.1
+    weight_decay: NotNegative = 0.01
     """Weight decay of matrices; norms and biases have none."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """constant: --weight-decay in every step. Others: from --start-weight-decay to --end-weight-decay over the run."""
@@ -149,7 +151,7 @@ class OptimizerConfig:
     """Weight decay at the end of the run, with --weight-decay-incr-style."""
     adam_beta1: BelowOne = 0.9
     """Decay of the first moment."""
-    adam_beta2: BelowOne = 0.95
+    adam_beta2: BelowOne = 0.999
     """Decay of the second moment."""
     adam_eps: Positive = 1e-8
     """Term added to the denominator."""
@@ -192,7 +194,7 @@ class DataConfig:
     """File with the words of --data-path, which it stands for. It is read once, at the start."""
     per_split_data_args_path: Text = None
     """JSON file {"train": [weight, prefix, …], "valid": …, "test": …}: --train-data-path and the others."""
-    split: str = "969,31,0"
+    split: str = "969,30,1"
     """Relative sizes of the train, validation and test parts of --data-path. The test part is evaluated at the end."""
     mock_data: Switch = False
     """Train on random tokens (benchmarks)."""
@@ -254,14 +256,14 @@ class TrainingConfig:
     step_batch_size_schedule: Words = ()
     """TOKENS:BATCH …: the global batch from that many tokens on (0:16 2.4B:320). Replaces --global-batch-size."""
     train_iters: OptionalCount = None
-    """Number of optimizer steps. Default: 1000, without --train-samples."""
+    """Number of optimizer steps. A run gives this or --train-samples."""
     train_samples: OptionalCount = None
     """Number of samples to train on. The schedule of the learning rate then counts samples: --lr-decay-samples …"""
     iterations_to_skip: Words = ()
     """Iterations, counted from 1, whose data is left out: they train on nothing and do not move the schedule."""
-    eval_interval: CountOrZero = 100
+    eval_interval: CountOrZero = 0
     """Steps between validations; 0 turns them off."""
-    eval_iters: CountOrZero = 10
+    eval_iters: CountOrZero = 100
     """Global batches in one validation."""
     seed: CountOrZero = 1234
     """Seed of initialisation, data order and dropout. The initial weights do not depend on the parallel layout."""
@@ -371,7 +373,7 @@ class LoggingConfig:
 
     output_dir: Text = None
     """Folder for config.yaml, metrics.jsonl, loss.png and tensorboard/. Default: --save, else runs/<time>."""
-    log_interval: Count = 10
+    log_interval: Count = 100
     """Steps between the console's step lines. metrics.jsonl has every step."""
     fp8_health_interval: CountOrZero = 100
     """Steps between samples of what every layer's casts to FP8 lose (health.jsonl); 0: none."""

@@ -217,7 +217,7 @@ def build_adamw(config: OptimizerConfig) -> AdamW:
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
         clip_grad=config.clip_grad,
-        is_decoupled=config.optimizer == "adamw",
+        is_decoupled=config.decoupled_weight_decay,
     )
 
 

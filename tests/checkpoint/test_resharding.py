@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import StorageDtype
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank
-from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config, tiny_optimizer
 
 #: Buckets smaller than a space, so that every parameter is in several ranks' shards.
 BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)
@@ -48,7 +48,7 @@ NUM_MICRO_BATCHES = 4
 
 def config_of(model: str, layout: str, precision: PrecisionConfig) -> Config:
     return tiny_config(
-        MODELS[model], parallel=LAYOUTS[layout][1], precision=precision, optimizer=OptimizerConfig(lr=5e-4)
+        MODELS[model], parallel=LAYOUTS[layout][1], precision=precision, optimizer=tiny_optimizer(lr=5e-4)
     )
 
 

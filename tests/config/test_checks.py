@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.config.schema import Config
+from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 
 MOCK = ["--mock-data", "--vocab-size", "512"]
 
@@ -114,11 +115,6 @@ FULL = "--recompute-granularity full "
             "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4",
             "tensor_model_parallel_size(8) × pipeline_model_parallel_size(4) = 32 does not divide WORLD_SIZE(48); "
             "choose sizes whose product does",
-        ),
-        (
-            1,
-            "--sequence-parallel",
-            "tensor_model_parallel_size(1) has one rank; raise it or pass --no-sequence-parallel",
         ),
         (
             2,
@@ -325,7 +321,7 @@ FULL = "--recompute-granularity full "
             "rollback_on_loss_spike has no effect with loss_spike_threshold(0)",
         ),
         (1, "--bf16 --fp8-health-interval 5", "fp8_health_interval(5) has no effect under precision(bf16)"),
-        (1, "--lr-wsd-decay-iters 10", "lr_wsd_decay_iters(10) has no effect under lr_decay_style(cosine)"),
+        (1, "--lr-wsd-decay-iters 10", "lr_wsd_decay_iters(10) has no effect under lr_decay_style(linear)"),
         # checkpoints
         (1, "--save-interval 5", "save_interval(5) needs a folder to save into; give --save"),
         (1, "--keep-last 2", "keep_last(2) needs a folder to save into; give --save"),
@@ -436,7 +432,7 @@ FULL = "--recompute-granularity full "
         (1, "--load here --ckpt-step 0", "ckpt_step(0) is out of range"),
         (1, "--finetune", "finetune takes weights from load, which is not given; give --load"),
         # the tokens' split
-        (1, "--split 1,2", "split(1,2) is not three weights"),
+        (1, "--split 0,2", "split(0,2,0) is not three weights"),
         (1, "--split a,b,c", "split(a,b,c) is not three weights"),
     ],
 )
@@ -457,11 +453,14 @@ def test_what_cannot_work_is_one_line_with_its_values(world_size: int, flags: st
         ("--data-path a --tokenizer-type HuggingFaceTokenizer", "tokenizer_type(HuggingFaceTokenizer) needs"),
         ("--data-path a --tokenizer-type NullTokenizer", "tokenizer_type(NullTokenizer) needs vocab_size"),
         ("--mock-data", "mock_data needs vocab_size"),
-        ("--tokenizer-model t --train-data-path a", "eval_interval(100) with train_data_path needs valid_data_path"),
+        (
+            "--tokenizer-model t --train-data-path a --eval-interval 100",
+            "eval_interval(100) with train_data_path needs valid_data_path",
+        ),
         ("--tokenizer-model t --train-data-path a --valid-data-path b --split 9,1,0", "split(9,1,0) cuts data_path"),
         ("--tokenizer-model t --data-path a --valid-data-path b", "valid_data_path(b) and test_data_path() go with"),
         (
-            "--tokenizer-model t --data-path a --split 1,0,0",
+            "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100",
             "split(1,0,0) leaves nothing to validate on every eval_interval(100)",
         ),
     ],
@@ -509,8 +508,8 @@ def test_te_needs_transformer_engine(installed: bool, monkeypatch: pytest.Monkey
 
 
 def test_all_problems_come_at_once() -> None:
-    config = parse("--sequence-parallel --num-query-groups 4 --save-interval 5 --lr-decay-style WSD --split 1")
-    assert len(problems(config, 1)) == 5
+    config = parse("--num-query-groups 4 --save-interval 5 --lr-decay-style WSD --split a")
+    assert len(problems(config, 1)) == 4
 
 
 def test_sizes_are_those_of_one_rank() -> None:
@@ -547,7 +546,6 @@ IGNORED = [
     ("rotary_base", "--rotary-base 5", "under position_embedding_type(learned_absolute)"),
     ("rotary_percent", "--rotary-percent 0.5", "under position_embedding_type(learned_absolute)"),
     ("opt_level", "--bf16 --opt-level O2", "under precision(bf16); drop it or choose --precision fp8"),
-    ("fp8_recipe", "--bf16 --fp8-recipe delayed", "under precision(bf16)"),
     ("first_last_layers_bf16", "--fp16 --first-last-layers-bf16", "under precision(fp16)"),
     ("fp8_power_of_two_scales", "--bf16 --fp8-power-of-two-scales", "under precision(bf16)"),
     ("fp8_amax_history_len", "--fp8-amax-history-len 4", "under fp8_recipe(tensorwise); drop it or choose --fp8-re"),
@@ -556,9 +554,7 @@ IGNORED = [
     ("loss_scale_window", "--fp16 --loss-scale 8 --loss-scale-window 5", "with loss_scale(8.0)"),
     ("lr_warmup_init", "--lr-warmup-init 1e-5", "without a warm-up"),
     ("min_lr", "--lr-decay-style constant --min-lr 1e-5", "under lr_decay_style(constant)"),
-    ("lr_wsd_decay_style", "--lr-wsd-decay-style linear", "under lr_decay_style(cosine)"),
-    ("split", "--split 9,1,0", "with mock_data; drop it or give --data-path instead"),
-    ("data_cache_path", "--data-cache-path here", "with mock_data"),
+    ("lr_wsd_decay_style", "--lr-wsd-decay-style linear", "under lr_decay_style(linear)"),
     ("eod_mask_loss", "--eod-mask-loss", "with mock_data"),
     ("load_optim", "--no-load-optim", "without load; drop it or give --load"),
     ("wandb_exp_name", "--wandb-exp-name a", "without wandb_project"),
@@ -570,6 +566,19 @@ IGNORED = [
 def test_a_setting_that_its_mode_does_not_read_is_refused(name: str, flags: str, mode: str) -> None:
     (problem,) = problems(parse(flags), 1)
     assert problem.startswith(f"{name}(") and f") has no effect {mode}" in problem
+
+
+def test_a_files_recipe_is_refused_beside_bf16() -> None:
+    config = parse("")
+    (problem,) = problems(replace(config, precision=PrecisionConfig(precision="bf16", fp8_recipe="delayed")), 1)
+    assert problem.startswith("fp8_recipe(delayed) has no effect under precision(bf16)")
+
+
+def test_sequence_parallelism_needs_ranks() -> None:
+    """A command line turns it off instead."""
+    config = parse("")
+    (problem,) = problems(replace(config, parallel=ParallelConfig(sequence_parallel=True)), 1)
+    assert "tensor_model_parallel_size(1) has one rank; raise it or pass --no-sequence-parallel" in problem
 
 
 def test_a_tokenizers_model_is_not_read_by_the_null_tokenizer() -> None:
@@ -584,7 +593,7 @@ def test_a_blend_has_finite_weights(words: str) -> None:
     assert problem.startswith(f"data_path({words}) is no blend; give weight prefix weight prefix …, with finite")
 
 
-@pytest.mark.parametrize("split", ["nan,1,1", "inf,1,0", "1e308,1e308,0", "\uff11,1,0", "1_0,1,0", "9,1", "9,-1,0"])
+@pytest.mark.parametrize("split", ["nan,1,1", "inf,1,0", "1e308,1e308,0", "\uff11,1,0", "1_0,1,0", "9,1,0,0", "9,-1,0"])
 def test_a_split_has_finite_weights(split: str) -> None:
     (problem,) = problems(parse(f"--split {split}"), 1)
     assert problem.startswith(f"split({split}) is not three weights")

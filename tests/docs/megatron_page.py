@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from fp8_megatron.config.megatron_flags import Kind, Option, megatron_options
+from fp8_megatron.config.megatron_settings import OTHER_DEFAULTS
 from tests.docs.documents import ROOT
 
 PAGE = ROOT / "docs" / "from-megatron.md"
@@ -66,7 +67,15 @@ def _names(options: Sequence[Option]) -> str:
     return " ".join(f"`{name}`" for one in options for name in one.names)
 
 
-_TABLES = {"counts": _counts, "does": _does, "nothing": _nothing, "cannot": _cannot}
+def _defaults(options: Sequence[Option]) -> str:
+    theirs = {name[2:].replace("-", "_"): one.default for one in options for name in one.names}
+    lines = ["| setting | Megatron's | ours |", "| --- | --- | --- |"]
+    for name, ours in OTHER_DEFAULTS.items():
+        lines.append(f"| `--{name.replace('_', '-')}` | {theirs[name] or 'none'} | {ours} |")
+    return "\n".join(lines) + "\n"
+
+
+_TABLES = {"defaults": _defaults, "counts": _counts, "does": _does, "nothing": _nothing, "cannot": _cannot}
 
 if __name__ == "__main__":
     PAGE.write_text(written(), encoding="utf-8")

@@ -19,7 +19,13 @@ TINY_RUN: dict[str, Any] = {
     "mock_data": True,
     "num_workers": 0,
     "eval_interval": 0,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "lr": 1e-2,
+    "lr_decay_style": "cosine",
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "eval_iters": 10,
     "log_interval": 1000,
     "tensorboard": False,
 }

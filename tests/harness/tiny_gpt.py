@@ -35,7 +35,9 @@ from fp8_megatron.training.build import build_trainable_model
 VOCAB_SIZE = 256
 
 #: Every local weight of these models has a multiple of 4096 elements down to TP=2, as levels O1 and O2 want.
-GPT3_STYLE = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=4, seq_length=32)
+GPT3_STYLE = ModelConfig(
+    num_layers=2, hidden_size=128, num_attention_heads=4, seq_length=32, attention_dropout=0.0, hidden_dropout=0.0
+)
 LLAMA_STYLE = replace(
     GPT3_STYLE,
     ffn_hidden_size=256,
@@ -47,6 +49,11 @@ LLAMA_STYLE = replace(
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
 )
+
+
+def tiny_optimizer(**settings: Any) -> OptimizerConfig:
+    """The optimizer of tests: GPT-3's weight decay and second moment."""
+    return OptimizerConfig(**{"weight_decay": 0.1, "adam_beta2": 0.95, "lr_decay_style": "cosine", **settings})
 
 
 def tiny_config(
@@ -62,7 +69,7 @@ def tiny_config(
         model=model,
         parallel=parallel or ParallelConfig(),
         precision=precision or PrecisionConfig(),
-        optimizer=optimizer or OptimizerConfig(lr=1e-3),
+        optimizer=optimizer or tiny_optimizer(lr=1e-3),
         training=TrainingConfig(seed=seed),
     )
 

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 
-from fp8_megatron.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig
+from fp8_megatron.config.schema import Config, ModelConfig, PrecisionConfig
 from fp8_megatron.mcore.gpt import transformer_config
 from fp8_megatron.mcore.initialization import initial_values
 from fp8_megatron.mcore.runtime import runtime, seed_everything
@@ -25,6 +25,7 @@ from tests.harness.tiny_gpt import (
     TinyRun,
     random_batches,
     tiny_config,
+    tiny_optimizer,
     train_tiny_gpt,
 )
 
@@ -109,7 +110,7 @@ def test_follows_stock_megatron_step_for_step(
     config = tiny_config(
         replace(style, attention_backend=backend),
         precision=PrecisionConfig(precision="bf16"),
-        optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.1, clip_grad=1.0),
+        optimizer=tiny_optimizer(lr=5e-4, weight_decay=0.1, clip_grad=1.0),
     )
     batches = random_batches(1, 2).expand(NUM_STEPS, -1, -1, -1)  # one batch, so that the loss falls
     (ours,) = ranks.run(train_tiny_gpt, config, batches, num_ranks=1)

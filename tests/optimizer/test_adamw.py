@@ -20,12 +20,13 @@ from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients
 from fp8_megatron.sharding.partition import CHUNK
 from fp8_megatron.training.build import build_adamw
+from tests.harness.tiny_gpt import tiny_optimizer
 
 CPU = torch.device("cpu")
 SHAPES = {"linear": (128, 64), "other_linear": (64, 64), "matrix": (96, 32), "vector": (96,)}
 BF16 = PrecisionConfig(precision="bf16")
 #: No clipping, no decay, so that a step is Adam's alone.
-PLAIN = OptimizerConfig(lr=1e-2, weight_decay=0.0, clip_grad=0.0)
+PLAIN = tiny_optimizer(lr=1e-2, weight_decay=0.0, clip_grad=0.0)
 
 
 @dataclass
@@ -184,12 +185,15 @@ def test_trains_as_fp32_adamw_does(fp32_run: dict[str, Tensor], storage: str) ->
     assert snr_db(moved["vector"], fp32_run["vector"]) > 55.0  # FP32 state at every level
 
 
-@pytest.mark.parametrize(("kind", "reference_kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
+@pytest.mark.parametrize(
+    ("name", "decoupled", "reference_kind"),
+    [("adam", True, torch.optim.AdamW), ("adamw", True, torch.optim.AdamW), ("adam", False, torch.optim.Adam)],
+)
 def test_decay_is_torchs_on_matrices_and_none_on_vectors(
-    kind: str, reference_kind: type[torch.optim.Optimizer]
+    name: str, decoupled: bool, reference_kind: type[torch.optim.Optimizer]
 ) -> None:
     """Fed the same gradients, FP32 state is torch's to FP32 rounding: 20 steps of a few 2⁻²⁴, on a movement of 0.1."""
-    config = replace(PLAIN, optimizer=kind, weight_decay=0.3)  # type: ignore[arg-type]
+    config = replace(PLAIN, optimizer=name, decoupled_weight_decay=decoupled, weight_decay=0.3)  # type: ignore[arg-type]
     regression = make_regression(BF16, config)
     start = regression.masters()
     params = {name: torch.nn.Parameter(value) for name, value in initial_values().items()}

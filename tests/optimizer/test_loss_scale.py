@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.config.schema import Config, OptimizerConfig, PrecisionConfig
+from fp8_megatron.config.schema import Config, PrecisionConfig
 from fp8_megatron.optimizer.loss_scale import LossScale
 from fp8_megatron.training.build import build_loss_scale
+from tests.harness.tiny_gpt import tiny_optimizer
 
 CPU = torch.device("cpu")
 FP16 = PrecisionConfig(precision="fp16")
@@ -43,7 +44,7 @@ def test_halves_and_doubles(steps: str, expected: float) -> None:
 
 
 def test_constant_scale_stays() -> None:
-    scale = build_loss_scale(Config(precision=FP16, optimizer=OptimizerConfig(loss_scale=8.0)), CPU)
+    scale = build_loss_scale(Config(precision=FP16, optimizer=tiny_optimizer(loss_scale=8.0)), CPU)
     assert scale is not None and after(scale, "xxxx" + "." * 2000) == 8.0
     assert scale.scale_loss(torch.tensor(3.0)).item() == 24.0
 

@@ -33,12 +33,13 @@ from tests.harness.tiny_gpt import (
     forward_backward,
     random_batches,
     tiny_config,
+    tiny_optimizer,
     train_tiny_gpt,
 )
 
 CPU = torch.device("cpu")
 F = StorageDtype
-UNCLIPPED = OptimizerConfig(lr=1e-3, clip_grad=0.0)
+UNCLIPPED = tiny_optimizer(lr=1e-3, clip_grad=0.0)
 COMPANDED = PrecisionConfig(exp_avg_dtype=F.INT8, exp_avg_sq_dtype=F.UINT8)
 STRETCH = replace(COMPANDED, main_params_dtype=F.SPLIT)
 FORMS = {
@@ -86,7 +87,7 @@ def test_a_released_step_is_the_step(ranks: RankPool, form: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optimizer": replace(UNCLIPPED, optimizer="adam")},
+        {"optimizer": replace(UNCLIPPED, decoupled_weight_decay=False)},
         {"model": LLAMA_STYLE},
         {
             "training": TrainingConfig(

@@ -11,9 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from tests.harness.ranks import RankPool
-from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, random_batches, tiny_config, train_tiny_gpt
+from tests.harness.tiny_gpt import (
+    GPT3_STYLE,
+    LLAMA_STYLE,
+    TinyRun,
+    random_batches,
+    tiny_config,
+    tiny_optimizer,
+    train_tiny_gpt,
+)
 
 #: Half of every dimension, and of a micro-batch's 256 tokens, is a whole number of blocks.
 SEQ_LENGTH, STEPS, MICRO_BATCHES = 128, 4, 2
@@ -36,7 +44,7 @@ def _run(
     parallel: ParallelConfig | None = None,
     num_ranks: int = 1,
 ) -> TinyRun:
-    config = tiny_config(MODELS[model], precision=precision, parallel=parallel, optimizer=OptimizerConfig(lr=5e-4))
+    config = tiny_config(MODELS[model], precision=precision, parallel=parallel, optimizer=tiny_optimizer(lr=5e-4))
     first, *others = ranks.run(_train, config, num_ranks=num_ranks)
     assert all(run.losses == first.losses and run.grad_norms == first.grad_norms for run in others)
     return first

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.grad_buffer import GradBuffer
 from tests.harness.ranks import RankError, RankPool
@@ -31,11 +31,12 @@ from tests.harness.tiny_gpt import (
     TinyRun,
     random_batches,
     tiny_config,
+    tiny_optimizer,
     train_tiny_gpt,
 )
 
 #: Gentle enough that the gradient norm does not grow: differences would grow with it.
-OPTIMIZER = OptimizerConfig(lr=5e-4)
+OPTIMIZER = tiny_optimizer(lr=5e-4)
 MODELS = {"gpt3": replace(GPT3_STYLE, num_layers=4), "llama": replace(LLAMA_STYLE, num_layers=4)}
 PRECISIONS = {
     "bf16": PrecisionConfig(precision="bf16"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
 from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.initialization import named_quantizers_of_model
 from fp8_megatron.mcore.runtime import runtime, seed_everything
@@ -28,7 +28,7 @@ from fp8_megatron.training.build import TrainingState, build_training_state, slo
 from fp8_megatron.training.step_results import Mark, PendingStep, StepResult
 from fp8_megatron.training.train_step import train_step
 from tests.harness.ranks import RankPool
-from tests.harness.tiny_gpt import VOCAB_SIZE, random_batches, tiny_config
+from tests.harness.tiny_gpt import VOCAB_SIZE, random_batches, tiny_config, tiny_optimizer
 
 CPU = torch.device("cpu")
 DELAYED = PrecisionConfig(fp8_recipe="delayed")
@@ -139,7 +139,7 @@ def snapshot(state: TrainingState) -> list[Tensor]:
 
 def train(parallel: ParallelConfig, precision: PrecisionConfig, place: Place, spoils_last: bool) -> list[Step]:
     """`NUM_STEPS` steps of one rank; the last rank spoils the second, and the last one too if `spoils_last`."""
-    optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0 if precision.release_gradients else 1.0)
+    optimizer = tiny_optimizer(lr=1e-3, clip_grad=0.0 if precision.release_gradients else 1.0)
     config = tiny_config(parallel=parallel, precision=precision, optimizer=optimizer)
     config = replace(config, training=replace(config.training, micro_batch_size=4))
     with (

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8_megatron.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import GradReduceMode
 from tests.harness.ranks import RankPool
-from tests.harness.tiny_gpt import GPT3_STYLE, TinyRun, random_batches, tiny_config, train_tiny_gpt
+from tests.harness.tiny_gpt import GPT3_STYLE, TinyRun, random_batches, tiny_config, tiny_optimizer, train_tiny_gpt
 
 MODEL = replace(GPT3_STYLE, num_layers=2)
-OPTIMIZER = OptimizerConfig(lr=5e-4)
+OPTIMIZER = tiny_optimizer(lr=5e-4)
 #: Several buckets, so that parameters lie across owners.
 BUCKETS = ParallelConfig(ddp_bucket_size=1 << 16)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives import row_exchange
 from fp8_megatron.collectives.row_exchange import RowExchange
-from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig, TrainingConfig
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import (
@@ -30,6 +30,7 @@ from tests.harness.tiny_gpt import (
     TinyRun,
     random_batches,
     tiny_config,
+    tiny_optimizer,
     train_tiny_gpt,
 )
 
@@ -166,7 +167,7 @@ def _compare(
         shape,
         parallel=ParallelConfig(tensor_model_parallel_size=tensor_parallel, sequence_parallel=True),
         precision=PRECISIONS[precision],
-        optimizer=OptimizerConfig(lr=5e-4),
+        optimizer=tiny_optimizer(lr=5e-4),
     )
     if recompute is not None:
         training = TrainingConfig(

@@ -12,7 +12,6 @@ from fp8_megatron.config.schema import (
     CheckpointConfig,
     Config,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
 )
@@ -24,7 +23,7 @@ from fp8_megatron.reporting.memory_report import MemoryByKind, StorageBytes
 from fp8_megatron.training.build import build_training_state, measured_storage
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
-from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, tiny_config
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, tiny_config, tiny_optimizer
 
 CPU = torch.device("cpu")
 VOCAB = 1024
@@ -42,7 +41,7 @@ STRETCH = PrecisionConfig(
 
 
 def make_config(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batches: int) -> Config:
-    unclipped = OptimizerConfig(clip_grad=0.0)  # what gradients that are released need
+    unclipped = tiny_optimizer(clip_grad=0.0)  # what gradients that are released need
     config = tiny_config(model, parallel=parallel, precision=precision, optimizer=unclipped)
     return replace(config, training=replace(config.training, micro_batch_size=1, global_batch_size=micro_batches))
 

@@ -429,7 +429,7 @@ def o3_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None]
         {"opt_level": "O1", "params_dtype": "fp32", "main_grads_dtype": "bf16"},
         {"first_last_layers_bf16": True},
         {"fp8_power_of_two_scales": True, "fp8_recipe": "delayed", "fp8_amax_compute_algo": "most_recent"},
-        {"optimizer": "adam", "grad_accumulation_dtype": "fp32", "global_batch_size": 4},
+        {"decoupled_weight_decay": False, "grad_accumulation_dtype": "fp32", "global_batch_size": 4},
     ],
     ids=lambda dtypes: "-".join(map(str, dtypes.values())),
 )

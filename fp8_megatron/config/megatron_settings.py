@@ -1,0 +1,65 @@
+"""What Megatron does with settings after it has read them, and the defaults that are not Megatron's."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from .precision import PrecisionConfig
+from .schema import Config
+
+#: Settings whose default is not Megatron's, and why. docs/from-megatron.md shows them.
+OTHER_DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {
+        "fp8_recipe": "`tensorwise`; `--fp8-format` and `--fp8-hybrid` bring Megatron's `delayed`",
+        "fp8_amax_history_len": "16 steps; `--fp8-format` and `--fp8-hybrid` bring Megatron's 1",
+        "fp8_amax_compute_algo": "`max`; `--fp8-format` and `--fp8-hybrid` bring Megatron's `most_recent`",
+        "main_grads_dtype": "that of the level (`--opt-level`)",
+        "main_params_dtype": "that of the level",
+        "exp_avg_dtype": "that of the level",
+        "exp_avg_sq_dtype": "that of the level",
+        "initial_loss_scale": "2^16: Megatron's 2^32 overflows for 16 steps until it has halved to this",
+        "cuda_graph_impl": "`auto`: the same numbers, faster",
+        "tokenizer_type": "`GPT2BPETokenizer` with `--vocab-file` or `--merge-file`, else `SentencePieceTokenizer`",
+    }
+)
+#: Settings of token files. Random tokens need none of them, and Megatron's scripts give them.
+UNREAD_WITH_MOCK_DATA = ("split", "data_cache_path")
+
+_SPLIT = re.compile(r"[\s'\"]*[0-9.]+(?:[\s'\"]*[,/][\s'\"]*[0-9.]+){0,2}[\s'\"]*")
+
+
+def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
+    """`config` with what Megatron changes in it, and one line for each change that a user may not expect.
+
+    Sequence parallelism is off with one tensor-parallel rank. A split has three weights. No more layers keep transposes
+    than a stage has.
+    """
+    notes = []
+    parallel, precision = config.parallel, config.precision
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        parallel = dataclasses.replace(parallel, sequence_parallel=False)
+        notes.append("sequence_parallel is off: tensor_model_parallel_size is 1, and there is nothing to shard")
+    layers = max(config.model.num_layers // max(parallel.pipeline_model_parallel_size, 1), 1)
+    if precision.keep_fp8_transpose_cache > layers:
+        precision = dataclasses.replace(precision, keep_fp8_transpose_cache=layers)
+    data = dataclasses.replace(config.data, split=three_weights(config.data.split))
+    return dataclasses.replace(config, parallel=parallel, precision=precision, data=data), notes
+
+
+def three_weights(split: str) -> str:
+    """A split as three weights: ``99,1`` and ``'99,1,0'``, with its quotes, are ``99,1,0``. Other text stays."""
+    if not _SPLIT.fullmatch(split):
+        return split
+    weights = re.findall(r"[0-9.]+", split)
+    return ",".join([*weights, *["0"] * (3 - len(weights))])
+
+
+def precision_note(precision: PrecisionConfig) -> str:
+    """The line at the start of a run whose command line and files name no precision."""
+    return (
+        f"precision is {precision.precision} ({precision.opt_level}), the default here; --bf16 turns FP8 off "
+        f"(docs/from-megatron.md lists the defaults that are not Megatron's)"
+    )

@@ -1,0 +1,150 @@
+"""Settings that Megatron changes after it has read them, and Megatron's defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.io import load_config, parse_command_line, parse_config
+from fp8_megatron.config.megatron_flags import Kind, megatron_options
+from fp8_megatron.config.megatron_settings import OTHER_DEFAULTS, three_weights
+from fp8_megatron.config.schema import Config, ModelConfig
+from fp8_megatron.config.words import decimal
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+DEFAULTS: dict[str, Any] = {name: value for section in vars(Config()).values() for name, value in vars(section).items()}
+NO_PRECISION = "precision is fp8 (O3), the default here"
+
+
+def alike(ours: Any, theirs: str) -> bool:
+    ours = ours.value if isinstance(ours, Enum) else ours
+    if isinstance(ours, int | float):
+        return decimal(theirs) == ours
+    return str(ours) == theirs
+
+
+def test_defaults_are_megatrons() -> None:
+    """Every default that Megatron has, but for those that the documents name."""
+    theirs = {
+        name: option.default
+        for name, option in megatron_options().items()
+        if option.kind is Kind.DOES and name in DEFAULTS and option.default
+    }
+    others = {name for name, default in theirs.items() if not alike(DEFAULTS[name], default)}
+    assert len(theirs) > 40 and others == set(OTHER_DEFAULTS) - {"tokenizer_type"}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_state_what_training_depends_on(path: Path) -> None:
+    """A model's file does not change with the defaults: dropout, schedule and optimizer are GPT-3's and FP8-LM's."""
+    if path.stem == "fast":
+        pytest.skip("goes over a model's file")
+    config = load_config(path)
+    assert (config.model.attention_dropout, config.model.hidden_dropout) == (0.0, 0.0)
+    assert (config.optimizer.adam_beta1, config.optimizer.adam_beta2, config.optimizer.weight_decay) == (0.9, 0.95, 0.1)
+    assert config.optimizer.lr_decay_style == "cosine" and config.optimizer.decoupled_weight_decay
+    assert config.training.eval_interval > 0 and config.training.eval_iters in (8, 10)
+    parse_command_line(["--config", str(path)]).check_stated()
+
+
+def test_what_megatron_has_no_default_for_must_be_given() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_command_line(["--mock-data", "--hidden-size", "64", "--lr", "1e-3"]).check_stated()
+    assert str(error.value) == (
+        "not given: --num-layers --num-attention-heads --seq-length --micro-batch-size --train-iters; "
+        "give them, or a --config file such as configs/gpt_345m.yaml"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "settled"),
+    [
+        ("99,1,0", "99,1,0"),
+        ("'99,1,0'", "99,1,0"),
+        ("99,1", "99,1,0"),
+        ("969, 30, 1", "969,30,1"),
+        ("100", "100,0,0"),
+        (".9,.1,0", ".9,.1,0"),
+        ("98/2/0", "98,2,0"),
+        ("9,-1,0", "9,-1,0"),
+        ("1,2,3,4", "1,2,3,4"),
+        ("a,b", "a,b"),
+    ],
+)
+def test_forms_of_a_split(given: str, settled: str) -> None:
+    assert three_weights(given) == settled
+    assert parse_config(["--split", given]).data.split == settled
+
+
+def test_sequence_parallelism_is_off_on_one_rank(tmp_path: Path) -> None:
+    line = parse_command_line(["--sequence-parallel", "--bf16"])
+    assert not line.config.parallel.sequence_parallel
+    assert line.notes == ("sequence_parallel is off: tensor_model_parallel_size is 1, and there is nothing to shard",)
+    assert parse_config(["--sequence-parallel", "--tensor-model-parallel-size", "2"]).parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("", 0),
+        ("--keep-fp8-transpose-cache", 24),
+        ("--keep-fp8-transpose-cache --pipeline-model-parallel-size 4", 6),
+        ("--keep-fp8-transpose-cache 5", 5),
+        ("--keep-fp8-transpose-cache=5", 5),
+        ("--keep-fp8-transpose-cache 30 --num-layers 8", 8),
+    ],
+)
+def test_the_transpose_cache_is_a_switch_or_a_number(flags: str, layers: int) -> None:
+    assert parse_config(flags.split()).precision.keep_fp8_transpose_cache == layers
+
+
+@pytest.mark.parametrize(
+    ("flags", "recipe"),
+    [
+        ("--fp8-format hybrid", ("delayed", 1, "most_recent")),
+        ("--fp8-hybrid --msamp", ("delayed", 1, "most_recent")),
+        ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max", ("delayed", 1024, "max")),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", ("tensorwise", 16, "max")),
+        ("--fp8-recipe delayed", ("delayed", 16, "max")),
+        ("--msamp", ("tensorwise", 16, "max")),
+        (f"--config {CONFIGS / 'gpt_7b.yaml'} --fp8-format hybrid", ("tensorwise", 16, "max")),
+        (f"--config {CONFIGS / 'gpt_7b.yaml'} {CONFIGS / 'fast.yaml'} --fp8-hybrid", ("delayed", 16, "max")),
+    ],
+)
+def test_megatrons_switches_bring_its_recipe(flags: str, recipe: tuple[str, int, str]) -> None:
+    precision = parse_config(flags.split()).precision
+    assert (precision.fp8_recipe, precision.fp8_amax_history_len, precision.fp8_amax_compute_algo) == recipe
+
+
+def test_a_precision_that_nobody_chose_is_said(tmp_path: Path) -> None:
+    (note,) = parse_command_line([]).notes
+    assert note.startswith(NO_PRECISION)
+    for flags in (["--bf16"], ["--precision", "fp8"], ["--config", str(CONFIGS / "gpt_7b.yaml")]):
+        assert parse_command_line(flags).notes == ()
+
+
+def test_settings_of_token_files_have_nothing_to_do_with_random_tokens() -> None:
+    flags = ["--split", "9,1", "--data-cache-path", "a", "--bf16"]
+    assert parse_command_line([*flags, "--mock-data"]).notes == (
+        "nothing to do here for --split --data-cache-path (docs/from-megatron.md says why)",
+    )
+    assert parse_command_line(flags).notes == ()
+
+
+def test_the_split_of_a_file_gives_way_to_paths_of_each_part() -> None:
+    given = ["--config", str(CONFIGS / "gpt_7b.yaml")]
+    assert parse_config(given).data.split == "969,31,0"
+    assert parse_config([*given, "--train-data-path", "a"]).data.split == "969,30,1"
+    assert parse_config([*given, "--train-data-path", "a", "--split", "9,1,0"]).data.split == "9,1,0"
+
+
+@pytest.mark.parametrize(("hidden_size", "width"), [(4096, 10880), (5120, 13632), (8192, 21824), (768, 2048), (16, 64)])
+def test_the_width_of_a_gated_mlp_is_megatrons(hidden_size: int, width: int) -> None:
+    """⌊8/3 × hidden size⌋ rounded down to a multiple of 64, and at least 64."""
+    model = dataclasses.replace(ModelConfig(), hidden_size=hidden_size, swiglu=True)
+    assert model.padded_ffn_hidden_size == width
