@@ -14,6 +14,10 @@ import pytest
 from fp8_megatron.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
+SIZES = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
+    "--train-iters 5"
+)
 HEAVY = ("torch", "numpy", "megatron", "matplotlib")
 
 
@@ -88,7 +92,7 @@ def test_a_mistake_is_told_where_neither_torch_nor_megatron_can_be_imported(word
     """So it is told in less than a second, as both take several."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); from fp8_megatron import cli; "
-        f"sys.exit(cli.main('train --mock-data --vocab-size 64 {words}'.split()))"
+        f"sys.exit(cli.main('train --mock-data --vocab-size 64 {SIZES} {words}'.split()))"
     )
     result = python("-c", code)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
@@ -113,7 +117,7 @@ def test_cudnn_is_loaded_before_megatron_core_is_imported() -> None:
         "    except Called: print(name, 'megatron.core' in sys.modules)"
     )
     programs = (
-        ("pretrain_gpt", ["--mock-data", "--vocab-size", "64"]),
+        ("pretrain_gpt", ["--mock-data", "--vocab-size", "64", *SIZES.split()]),
         ("inspect_checkpoint", ["nowhere"]),
         ("convert_checkpoint", ["--input", "a", "--output", "b", "--to", "hf"]),
         ("generate_text", ["--load", "nowhere", "--prompt", "x"]),

@@ -13,6 +13,7 @@ from fp8_megatron.config.schema import Config, DataConfig, TrainingConfig
 from fp8_megatron.data.token_files import check_input_files
 from fp8_megatron.errors import UserError
 
+CONFIG = Path(__file__).parents[2] / "configs" / "gpt_345m.yaml"
 PROGRAM = """
 import sys
 from fp8_megatron.commands import pretrain_gpt
@@ -58,12 +59,18 @@ def test_every_missing_file_is_named(tokens: str, tmp_path: Path) -> None:
 
 def test_files_of_splits_that_are_not_read_may_be_missing(tokens: str) -> None:
     data = DataConfig(train_data_path=(tokens,), valid_data_path=("v",), test_data_path=("t",))
-    assert [line.split(":")[0] for line in problems(data)] == ["no dataset at v", "no dataset at t"]
-    assert problems(data, eval_interval=0) == [] and problems(data, eval_iters=0) == []
+    found = problems(data, eval_interval=100)
+    assert [line.split(":")[0] for line in found] == ["no dataset at v", "no dataset at t"]
+    assert (
+        problems(data) == []
+        and problems(data, eval_interval=0) == []
+        and problems(data, eval_interval=100, eval_iters=0) == []
+    )
 
 
 def test_a_missing_file_is_found_before_torch_is_imported(tmp_path: Path) -> None:
-    words = ["--data-path", "missing", "--tokenizer-model", "missing.model", "--output-dir", str(tmp_path / "run")]
+    words = ["--config", str(CONFIG), "--data-path", "missing", "--tokenizer-model", "missing.model"]
+    words += ["--output-dir", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *words], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert (

@@ -25,6 +25,7 @@ TINY_RUN: dict[str, Any] = {
     "lr_decay_style": "cosine",
     "weight_decay": 0.1,
     "adam_beta2": 0.95,
+    "train_iters": 1000,
     "eval_iters": 10,
     "log_interval": 1000,
     "tensorboard": False,

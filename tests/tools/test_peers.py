@@ -95,7 +95,7 @@ def test_figures_are_those_that_compare_wants(capsys: pytest.CaptureFixture[str]
     [
         (megatron_te, "bf16", {"eval_interval": 2}, "a peer has no --eval-interval 2"),
         (megatron_te, "bf16", {"save": "x"}, "a peer has no --save x"),
-        (megatron_te, "bf16", {"optimizer": "adam"}, "a peer has no --optimizer adam"),
+        (megatron_te, "bf16", {"decoupled_weight_decay": False}, "a peer has no --no-decoupled-weight-decay"),
         (torchao_fsdp2, "torch-bf16", {"hidden_dropout": 0.1}, "a peer has no --hidden-dropout 0.1"),
         (torchao_fsdp2, "torch-bf16", {"tensor_model_parallel_size": 2}, "tensor × pipeline parallel 2 × 1"),
         (torchao_fsdp2, "torch-bf16", {"recompute_granularity": "selective"}, "leave --recompute-granularity out"),
