@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Odd factors: the two of Wellons' "lowbias32", and 2³² over the golden ratio.
-FACTOR, SECOND_FACTOR, EXP_AVG_FACTOR = 0x7FEB352D, 0x846CA68B, 0x9E3779B1
+#: The odd factors of Wellons' "lowbias32".
+FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B
 
 
 class Places(NamedTuple):
@@ -68,6 +68,8 @@ GRIDS = {
     torch.float16: Grid(10, -14),
     torch.bfloat16: Grid(7, -126),
 }
+#: Sums below two to this power are multiples of its step. Noise of 23 bits of a smaller step is no FP32 number.
+SMALLEST_SUM = -102
 #: The split master's 16-bit float (see `adamw.split_master`).
 E4M11 = Grid(11, -6)
 
@@ -78,7 +80,10 @@ def seed_of(name: str) -> int:
 
 
 def rounding_bits(numel: int, step: Tensor, places: Places) -> Tensor:
-    """int32 [numel], 32 random bits an element: a hash of (seed, place, step). Over seeds and steps it is uniform.
+    """int32 [numel], 32 random bits an element: a hash of (seed, place, step).
+
+    The hash is a bijection of the seed's and step's key, so over seeds and steps the 32 bits are uniform and
+    independent.
 
     Args:
         step: [1], the count of the optimizer step, on the bits' device.
@@ -93,33 +98,32 @@ def rounding_bits(numel: int, step: Tensor, places: Places) -> Tensor:
         rows = torch.where(place < left, 0, 1 + (place - left).div(width, rounding_mode="floor"))
         place = place + rows.to(torch.int32) * gap
     key = mix(seed + mix(step.to(torch.int32)))
-    return mix_on((place + first) * FACTOR + key).view(-1)
+    return half_mix((place + first) * FACTOR + key).view(-1)
 
 
 def mix(x: Tensor) -> Tensor:
     """A bijection of 32 bits (in int32) whose every output bit depends on every input bit: Wellons' "lowbias32"."""
     # The masks make int32's arithmetic shifts logical; products wrap around.
-    return mix_on((x ^ ((x >> 16) & 0xFFFF)) * FACTOR)
-
-
-def mix_on(x: Tensor) -> Tensor:
-    """`mix` after its first product."""
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(SECOND_FACTOR)
+    x = half_mix((x ^ ((x >> 16) & 0xFFFF)) * FACTOR)
     return x ^ ((x >> 16) & 0xFFFF)
 
 
+def half_mix(x: Tensor) -> Tensor:
+    """`mix` between its first and its last step, a bijection too."""
+    return (x ^ ((x >> 15) & 0x1FFFF)) * (SECOND_FACTOR - 2**32)
+
+
 def exp_avg_bits(bits: Tensor, count: int) -> Tensor:
-    """`count` random bits for the first moment, int32: the upper bits of `bits` times an odd number."""
-    return ((bits * _signed(EXP_AVG_FACTOR)) >> (32 - count)) & ((1 << count) - 1)
-
-
-def exp_avg_sq_bits(bits: Tensor, count: int) -> Tensor:
-    """`count` random bits for the second moment, int32: the lower bits."""
+    """`count` random bits for the first moment, int32: the lower bits."""
     return bits & ((1 << count) - 1)
 
 
-def master_bits(bits: Tensor, count: int) -> Tensor:
-    """`count` random bits for the master, int32: the upper bits."""
+def exp_avg_sq_bits(bits: Tensor, count: int) -> Tensor:
+    """`count` random bits for the second moment, int32: the upper bits.
+
+    The master has them too. A step computes its change from the second moment before that is rounded, so no error is
+    multiplied with another.
+    """
     return (bits >> (32 - count)) & ((1 << count) - 1)
 
 
@@ -128,40 +132,53 @@ def uniform(bits: Tensor) -> Tensor:
     return (2 * bits + 1).float() * 2.0**-24
 
 
-def _signed(factor: int) -> int:
-    return factor - 2**32 if factor >= 2**31 else factor
+def master_noise(bits: Tensor) -> Tensor:
+    """FP32 in [0, 1) for the master: the upper 23 bits, as multiples of 2⁻²³."""
+    return exp_avg_sq_bits(bits, 23).float() * 2.0**-23
 
 
-def round_to_grid(x: Tensor, bits: Tensor, grid: Grid) -> Tensor:
-    """FP32 `x`, rounded stochastically to numbers of `grid`; exact on average, subnormal numbers included.
+def round_to_grid(
+    x: Tensor, bits: Tensor, grid: Grid, factor: Tensor | float = 1.0, least: Tensor | None = None
+) -> Tensor:
+    """FP32 ``x · factor``, rounded stochastically to numbers of `grid`; exact on average, subnormal numbers included.
 
     Scaled so that the format's subnormal numbers are those of FP32, every number of the format is an FP32 number whose
     last bits are 0. Random bits are added to them, and they are cut off.
 
     Args:
         bits: int32, as many random bits as `grid.dropped_bits`.
+        factor: a power of two that broadcasts. Below 2⁻¹⁴⁹ / `grid.to_subnormal` (2⁻²⁹ for E4M3, 2⁻³⁷ for FP16) it
+            counts as 0.
+        least: smaller values of x · factor count as this.
     """
-    as_bits = (x * grid.to_subnormal).view(torch.int32) + bits
+    scaled = x * (factor * grid.to_subnormal)
+    if least is not None:
+        scaled = torch.maximum(scaled, least * grid.to_subnormal)
+    as_bits = scaled.view(torch.int32) + bits
     rounded = (as_bits & -(1 << grid.dropped_bits)).view(torch.float32) * (1.0 / grid.to_subnormal)
-    return torch.where(torch.isfinite(x), rounded, x)
+    return torch.where(torch.isfinite(scaled), rounded, scaled)
 
 
 def round_sum_to_grid(x: Tensor, change: Tensor, noise: Tensor, grid: Grid, scale: Tensor | float = 1.0) -> Tensor:
     """FP32 ``x + change``, rounded stochastically to `scale` times numbers of `grid`; exact on average.
 
     The sum is never rounded to FP32: a change far below half a unit of FP32 arrives too. With x on the grid and
-    `change` 0, the result is x. Magnitudes are below 2¹⁰⁰. Without a scale, a sum that cancels
-    is right to 2⁻¹⁰⁹ only.
+    `change` 0, the result is x. Magnitudes are below 2¹⁰⁰. BF16 numbers below 2⁻¹⁰² are multiples of 2⁻¹⁰⁹.
 
     Args:
         change: FP32, of any size beside `x`.
-        noise: FP32 of `uniform`.
+        noise: FP32 of `master_noise`.
         scale: a power of two that broadcasts, or NaN, which gives NaN.
     """
     binade = ((x + change).view(torch.int32) & 0x7F800000).view(torch.float32)
-    binade = torch.maximum(binade, torch.as_tensor(scale, device=x.device) * 2.0**grid.smallest_exponent)
+    smallest = 2.0 ** max(grid.smallest_exponent, SMALLEST_SUM)
+    binade = torch.maximum(binade, torch.as_tensor(scale, device=x.device) * smallest)
+    step = binade * 2.0**-grid.mantissa_bits
     # A float plus `snap` is a whole number of steps; what it lost is added to the change.
     snapped = x + binade * grid.snap
     rest = (x - (snapped - binade * grid.snap)) + change
-    dither = (noise - 0.5) * 2.0**-grid.mantissa_bits
-    return (snapped + (rest + dither * binade)) - binade * grid.snap
+    # One to two steps are added. Rounded down, the sum is one step above x + change, stochastically rounded.
+    dithered = rest + (1.0 + noise) * step
+    total = snapped + dithered
+    total = torch.where(total - snapped > dithered, total - step, total)
+    return total - (binade * grid.snap + step)

@@ -1,6 +1,6 @@
 """Stochastic rounding in Triton: the bits and the rounding of `rounding`, bit for bit.
 
-An element costs 6 instructions for its bits without gaps, and 4 or 10 for rounding a moment or a master. Products with
+An element costs 4 instructions for its bits without gaps, and 4 or 9 for rounding a moment or a master. Products with
 powers of two are exact, so it does not matter whether they are fused with sums.
 """
 
@@ -12,12 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
-from .rounding import EXP_AVG_FACTOR, FACTOR, SECOND_FACTOR, Places
+from .rounding import FACTOR, SECOND_FACTOR, Places
 
 _FACTOR = tl.constexpr(FACTOR)
 _SECOND_FACTOR = tl.constexpr(SECOND_FACTOR)
-_EXP_AVG_FACTOR = tl.constexpr(EXP_AVG_FACTOR)
 
 # How rows of a shard end inside a tile's large blocks: never, at most once in each, or anywhere.
 _NO_GAPS, _WIDE, _NARROW = 0, 1, 2
@@ -26,13 +26,13 @@ _NO_GAPS, _WIDE, _NARROW = 0, 1, 2
 @triton.jit
 def _mix(x):
     """`rounding.mix` of uint32."""
-    return _mix_on((x ^ (x >> 16)) * _FACTOR)
+    x = _half_mix((x ^ (x >> 16)) * _FACTOR)
+    return x ^ (x >> 16)
 
 
 @triton.jit
-def _mix_on(x):
-    x = (x ^ (x >> 15)) * _SECOND_FACTOR
-    return x ^ (x >> 16)
+def _half_mix(x):
+    return (x ^ (x >> 15)) * _SECOND_FACTOR
 
 
 @triton.jit
@@ -86,19 +86,19 @@ def rounding_bits(key, number, left, width, gap, skipped, offsets, GAPS: tl.cons
         at = number + position
         rows = tl.where(at < left, 0, 1 + (at - left) // width)
         x += rows.to(tl.uint32, bitcast=True) * gap
-    return _mix_on(x)
+    return _half_mix(x)
 
 
 @triton.jit
 def exp_avg_bits(bits, COUNT: tl.constexpr):
     """`rounding.exp_avg_bits`, int32."""
-    return ((bits * _EXP_AVG_FACTOR) >> (32 - COUNT)).to(tl.int32, bitcast=True)
+    return (bits & ((1 << COUNT) - 1)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def exp_avg_sq_bits(bits, COUNT: tl.constexpr):
     """`rounding.exp_avg_sq_bits`, int32."""
-    return (bits & ((1 << COUNT) - 1)).to(tl.int32, bitcast=True)
+    return (bits >> (32 - COUNT)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -109,25 +109,33 @@ def companding_noise(bits):
 
 
 @triton.jit
-def round_to_grid(x, bits, dtype: tl.constexpr, SECOND: tl.constexpr, LEAST: tl.constexpr):
-    """`rounding.round_to_grid`: numbers of `dtype`, of which `x` is below the largest. An inf or a NaN gives anything.
+def round_to_grid(x, factor, bits, dtype: tl.constexpr, SECOND: tl.constexpr, SCALED: tl.constexpr, has_values=True):
+    """`rounding.round_to_grid`: numbers of `dtype`, of which x · factor is below the largest. An inf or a NaN gives
+    anything.
 
     Args:
+        factor: a power of two.
         SECOND: a second moment, not below 0.
-        LEAST: first moments below it become 0.
+        SCALED: whether the storage has scales. If so, first moments below the smallest number become 0.
+        has_values: where true, second moments with scales are at least the smallest number.
     """
     MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 10 if dtype == tl.float16 else 7
     TO_SUBNORMAL: tl.constexpr = 2.0**-120 if dtype == tl.float8e4nv else 2.0**-112 if dtype == tl.float16 else 1.0
     CODE: tl.constexpr = tl.int8 if dtype == tl.float8e4nv else tl.int16
+    scaled = x * (factor * TO_SUBNORMAL)
+    # The smallest number, scaled, from its bits: Triton takes a literal below FP32's normal range for FP64.
+    smallest = tl.full([], 1 << (23 - MANTISSA), tl.int32).to(tl.float32, bitcast=True)
     if SECOND:
-        rounded = (x * TO_SUBNORMAL).to(tl.int32, bitcast=True) + exp_avg_sq_bits(bits, 23 - MANTISSA)
+        if SCALED:
+            scaled = tl.maximum(scaled, tl.where(has_values, smallest, 0.0))
+        rounded = scaled.to(tl.int32, bitcast=True) + exp_avg_sq_bits(bits, 23 - MANTISSA)
         # Without a sign the bits that are left are those of the number in `dtype`.
         return (rounded >> (23 - MANTISSA)).to(CODE).to(dtype, bitcast=True)
     else:
-        rounded = (x * TO_SUBNORMAL).to(tl.int32, bitcast=True) + exp_avg_bits(bits, 23 - MANTISSA)
+        rounded = scaled.to(tl.int32, bitcast=True) + exp_avg_bits(bits, 23 - MANTISSA)
         rounded &= -(1 << (23 - MANTISSA))
-        if LEAST > 0.0:
-            rounded = tl.where(tl.abs(x) < LEAST, 0, rounded)
+        if SCALED:
+            rounded = tl.where(tl.abs(scaled) < smallest, 0, rounded)
         return (rounded.to(tl.float32, bitcast=True) * (1.0 / TO_SUBNORMAL)).to(dtype)
 
 
@@ -139,16 +147,15 @@ def round_sum_to_grid(x, change, bits, smallest_normal, MANTISSA: tl.constexpr):
         smallest_normal: the scale times the format's smallest normal number.
     """
     SNAP: tl.constexpr = 12582912.0 / (1 << MANTISSA)
-    CENTRE: tl.constexpr = 1.5 / (1 << MANTISSA)
-    HALF_A_BIT: tl.constexpr = 5.9604644775390625e-08 / (1 << MANTISSA)  # 2⁻²⁴ steps
-    ONE_BITS: tl.constexpr = 0x3F800000 - (MANTISSA << 23)
+    SNAP_AND_A_STEP: tl.constexpr = 12582913.0 / (1 << MANTISSA)
+    STEP_BITS: tl.constexpr = 0x3F800000 - (MANTISSA << 23)
     binade = ((x + change).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     binade = tl.maximum(binade, smallest_normal, propagate_nan=tl.PropagateNan.ALL)
     snapped = tl.fma(binade, SNAP, x)
     rest = (x - tl.fma(binade, -SNAP, snapped)) + change
-    # Random bits below a float's exponent are uniform over one binade.
-    dither = (((bits >> 9) + ONE_BITS).to(tl.float32, bitcast=True) - CENTRE) + HALF_A_BIT
-    return tl.fma(binade, -SNAP, snapped + tl.fma(dither, binade, rest))
+    # Random bits below a float's exponent are uniform over one binade: here one to two steps.
+    dither = ((bits >> 9) + STEP_BITS).to(tl.float32, bitcast=True)
+    return tl.fma(binade, -SNAP_AND_A_STEP, libdevice.add_rd(snapped, tl.fma(dither, binade, rest)))
 
 
 def place_arguments(n: int, places: Places, stand_in: Tensor, large_block: int) -> tuple[Tensor, int, int]:

@@ -20,7 +20,7 @@ from ..rounding import (
     GRIDS,
     exp_avg_bits,
     exp_avg_sq_bits,
-    master_bits,
+    master_noise,
     round_sum_to_grid,
     round_to_grid,
     rounding_bits,
@@ -139,12 +139,12 @@ def _store_moment_(
     amax = blocks.abs().amax(dim=1, keepdim=True)
     scale = scale_from_amax(amax, payload.dtype, power_of_two=True)
     scales.copy_(scale.view(-1))
-    scaled = blocks * scale.reciprocal()
+    inverse, noise = scale.reciprocal(), noise.view_as(blocks)
     if take is exp_avg_sq_bits:
-        scaled = torch.maximum(scaled, torch.where(amax > 0.0, grid.smallest, 0.0))
-    rounded = round_to_grid(scaled, noise.view_as(blocks), grid)
-    if take is exp_avg_bits:
-        rounded = torch.where(scaled.abs() < grid.smallest, 0.0, rounded)
+        rounded = round_to_grid(blocks, noise, grid, inverse, torch.where(amax > 0.0, grid.smallest, 0.0))
+    else:
+        rounded = round_to_grid(blocks, noise, grid, inverse)
+        rounded = torch.where((blocks * inverse).abs() < grid.smallest, 0.0, rounded)
     payload.copy_(rounded.view(-1))
 
 
@@ -152,7 +152,7 @@ def _store_master_(p: Tensor, change: Tensor, master: FlatState, bits: Tensor | 
     """``p + change`` [n], rounded stochastically into storage."""
     assert bits is not None
     payload, scales = master
-    noise, grid = uniform(master_bits(bits, 23)), GRIDS[payload.dtype]
+    noise, grid = master_noise(bits), GRIDS[payload.dtype]
     if scales is None:
         payload.copy_(round_sum_to_grid(p, change, noise, grid))
         return

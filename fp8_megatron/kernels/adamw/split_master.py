@@ -21,7 +21,7 @@ from ...formats import E4M3, MAX_FINITE
 from ..quantize.blockwise import load_state
 from ..reference import scale_from_amax
 from ..registration import operator
-from ..rounding import E4M11, master_bits, round_sum_to_grid, rounding_bits, uniform
+from ..rounding import E4M11, master_noise, round_sum_to_grid, rounding_bits
 from .operands import AdamHyper, SplitAdamState
 from .reference import adam_change_, shrunk_too, update_where_finite
 
@@ -119,7 +119,7 @@ def adamw_split_step_(
         g = load_state(*state.grad) * grad_factor
         bits = rounding_bits(p.numel(), step, state.places)
         change = shrunk_too(adam_change_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper, bits), p, hyper)
-        noise = uniform(master_bits(bits, 23)).view(shape)
+        noise = master_noise(bits).view(shape)
         p = round_sum_to_grid(p.view(shape), change.view(shape), noise, E4M11, new_scale)
         payload, rest = split_master(p, new_scale)
         weight.copy_(payload.view(-1))

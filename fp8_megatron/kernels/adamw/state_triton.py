@@ -165,7 +165,7 @@ def store_moment(
         if dtype == tl.float32:
             _store(value, payload, start, offsets, n, EVEN)
         else:
-            rounded = round_to_grid(value, bits, dtype, SECOND, 0.0)
+            rounded = round_to_grid(value, 1.0, bits, dtype, SECOND, False)
             rounded = tl.where(tl.abs(value) < float("inf"), rounded, value.to(dtype))
             _store(rounded, payload, start, offsets, n, EVEN)
     else:
@@ -176,11 +176,7 @@ def store_moment(
             encoded = encode_companded(value, scale, companding_noise(noise), dtype)
         else:
             scale, inverse = block_scale(amax_bits, FP_MAX_BITS)
-            SMALLEST: tl.constexpr = 2.0**-24 if dtype == tl.float16 else 2.0**-9
-            value *= inverse
-            if SECOND:
-                value = tl.maximum(value, tl.where(amax_bits > 0, SMALLEST, 0.0))
-            encoded = round_to_grid(value, bits, dtype, SECOND, 0.0 if SECOND else SMALLEST)
+            encoded = round_to_grid(value, inverse, bits, dtype, SECOND, True, amax_bits > 0)
         _store_scales(scale, scales, start, offsets, n, SCALES, EVEN)
         _store(encoded, payload, start, offsets, n, EVEN)
 
@@ -205,7 +201,7 @@ def store_master(
     """
     dtype: tl.constexpr = payload.dtype.element_ty
     MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 10 if dtype == tl.float16 else 7
-    NORMAL: tl.constexpr = 2.0**-6 if dtype == tl.float8e4nv else 2.0**-14 if dtype == tl.float16 else 2.0**-126
+    NORMAL: tl.constexpr = 2.0**-6 if dtype == tl.float8e4nv else 2.0**-14 if dtype == tl.float16 else 2.0**-102
     if SCALES == 0:
         if dtype == tl.float32:
             stored = p + change

@@ -34,6 +34,9 @@ from .state_triton import (
     tile_offsets,
 )
 
+# A learning rate below its reciprocal, 1e-17, moves nothing. The square of a larger one is within FP32's range.
+_MOST_PER_STEP = tl.constexpr(1e17)
+
 
 @triton.jit
 def _adamw_step(
@@ -88,8 +91,11 @@ def _adamw_step(
     factor = tl.load(grad_factor)
     if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
         num_step = tl.load(step)
-        step_size = lr / -_expm1(num_step * log_beta1)
-        inverse_correction2 = 1.0 / -_expm1(num_step * log_beta2)
+        # The change is -m / (√(v · v_factor) + eps_per_step): the step size is inside the divisor.
+        per_step = -_expm1(num_step * log_beta1) / lr
+        moves = per_step < _MOST_PER_STEP
+        v_factor = tl.where(moves, per_step * per_step / -_expm1(num_step * log_beta2), 0.0)
+        eps_per_step = tl.where(moves, eps * per_step, float("inf"))
         offsets = tile_offsets(SPLIT, ROWS, BLOCK)
         largest = tl.zeros(offsets.shape, tl.float32)
         bits = 0
@@ -107,7 +113,7 @@ def _adamw_step(
             m = load_tile(exp_avg, exp_avg_scales, start, offsets, n, beta1, EXP_AVG_SCALES, EVEN) + one_minus_beta1 * g
             v = load_tile(exp_avg_sq, exp_avg_sq_scales, start, offsets, n, beta2, EXP_AVG_SQ_SCALES, EVEN)
             v += one_minus_beta2 * g * g
-            change = libdevice.fast_dividef(step_size * m, tl.sqrt(v * inverse_correction2) + eps)
+            change = libdevice.fast_dividef(m, -tl.sqrt(v * v_factor) - eps_per_step)
             if ROUNDS:
                 change = tl.clamp(change, -largest_change, largest_change, propagate_nan=tl.PropagateNan.ALL)
                 if IN_ONE_UNIT:
@@ -124,9 +130,9 @@ def _adamw_step(
                 *(True, EXP_AVG_SQ_MAX_BITS, EXP_AVG_SQ_SCALES, EVEN),
             )
             if MASTER_ROUNDS:
-                change += shrink * p
+                change -= shrink * p
             stored = store_master(
-                *(p, -change, master, master_scales, start, offsets, n, bits),
+                *(p, change, master, master_scales, start, offsets, n, bits),
                 *(MASTER_MAX_BITS, MASTER_SCALES, EVEN),
             )
             if HAS_WEIGHT:
