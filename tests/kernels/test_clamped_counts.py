@@ -25,7 +25,7 @@ DEVICES = [
     ),
 ]
 #: Rows and columns: one tile with a border, many programs, rows as long as GPT-7B's, rows beyond the CUDA kernel's.
-SHAPES = [(48, 80), (4096, 1024), (160, 4096), (64, 8192)]
+SHAPES = [(48, 96), (4096, 1024), (160, 4096), (64, 8192)]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -170,7 +170,7 @@ def cases(rows: int, columns: int) -> dict[str, Case]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", cases(48, 80))
+@pytest.mark.parametrize("name", cases(48, 96))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_clamped_elements_are_counted(shape: tuple[int, int], name: str, device: str) -> None:
     """Scales that clamp nothing, single elements and most of them; records add up over casts."""
