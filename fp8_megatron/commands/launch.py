@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from .program import share_import_path
+from .stop_request import TORCHRUN_SIGNALS, passing_on_sigterm
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Placement:
         on_cpu: ranks see no GPU and communicate over gloo.
         num_nodes, node_rank, master_addr, master_port: as for torchrun.
         max_restarts: how often torchrun starts all ranks again after one failed.
+        launch: name of this launch, the same on all nodes; None: torchrun chooses one.
     """
 
     ranks_per_node: int
@@ -32,6 +35,7 @@ class Placement:
     master_addr: str | None = None
     master_port: int = 29500
     max_restarts: int = 0
+    launch: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -39,15 +43,30 @@ class Placement:
         return self.ranks_per_node * self.num_nodes
 
     def torchrun_arguments(self) -> list[str]:
-        """torchrun's own arguments for this node."""
-        ranks = ["--nproc-per-node", str(self.ranks_per_node)]
+        """torchrun's own arguments for this node.
+
+        Nodes meet at fixed numbers. With restarts they meet anew each time, so torchrun numbers them.
+        """
+        ranks = ["--nproc-per-node", str(self.ranks_per_node), "--signals-to-handle", TORCHRUN_SIGNALS]
         if self.max_restarts > 0:
             ranks += ["--max-restarts", str(self.max_restarts)]
         if self.num_nodes == 1:
             return ["--standalone", *ranks]
         assert self.master_addr is not None
+        nodes = ["--nnodes", str(self.num_nodes)]
+        if self.launch is not None:
+            nodes += ["--rdzv-id", self.launch]
+        if self.max_restarts > 0:
+            endpoint = f"{self.master_addr}:{self.master_port}"
+            return [*nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *ranks]
         master = ["--master-addr", self.master_addr, "--master-port", str(self.master_port)]
-        return ["--nnodes", str(self.num_nodes), "--node-rank", str(self.node_rank), *master, *ranks]
+        return [*nodes, "--node-rank", str(self.node_rank), *master, *ranks]
+
+
+def slurm_launch() -> str | None:
+    """The name of this start of a Slurm job; another start after a requeue has another. None outside of Slurm."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return None if job is None else f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def check_gpus(placement: Placement) -> None:
@@ -75,7 +94,8 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder
         folder: of the run's log, for the report of a job that was restarted; None: there is no report.
 
     Returns:
-        0, or the exit status of the rank that failed first (128 + the signal that ended it).
+        0, or the exit status of the rank that failed first (128 + the signal that ended it). After SIGTERM to this
+        process 143 (128 + SIGTERM); its ranks have saved and ended by then.
     """
     if placement.on_cpu:
         hide_gpus()
@@ -90,7 +110,8 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder
     arguments = [*placement.torchrun_arguments(), "-m", module, *words]
     started = datetime.now(UTC)
     try:
-        torchrun.run(torchrun.parse_args(arguments))
+        with passing_on_sigterm() as stopped:
+            torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
@@ -101,7 +122,7 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder
         return status
     except SignalException as error:
         return 128 + error.sigval
-    return 0
+    return 128 + signal.SIGTERM if stopped.is_set() else 0
 
 
 def _report_restarts(folder: Path, started: datetime, text: str, placement: Placement) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from functools import partial
 from ..config.checks import check_config
 from ..config.folder_checks import check_run_folders
 from ..data.token_files import check_input_files
+from ..device.processes import launch_id
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
 from .program import exit_status, prepare_megatron, show
@@ -49,6 +51,9 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
         trainer = Trainer(config)
         with logging_errors_in(trainer.output_dir):
             trainer.fit()
+            if launch_id() is not None:
+                # The launcher and the scheduler both pass SIGTERM on. One that comes late must not fail this rank.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except (TrainingDiverged, LossSpike, ReplicasDiffer) as error:
         show(error)
         return _DIVERGED_STATUS

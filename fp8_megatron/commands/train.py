@@ -18,7 +18,7 @@ from ..config.io import parse_config
 from ..data.token_files import check_input_files
 from ..errors import UserError
 from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
-from .launch import Placement, check_gpus, hide_gpus, run_ranks
+from .launch import Placement, check_gpus, hide_gpus, run_ranks, slurm_launch
 from .program import exit_status
 from .run_settings import run_command_line
 
@@ -161,6 +161,7 @@ def _placement(own: argparse.Namespace) -> Placement:
         master_addr=own.master_addr,
         master_port=29500 if own.master_port is None else own.master_port,
         max_restarts=own.max_restarts,
+        launch=slurm_launch() if own.nnodes > 1 else None,
     )
 
 
