@@ -14,7 +14,7 @@ PYTEST := $(PY) -m pytest
 # What is tested on a CPU sees no GPU: two ranks of a test would want two.
 ON_CPU := CUDA_VISIBLE_DEVICES=
 BIN := $(filter-out ./,$(dir $(PY)))
-SCRIPTS := .ci/run $(wildcard scripts/*.sh)
+SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/slurm/*)
 
 .PHONY: help quickstart test test-slow test-torch test-gpu test-multigpu lint docs format clean
 
@@ -45,12 +45,13 @@ test-gpu: $(SETUP)  ## The tests of one GPU (PY=python3 takes your own environme
 test-multigpu: $(SETUP)  ## The tests of several GPUs
 	$(PYTEST) -m multigpu --timeout 900
 
-lint: $(SETUP)  ## ruff, mypy, import layers, shellcheck
+lint: $(SETUP)  ## ruff, mypy, import layers, shellcheck, hadolint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(BIN)lint-imports
 	$(BIN)shellcheck $(SCRIPTS)
+	$(BIN)hadolint Dockerfile
 
 docs: $(SETUP)  ## The documentation site, built strictly into runs/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict

@@ -76,7 +76,7 @@ def test_plain_text_takes_flags_of_preprocess_and_a_given_tokenizer(tmp_path: Pa
     assert "tokenizer: 300 pieces" in first
     tokenizer = "made/tokenizer.model"
     again = prepare(
-        tmp_path, "--output", "again", "--tokenizer-model", tokenizer, "--split-on-blank-lines", "a.txt.bz2"
+        tmp_path, "--output", "again", "--tokenizer-model", tokenizer, "a.txt.bz2", "--", "--split-on-blank-lines"
     )
     assert "pieces" not in again
     for folder in ("made", "again"):

@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# scripts/pretrain_llama_8b.sh [bf16|te|fp8] [flags]: configs/llama_8b.yaml with configs/recipes/llama_8b.yaml; scripts/launch.sh has the rest.
+exec "$(dirname "${BASH_SOURCE[0]}")/launch.sh" llama_8b "$@"
