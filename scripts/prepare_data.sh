@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A public corpus, in any of its usual forms, as token files.
 #
-#   scripts/prepare_data.sh --output FOLDER [flags] INPUT…
+#   scripts/prepare_data.sh --output FOLDER [flags] INPUT… [-- flags of fp8-megatron preprocess]
 #
 # INPUT: files, folders (all files of these kinds below them) or https:// addresses, of JSON lines (.jsonl, .json,
 # .ndjson), text (.txt, .text, .md), both plain or compressed (.gz, .xz, .bz2, .zst), and Parquet. Examples:
@@ -15,7 +15,7 @@
 #   --vocab-size N           of a tokenizer that is trained (32000)
 #   --json-keys KEY          key or column of the text (text)
 #   --workers N              processes (all cores)
-#   all other flags          go to fp8-megatron preprocess, e.g. --split-on-blank-lines
+# For example, after --: --split-on-blank-lines, or --vocab-file FILE --merge-file FILE of a GPT2BPETokenizer.
 # Environment: PY (default .venv/bin/python of this repository, else python3).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -42,14 +42,18 @@ while [ $# -gt 0 ]; do
       esac
       shift
       ;;
-    --*) others+=("$1") ;;
+    --)
+      shift
+      others=("$@")
+      break
+      ;;
+    --*) fail "unknown flag $1; flags of fp8-megatron preprocess come after the inputs and --" ;;
     *) inputs+=("$1") ;;
   esac
   shift
 done
 [ -n "$output" ] || fail "give --output FOLDER"
 [ ${#inputs[@]} -gt 0 ] || fail "give at least one file, folder or https:// address"
-[ -n "$tokenizer" ] || [ "$type" = SentencePieceTokenizer ] || fail "--tokenizer-type $type needs --tokenizer-model"
 
 python=${PY:-$root/.venv/bin/python}
 if [ -z "${PY:-}" ] && ! [ -x "$python" ]; then python=python3; fi
@@ -100,7 +104,7 @@ if [ ${#tables[@]} -gt 0 ]; then
   run parquet_to_jsonl --input "${tables[@]}" --output "$lines" --json-keys "$key"
   texts+=("$lines")
 fi
-if [ -z "$tokenizer" ]; then
+if [ -z "$tokenizer" ] && [ "$type" = SentencePieceTokenizer ]; then
   tokenizer=$output/tokenizer.model
   if [ -f "$tokenizer" ]; then
     say "tokenizer: $tokenizer is there"
@@ -110,7 +114,9 @@ if [ -z "$tokenizer" ]; then
   fi
 fi
 say "token files"
-run preprocess_data --input "${texts[@]}" --json-keys "$key" --tokenizer-type "$type" --tokenizer-model "$tokenizer" \
+tokens=(--tokenizer-type "$type")
+if [ -n "$tokenizer" ]; then tokens+=(--tokenizer-model "$tokenizer"); fi
+run preprocess_data --input "${texts[@]}" --json-keys "$key" "${tokens[@]}" \
   --output-prefix "$output/corpus" --append-eod --workers "$workers" "${others[@]}"
 if [ ${#tables[@]} -gt 0 ]; then rm "$lines"; fi
-say "done; train with --data-path $output/corpus_${key}_document --tokenizer-type $type --tokenizer-model $tokenizer"
+say "done; train with --data-path $output/corpus_${key}_document ${tokens[*]}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.data.tokenizer import build_tokenizer
+from fp8_megatron.data.tokenizer_settings import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "prepare_data.sh"
@@ -35,7 +35,7 @@ def documents(prefix: Path, tokenizer: Path) -> list[str]:
     """The texts of token files."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    decoder = build_tokenizer("SentencePieceTokenizer", str(tokenizer), None)
+    decoder = build_tokenizer("SentencePieceTokenizer", str(tokenizer))
     dataset = IndexedDataset(str(prefix))
     return [decoder.decode([int(token) for token in dataset[index]][:-1]) for index in range(len(dataset))]
 
@@ -72,7 +72,7 @@ def test_all_forms_of_a_folder_become_one_corpus(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_plain_text_takes_flags_of_preprocess_and_a_given_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt.bz2").write_bytes(bz2.compress("\n\n".join(text.strip() for text in TEXTS).encode()))
-    first = prepare(tmp_path, "--output", "made", "--vocab-size", "300", "--split-on-blank-lines", "a.txt.bz2")
+    first = prepare(tmp_path, "--output", "made", "--vocab-size", "300", "a.txt.bz2", "--", "--split-on-blank-lines")
     assert "tokenizer: 300 pieces" in first
     tokenizer = "made/tokenizer.model"
     again = prepare(
@@ -93,8 +93,8 @@ def test_plain_text_takes_flags_of_preprocess_and_a_given_tokenizer(tmp_path: Pa
         ("--output made .", "error: . holds no .jsonl, .json, .ndjson, .txt, .text, .md or .parquet file"),
         ("missing.jsonl --output", "error: --output has no value; give one after it, or drop it"),
         (
-            "--output made --tokenizer-type TikTokenizer x",
-            "error: --tokenizer-type TikTokenizer needs --tokenizer-model",
+            "--output made --append-eod x",
+            "error: unknown flag --append-eod; flags of fp8-megatron preprocess come after the inputs and --",
         ),
     ],
 )
