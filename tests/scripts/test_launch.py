@@ -71,6 +71,22 @@ def test_each_recipe_and_precision_is_a_run_that_its_smallest_layout_takes(
     assert layout == RECIPES[recipe]
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_first_try_of_a_few_steps_is_a_run_too(recipe: str) -> None:
+    files = [str(ROOT / "configs" / folder / f"{recipe}.yaml") for folder in (".", "recipes")]
+    check_config(parse_config(["--config", *files, "--mock-data", "--train-iters", "20"]), RECIPES[recipe])
+
+
+def test_the_recipe_of_175b_trains_on_300_billion_tokens_while_its_batch_grows() -> None:
+    files = [str(ROOT / "configs" / folder / "gpt_175b.yaml") for folder in (".", "recipes")]
+    config = parse_config(["--config", *files, "--mock-data"])
+    batches = config.batch_schedule(128)
+    assert config.training.train_iters is not None
+    samples = batches.num_samples(config.training.train_iters)
+    assert 0 <= 300e9 - 2048 * samples < 2048 * 1536, "all but an incomplete last batch"
+    assert batches.batch_size(0) * 2048 == 32_768 and batches.batch_size(round(12e9 / 2048) + 1) == 1536
+
+
 def test_every_recipe_has_a_script_and_every_script_a_recipe() -> None:
     found = {path.stem.removeprefix("pretrain_") for path in SCRIPTS.glob("pretrain_*.sh")}
     assert found == set(RECIPES)
