@@ -99,6 +99,29 @@ def ancestors(root: Path, iteration: int) -> list[int]:
     return [number for number in lower if number in own]
 
 
+def megatron_rank_folder(folder: Path, tensor_rank: int, stage: int, stages: int) -> Path:
+    """The folder of one model-parallel rank in a ``torch`` checkpoint of Megatron-LM."""
+    return folder / (f"mp_rank_{tensor_rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+
+
+def is_torch_files(folder: Path) -> bool:
+    """Whether a folder is a ``torch`` checkpoint of Megatron-LM."""
+    return any((folder / name / "model_optim_rng.pt").is_file() for name in ("mp_rank_00", "mp_rank_00_000"))
+
+
+def is_megatron_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint that Megatron-LM wrote."""
+    if (folder / META).is_file() or (folder / MANIFEST).is_file():
+        return False
+    return is_torch_files(folder) or all((folder / name).is_file() for name in (".metadata", "common.pt"))
+
+
+def megatron_iterations(root: Path) -> list[int]:
+    """Iterations that have a checkpoint of Megatron-LM under `root`, ascending."""
+    matches = ((_FOLDER.fullmatch(path.name), path) for path in root.glob("iter_*"))
+    return sorted(int(match[1]) for match, path in matches if match is not None and is_megatron_checkpoint(path))
+
+
 def unfinished_folders(root: Path) -> list[str]:
     """Names of folders that were being written when a run ended."""
     return sorted(path.name for path in root.glob("iter_*.tmp"))
@@ -113,7 +136,7 @@ def named_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, in
         CheckpointError: path and iteration contradict each other.
     """
     match = _FOLDER.fullmatch(path.name)
-    if match is None or saved_iterations(path):
+    if match is None or saved_iterations(path) or megatron_iterations(path):
         return path, iteration
     if iteration not in (None, int(match[1])):
         raise CheckpointError(f"ckpt_step({iteration}) is not the checkpoint that load({path}) names; drop one of them")
@@ -146,8 +169,8 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
             f"{folder} has format version 2 ({_OLD_META} and state_*.safetensors), this version reads 3 "
             f"(torch_dist); resume it with the version that wrote it, or start without --load"
         )
-    if iteration is None:
-        return [wanted, *ancestors(root, wanted)[::-1]]
+    if iteration is None or is_megatron_checkpoint(folder):
+        return [wanted, *([] if is_megatron_checkpoint(folder) else ancestors(root, wanted)[::-1])]
     if iteration not in saved:
         names = ", ".join(map(str, saved)) or "none"
         raise CheckpointError(f"ckpt_step({iteration}) is no whole checkpoint under {root}; there are: {names}")

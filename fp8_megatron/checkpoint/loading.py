@@ -16,6 +16,7 @@ from ..optimizer.state import SpaceState
 from ..sharding.partition import Fragment, Slot
 from .files import CheckpointError, candidates, iteration_folder, saved_iterations, unfinished_folders
 from .manifest import problem_with, read_manifest
+from .megatron_loading import load_megatron_checkpoint, megatron_folder
 from .placement import Placement
 from .ranks import Ranks
 from .run_state import (
@@ -53,6 +54,8 @@ class LoadOptions:
 def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = None) -> Progress | None:
     """Resume from a checkpoint under `root`; None if there is none. Called by all ranks together.
 
+    It may be one of Megatron-LM (`megatron_loading`).
+
     A damaged checkpoint is reported, and the next older one is taken. Under the layout that it was saved with, the next
     steps are bitwise equal to those of the run that saved it. Under another layout the values are the same, but state
     that belongs to a layout (random states, amax histories) starts anew.
@@ -62,6 +65,9 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
             setting that differs, with both shapes or values). The error is the same on every rank.
     """
     options = options or LoadOptions()
+    theirs = Ranks(state.topology).first_says(lambda: megatron_folder(root, options.iteration))
+    if theirs is not None:
+        return load_megatron_checkpoint(theirs, state, options)
     folder = _choose(root, state, options.iteration)
     if folder is None:
         return None

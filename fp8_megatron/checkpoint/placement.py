@@ -115,13 +115,18 @@ def placement_of(
     Args:
         name: in the whole model (`mcore.initialization.named_parameters_of_model`).
     """
-    match = _LAYER.fullmatch(name)
-    key = f"{match['block']}.{_fused(match['rest'])}" if match else name
-    layer = (int(match["index"]), num_layers) if match else None
+    key, index = placement_name(name)
+    layer = None if index is None else (index, num_layers)
     sharding = None
     if getattr(param, "tensor_model_parallel", False):
         sharding = (param.partition_dim, param.partition_stride)  # type: ignore[attr-defined]
     return Placement(key, tuple(param.shape), layer, sharding, tensor_rank, tensor_size)
+
+
+def placement_name(name: str) -> tuple[str, int | None]:
+    """(checkpoint key, layer) of a parameter's name; the layer is None outside of layers."""
+    match = _LAYER.fullmatch(name)
+    return (f"{match['block']}.{_fused(match['rest'])}", int(match["index"])) if match else (name, None)
 
 
 def _fused(name: str) -> str:

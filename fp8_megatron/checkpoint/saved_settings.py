@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..config.io import load_config
+from ..config.limits import field_types
+from ..config.model import ModelConfig
 from ..config.schema import Config, DataConfig
-from .files import CONFIG, CheckpointError, candidates, iteration_folder, named_checkpoint
+from .files import CONFIG, CheckpointError, candidates, is_megatron_checkpoint, iteration_folder, named_checkpoint
+from .megatron_loading import open_megatron_checkpoint
 
 #: Settings of the data section that name the tokenizer.
 _TOKENIZER = ("vocab_file", "merge_file", "tiktoken_", "tokenizer_", "null_tokenizer_")
@@ -15,6 +19,8 @@ _TOKENIZER = ("vocab_file", "merge_file", "tiktoken_", "tokenizer_", "null_token
 
 def settings_of_checkpoint(config: Config) -> Config | None:
     """Defaults with the model section of --load's checkpoint, and its tokenizer unless that is left out.
+
+    A checkpoint of Megatron-LM gives the model alone.
 
     Returns:
         None if --load, which is --save too, holds no checkpoint yet.
@@ -32,9 +38,26 @@ def settings_of_checkpoint(config: Config) -> Config | None:
         raise CheckpointError(
             f"use_checkpoint_args: load({root}) holds no checkpoint; give the folder that --save named"
         )
-    saved = load_config(iteration_folder(root, found[0]) / CONFIG)
+    folder = iteration_folder(root, found[0])
+    if is_megatron_checkpoint(folder):
+        return replace(Config(), model=_model_of_arguments(open_megatron_checkpoint(folder).arguments))
+    saved = load_config(folder / CONFIG)
     data = DataConfig()
     if checkpoint.use_tokenizer_model_from_checkpoint_args:
         names = [name for name in DataConfig.__dataclass_fields__ if name.startswith(_TOKENIZER)]
         data = replace(data, **{name: getattr(saved.data, name) for name in names})
     return replace(Config(), model=saved.model, data=data)
+
+
+def _model_of_arguments(arguments: dict[str, Any]) -> ModelConfig:
+    """The model that Megatron's arguments describe, as far as they say."""
+    known = dict(arguments)
+    if isinstance(known.get("add_bias_linear"), bool):
+        known["disable_bias_linear"] = not known["add_bias_linear"]
+    values: dict[str, Any] = {}
+    for name, kind in field_types(ModelConfig).items():
+        value = known.get(name)
+        is_choice = not kind.choices or value in kind.choices
+        if isinstance(value, kind.base) and isinstance(value, bool) == (kind.base is bool) and is_choice:
+            values[name] = value
+    return replace(ModelConfig(), **values)

@@ -15,6 +15,7 @@ from ..checkpoint.files import (
     RunLockError,
     candidates,
     iteration_folder,
+    megatron_iterations,
     named_checkpoint,
     saved_iterations,
 )
@@ -140,6 +141,8 @@ def _wait_for(lock: RunLock | None, save: Path, ranks: Ranks, signals: SignalHan
 def _start(checkpoint: CheckpointConfig) -> tuple[Source | None, str | None]:
     """(what to load, whose run it is) of a run that holds the lock of --save."""
     source, run = _source_and_run(checkpoint)
+    if checkpoint.save is not None:
+        _keep_megatron_checkpoints(Path(checkpoint.save), source if _continues(checkpoint, source) else None)
     may_be_foreign = _continues(checkpoint, source) or checkpoint.allow_foreign_checkpoints
     if checkpoint.save is not None and not may_be_foreign:
         _refuse_foreign(Path(checkpoint.save), run)
@@ -210,6 +213,17 @@ def _continues(checkpoint: CheckpointConfig, source: Source | None) -> bool:
     if checkpoint.save is None or source is None or source.options.finetune:
         return False
     return source.root.resolve() == Path(checkpoint.save).resolve()
+
+
+def _keep_megatron_checkpoints(save: Path, continued: Source | None) -> None:
+    """Raise if this run would replace a checkpoint of Megatron-LM: it has no name of a run that could tell."""
+    reached = 0 if continued is None else continued.newest
+    later = [number for number in megatron_iterations(save) if number > reached or continued is None]
+    if later:
+        raise CheckpointError(
+            f"save({save}) holds checkpoints of Megatron-LM ({iteration_folder(save, later[-1]).name}), which this run "
+            f"would replace; give another --save"
+        )
 
 
 def _refuse_foreign(save: Path, run: str | None) -> None:

@@ -1,0 +1,126 @@
+"""What the formats of Megatron-LM's checkpoints have in common: whole parameters, masters and moments by their keys.
+
+Where the order of an optimizer's buffer has to be known, every master is compared with its 16-bit weight, which is the
+same value rounded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .files import CheckpointError
+from .megatron_layout import Name, is_rounded
+from .placement import Shape
+
+
+class MegatronCheckpoint(ABC):
+    """One checkpoint as one rank reads it.
+
+    Args:
+        folder: of one iteration.
+        content: what is common to all ranks: arguments, iteration, the optimizer's parameter groups.
+
+    Attributes:
+        arguments: Megatron's arguments of the run by name.
+        shapes: of every weight by its key, layers stacked.
+
+    Raises:
+        CheckpointError: damaged, or of a kind that is not read.
+    """
+
+    shapes: Mapping[str, Shape]
+
+    def __init__(self, folder: Path, content: dict[str, Any]) -> None:
+        self.folder = folder
+        arguments = content.get("args")
+        self.arguments: dict[str, Any] = vars(arguments) if isinstance(arguments, Namespace) else {}
+        self.optimizer = content.get("optimizer")
+        scheduler = content.get("opt_param_scheduler")
+        counted = scheduler.get("num_steps") if isinstance(scheduler, dict) else None
+        #: Samples that the schedule of the learning rate has counted; None if it is not known.
+        self.scheduled_samples = counted if isinstance(counted, int) else None
+        self.iteration = self._count(content.get("iteration", 0), "iteration")
+        self.consumed_samples = self._count(self.arguments.get("consumed_train_samples", 0), "consumed_train_samples")
+
+    @property
+    @abstractmethod
+    def has_moments(self) -> bool:
+        """Whether the optimizer's state was saved."""
+
+    @abstractmethod
+    def check_moments(self) -> None:
+        """Check what can be known of the optimizer's state before it is read.
+
+        Raises:
+            CheckpointError: it is of a kind that is not read.
+        """
+
+    @abstractmethod
+    def read(self, kind: str, name: Name) -> Tensor:
+        """A whole parameter in FP32; `kind` is weight, master, exp_avg or exp_avg_sq.
+
+        Raises:
+            CheckpointError: damaged, or the order of a buffer is not known.
+        """
+
+    @cached_property
+    def step_count(self) -> int:
+        """Steps that the moments have seen."""
+        found = _first_step(self.optimizer)
+        return self.iteration if found is None else found
+
+    @property
+    def swiglu(self) -> bool:
+        """Whether the first linear layer of an MLP has two halves."""
+        return bool(self.arguments.get("swiglu", False))
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the head is the embedding."""
+        return not self.arguments.get("untie_embeddings_and_output_weights", False)
+
+    def _count(self, value: Any, name: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise CheckpointError(f"{self.folder}: {name} is {value!r}, not a count; the checkpoint is damaged")
+        return value
+
+    def in_model_dtype(self, master: Tensor) -> Tensor:
+        """FP32 values, rounded to the dtype of the model's parameters."""
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = next((dtypes[name] for name in dtypes if self.arguments.get(name)), torch.float32)
+        return master.to(dtype).float()
+
+    def checked(self, master: Tensor, weight: Tensor, name: Name) -> Tensor:
+        """`master`.
+
+        Raises:
+            CheckpointError: rounded to the dtype of `weight`, it is another value.
+        """
+        if not is_rounded(master, weight):
+            raise CheckpointError(
+                f"{self.folder}: the optimizer's master of {name} is not its weight before rounding, so the order of "
+                f"the optimizer's buffers is not the known one; save again with --ckpt-format torch_dist "
+                f"--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
+            )
+        return master
+
+
+def _first_step(optimizer: Any) -> int | None:
+    """The first step count in an optimizer's state, wherever its kind keeps it."""
+    if isinstance(optimizer, list | tuple):
+        return next((step for each in optimizer if (step := _first_step(each)) is not None), None)
+    if not isinstance(optimizer, dict):
+        return None
+    for key in ("step", "common_step"):
+        value = optimizer.get(key)
+        if isinstance(value, int | float | Tensor):
+            return int(value)
+    return next((step for each in optimizer.values() if (step := _first_step(each)) is not None), None)

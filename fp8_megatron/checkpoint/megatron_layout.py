@@ -1,0 +1,183 @@
+"""How Megatron-LM lays out a model over tensor- and pipeline-parallel ranks, and parameters in its optimizer's buffers.
+
+A rank's parameters have an order: that of megatron-core's modules. Its distributed optimizer keeps masters and moments
+in flat buffers, the last parameter first, each starting at a multiple of 64 elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .files import CheckpointError
+from .placement import placement_name
+from .weights import LAYERS, OUTPUT_LAYER
+
+#: Elements that a parameter's start in a buffer is a multiple of.
+_ALIGNMENT = 64
+#: The axis that tensor-parallel ranks share, by the end of the key; other parameters are whole on every rank.
+_SHARED_AXES = {
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "linear_qkv.weight": 0,
+    "linear_qkv.bias": 0,
+    "linear_fc1.weight": 0,
+    "linear_fc1.bias": 0,
+    "linear_proj.weight": 1,
+    "linear_fc2.weight": 1,
+}
+#: The parameters of a layer in the order of megatron-core's modules: with Transformer Engine's layers, whose norms are
+#: part of the linear layer behind them, and with its own.
+_NORM = ("layer_norm_weight", "layer_norm_bias")
+_WEIGHTS = ("weight", "bias")
+LAYER_ORDERS = tuple(
+    tuple(f"{module}.{name}" for module, names in modules for name in names)
+    for modules in (
+        (
+            ("self_attention.linear_proj", _WEIGHTS),
+            ("self_attention.linear_qkv", _NORM + _WEIGHTS),
+            ("mlp.linear_fc1", _NORM + _WEIGHTS),
+            ("mlp.linear_fc2", _WEIGHTS),
+        ),
+        (
+            ("self_attention.linear_qkv", _NORM),
+            ("self_attention.linear_proj", _WEIGHTS),
+            ("self_attention.linear_qkv", _WEIGHTS),
+            ("mlp.linear_fc1", _NORM + _WEIGHTS),
+            ("mlp.linear_fc2", _WEIGHTS),
+        ),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A parameter of the whole model: its checkpoint key, and its layer if it is in one."""
+
+    key: str
+    layer: int | None
+
+    @classmethod
+    def of(cls, name: str, first_layer: int) -> Name:
+        """From a parameter's name on a rank whose first layer is `first_layer` of the model."""
+        key, layer = placement_name(name)
+        return cls(key, None if layer is None else layer + first_layer)
+
+    def __str__(self) -> str:
+        return self.key if self.layer is None else f"{self.key}, layer {self.layer}"
+
+
+def shared_axis(key: str) -> int | None:
+    """The axis of one layer's tensor that tensor-parallel ranks share; None if each has the whole."""
+    return next((axis for end, axis in _SHARED_AXES.items() if key.endswith(end)), None)
+
+
+def local_shape(key: str, shape: Sequence[int], tensor_size: int) -> tuple[int, ...]:
+    """A rank's part of a parameter whose whole shape, without the layer axis, is `shape`."""
+    axis = shared_axis(key)
+    return tuple(size // tensor_size if index == axis else size for index, size in enumerate(shape))
+
+
+def merged(key: str, parts: Sequence[Tensor], *, swiglu: bool) -> Tensor:
+    """One parameter from the parts of all tensor-parallel ranks. Each rank has a part of either half of a SwiGLU."""
+    axis = shared_axis(key)
+    if axis is None or len(parts) == 1:
+        return parts[0]
+    if swiglu and "linear_fc1" in key:
+        halves = [part.view(2, part.shape[0] // 2, *part.shape[1:]) for part in parts]
+        return torch.cat(halves, 1).flatten(0, 1)
+    return torch.cat(list(parts), axis)
+
+
+def part_of(key: str, whole: Tensor, rank: int, size: int, *, swiglu: bool) -> Tensor:
+    """The part of one tensor-parallel rank; undoes `merged`."""
+    axis = shared_axis(key)
+    if axis is None or size == 1:
+        return whole
+    if swiglu and "linear_fc1" in key:
+        halves = whole.view(2, size, -1, *whole.shape[1:])
+        return halves[:, rank].flatten(0, 1)
+    return whole.chunk(size, axis)[rank]
+
+
+def chunk_names(
+    keys: Sequence[str], layers: range, order: Sequence[str], *, is_first: bool, is_last: bool, ties: bool
+) -> list[Name]:
+    """The parameters of one model chunk in the order of its modules.
+
+    Args:
+        keys: all keys of the model.
+        layers: of the chunk.
+        order: one of `LAYER_ORDERS`.
+        is_first, is_last: whether the chunk has the embedding and the head.
+        ties: the head is the embedding.
+    """
+    names = [Name(key, None) for key in keys if is_first and key.startswith("embedding.")]
+    names.sort(key=lambda name: "position" in name.key)
+    for layer in layers:
+        names += [Name(LAYERS + end, layer) for end in order if LAYERS + end in keys]
+    if is_last:
+        names += [Name(key, None) for key in sorted(keys, reverse=True) if key.startswith("decoder.final_layernorm.")]
+        if not ties:
+            names += [Name(OUTPUT_LAYER, None)]
+        elif not is_first:
+            names += [Name(OUTPUT_LAYER, None)]  # the last stage's copy of the embedding
+    return names
+
+
+def places_in_buckets(numels: Sequence[int], bucket_numels: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(bucket, start in it) of each parameter of a buffer, in the order of the modules.
+
+    Args:
+        numels: elements of each parameter.
+        bucket_numels: elements of each bucket without the padding behind its last parameter.
+
+    Raises:
+        CheckpointError: they do not fill the buckets.
+    """
+    places = []
+    bucket = offset = 0
+    for numel in reversed(numels):
+        start = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        if bucket >= len(bucket_numels) or start + numel > bucket_numels[bucket]:
+            raise CheckpointError(f"{numel} elements do not fit into bucket {bucket} of {list(bucket_numels)}")
+        places.append((bucket, start))
+        offset = start + numel
+        if offset == bucket_numels[bucket]:
+            bucket, offset = bucket + 1, 0
+    if bucket != len(bucket_numels) or offset:
+        raise CheckpointError(f"{sum(numels)} elements do not fill the buckets {list(bucket_numels)}")
+    return reversed(places)
+
+
+def places_in_buffer(numels: Sequence[int], num_elements: int) -> list[int]:
+    """The start of each parameter, in the order of the modules, in buckets joined without what pads their ends.
+
+    Raises:
+        CheckpointError: parameters do not fill the buffer, or where they start depends on the buckets, which the file
+            does not tell.
+    """
+    offset, starts = 0, []
+    for numel in reversed(numels):
+        start = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        offset = start + numel
+    if offset == num_elements:
+        return starts[::-1]
+    raise CheckpointError(f"{sum(numels)} elements do not fill a buffer of {num_elements} elements")
+
+
+def is_rounded(master: Tensor, weight: Tensor) -> bool:
+    """Whether a 16-bit weight is its master, rounded: each pair of a checkpoint's is."""
+    return master.shape == weight.shape and torch.equal(
+        master.to(weight.dtype).nan_to_num(), weight.detach().nan_to_num()
+    )
+
+
+def numels_of(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Elements of each shape."""
+    return [math.prod(shape) for shape in shapes]

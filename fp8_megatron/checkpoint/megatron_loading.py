@@ -1,0 +1,165 @@
+"""Loading a checkpoint of Megatron-LM into a run: masters, moments, step count, iteration and consumed samples."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..config.schema import ModelConfig
+from ..optimizer.split_state import SplitSpaceState
+from .files import CheckpointError, candidates, is_megatron_checkpoint, is_torch_files, iteration_folder
+from .megatron_checkpoint import MegatronCheckpoint
+from .megatron_layout import Name
+from .megatron_torch_dist import TorchDist
+from .megatron_torch_files import TorchFiles
+from .placement import Placement
+from .ranks import Ranks
+from .run_state import PREFIXES, Progress, Resumable
+
+logger = logging.getLogger(__name__)
+
+#: Megatron's arguments that change what weights of the same shapes compute, by this project's settings.
+_ARGUMENTS = {
+    "num_attention_heads": ("num_attention_heads",),
+    "norm_epsilon": ("norm_epsilon", "layernorm_epsilon"),
+    "rotary_base": ("rotary_base",),
+    "rotary_percent": ("rotary_percent",),
+}
+
+
+def open_megatron_checkpoint(folder: Path) -> MegatronCheckpoint:
+    """The checkpoint in a folder of one iteration.
+
+    Raises:
+        CheckpointError: as `MegatronCheckpoint`.
+    """
+    return TorchFiles(folder) if is_torch_files(folder) else TorchDist(folder)
+
+
+class WhatToLoad(Protocol):
+    """What `loading.LoadOptions` says."""
+
+    @property
+    def iteration(self) -> int | None:
+        """Which checkpoint; None: the newest."""
+
+    @property
+    def finetune(self) -> bool:
+        """Weights alone, from iteration 0."""
+
+    @property
+    def optimizer(self) -> bool:
+        """Moments and step count."""
+
+
+def megatron_folder(root: Path, iteration: int | None) -> Path | None:
+    """The checkpoint that would be loaded, if Megatron-LM wrote it."""
+    folders = [iteration_folder(root, number) for number in candidates(root, iteration)]
+    return folders[0] if folders and is_megatron_checkpoint(folders[0]) else None
+
+
+def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad) -> Progress:
+    """Take over a run of Megatron-LM. Called by all ranks together.
+
+    Random states and amax histories start anew. Without moments the masters are the weights, as in Megatron-LM.
+
+    Raises:
+        CheckpointError: damaged, of another model, or of a kind that is not read. A fault of the description is the
+            same error on every rank.
+    """
+    ranks = Ranks(state.topology)
+    loads_moments = options.optimizer and not options.finetune
+    problem: str | None = None
+    try:
+        saved = open_megatron_checkpoint(folder)
+        problem = _problem(saved, state, loads_moments=loads_moments, finetune=options.finetune)
+    except CheckpointError as error:
+        problem = str(error)
+    for text in ranks.everyones(problem):
+        if text is not None:
+            raise CheckpointError(text)
+    state.optimizer.wait_for_copies()
+    for space, slot, placement in state.slots():
+        for kind in PREFIXES if loads_moments else ("master",):
+            stored = kind if loads_moments else "weight"
+            local = _local(saved, stored, placement, state.vocab_size).to(state.device)
+            if kind == "master" and isinstance(space, SplitSpaceState):
+                space.set_master(slot, local.view(slot.param.shape), None)
+                continue
+            flat = local.reshape(-1)
+            for fragment in space.space.fragments(slot):
+                part = torch.zeros(fragment.length, device=state.device)
+                values = flat[fragment.slot_start : fragment.slot_start + fragment.length]
+                part[: values.numel()] = values
+                space.part(kind, slot, fragment).store_(part)
+    for space in state.optimizer.states:
+        space.derive_weights()
+    if options.finetune:
+        return Progress()
+    if loads_moments:
+        state.optimizer.step_count.fill_(saved.step_count)
+    if state.topology.rank == 0:
+        logger.info("%s is Megatron-LM's: random states and amax histories start anew", folder)
+    return Progress(saved.iteration, saved.consumed_samples, scheduled_samples=saved.scheduled_samples)
+
+
+def _problem(saved: MegatronCheckpoint, state: Resumable, *, loads_moments: bool, finetune: bool) -> str | None:
+    """Why this run cannot take over the checkpoint; None if it can."""
+    if loads_moments and not saved.has_moments:
+        return f"{saved.folder} holds weights alone; give --finetune, or --no-load-optim"
+    if loads_moments:
+        saved.check_moments()
+    for _, _, placement in state.slots():
+        shape, own = saved.shapes.get(placement.key), placement.global_shape
+        if shape is None:
+            return f"{saved.folder} has no tensor {placement.key!r}, which this model has: it is another model's"
+        enough_rows = placement.has_vocabulary_rows and shape[1:] == own[1:] and shape[0] >= state.vocab_size
+        if shape != own and not enough_rows:
+            return f"{saved.folder}: {placement.key} has shape {shape}, this model's is {own}; give that model's flags"
+    return differing_argument(saved, state.config.model, finetune=finetune)
+
+
+def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetune: bool) -> str | None:
+    """The first of Megatron's arguments that differs from this run's and changes what the weights compute."""
+    names = ["num_attention_heads", "norm_epsilon"]
+    if model.position_embedding_type == "rope":
+        names += ["rotary_percent"] if finetune else ["rotary_percent", "rotary_base"]
+    for name in names:
+        theirs = next((saved.arguments[each] for each in _ARGUMENTS[name] if each in saved.arguments), None)
+        if isinstance(theirs, int | float) and theirs != getattr(model, name):
+            flag = "--" + name.replace("_", "-")
+            return (
+                f"{saved.folder} was saved with {name}({theirs}), this run has {name}({getattr(model, name)}), under "
+                f"which those weights compute something else; give {flag} {theirs}"
+            )
+    return None
+
+
+def _local(saved: MegatronCheckpoint, kind: str, placement: Placement, vocab_size: int) -> Tensor:
+    """This rank's part of a parameter, FP32."""
+    name = Name(placement.key, None if placement.layer is None else placement.layer[0])
+    whole = saved.read(kind, name)
+    first_axis = 0 if placement.layer is None else 1
+    if placement.has_vocabulary_rows and whole.shape[0] != placement.global_shape[0]:
+        whole = _repadded(whole, vocab_size, placement.global_shape[0])
+    flat = torch.empty(math.prod(placement.local_shape))
+    for part in placement.rectangles(0, flat.numel()):
+        box = tuple(
+            slice(start, start + size)
+            for start, size in zip(part.offset[first_axis:], part.sizes[first_axis:], strict=True)
+        )
+        flat[part.start : part.start + part.numel] = whole[box].reshape(-1)
+    return flat.view(placement.local_shape)
+
+
+def _repadded(whole: Tensor, vocab_size: int, num_rows: int) -> Tensor:
+    """Other padding rows: fewer, or more like the last one; zeros where there was none."""
+    if num_rows <= whole.shape[0]:
+        return whole[:num_rows]
+    last = whole[-1:] if whole.shape[0] > vocab_size else torch.zeros_like(whole[-1:])
+    return torch.cat([whole, last.expand(num_rows - whole.shape[0], -1)])

@@ -1,0 +1,222 @@
+"""Megatron-LM's ``torch_dist``: whole tensors by their keys.
+
+A distributed optimizer's state has the keys of its parameters (``fully_reshardable``), or is flat buffers of the ranks
+(``dp_reshardable``, the default).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .files import CheckpointError
+from .megatron_checkpoint import MegatronCheckpoint
+from .megatron_files import mapping, read_megatron_file
+from .megatron_layout import (
+    LAYER_ORDERS,
+    Name,
+    chunk_names,
+    local_shape,
+    merged,
+    numels_of,
+    part_of,
+    places_in_buckets,
+    shared_axis,
+)
+from .placement import Shape
+from .torch_dist import TorchDistReader, Wanted
+from .weights import OUTPUT_LAYER, WORD_EMBEDDING, standard_key
+
+_MODEL = ("embedding.", "decoder.", "output_layer.")
+_STATES = ("exp_avg", "exp_avg_sq")
+_FLAT = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+)
+#: Settings of another division of layers over stages than an even one.
+_UNEVEN = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+#: Where a parameter is in the buffers: (stage, model chunk, bucket, first element).
+Place = tuple[int, int, int, int]
+
+
+class TorchDist(MegatronCheckpoint):
+    """Megatron's ``torch_dist``."""
+
+    def __init__(self, folder: Path) -> None:
+        common = folder / "common.pt"
+        super().__init__(folder, mapping(read_megatron_file(common), "its content", common))
+        self._reader = TorchDistReader(folder)
+        found = self._reader.shapes
+        self._stored = {standard_key(key): key for key in found if key.startswith(_MODEL) and "_extra_state" not in key}
+        self.shapes = {key: found[stored] for key, stored in self._stored.items()}
+        self._prefixes = {kind: self._prefix(kind) for kind in ("fp32_param", "param", *_STATES)}
+        self._is_flat = any(map(_FLAT.fullmatch, found))
+
+    @property
+    def has_moments(self) -> bool:
+        return any(key.startswith(("optimizer.", "chained_")) for key in self._reader.shapes)
+
+    @cached_property
+    def _flat(self) -> _FlatBuffers:
+        return _FlatBuffers(self, self._reader)
+
+    def check_moments(self) -> None:
+        if self._is_flat:
+            assert self._flat
+        elif self._prefixes["exp_avg"] is None:
+            raise CheckpointError(
+                f"{self.folder} holds optimizer state of another kind than is read; give --no-load-optim or "
+                f"--finetune, or save it again with --dist-ckpt-optim-fully-reshardable"
+            )
+
+    def read(self, kind: str, name: Name) -> Tensor:
+        if kind == "weight":
+            return self.weight(name)
+        if self._is_flat:
+            return self._flat.read(kind, name)
+        key = self._stored[name.key]
+        kinds = ("fp32_param", "param") if kind == "master" else (kind,)
+        for stored in (f"{self._prefixes[each]}{key}" for each in kinds if self._prefixes[each] is not None):
+            if stored in self._reader.shapes:
+                if self._reader.shapes[stored] != self.shapes[name.key]:
+                    raise CheckpointError(
+                        f"{self.folder}: {stored} is cut flat (fully_sharded_model_space); save it again with "
+                        f"--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
+                    )
+                return self._layer(stored, name.layer)
+        if kind != "master":
+            raise CheckpointError(f"{self.folder} has no {kind} of {name}; give --no-load-optim or --finetune")
+        return self.weight(name)  # of FP32, so it is its own master
+
+    def weight(self, name: Name) -> Tensor:
+        """A weight as it was saved, in FP32."""
+        return self._layer(self._stored[name.key], name.layer)
+
+    def _layer(self, key: str, layer: int | None) -> Tensor:
+        if layer is None:
+            return self._reader.read_whole(key)
+        shape = self._reader.shapes[key][1:]
+        value = torch.empty(shape)
+        self._reader.read(key, [Wanted((layer, *(0 for _ in shape)), (1, *shape), value.view(-1))])
+        return value
+
+    def _prefix(self, kind: str) -> str | None:
+        """What stands before a parameter's key in that of its state."""
+        end = f"optimizer.state.{kind}."
+        key = next((key for key in self._reader.shapes if end in key), None)
+        return None if key is None else key[: key.index(end)] + end
+
+
+class _FlatBuffers:
+    """State of a distributed optimizer as flat buffers of model-parallel ranks, a tensor a bucket."""
+
+    def __init__(self, checkpoint: TorchDist, reader: TorchDistReader) -> None:
+        self._checkpoint, self._reader = checkpoint, reader
+        arguments, folder = checkpoint.arguments, checkpoint.folder
+        uneven = next((name for name in _UNEVEN if arguments.get(name)), None)
+        if uneven is not None or not {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= arguments.keys():
+            reason = f"stages of different sizes ({uneven})" if uneven else "unknown parallel sizes"
+            raise CheckpointError(
+                f"{folder} holds the optimizer's buffers of {reason}; save it again with "
+                f"--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
+            )
+        self._tensor_size: int = arguments["tensor_model_parallel_size"]
+        self._stages: int = arguments["pipeline_model_parallel_size"]
+        keys: dict[tuple[int, int], dict[int, str]] = {}
+        for key in reader.shapes:
+            match = _FLAT.fullmatch(key)
+            if match is not None and match[4] == "param":
+                buckets = keys.setdefault((int(match[1]), int(match[2])), {})
+                buckets[int(match[3])] = key.removesuffix(".param")
+        self._buckets = {place: [found[index] for index in sorted(found)] for place, found in keys.items()}
+        self._num_chunks = len({buffer for _, buffer in keys})
+        self._places = self._with_known_order()
+
+    def read(self, kind: str, name: Name) -> Tensor:
+        """As `MegatronCheckpoint.read`."""
+        parts = [self._part(kind, name, rank, self._places) for rank in range(self._ranks_of(name))]
+        whole = merged(name.key, parts, swiglu=self._checkpoint.swiglu)
+        if kind == "master":
+            self._checkpoint.checked(self._checkpoint.in_model_dtype(whole), self._checkpoint.weight(name), name)
+        return whole
+
+    def _ranks_of(self, name: Name) -> int:
+        return 1 if shared_axis(name.key) is None else self._tensor_size
+
+    def _part(self, kind: str, name: Name, rank: int, places: Mapping[Name, Place]) -> Tensor:
+        stage, chunk, bucket, start = places[name]
+        key = self._buckets[stage * self._tensor_size + rank, chunk][bucket]
+        shape = local_shape(name.key, self._shape(name), self._tensor_size)
+        value = torch.empty(shape)
+        stored = f"{key}.{'param' if kind == 'master' else kind}"
+        self._reader.read(stored, [Wanted((start,), (value.numel(),), value.view(-1))])
+        return value
+
+    def _shape(self, name: Name) -> Shape:
+        shape = self._checkpoint.shapes[name.key]
+        return shape if name.layer is None else shape[1:]
+
+    def _with_known_order(self) -> dict[Name, Place]:
+        """(stage, chunk, bucket, start) of every parameter, in the order under which masters are the weights."""
+        problem: CheckpointError | None = None
+        for order in LAYER_ORDERS:
+            try:
+                places = dict(self._all_places(order))
+                for name in places:
+                    if name.layer in (None, 0) and name.key in self._checkpoint.shapes:
+                        self._check(name, places)
+                return places
+            except CheckpointError as error:
+                problem = error
+        assert problem is not None
+        raise CheckpointError(
+            f"{self._checkpoint.folder} holds the optimizer's buffers in an order that is not known ({problem}); save "
+            f"it again with --dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
+        ) from problem
+
+    def _check(self, name: Name, places: Mapping[Name, Place]) -> None:
+        weight = self._checkpoint.weight(name)
+        own = part_of(name.key, weight, 0, self._ranks_of(name), swiglu=self._checkpoint.swiglu)
+        master = self._checkpoint.in_model_dtype(self._part("master", name, 0, places))
+        self._checkpoint.checked(master, own, name)
+
+    def _all_places(self, order: tuple[str, ...]) -> Iterator[tuple[Name, Place]]:
+        shapes = self._checkpoint.shapes
+        num_layers = next(shape[0] for key, shape in shapes.items() if key.startswith("decoder.layers."))
+        width = num_layers // (self._stages * self._num_chunks)
+        for stage in range(self._stages):
+            for chunk in range(self._num_chunks):
+                first = (chunk * self._stages + stage) * width
+                names = chunk_names(
+                    list(shapes),
+                    range(first, first + width),
+                    order,
+                    is_first=stage == chunk == 0,
+                    is_last=stage == self._stages - 1 and chunk == self._num_chunks - 1,
+                    ties=self._checkpoint.ties_embeddings,
+                )
+                whole = [shapes[self._key_of(name)][0 if name.layer is None else 1 :] for name in names]
+                local = [
+                    local_shape(name.key, shape, self._tensor_size) for name, shape in zip(names, whole, strict=True)
+                ]
+                keys = self._buckets.get((stage * self._tensor_size, chunk))
+                if keys is None:
+                    raise CheckpointError(f"stage {stage} has no buffer {chunk}")
+                sizes = [self._reader.shapes[f"{key}.param"][0] for key in keys]
+                for name, place in zip(names, places_in_buckets(numels_of(local), sizes), strict=True):
+                    yield name, (stage, chunk, *place)
+
+    def _key_of(self, name: Name) -> str:
+        """Where the shape stands: the last stage's copy of the embedding has none of its own."""
+        is_copy = name.key == OUTPUT_LAYER and name.key not in self._checkpoint.shapes
+        return WORD_EMBEDDING if is_copy else name.key

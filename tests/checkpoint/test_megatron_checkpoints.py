@@ -1,0 +1,256 @@
+"""Checkpoints that megatron-core's own model and DistributedOptimizer wrote: masters and moments bit for bit, and the
+next steps as Megatron would have taken them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fp8_megatron.checkpoint.files import CheckpointError, candidates, megatron_iterations
+from fp8_megatron.checkpoint.loading import LoadOptions
+from fp8_megatron.checkpoint.megatron_files import Opaque, read_megatron_file
+from fp8_megatron.checkpoint.saved_settings import settings_of_checkpoint
+from fp8_megatron.config.precision import PrecisionConfig
+from fp8_megatron.config.schema import CheckpointConfig, Config, ParallelConfig
+from fp8_megatron.training.run_start import _keep_megatron_checkpoints
+from tests.harness.megatron_run import AFTER, BEFORE, arguments_of, config_of
+from tests.harness.ranks import RankError, RankPool
+from tests.harness.tiny_checkpoint import KINDS, TinyRun, run_tiny_on_a_rank
+
+ROOT = Path(__file__).parents[2]
+FORMATS = ("dp_reshardable", "fully_reshardable", "torch")
+#: Both compute logits below 1 in BF16 from the same weights, in other orders of summation: each is off by 2^-9 at most,
+#: and the loss by two of them, the target's and the mean of the others.
+LOSS_TOLERANCE = 2 * 2.0**-9
+
+
+@pytest.fixture(scope="module", params=["gpt3", "llama"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one run of megatron-core, in every format."""
+    folder = tmp_path_factory.mktemp("megatron") / request.param
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-W", "ignore", "-m", "tests.harness.megatron_run", request.param, str(folder)]
+    subprocess.run(words, check=True, cwd=ROOT, env=environment, capture_output=True, timeout=280)
+    return folder
+
+
+def expected_of(run: Path) -> dict[str, Tensor]:
+    """Masters and moments by ``kind/name`` as Megatron had them."""
+    return {key: value.float() for key, value in load_file(run / "states.safetensors").items() if key[:7] != "weight/"}
+
+
+def resumed(
+    ranks: RankPool,
+    load: Path,
+    config: Config,
+    *,
+    num_ranks: int = 1,
+    num_steps: int = AFTER,
+    options: LoadOptions | None = None,
+) -> TinyRun:
+    return ranks.run(run_tiny_on_a_rank, config, num_steps, load, None, options, num_ranks=num_ranks)[0]
+
+
+def assert_same_state(found: TinyRun, expected: dict[str, Tensor], kinds: tuple[str, ...] = KINDS) -> None:
+    own = {key: value for key, value in found.start.items() if key.partition("/")[0] in kinds}
+    assert own.keys() == {key for key in expected if key.partition("/")[0] in kinds}
+    for key, value in own.items():
+        assert torch.equal(value, expected[key].view(value.shape)), key
+
+
+@pytest.mark.parametrize("saved_as", FORMATS)
+def test_a_run_goes_on_as_megatrons_own(ranks: RankPool, run: Path, saved_as: str) -> None:
+    found = resumed(ranks, run / saved_as, config_of(run.name))
+    assert (found.progress.iteration, found.progress.consumed_samples) == (BEFORE, 12)
+    assert found.progress.scheduled_samples == 12
+    assert_same_state(found, expected_of(run))
+    theirs = json.loads((run / "losses.json").read_text())
+    assert found.losses == pytest.approx(theirs, abs=LOSS_TOLERANCE)
+    assert len(theirs) == AFTER and theirs[0] != theirs[1]
+
+
+def test_another_layout_and_level_read_the_same_values(ranks: RankPool, run: Path) -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2)
+    found = resumed(ranks, run / "dp_reshardable", replace(config_of(run.name), parallel=parallel), num_ranks=2)
+    assert_same_state(found, expected_of(run))
+    stages = ParallelConfig(pipeline_model_parallel_size=2)
+    found = resumed(ranks, run / "torch", replace(config_of(run.name), parallel=stages), num_ranks=2)
+    assert_same_state(found, expected_of(run))
+    fp8 = replace(config_of(run.name), precision=PrecisionConfig(opt_level="O3"))
+    found = resumed(ranks, run / "torch", fp8)
+    theirs = json.loads((run / "losses.json").read_text())
+    assert found.losses == pytest.approx(theirs, abs=0.05), "FP8 rounds, but it is the same run"
+
+
+def test_no_load_optim_and_finetune_take_what_they_say(ranks: RankPool, run: Path) -> None:
+    """The weights in BF16, as Megatron does."""
+    config, states = config_of(run.name), load_file(run / "states.safetensors")
+    weights = {f"master/{key[7:]}": value.float() for key, value in states.items() if key.startswith("weight/")}
+    lean = resumed(ranks, run / "torch", config, num_steps=1, options=LoadOptions(optimizer=False))
+    assert lean.progress.iteration == BEFORE
+    assert_same_state(lean, weights, ("master",))
+    assert not any(value.any() for key, value in lean.start.items() if not key.startswith("master/"))
+    tuned = resumed(ranks, run / "fully_reshardable", config, num_steps=1, options=LoadOptions(finetune=True))
+    assert tuned.progress.iteration == tuned.progress.consumed_samples == 0
+    assert_same_state(tuned, weights, ("master",))
+
+
+def test_ranks_of_a_torch_checkpoint_are_merged(ranks: RankPool, run: Path, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks by two stages with an optimizer that is not distributed, by Megatron's layout."""
+    config, states = config_of(run.name), load_file(run / "states.safetensors")
+    folder = _split_over_ranks(states, config, tmp_path)
+    found = resumed(ranks, tmp_path, config)
+    assert_same_state(found, expected_of(run))
+    (folder / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(RankError, match=r"mp_rank_01_001/model_optim_rng.pt is missing"):
+        resumed(ranks, tmp_path, config)
+
+
+def _split_over_ranks(states: dict[str, Tensor], config: Config, root: Path) -> Path:
+    folder = root / f"iter_{BEFORE:07d}"
+    (root / "latest_checkpointed_iteration.txt").write_text(f"{BEFORE}\n")
+    names = [key.removeprefix("weight/") for key in _in_order(key for key in states if key.startswith("weight/"))]
+    arguments = arguments_of(config)
+    arguments.tensor_model_parallel_size = arguments.pipeline_model_parallel_size = 2
+    for rank in range(2):
+        for stage in range(2):
+            own = {name: _renamed(name, stage) for name in names}
+            own = {name: renamed for name, renamed in own.items() if renamed is not None}
+            if not config.model.untie_embeddings_and_output_weights and stage == 1:
+                own["embedding.word_embeddings.weight"] = "output_layer.weight"
+            model = {new: _cut(name, states[f"weight/{name}"], rank, config) for name, new in own.items()}
+            kinds = {
+                kind: {new: _cut(name, states[f"{kind}/{name}"], rank, config) for name, new in own.items()}
+                for kind in KINDS
+            }
+            content = {
+                "args": arguments,
+                "iteration": BEFORE,
+                "model": model,
+                "optimizer": _plain_optimizer(model, kinds),
+            }
+            path = folder / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt"
+            path.parent.mkdir(parents=True)
+            torch.save(content, path)
+    return folder
+
+
+def _in_order(keys) -> list[str]:
+    """The file of states is sorted; Megatron's modules have an order of their own, which need not be this one."""
+    return list(keys)
+
+
+def _renamed(name: str, stage: int) -> str | None:
+    """A parameter's name on a stage of one layer; None if it is on the other stage."""
+    if name.startswith("decoder.layers."):
+        return name.replace(f"layers.{stage}.", "layers.0.") if f"layers.{stage}." in name else None
+    return name if name.startswith("embedding.") == (stage == 0) else None
+
+
+def _cut(name: str, value: Tensor, rank: int, config: Config) -> Tensor:
+    """A tensor-parallel rank's part, as Megatron's layers cut it."""
+    if config.model.swiglu and "linear_fc1" in name and "norm" not in name:
+        gate, up = value.chunk(2)
+        return torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]).clone()
+    if "norm" in name or "position" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias")):
+        return value.clone()
+    axis = 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0
+    return value.chunk(2, axis)[rank].clone()
+
+
+def _plain_optimizer(model: dict[str, Tensor], kinds: dict[str, dict[str, Tensor]]) -> dict[str, object]:
+    """State of Float16OptimizerWithFloat16Params: two groups, by number; matrices are decayed, vectors are not."""
+    groups = [[name for name in model if model[name].dim() > 1], [name for name in model if model[name].dim() == 1]]
+    number = {name: index for index, name in enumerate(groups[0] + groups[1])}
+    state = {
+        index: {"step": torch.tensor(float(BEFORE)), **{kind: kinds[kind][name] for kind in KINDS[1:]}}
+        for name, index in number.items()
+    }
+    param_groups = [
+        {"params": [number[name] for name in names], "wd_mult": 1.0 - index} for index, names in enumerate(groups)
+    ]
+    return {
+        "optimizer": {"state": state, "param_groups": param_groups},
+        "fp32_from_fp16_params": [[kinds["master"][name] for name in names] for names in groups],
+    }
+
+
+def test_a_buffer_in_another_order_is_refused(ranks: RankPool, run: Path, tmp_path: Path) -> None:
+    """The masters are compared with the weights: a wrong place is an error, not another model."""
+    source = run / "torch" / f"iter_{BEFORE:07d}" / "mp_rank_00"
+    folder = tmp_path / f"iter_{BEFORE:07d}" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
+    (folder / "model_optim_rng.pt").write_bytes((source / "model_optim_rng.pt").read_bytes())
+    state = torch.load(source / "distrib_optim.pt", weights_only=False)
+    buffer = next(iter(state[0].values()))
+    buffer["param"] = buffer["param"].roll(64)
+    torch.save(state, folder / "distrib_optim.pt")
+    with pytest.raises(RankError, match=r"is not its weight before rounding.*or give --no-load-optim"):
+        resumed(ranks, tmp_path, config_of(run.name))
+    resumed(ranks, tmp_path, config_of(run.name), num_steps=0, options=LoadOptions(optimizer=False))
+
+
+def test_another_models_checkpoint_is_refused_by_name(ranks: RankPool, run: Path) -> None:
+    config = config_of(run.name)
+    wide = replace(config, model=replace(config.model, ffn_hidden_size=1024))
+    with pytest.raises(RankError, match=r"linear_fc1.weight has shape \(.*this model's is \("):
+        resumed(ranks, run / "torch", wide)
+    epsilon = replace(config, model=replace(config.model, norm_epsilon=1e-6))
+    with pytest.raises(RankError, match=r"was saved with norm_epsilon\(1e-05\), this run has norm_epsilon\(1e-06\)"):
+        resumed(ranks, run / "dp_reshardable", epsilon)
+
+
+def test_no_run_replaces_megatrons_checkpoints(run: Path, tmp_path: Path) -> None:
+    root = run / "torch"
+    assert megatron_iterations(root) == candidates(root) == [BEFORE] == candidates(root, BEFORE)
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of Megatron-LM \(iter_0000003\), which this run"):
+        _keep_megatron_checkpoints(root, None)
+    _keep_megatron_checkpoints(tmp_path, None)
+
+
+def test_the_model_of_megatrons_arguments_is_a_default(run: Path) -> None:
+    config = Config(checkpoint=CheckpointConfig(load=str(run / "torch"), use_checkpoint_args=True))
+    found = settings_of_checkpoint(config)
+    expected = config_of(run.name).model
+    assert found is not None
+    names = ("num_attention_heads", "norm_epsilon", "swiglu", "untie_embeddings_and_output_weights", "num_layers")
+    assert {name: getattr(found.model, name) for name in names} == {name: getattr(expected, name) for name in names}
+
+
+class _Attack:
+    """A pickle of this runs a command when it is read plainly."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return os.system, (f"touch {self._path}",)
+
+
+def test_reading_executes_nothing(tmp_path: Path) -> None:
+    path, mark = tmp_path / "file.pt", tmp_path / "mark"
+    torch.save({"args": argparse.Namespace(swiglu=True), "value": torch.ones(3), "other": _Attack(mark)}, path)
+    content = read_megatron_file(path)
+    assert content["args"].swiglu and torch.equal(content["value"], torch.ones(3))
+    assert isinstance(content["other"], Opaque) and not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists(), "the attack works where a file is read plainly"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"file.pt is damaged .*copy it again"):
+        read_megatron_file(path)
+    path.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_megatron_file(path)

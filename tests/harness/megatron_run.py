@@ -1,0 +1,183 @@
+"""A run of megatron-core's own GPTModel and DistributedOptimizer on a CPU, saved in Megatron-LM's formats.
+
+A program of its own: megatron-core's writer starts processes, which a test's rank may not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer.enums import AttnBackend
+from safetensors.torch import save_file
+
+from fp8_megatron.config.precision import PrecisionConfig
+from fp8_megatron.config.schema import Config, OptimizerConfig
+from fp8_megatron.mcore.gpt import transformer_config
+from fp8_megatron.mcore.runtime import runtime, seed_everything
+from fp8_megatron.mcore.topology import initialized
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, random_batches, tiny_config
+
+STYLES = {"gpt3": GPT3_STYLE, "llama": LLAMA_STYLE}
+#: Iterations before the checkpoint and after it; micro-batches of a step.
+BEFORE, AFTER, MICRO_BATCHES = 3, 2, 2
+OPTIMIZER = OptimizerConfig(optimizer="adamw", lr=1e-3, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0)
+
+
+def config_of(style: str) -> Config:
+    """The configuration of ours that goes on with the run."""
+    return tiny_config(STYLES[style], precision=PrecisionConfig(precision="bf16"), optimizer=OPTIMIZER)
+
+
+def arguments_of(config: Config) -> argparse.Namespace:
+    """Megatron's arguments of the run, as far as a reader needs them, and some that need Megatron's code to be read."""
+    model = config.model
+    return argparse.Namespace(
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        consumed_train_samples=BEFORE * MICRO_BATCHES * 2,
+        num_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        norm_epsilon=model.norm_epsilon,
+        rotary_base=model.rotary_base,
+        rotary_percent=model.rotary_percent,
+        swiglu=model.swiglu,
+        untie_embeddings_and_output_weights=model.untie_embeddings_and_output_weights,
+        bf16=True,
+        fp16=False,
+        params_dtype=torch.bfloat16,
+        attention_backend=AttnBackend.auto,
+    )
+
+
+def main(style: str, folder: str) -> None:
+    """Train, save each format under `folder`, and train on."""
+    config, device, root = config_of(style), torch.device("cpu"), Path(folder)
+    _let_a_cpu_pass()
+    with runtime(device), initialized(config.parallel, config.model.num_layers, device):
+        settings = transformer_config(config, device, None)
+        settings.bf16, settings.params_dtype = True, torch.bfloat16
+        seed_everything(0, device, tensor_parallel_rank=0, pipeline_rank=0)
+        module = GPTModel(
+            settings,
+            get_gpt_layer_local_spec(normalization=config.model.normalization),
+            vocab_size=VOCAB_SIZE,
+            max_sequence_length=config.model.seq_length,
+            share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+            position_embedding_type=config.model.position_embedding_type,
+        ).bfloat16()
+        generator = torch.Generator().manual_seed(0)
+        for name, param in module.named_parameters():
+            noise = 0.02 * torch.randn(param.shape, generator=generator)
+            param.data = (noise + ("norm" in name and name.endswith("weight"))).bfloat16()
+        # Small buckets of an overlapped reduction cut the optimizer's buffers into several.
+        sharded = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=40_000
+        )
+        model = DistributedDataParallel(settings, sharded, module)
+        optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=OPTIMIZER.lr,
+                weight_decay=OPTIMIZER.weight_decay,
+                adam_beta1=OPTIMIZER.adam_beta1,
+                adam_beta2=OPTIMIZER.adam_beta2,
+                adam_eps=OPTIMIZER.adam_eps,
+                clip_grad=OPTIMIZER.clip_grad,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=True,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+        )
+        for step in range(BEFORE):
+            _train_step(model, optimizer, config, step)
+        _save(root, module, optimizer, config)
+        losses = [_train_step(model, optimizer, config, step) for step in range(BEFORE, BEFORE + AFTER)]
+        (root / "losses.json").write_text(json.dumps(losses))
+
+
+def _let_a_cpu_pass() -> None:
+    """megatron-core's optimizer and writer name CUDA where nothing depends on it."""
+    kind = torch.Tensor.type
+
+    def type_as_on_cuda(self: torch.Tensor, *args: object, **settings: object) -> object:
+        found = kind(self, *args, **settings)
+        return found if args or settings else "torch.cuda." + str(found).rpartition(".")[2]
+
+    torch.Tensor.type = type_as_on_cuda
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_: None
+
+
+def _train_step(model: DistributedDataParallel, optimizer: object, config: Config, step: int) -> float:
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    total = 0.0
+    length = config.model.seq_length
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    for tokens in random_batches(1, MICRO_BATCHES, seed=step)[0]:
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        positions = torch.arange(length).expand_as(inputs)
+        loss = model(inputs, positions, mask, labels=labels).float().mean()
+        (loss / MICRO_BATCHES).backward()
+        total += loss.item() / MICRO_BATCHES
+    model.finish_grad_sync()
+    succeeded, _, _ = optimizer.step()
+    assert succeeded
+    return total
+
+
+def _save(root: Path, module: GPTModel, optimizer: object, config: Config) -> None:
+    (distributed,) = optimizer.chained_optimizers
+    states = {}
+    for name, param in module.named_parameters():
+        found = distributed._get_main_param_and_optimizer_states(param)
+        for kind, key in (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            states[f"{kind}/{name}"] = found[key].detach().clone().view(param.shape)
+        states[f"weight/{name}"] = param.detach().clone()
+    root.mkdir(parents=True, exist_ok=True)
+    save_file(states, root / "states.safetensors")
+    common = {
+        "args": arguments_of(config),
+        "checkpoint_version": 3.0,
+        "iteration": BEFORE,
+        "opt_param_scheduler": {"num_steps": BEFORE * MICRO_BATCHES * 2},
+    }
+    for kind in ("dp_reshardable", "fully_reshardable"):
+        model_state = module.sharded_state_dict()
+        optimizer_state = optimizer.sharded_state_dict(
+            model_state, is_loading=False, metadata={"distrib_optim_sharding_type": kind}
+        )
+        folder = _new(root / kind)
+        dist_checkpointing.save({**common, "model": model_state, "optimizer": optimizer_state}, str(folder))
+    folder = _new(root / "torch") / "mp_rank_00"
+    folder.mkdir()
+    rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}
+    content = {**common, "model": module.state_dict_for_save_checkpoint(), "optimizer": optimizer.state_dict()}
+    torch.save({**content, "rng_state": [rng]}, folder / "model_optim_rng.pt")
+    torch.save(distributed.get_parameter_state_dp_zero(use_gloo_comm=False), folder / "distrib_optim.pt")
+
+
+def _new(root: Path) -> Path:
+    folder = root / f"iter_{BEFORE:07d}"
+    folder.mkdir(parents=True)
+    (root / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
+    return folder
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
