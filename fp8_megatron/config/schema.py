@@ -255,6 +255,9 @@ class TrainingConfig:
     """START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size by INCREMENT over SAMPLES."""
     step_batch_size_schedule: Words = ()
     """TOKENS:BATCH …: the global batch from that many tokens on (0:16 2.4B:320). Replaces --global-batch-size."""
+    calculate_per_token_loss: Switch = False
+    """On: the loss is the mean over the tokens of the global batch that count. Off: the mean over micro-batches of the
+    mean of each. They differ where micro-batches mask different numbers of tokens."""
     train_iters: OptionalCount = None
     """Number of optimizer steps. A run gives this or --train-samples."""
     train_samples: OptionalCount = None

@@ -20,19 +20,31 @@ def take_step(loader: Iterator[Batch], num_micro_batches: int, device: torch.dev
     ]
 
 
-def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """Run one micro-batch through one model chunk; returns the output and the loss function for it."""
+def forward_step(
+    batches: Iterator[Batch], model: torch.nn.Module, mean_tokens: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """Run one micro-batch through one model chunk; returns the output and the loss function for it.
+
+    Args:
+        mean_tokens: see `masked_mean_loss`.
+    """
     batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(masked_mean_loss, batch["loss_mask"])
+    return output, partial(masked_mean_loss, batch["loss_mask"], mean_tokens=mean_tokens)
 
 
-def masked_mean_loss(loss_mask: Tensor, loss_per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def masked_mean_loss(
+    loss_mask: Tensor, loss_per_token: Tensor, *, mean_tokens: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss over unmasked tokens, in nats: once to differentiate, once to report.
 
     Args:
         loss_mask, loss_per_token: [b, s].
+        mean_tokens: FP32 [1], the unmasked tokens of a micro-batch in the mean over the global batch. The sum of losses
+            is divided by it, so that the mean over micro-batches and replicas is the mean over tokens. None: divide by
+            the micro-batch's own tokens.
     """
     mask = loss_mask.view(-1).float()
-    loss = (loss_per_token.float().view(-1) * mask).sum() / mask.sum().clamp(min=1.0)
+    num_tokens = mask.sum().clamp(min=1.0) if mean_tokens is None else mean_tokens.squeeze()
+    loss = (loss_per_token.float().view(-1) * mask).sum() / num_tokens
     return loss, {"loss": loss.detach().clone()}

@@ -85,7 +85,7 @@ def compute_gradients(
         chunk.zero_grad_buffer(measures_underflow=measures_underflow, num_micro_batches=len(batches))
     if samples_casts and state.sampler is not None:
         state.sampler.begin()
-    losses = _run_schedule(state, batches, forward_only=False)
+    losses = _run_schedule(state, batches, _mean_tokens(batches, state), forward_only=False)
     if samples_casts and state.sampler is not None:
         state.sampler.end()
     underflow = [buffer.underflow for buffer in state.optimizer.buffers]
@@ -126,23 +126,43 @@ def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) ->
     for chunk in state.model:
         chunk.eval()
     total = torch.zeros(1, device=state.device)
+    weights = torch.zeros(1, device=state.device)
     for _ in range(num_batches):
         batches = take_step(loader, state.num_micro_batches, state.device)
-        losses = _run_schedule(state, batches, forward_only=True)
-        total += _over_ranks(_part_of_loss(losses, state), state)[0]["loss"]
+        mean_tokens = _mean_tokens(batches, state)
+        losses = _run_schedule(state, batches, mean_tokens, forward_only=True)
+        # Over tokens, a batch counts by its tokens.
+        weight = torch.ones_like(total) if mean_tokens is None else mean_tokens
+        total += weight * _over_ranks(_part_of_loss(losses, state), state)[0]["loss"]
+        weights += weight
     for chunk in state.model:
         chunk.train()
     for history in state.histories:
         if history is not None:
             history.discard_current_step()
-    return total.item() / num_batches
+    return total.item() / weights.item()
 
 
-def _run_schedule(state: TrainingState, batches: list[Batch], *, forward_only: bool) -> list[dict[str, Tensor]]:
+def _mean_tokens(batches: list[Batch], state: TrainingState) -> Tensor | None:
+    """FP32 [1], at least 1 / micro-batches: the unmasked tokens of a micro-batch in the mean over the global batch.
+
+    None without --calculate-per-token-loss. Otherwise all data-parallel ranks call it together.
+    """
+    if not state.config.training.calculate_per_token_loss:
+        return None
+    tokens = torch.stack([batch["loss_mask"].sum(dtype=torch.float32) for batch in batches]).sum(0, keepdim=True)
+    if state.topology.dp.size() > 1:
+        torch.distributed.all_reduce(tokens, group=state.topology.dp)
+    return tokens.clamp(min=1.0) / (len(batches) * state.topology.dp.size())
+
+
+def _run_schedule(
+    state: TrainingState, batches: list[Batch], mean_tokens: Tensor | None, *, forward_only: bool
+) -> list[dict[str, Tensor]]:
     iterators = [iter(batches) for _ in state.model]
     config = state.config
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=forward_step if mean_tokens is None else partial(forward_step, mean_tokens=mean_tokens),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(state.model),
         num_microbatches=len(batches),
