@@ -13,6 +13,7 @@ from ..config.checks import check_config
 from ..config.folder_checks import check_run_folders
 from ..data.token_files import check_input_files
 from ..device.processes import launch_id
+from .dry_run import dry_run
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
 from .program import exit_status, prepare_megatron, show
@@ -37,7 +38,13 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
     if os.environ.get("RANK", "0") == "0":
         for line in command_line.notes:
             print(f"note: {line}", file=sys.stderr, flush=True)
-    check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if command_line.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            dry_run(command_line, world_size)
+        return 0
+    command_line.check_no_world_size()
+    check_config(config, world_size)
     check_run_folders(config)
     check_input_files(config)
     prepare_megatron()

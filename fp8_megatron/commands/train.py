@@ -18,6 +18,7 @@ from ..config.io import parse_config
 from ..data.token_files import check_input_files
 from ..errors import UserError
 from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
+from .dry_run import dry_run
 from .launch import Placement, check_gpus, hide_gpus, run_ranks, slurm_launch
 from .program import exit_status
 from .run_settings import run_command_line
@@ -54,7 +55,14 @@ def _main(words: list[str], prog: str) -> int:
         print("\nEvery other flag is the model's, the data's or the run's:\n", flush=True)
         parse_config(["--help"], prog=prog)
     placement = _placement(own)
-    config = run_command_line(flags, prog).config
+    command_line = run_command_line(flags, prog)
+    config = command_line.config
+    if command_line.dry_run:
+        for line in command_line.notes:
+            print(f"note: {line}", file=sys.stderr, flush=True)
+        dry_run(command_line, placement.world_size)
+        return 0
+    command_line.check_no_world_size()
     check_config(config, placement.world_size)
     check_run_folders(config)
     check_input_files(config)

@@ -22,8 +22,11 @@ class ConfigError(UserError):
     """The configuration cannot be read or cannot work. The message has one problem per line."""
 
 
-def check_config(config: Config, world_size: int) -> None:
+def check_config(config: Config, world_size: int, *, on_this_machine: bool = True) -> None:
     """Raise one `ConfigError` that lists every problem of `config` on `world_size` ranks, one per line.
+
+    Args:
+        on_this_machine: whether the run would start here, so that what it needs must be installed.
 
     This does not check whether the device can compute in the chosen precision. It checks how settings fit together only
     if each is within its own limits.
@@ -35,7 +38,7 @@ def check_config(config: Config, world_size: int) -> None:
         problems += _check_gemm_sizes(config)
         problems += _check_recompute(config)
         problems += _check_cuda_graph(config)
-        problems += precision_problems(config)
+        problems += precision_problems(config, on_this_machine=on_this_machine)
         problems += _check_length(config, world_size)
         problems += run_problems(config)
     if not problems:  # what is wrong in itself comes first

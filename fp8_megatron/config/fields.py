@@ -31,8 +31,10 @@ CountOrZero = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Size = Annotated[int, Ge(1), Le(2**24)]
 Layers = Annotated[int, Ge(1), Le(100_000)]
 LayersOrZero = Annotated[int, Ge(0), Le(100_000)]
+#: The largest number of ranks of a job.
+MAX_RANKS = 1_000_000
 #: Ranks that share something.
-Ranks = Annotated[int, Ge(1), Le(1_000_000)]
+Ranks = Annotated[int, Ge(1), Le(MAX_RANKS)]
 #: Sequences in a step.
 BatchSize = Annotated[int, Ge(1), Le(2**20)]
 #: Processes that each rank starts.

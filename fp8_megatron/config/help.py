@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn, Union
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from .fields import UNSET, Switch
+from .fields import UNSET, OptionalCount, Switch
 from .limits import FieldType
 from .schema import Config
 
@@ -26,6 +26,10 @@ class _CommandLine(Config):
     """Same as --precision bf16."""
     fp16: Annotated[Switch, tyro.conf.FlagCreatePairsOff] = False
     """Same as --precision fp16."""
+    dry_run: Annotated[Switch, tyro.conf.FlagCreatePairsOff] = False
+    """Check and print the configuration, memory of each rank and bytes on the wire; train nothing."""
+    world_size: Annotated[OptionalCount, tyro.conf.arg(metavar="RANKS")] = None
+    """Ranks that --dry-run is for. Default: those of the launcher."""
 
 
 #: Written in paragraphs: tyro joins the lines of each.

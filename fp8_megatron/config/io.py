@@ -16,6 +16,7 @@ import yaml
 from .checks import ConfigError
 from .command_line import Given, read_words, repeated_flags
 from .data_lists import words_of_files
+from .fields import MAX_RANKS
 from .limits import FieldType, field_types
 from .megatron_flags import idle_note, megatron_options, translate
 from .megatron_precision import SWITCHES, Chosen, chosen_precision
@@ -36,6 +37,8 @@ _ALTERNATIVES = (
 )
 #: Settings that give way to another one that is given later, and that other one.
 _GIVE_WAY = (("split", "train_data_path"),)
+#: Flags that are no settings.
+_BESIDE = {"config": FieldType(tuple), "dry_run": FieldType(bool), "world_size": FieldType(int)}
 #: Settings without a default in Megatron: a run must state one of each.
 _WITHOUT_DEFAULT = (
     ("num_layers",),
@@ -109,11 +112,20 @@ class CommandLine:
         config: the settings.
         notes: lines for the start of the run: what was given twice, accepted with nothing to do, or changed.
         stated: settings that the flags or a file give.
+        dry_run: print what the run would be instead of training.
+        world_size: ranks that a dry run is for; None: those of the launcher.
     """
 
     config: Config
     notes: tuple[str, ...]
     stated: frozenset[str]
+    dry_run: bool = False
+    world_size: int | None = None
+
+    def check_no_world_size(self) -> None:
+        """Raise `ConfigError` for --world-size without --dry-run: the launcher says how many ranks there are."""
+        if self.world_size is not None:
+            raise ConfigError("--world-size is for --dry-run; the launcher says how many ranks there are")
 
     def check_stated(self) -> None:
         """Raise `ConfigError` if a setting that has no default in Megatron is not given."""
@@ -156,7 +168,7 @@ def parse_command_line(
     types = {name: kind for fields in sections.values() for name, kind in fields.items()}
     translation = translate(words)
     others = [name for option in megatron_options().values() for name in option.names]
-    given, problems = read_words(translation.words, {**types, **SWITCHES, "config": FieldType(tuple)}, others)
+    given, problems = read_words(translation.words, {**types, **SWITCHES, **_BESIDE}, others)
     problems = [*translation.problems, *problems]
     paths = [path for one in given if one.name == "config" for path in one.words]
     stated = set() if base is None else _names({"model": vars(base.model)})
@@ -189,7 +201,27 @@ def parse_command_line(
         notes.append(idle_note(idle))
     if "precision" not in stated:
         notes.append(precision_note(config.precision))
-    return CommandLine(config, tuple(notes), frozenset(stated))
+    last = {one.name: one.words for one in given}
+    return CommandLine(
+        config,
+        tuple(notes),
+        frozenset(stated),
+        dry_run=last.get("dry_run") == ("true",),
+        world_size=_world_size(last.get("world_size")),
+    )
+
+
+def _world_size(words: tuple[str, ...] | None) -> int | None:
+    """The ranks that --world-size names. Raises `ConfigError` for what is no number of ranks."""
+    if words is None:
+        return None
+    try:
+        size = whole_number(words[0])
+    except ValueError:
+        size = 0
+    if not 1 <= size <= MAX_RANKS:
+        raise ConfigError(f"--world-size {shortened(words[0])!r} is no number of ranks; give 1 to {MAX_RANKS}")
+    return size
 
 
 def _values_of(

@@ -9,15 +9,20 @@ from ..storage import StorageDtype
 from .schema import Config, PrecisionConfig
 
 
-def precision_problems(config: Config) -> Iterator[str]:
-    """One line for each problem: what cannot work, the values, the fix."""
+def precision_problems(config: Config, *, on_this_machine: bool = True) -> Iterator[str]:
+    """One line for each problem: what cannot work, the values, the fix.
+
+    Args:
+        on_this_machine: whether Transformer Engine must be installed here to be used.
+    """
     precision, num_layers = config.precision, config.model.num_layers
     if config.optimizer.loss_scale is not None and precision.precision != "fp16":
         yield (
             f"loss_scale({config.optimizer.loss_scale}) has no effect under precision({precision.precision}), whose "
             f"gradients have the range; drop it or choose --precision fp16"
         )
-    if precision.precision == "te" and importlib.util.find_spec("transformer_engine") is None:
+    is_te = precision.precision == "te"
+    if is_te and on_this_machine and importlib.util.find_spec("transformer_engine") is None:
         yield (
             "precision(te) needs Transformer Engine, which is not installed; "
             "pip install --no-build-isolation transformer_engine[pytorch], or choose --precision fp8"

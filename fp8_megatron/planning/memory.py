@@ -58,9 +58,8 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     replicas = world_size // (tp * pp)
-    counts = count_parameters(config.model, padded_vocab_size, tensor_parallel_size=tp, num_stages=pp, stage=stage)
     stored = model_storage(config.precision, config.num_micro_batches(world_size))
-    by_class = _by_class(counts, config, config.layers_of_stage(stage))
+    by_class = parameters_by_class(config, padded_vocab_size, stage=stage)
     linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)
     for storage, count in by_class.items():
         held = _predict(storage, count, stored, replicas)
@@ -69,6 +68,13 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
         else:
             rest += held
     return MemoryByKind(linear, rest)
+
+
+def parameters_by_class(config: Config, padded_vocab_size: int, *, stage: int = 0) -> dict[StorageClass, int]:
+    """Parameters of a rank of pipeline stage `stage` by the way they are stored."""
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    counts = count_parameters(config.model, padded_vocab_size, tensor_parallel_size=tp, num_stages=pp, stage=stage)
+    return _by_class(counts, config, config.layers_of_stage(stage))
 
 
 def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:

@@ -1,0 +1,81 @@
+"""--dry-run: what a run would be, printed without a GPU, another rank or the run's data."""
+
+from __future__ import annotations
+
+from ..config.checks import check_config
+from ..config.io import CommandLine, format_config
+from ..config.schema import Config
+
+_KINDS = ("weights", "gradients", "master_weights", "exp_avg", "exp_avg_sq", "scales")
+#: Rows of GPT-2's vocabulary, for a model whose tokenizer gives the size.
+_GPT2_VOCAB_SIZE = 50257
+
+
+def dry_run(command_line: CommandLine, world_size: int) -> None:
+    """Check a command line and print what it would train.
+
+    Args:
+        world_size: ranks of the launcher; --world-size goes before it.
+
+    Raises:
+        ConfigError: it would not train.
+    """
+    ranks = command_line.world_size or world_size
+    check_config(command_line.config, ranks, on_this_machine=False)
+    print(dry_run_report(command_line.config, ranks), flush=True)
+
+
+def dry_run_report(config: Config, world_size: int) -> str:
+    """The resolved configuration, the layout, memory of every pipeline stage and bytes on the wire.
+
+    Args:
+        config: a configuration that passed its checks for `world_size` ranks.
+        world_size: ranks of the job.
+    """
+    from ..data.tokenizer import padded_vocab_size
+    from ..planning.wire import predict_wire_bytes
+
+    parallel, model = config.parallel, config.model
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    vocab_size = model.vocab_size if model.vocab_size is not None else _GPT2_VOCAB_SIZE
+    padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tp)
+    notes = [f"vocabulary: {vocab_size:,}, padded to {padded:,}"]
+    if model.vocab_size is None:
+        notes[0] += " (GPT-2's; the tokenizer is not read)"
+    batch = config.global_batch_size(world_size)
+    replicas = config.data_parallel_size(world_size)
+    wire = predict_wire_bytes(config, padded, world_size=world_size)
+    notes += [
+        f"ranks: {world_size} = tensor {tp} × pipeline {pp} × data {replicas}",
+        f"step: {batch:,} sequences, {batch * model.seq_length:,} tokens, {config.num_micro_batches(world_size)} "
+        f"micro-batches of {config.training.micro_batch_size} per rank",
+        f"wire: in each step a rank sends its data-parallel peers {_gigabytes(wire.gradients)} GB of gradients and "
+        f"{_gigabytes(wire.weights)} GB of weights",
+        "not checked here: files, folders, installed packages, the GPUs; activations are not in the table",
+    ]
+    return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])
+
+
+def _memory(config: Config, padded_vocab_size: int, world_size: int) -> str:
+    """Predicted GB of weights, gradients and optimizer state of one rank of each pipeline stage."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..planning.memory import predict_memory
+
+    table = Table(title=f"Predicted GB (10^9 bytes) of one rank, {config.precision.level}")
+    for heading in ("stage", "parameters", *(kind.replace("_", " ") for kind in _KINDS), "total"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for stage in range(config.parallel.pipeline_model_parallel_size):
+        memory = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
+        held = memory.linear + memory.rest
+        kinds = [_gigabytes(getattr(held, kind)) for kind in _KINDS]
+        table.add_row(str(stage), f"{held.num_params:,}", *kinds, _gigabytes(held.total))
+    console = Console(width=120, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f}"

@@ -1,0 +1,81 @@
+"""--dry-run: checks and prints a run, and trains nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.commands import pretrain_gpt, train
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "layout"),
+    [
+        ("gpt_7b", 8, "ranks: 8 = tensor 1 × pipeline 1 × data 8"),
+        ("gpt_13b", 4, "ranks: 4 = tensor 2 × pipeline 1 × data 2"),
+        ("gpt_175b", 1024, "ranks: 1024 = tensor 8 × pipeline 16 × data 8"),
+    ],
+)
+def test_what_is_printed(model: str, world_size: int, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(CONFIGS / f"{model}.yaml"), "--mock-data", "--dry-run", "--world-size", str(world_size)]
+    assert pretrain_gpt.main(words) == 0
+    out = capsys.readouterr().out
+    assert layout in out and "  * mock_data = True  (default False)" in out
+    assert "Predicted GB (10^9 bytes) of one rank, O3" in out
+    assert "wire: in each step a rank sends its data-parallel peers" in out and "vocabulary: 50,304" in out
+
+
+def test_a_stage_each_and_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    """175 billion parameters over 128 ranks of 16 stages; the first and the last also hold an embedding."""
+    words = ["--config", str(CONFIGS / "gpt_175b.yaml"), "--mock-data", "--dry-run", "--world-size", "128"]
+    assert pretrain_gpt.main(words) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    params = [int(row[2].replace(",", "")) for row in rows]
+    assert [int(row[1]) for row in rows] == list(range(16))
+    assert params[0] > params[1] == params[14] < params[15] and 174e9 < 8 * sum(params) < 177e9
+
+
+@pytest.mark.parametrize("program", [pretrain_gpt, train])
+def test_what_a_laptop_lacks_is_no_error(program: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No Transformer Engine, no data, no tokenizer, no GPUs; and nothing is written."""
+    words = f"--config {CONFIGS}/gpt_345m.yaml --precision te --data-path {tmp_path}/a --tokenizer-model {tmp_path}/b"
+    words += f" --save {tmp_path}/c --load {tmp_path}/c --output-dir {tmp_path}/d --micro-batch-size 8"
+    words += " --dry-run --world-size 4"
+    assert program.main(words.split()) == 0  # type: ignore[attr-defined]
+    assert "ranks: 4 = tensor 1 × pipeline 1 × data 4" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--dry-run --world-size 0", "--world-size '0' is no number of ranks; give 1 to 1000000"),
+        ("--dry-run --world-size many", "--world-size 'many' is no number of ranks"),
+        ("--world-size 4", "--world-size is for --dry-run; the launcher says how many ranks there are"),
+        ("--dry-run --world-size 3", "global_batch_size(32) is not a multiple of micro_batch_size(32)"),
+        ("--dry-run --lr fast", "--lr 'fast' is not a number"),
+        ("--dry-run --num-experts 8", "--num-experts 8 is not supported"),
+    ],
+)
+def test_what_would_not_train_is_one_line(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(CONFIGS / "gpt_345m.yaml"), "--mock-data", *flags.split()]
+    assert pretrain_gpt.main(words) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.out == ""
+
+
+def test_a_dry_run_starts_no_process_group(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from fp8_megatron.commands.pretrain_gpt import main; "
+        f"assert main(['--config', {str(CONFIGS / 'gpt_7b.yaml')!r}, '--mock-data', '--dry-run']) == 0; "
+        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(); "
+        "assert 'megatron.core' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
