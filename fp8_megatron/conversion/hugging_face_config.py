@@ -139,7 +139,7 @@ def model_from_json(settings: Json) -> ModelConfig:
         raise CheckpointError("\n".join(f"config.json: {problem}" for problem in problems))
     values = {ours: settings.get(theirs, default) for theirs, ours, default in _SAME[family]}
     values["seq_length"] = values["max_position_embeddings"]
-    values |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    values.setdefault("hidden_dropout", 0.0)  # a Llama has none
     if family is Family.GPT2:
         tied = settings.get("tie_word_embeddings", True)
         return ModelConfig(
