@@ -70,7 +70,9 @@ def _folders(config: Config) -> Iterator[tuple[str, Path]]:
         yield "--save", Path(save)
     if logging.output_dir is not None or save is None:
         yield "--output-dir", output_dir or Path("runs")
-    if logging.tensorboard and output_dir is not None:
+    if logging.tensorboard and logging.tensorboard_dir is not None:
+        yield "--tensorboard-dir", Path(logging.tensorboard_dir)
+    elif logging.tensorboard and output_dir is not None:
         yield "--tensorboard", output_dir / "tensorboard"
     if logging.wandb_project is not None and logging.wandb_save_dir is not None:
         yield "--wandb-save-dir", Path(logging.wandb_save_dir)

@@ -110,6 +110,10 @@ def _no_load(config: Config) -> str | None:
     return "without load" if config.checkpoint.load is None else None
 
 
+def _no_tensorboard(config: Config) -> str | None:
+    return None if config.logging.tensorboard else "without tensorboard"
+
+
 def _no_wandb(config: Config) -> str | None:
     return "without wandb_project" if config.logging.wandb_project is None else None
 
@@ -160,7 +164,8 @@ _RULES = (
         lambda config: None if config.checkpoint.use_checkpoint_args else "without use_checkpoint_args",
         "give --use-checkpoint-args",
     ),
-    Ignored(("wandb_exp_name", "wandb_save_dir"), _no_wandb, "give --wandb-project"),
+    Ignored(("tensorboard_dir",), _no_tensorboard, "give --tensorboard"),
+    Ignored(("wandb_exp_name", "wandb_entity", "wandb_save_dir"), _no_wandb, "give --wandb-project"),
     Ignored(
         ("profile_step_start", "profile_step_end", "profile_ranks", "profile_trace"), _no_profile, "give --profile"
     ),

@@ -381,11 +381,15 @@ class LoggingConfig:
     fp8_health_interval: CountOrZero = 100
     """Steps between samples of what every layer's casts to FP8 lose (health.jsonl); 0: none."""
     tensorboard: Switch = True
-    """On: write TensorBoard events under output-dir/tensorboard."""
+    """On: write TensorBoard events."""
+    tensorboard_dir: Text = None
+    """Folder of TensorBoard's events. Default: output-dir/tensorboard."""
     wandb_project: Text = None
     """Log to this W&B project (WANDB_MODE=offline works)."""
     wandb_exp_name: Text = None
     """Name of the W&B run."""
+    wandb_entity: Text = None
+    """User or team that the W&B project belongs to. Default: that of the login."""
     wandb_save_dir: Text = None
     """Folder of W&B's files. Default: output-dir."""
     progress: Literal["auto", "on", "off"] = "auto"

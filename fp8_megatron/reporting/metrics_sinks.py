@@ -35,7 +35,8 @@ def open_sinks(
     sinks: list[ScalarSink] = []
     if config.tensorboard:
         try:
-            events = TensorBoardSink(output_dir / "tensorboard", resume_iteration=resume_iteration)
+            folder = output_dir / "tensorboard" if config.tensorboard_dir is None else Path(config.tensorboard_dir)
+            events = TensorBoardSink(folder, resume_iteration=resume_iteration)
             sinks.append(GuardedSink(events, "TensorBoard"))
         except ImportError as error:
             logger.warning("no TensorBoard events: %s (pip install tensorboard, or --no-tensorboard)", error)
@@ -127,6 +128,7 @@ class WandbSink:
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name,
+            entity=config.wandb_entity,
             dir=str(folder),
             config=dict(run_config) if run_config is not None else None,
             id=run_id,

@@ -558,6 +558,8 @@ IGNORED = [
     ("eod_mask_loss", "--eod-mask-loss", "with mock_data"),
     ("load_optim", "--no-load-optim", "without load; drop it or give --load"),
     ("wandb_exp_name", "--wandb-exp-name a", "without wandb_project"),
+    ("wandb_entity", "--wandb-entity a", "without wandb_project"),
+    ("tensorboard_dir", "--no-tensorboard --tensorboard-dir a", "without tensorboard; drop it or give --tensorboard"),
     ("profile_ranks", "--profile-ranks 0 1", "without profile; drop it or give --profile"),
 ]
 

@@ -63,7 +63,7 @@ def test_every_field_is_one_flag_in_one_form(text: str) -> None:
     forms = {
         "--" + ("no-" if default is True else "") + name.replace("_", "-") for name, (_, default) in FIELDS.items()
     }
-    assert set(entries(text)) == {*forms, "--config", "--bf16", "--fp16"}
+    assert set(entries(text)) == {*forms, "--config", "--bf16", "--fp16", "--dry-run", "--world-size"}
 
 
 def test_a_default_is_said_once(text: str) -> None:

@@ -289,6 +289,26 @@ def test_tensorboard_that_cannot_start_is_a_warning(tmp_path: Path, caplog: pyte
     assert len(read_records(tmp_path / "metrics.jsonl")) == 1
 
 
+def test_tensorboard_writes_into_the_folder_that_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere" / "events"
+    with open_logger(tmp_path, replace(QUIET, tensorboard=True, tensorboard_dir=str(folder))) as metrics_logger:
+        metrics_logger.log_step(step(1))
+    assert any(folder.iterdir()) and not (tmp_path / "tensorboard").exists()
+
+
+def test_wandb_is_told_its_entity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def refuse(**settings: Any) -> None:
+        asked.update(settings)
+        raise ConnectionError
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    with open_logger(tmp_path, replace(QUIET, wandb_project="llm", wandb_entity="team")):
+        pass
+    assert (asked["project"], asked["entity"]) == ("llm", "team")
+
+
 def test_wandb_that_cannot_start_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
