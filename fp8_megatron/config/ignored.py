@@ -164,6 +164,11 @@ _RULES = (
         lambda config: None if config.checkpoint.use_checkpoint_args else "without use_checkpoint_args",
         "give --use-checkpoint-args",
     ),
+    Ignored(
+        ("log_num_zeros_in_grad",),
+        lambda config: "with release_gradients" if config.precision.release_gradients else None,
+        "drop --release-gradients",
+    ),
     Ignored(("tensorboard_dir",), _no_tensorboard, "give --tensorboard"),
     Ignored(("wandb_exp_name", "wandb_entity", "wandb_save_dir"), _no_wandb, "give --wandb-project"),
     Ignored(

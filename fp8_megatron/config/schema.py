@@ -380,6 +380,10 @@ class LoggingConfig:
     """Steps between the console's step lines. metrics.jsonl has every step."""
     fp8_health_interval: CountOrZero = 100
     """Steps between samples of what every layer's casts to FP8 lose (health.jsonl); 0: none."""
+    log_params_norm: Switch = False
+    """Report the norm of all master weights of every step (one more pass over them)."""
+    log_num_zeros_in_grad: Switch = False
+    """Report how many elements of every step's averaged gradients are 0 (one more pass over them)."""
     tensorboard: Switch = True
     """On: write TensorBoard events."""
     tensorboard_dir: Text = None

@@ -22,6 +22,7 @@ from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import Slot, StorageClass
 from ..sharding.released_grads import ReleasedGrad, ReleasedGradBuffer
 from ..sharding.storage import ModelStorage
+from . import statistics
 from .clip_grads import clip_factor, global_grad_norm
 from .hyperparameters import AdamW
 from .loss_scale import LossScale
@@ -170,6 +171,14 @@ class FP8DistributedOptimizer:
         """
         together = zip(self.buffers, self.states, self.param_groups, strict=True)
         return sorted(together, key=lambda three: _first_use(three[1].space.storage))
+
+    def params_norm(self) -> Tensor:
+        """`statistics.params_norm` of this optimizer's state."""
+        return statistics.params_norm(self.states, self._world, self.device)
+
+    def num_zeros_in_grad(self) -> Tensor:
+        """`statistics.num_zeros` of this optimizer's gradients."""
+        return statistics.num_zeros(self.buffers, self._world, self.device)
 
     @torch.no_grad()
     def step(self, loss: Tensor | None = None) -> Tensor:

@@ -52,6 +52,13 @@ class SplitSpaceState(SpaceState):
         payload = slot.padded_slice(self.weight.payload)[start : start + fragment.length]
         return payload, self.master.part(fragment).payload, self.scale_of(slot)
 
+    def squared_norm(self) -> Tensor:
+        total = torch.zeros(1, device=self.space.device)
+        for slot in self.space.slots:
+            for fragment in self.space.fragments(slot):
+                total += ops.squared_norm(*self.part("master", slot, fragment))
+        return total
+
     def before_copy(self) -> None:
         if self.gather is not None:
             self.gather.wait()

@@ -176,6 +176,10 @@ class SpaceState:
         stored: StateTensor = getattr(self, kind)
         return stored.part(fragment)
 
+    def squared_norm(self) -> Tensor:
+        """Σ x² of this rank's shard of the masters, FP32 [1]."""
+        return ops.squared_norm(*self.master)
+
     def places_of(self, place: Fragment) -> ops.Places:
         """Where the elements of a part of this rank's shard lie in the whole model."""
         table, unit = self.places.table, self.space.place_unit

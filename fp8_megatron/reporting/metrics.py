@@ -231,6 +231,8 @@ def step_line(
         f"iter {_progress_count(metrics.iteration, total_iterations)}",
         f"loss {metrics.loss:.4f}",
         f"grad norm {metrics.grad_norm:.3f}",
+        None if metrics.params_norm is None else f"params norm {metrics.params_norm:.3f}",
+        None if metrics.num_zeros is None else f"zeros {metrics.num_zeros:,.0f}",
         f"lr {metrics.learning_rate:.1e}",
         f"batch {metrics.global_batch_size:,}" if shows_batch else None,
         f"{metrics.tokens_per_second_per_gpu:>7,.0f} tok/s/GPU",

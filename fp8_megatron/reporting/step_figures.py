@@ -40,6 +40,10 @@ class StepFigures:
     """Number of ranks that ask to stop."""
     grad_norm: float = reported("train/grad_norm")
     """Global norm before clipping."""
+    params_norm: float | None = reported("train/params_norm", default=None)
+    """Norm of all master weights after the step; None if it is not asked for."""
+    num_zeros: float | None = reported("train/num_zeros", default=None)
+    """Elements of the averaged gradients that are 0; None if they are not asked for."""
     grad_underflow_fraction: float | None = reported("fp8/grad_underflow_fraction", default=None)
     """Fraction of this rank's non-zero gradient elements that a cast to FP8 made zero; None if not measured."""
     saturated_tensors: float | None = reported("fp8/saturated_tensors", default=None)

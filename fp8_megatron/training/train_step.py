@@ -67,6 +67,7 @@ def train_step(
         weight_grad_saturation_fraction=clamped_fraction,
         **figures,
         **_scaling(state),
+        **_statistics(state),
     )
     return packed if cast_report is None else torch.cat([packed, cast_report])
 
@@ -197,6 +198,16 @@ def _scaling(state: TrainingState) -> dict[str, Tensor]:
         figures["autoscale_mu"] = torch.cat([autoscale.mu for autoscale in autoscales]).amin(0, keepdim=True)
     if state.optimizer.loss_scale is not None:
         figures["loss_scale"] = state.optimizer.loss_scale.scale.view(1)
+    return figures
+
+
+def _statistics(state: TrainingState) -> dict[str, Tensor]:
+    """The figures of the whole model that the configuration asks for."""
+    logging, optimizer, figures = state.config.logging, state.optimizer, {}
+    if logging.log_params_norm:
+        figures["params_norm"] = optimizer.params_norm()
+    if logging.log_num_zeros_in_grad:
+        figures["num_zeros"] = optimizer.num_zeros_in_grad()
     return figures
 
 

@@ -171,6 +171,45 @@ def test_clips_by_the_norm_of_all_shards(ranks: RankPool) -> None:
             assert moment.abs().max() < 0.1  # unclipped it is some hundred times as large
 
 
+def _statistics(group: Group, precision: PrecisionConfig) -> tuple[float, float, float, int]:
+    """The norm of the parameters and the zeros of the gradient, as reported and as counted."""
+    generator = torch.Generator().manual_seed(1)
+    module = torch.nn.Module()
+    values = {"linear": torch.randn(384, 200, generator=generator), "vector": torch.randn(77, generator=generator)}
+    for name, value in values.items():
+        is_fp8 = name == "linear" and precision.is_fp8
+        empty = ScaledTensor.quantize(torch.ones_like(value)) if is_fp8 else value.bfloat16().zero_()
+        module.register_parameter(name, torch.nn.Parameter(empty))
+    model, optimizer = sharded(module, precision, group, Exchange(bucket_numel=1 << 14), AdamW(lr=1e-2, clip_grad=0.0))
+    optimizer.load_weights(values.items())
+    model.reset()
+    # No value is so small beside its block that FP8 makes it 0.
+    grads = {name: torch.rand(value.shape, generator=generator) + 0.1 for name, value in values.items()}
+    for name, param in reversed(list(module.named_parameters())):
+        grads[name].view(-1)[::3] = 0.0
+        grads[name].view(-1)[:5] = -0.0
+        param.main_grad.accumulate_(grads[name].bfloat16())  # type: ignore[attr-defined]
+    finish_gradients([model])
+    optimizer.step()
+    model.wait_for_weights()
+    masters = torch.cat([state.get_master(slot).reshape(-1) for state, slot in optimizer.slots()])
+    zeros = sum(int((grad == 0.0).sum()) for grad in grads.values())
+    return optimizer.params_norm().item(), masters.double().norm().item(), optimizer.num_zeros_in_grad().item(), zeros
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("level", ["O3", "O1", "bf16", "split"])
+def test_figures_of_the_whole_model(ranks: RankPool, level: str, num_ranks: int) -> None:
+    """Padding, shards and signs of zeros do not count; a sum of 77,000 squares in FP32 is right to 10⁻⁶."""
+    split = PrecisionConfig(main_params_dtype=F.SPLIT, exp_avg_dtype=F.INT8, exp_avg_sq_dtype=F.UINT8)
+    precision = split if level == "split" else PRECISIONS[level]
+    for norm, expected_norm, zeros, expected_zeros in ranks.run(
+        on_default_group, _statistics, precision, num_ranks=num_ranks
+    ):
+        assert norm == pytest.approx(expected_norm, rel=2e-6)
+        assert zeros == expected_zeros > 20_000
+
+
 def _gradient_and_weight_traffic(group: Group) -> tuple[dict[str, int], int]:
     weight = torch.nn.Parameter(ScaledTensor.quantize(torch.ones(1024, 512)))
     module = torch.nn.Module()
