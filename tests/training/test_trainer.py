@@ -443,6 +443,15 @@ def test_every_setting_of_its_own_trains(
     assert measured != expected
 
 
+def test_figures_of_the_whole_model_are_reported_if_asked_for(tmp_path: Path) -> None:
+    asked = fit(tmp_path / "asked", train_iters=3, log_params_norm=True, log_num_zeros_in_grad=True)
+    plain = fit(tmp_path / "plain", train_iters=3)
+    assert steps(asked) == steps(plain)
+    for record in (r for r in asked if r["kind"] == "train"):
+        assert 1.0 < record["params_norm"] < 1000.0 and record["num_zeros"] >= 0.0
+    assert all(r["params_norm"] is r["num_zeros"] is None for r in plain if r["kind"] == "train")
+
+
 def test_underflow_is_measured_where_gradients_are_fp8(tmp_path: Path) -> None:
     """Every log_interval steps, with one micro-batch; a fraction of a per cent, as a Gaussian's tail below 2⁻¹⁹."""
     records = [r for r in fit(tmp_path / "fp8", train_iters=6, log_interval=3) if r["kind"] == "train"]
