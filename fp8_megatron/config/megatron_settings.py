@@ -35,7 +35,7 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
     """`config` with what Megatron changes in it, and one line for each change that a user may not expect.
 
     Sequence parallelism is off with one tensor-parallel rank. A split has three weights. No more layers keep transposes
-    than a stage has.
+    than a stage has. A schedule of batches goes before --global-batch-size.
     """
     notes = []
     parallel, precision = config.parallel, config.precision
@@ -45,8 +45,15 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
     layers = max(config.model.num_layers // max(parallel.pipeline_model_parallel_size, 1), 1)
     if precision.keep_fp8_transpose_cache > layers:
         precision = dataclasses.replace(precision, keep_fp8_transpose_cache=layers)
+    training = config.training
+    if training.step_batch_size_schedule and training.global_batch_size is not None:
+        notes.append(
+            f"step_batch_size_schedule sets the global batch; global_batch_size({training.global_batch_size}) is not "
+            f"read"
+        )
+        training = dataclasses.replace(training, global_batch_size=None)
     data = dataclasses.replace(config.data, split=three_weights(config.data.split))
-    return dataclasses.replace(config, parallel=parallel, precision=precision, data=data), notes
+    return dataclasses.replace(config, parallel=parallel, precision=precision, training=training, data=data), notes
 
 
 def three_weights(split: str) -> str:
