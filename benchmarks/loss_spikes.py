@@ -1,7 +1,8 @@
 """How far losses lie from the last steps': python benchmarks/loss_spikes.py RUN ... --output loss_spikes_cpu.json
 
-For each run: the steps, and the largest distances of a loss above the last steps', in the robust standard deviations
-that `--loss-spike-threshold` counts. A threshold belongs between those of healthy runs and those of disturbed ones.
+For each run: the steps, and the largest distances above the last steps', in the robust standard deviations that
+`--loss-spike-threshold` counts: of the loss, and of the logarithm of the gradient norm. A threshold belongs between
+those of healthy runs and those of disturbed ones.
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def distances(losses: Sequence[float | None]) -> list[float]:
-    """Of every loss but those that are not finite; 0 for the first ones, which have too few before them."""
+def largest_distances(values: Sequence[tuple[int, float | None]]) -> list[tuple[float, int]]:
+    """(distance, iteration) of the values that lie farthest above those before them, the farthest first.
+
+    Args:
+        values: (iteration, value). A value that is not finite is left out.
+    """
     window, found = RobustWindow(), []
-    for loss in losses:
-        if loss is not None and math.isfinite(loss):
-            found.append(window.deviations(loss))
-            window.add(loss)
-    return found
+    for iteration, value in values:
+        if value is not None and math.isfinite(value):
+            found.append((round(window.deviations(value), 2), iteration))
+            window.add(value)
+    return sorted(found, reverse=True)[:_KEPT]
 
 
 def of_run(folder: Path) -> dict[str, Any]:
@@ -55,17 +60,23 @@ def of_run(folder: Path) -> dict[str, Any]:
     steps = [record for record in read_records(folder / METRICS_FILE) if record["kind"] == "train"]
     if not steps:
         raise ValueError(f"{folder / METRICS_FILE} has no steps; name the output folder of a run")
-    found = distances([record["loss"] for record in steps])
-    largest = sorted(((round(far, 2), steps[place]["iteration"]) for place, far in enumerate(found)), reverse=True)
-    return {"run": folder.name, "steps": len(steps), "largest": largest[0][0], "at": largest[:_KEPT]}
+    losses = largest_distances([(record["iteration"], record["loss"]) for record in steps])
+    norms = largest_distances([(record["iteration"], math.log(record["grad_norm"] or math.nan)) for record in steps])
+    figures = {"largest": losses[0][0], "at": losses, "largest_norm": norms[0][0], "norm_at": norms}
+    return {"run": folder.name, "steps": len(steps), **figures}
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the rows; returns the exit status."""
     rows = [of_run(folder) for folder in options.runs]
     for row in rows:
-        print(f"{row['run']}: {row['steps']} steps, {row['largest']:.2f} at iteration {row['at'][0][1]}")
-    result = {"runs": rows, "steps": sum(row["steps"] for row in rows), "largest": max(row["largest"] for row in rows)}
+        place, norm_place = row["at"][0][1], row["norm_at"][0][1]
+        print(
+            f"{row['run']}: {row['steps']} steps; loss {row['largest']:.2f} at iteration {place}, "
+            f"gradient norm {row['largest_norm']:.2f} at iteration {norm_place}"
+        )
+    result: dict[str, Any] = {"runs": rows, "steps": sum(row["steps"] for row in rows)}
+    result |= {name: max(row[name] for row in rows) for name in ("largest", "largest_norm")}
     write_output(options.output, (json.dumps(result, indent=1) + "\n").encode(), "--output")
     return 0
 

@@ -51,13 +51,17 @@ def test_distances_of_losses_are_those_of_the_guard(tmp_path: Path, capsys: pyte
     losses: list[float | None] = (5.0 + 0.1 * torch.randn(200, generator=generator)).tolist()
     losses[150], losses[160] = 8.0, None
     (tmp_path / "run").mkdir()
-    records = [{"kind": "train", "iteration": step + 1, "loss": loss} for step, loss in enumerate(losses)]
+    records = [
+        {"kind": "train", "iteration": step + 1, "loss": loss, "grad_norm": 1.0 + (step == 170)}
+        for step, loss in enumerate(losses)
+    ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert loss_spikes.main([str(tmp_path / "run"), "--output", str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     (row,) = report["runs"]
     assert row["at"][0][1] == 151 and row["largest"] == report["largest"] == pytest.approx(30, rel=0.4)
     assert row["steps"] == report["steps"] == 200 and row["at"][1][0] < 5.0
+    assert row["norm_at"][0][1] == 171 and row["norm_at"][1][0] == 0.0
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text("")
     assert loss_spikes.main([str(tmp_path / "empty"), "--output", str(tmp_path / "out.json")]) == 2
