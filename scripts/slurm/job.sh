@@ -28,7 +28,8 @@ requeue() {
   # Slurm ends this script with SIGTERM soon after the request. The nodes are left out before that.
   trap '' TERM
   scontrol requeue "$SLURM_JOB_ID"
-  bad=$(sed -n 's/.*leave it out (Slurm: sbatch --exclude=\([^)]*\)).*/\1/p' "$log" | sort -u | paste -sd,)
+  # Slurm's names have no domain.
+  bad=$(sed -n 's/.*leave it out (Slurm: sbatch --exclude=\([^).]*\).*/\1/p' "$log" | sort -u | paste -sd,)
   if [ -n "$bad" ]; then
     say "leaves out $bad"
     scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad"

@@ -15,6 +15,7 @@ import pytest
 from fp8_megatron.checkpoint.files import iteration_folder
 from fp8_megatron.checkpoint.manifest import read_manifest
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
+from fp8_megatron.watch.restarts import report
 from tests.harness.runs import tiny_flags
 from tests.harness.slurm import Slurm, running_slurm
 
@@ -113,7 +114,8 @@ def test_the_time_limits_signal_comes_early_and_requeues(slurm: Slurm, tmp_path:
 
 @pytest.mark.slow
 def test_a_lost_rank_requeues_without_the_node_that_failed_twice(slurm: Slurm, tmp_path: Path) -> None:
-    line = "host other had 2 faults in this job; leave it out (Slurm: sbatch --exclude=other)"
+    fault = {"kind": "fault", "time": "", "hosts": ["other.example.org"]}
+    line = report([fault, fault], num_nodes=2).splitlines()[-1]
     body = f'[ "$SLURM_RESTART_COUNT" = 1 ] && exit 0; echo "{line}"; exit 75'
     job = submit_stand_in(slurm, tmp_path, body)
     assert slurm.wait_for_end(job, 60) == "COMPLETED", (tmp_path / "log").read_text()
