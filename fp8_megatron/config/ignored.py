@@ -101,6 +101,10 @@ def _other_tokenizer(*kinds: str) -> Callable[[Config], str | None]:
     return mode
 
 
+def _no_validation(config: Config) -> str | None:
+    return "with eval_interval(0)" if config.training.eval_interval == 0 else None
+
+
 def _one_pass(config: Config) -> str | None:
     kind = config.data.dataloader_type
     return None if kind == "cyclic" else f"under dataloader_type({kind})"
@@ -157,6 +161,7 @@ _RULES = (
     ),
     Ignored(("null_tokenizer_eod_id",), _other_tokenizer("NullTokenizer"), "choose NullTokenizer"),
     Ignored(("load_optim", "load_rng"), _no_load, "give --load"),
+    Ignored(("full_validation",), _no_validation, "give --eval-interval"),
     Ignored(("data_sharding",), _one_pass, "give --dataloader-type cyclic"),
     Ignored(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _no_load, "give --load"),
     Ignored(

@@ -35,6 +35,7 @@ def _check_data(config: Config) -> Iterator[str]:
         )
     yield from _check_blends(data)
     yield from _check_evaluation_data(config)
+    yield from _check_validation_sets(config)
     if data.tokenizer_kind == "NullTokenizer" or data.mock_data:
         if model.vocab_size is None:
             reason = "mock_data" if data.mock_data else "tokenizer_type(NullTokenizer)"
@@ -45,6 +46,28 @@ def _check_data(config: Config) -> Iterator[str]:
                 yield f"tokenizer_type(GPT2BPETokenizer) needs {name}; give --{name.replace('_', '-')}"
     elif data.tokenizer_model is None:
         yield f"tokenizer_type({data.tokenizer_kind}) needs tokenizer_model; give --tokenizer-model"
+
+
+def _check_validation_sets(config: Config) -> Iterator[str]:
+    training, paths = config.training, config.data.valid_data_path
+    names = " ".join(training.validation_set_names)
+    if training.full_validation and config.data.mock_data:
+        yield "full_validation reads a validation split once, but random tokens have no end; drop it or mock_data"
+    if training.full_validation and _weights(paths[:1]) and len(paths) > 1:
+        yield (
+            f"valid_data_path({shortened(' '.join(paths))}) has weights, but full_validation reads each file once; "
+            f"give prefixes alone"
+        )
+    if training.multiple_validation_sets and not (training.full_validation and paths):
+        missing = "valid_data_path" if training.full_validation else "full_validation"
+        yield f"multiple_validation_sets needs {missing}; give --{missing.replace('_', '-')}"
+    if names and not training.multiple_validation_sets:
+        yield f"validation_set_names({names}) have no effect without multiple_validation_sets; give both"
+    elif names and len(training.validation_set_names) != len(paths):
+        yield (
+            f"validation_set_names({names}) are {len(training.validation_set_names)}, but valid_data_path has "
+            f"{len(paths)} files; give as many"
+        )
 
 
 def _check_evaluation_data(config: Config) -> Iterator[str]:

@@ -268,6 +268,12 @@ class TrainingConfig:
     """Steps between validations; 0 turns them off."""
     eval_iters: CountOrZero = 100
     """Global batches in one validation."""
+    full_validation: Switch = False
+    """On: every validation reads each token of the validation split once, instead of --eval-iters batches."""
+    multiple_validation_sets: Switch = False
+    """With --full-validation: a loss for each of the files of --valid-data-path."""
+    validation_set_names: Words = ()
+    """Names of the validation sets, in the order of --valid-data-path. Default: 0, 1, …"""
     seed: CountOrZero = 1234
     """Seed of initialisation, data order and dropout. The initial weights do not depend on the parallel layout."""
     exit_interval: OptionalCount = None

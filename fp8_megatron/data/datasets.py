@@ -70,6 +70,24 @@ class MockDataset(Dataset):
         }
 
 
+class MaskedTail(Dataset):
+    """A dataset followed by copies of its first sample that count for nothing, so that `num_samples` fill batches."""
+
+    def __init__(self, dataset: Dataset, num_samples: int):
+        self._dataset = dataset
+        self._num_own: int = len(dataset)  # type: ignore[arg-type]  # map-style datasets have a length
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index < self._num_own:
+            return self._dataset[index]
+        sample = self._dataset[0]
+        return {**sample, "loss_mask": torch.zeros_like(sample["loss_mask"])}
+
+
 def build_datasets(
     data: DataConfig,
     *,
@@ -118,6 +136,28 @@ def build_datasets(
     builder = BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, config)
     with _process_group():
         return Datasets(*builder.build())
+
+
+def build_validation_sets(
+    data: DataConfig, *, seq_length: int, seed: int, tokenizer: Tokenizer, vocab_size: int | None = None
+) -> list[Dataset]:
+    """The validation split of each token file, every sample once: for --full-validation. All ranks call this together.
+
+    Takes the arguments of `build_datasets`, and raises its errors.
+    """
+    sizes = (0, 1, 0)
+    blend = _blends(data, sizes)[1]
+    assert blend is not None
+    found: list[Dataset] = []
+    for prefix in blend.prefixes:
+        files = {prefix: check_indexed_dataset(prefix, vocab_size or tokenizer.vocab_size)}
+        alone = (None, Blend((prefix,), None), None)
+        config = _gpt_dataset_config(data, alone, sizes, seq_length, seed, tokenizer)
+        _check_enough_text(data, config, alone, files)
+        with _process_group():
+            dataset = BlendedMegatronDatasetBuilder(GPTDataset, [0, None, 0], lambda: True, config).build()[1]
+        found.append(dataset)
+    return found
 
 
 def _blends(data: DataConfig, sizes: Sequence[int]) -> tuple[Blend | None, ...]:

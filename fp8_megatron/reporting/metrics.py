@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from ..config.batch_schedule import BatchSchedule
 from ..config.schema import LoggingConfig
@@ -25,7 +25,6 @@ from .step_figures import StepFigures, reported
 
 logger = logging.getLogger(__name__)
 
-EvalSplit = Literal["valid", "test"]
 _SPLIT_NAMES: dict[str, str] = {"valid": "validation", "test": "test"}
 
 #: The final train loss is the mean over this many last steps; the ETA uses their mean duration.
@@ -66,17 +65,18 @@ class StepMetrics(StepFigures):
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """One pass over --eval-iters batches of a split."""
+    """One pass over held-out data."""
 
     iteration: int
-    split: EvalSplit
+    split: str
+    """``valid`` or ``test``; ``valid-<name>`` of one of several validation sets."""
     loss: float
     """Mean, nats per token."""
     perplexity: float
     """``exp(loss)``; infinite if that overflows."""
 
     @classmethod
-    def from_loss(cls, iteration: int, split: EvalSplit, loss: float) -> EvalMetrics:
+    def from_loss(cls, iteration: int, split: str, loss: float) -> EvalMetrics:
         """The metrics of a loss, with the perplexity computed."""
         return cls(iteration, split, loss, math.exp(loss) if not loss > 709 else math.inf)
 
@@ -158,7 +158,7 @@ class MetricsLogger:
         logger.info(
             "iter %s | %s loss %.4f | perplexity %.2f",
             _progress_count(metrics.iteration, self._total_iterations),
-            _SPLIT_NAMES[metrics.split],
+            _words_of(metrics.split),
             metrics.loss,
             metrics.perplexity,
         )
@@ -320,14 +320,21 @@ class _RunHistory:
         return rows
 
     def _eval_rows(self) -> list[tuple[str, str]]:
-        valid = [metrics for metrics in self.evals if metrics.split == "valid"]
-        rows = []
-        if valid:
+        rows: list[tuple[str, str]] = []
+        for split in dict.fromkeys(metrics.split for metrics in self.evals if metrics.split != "test"):
+            valid = [metrics for metrics in self.evals if metrics.split == split]
             # A NaN loss is never the best.
             best = min(valid, key=lambda metrics: math.inf if math.isnan(metrics.loss) else metrics.loss)
-            rows = [("validation loss", _eval_text(valid[-1])), ("best validation loss", _eval_text(best))]
+            name = f"{_words_of(split)} loss"
+            rows += [(name, _eval_text(valid[-1])), (f"best {name}", _eval_text(best))]
         tests = [metrics for metrics in self.evals if metrics.split == "test"]
         return rows + [("test loss", _eval_text(metrics)) for metrics in tests[-1:]]
+
+
+def _words_of(split: str) -> str:
+    """A split in words: ``validation``, or ``validation-<name>``."""
+    kind, dash, name = split.partition("-")
+    return _SPLIT_NAMES[kind] + dash + name
 
 
 def _eval_text(metrics: EvalMetrics) -> str:

@@ -45,6 +45,7 @@ def masked_mean_loss(
             the micro-batch's own tokens.
     """
     mask = loss_mask.view(-1).float()
-    num_tokens = mask.sum().clamp(min=1.0) if mean_tokens is None else mean_tokens.squeeze()
+    # Without a token there is no loss: 0 / 1e-30 is 0.
+    num_tokens = mask.sum().clamp(min=1.0) if mean_tokens is None else mean_tokens.squeeze().clamp(min=1e-30)
     loss = (loss_per_token.float().view(-1) * mask).sum() / num_tokens
     return loss, {"loss": loss.detach().clone()}

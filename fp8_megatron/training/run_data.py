@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from torch.utils.data import ConcatDataset, Dataset
 
 from ..checkpoint.run_state import Progress
 from ..config.checks import ConfigError
 from ..config.schema import Config, DataConfig
-from ..data.datasets import Datasets, build_datasets
+from ..data.datasets import Datasets, MaskedTail, build_datasets, build_validation_sets
 from ..data.loader import build_loader
 from ..data.tokenizer import Tokenizer, padded_vocab_size
 from ..data.tokenizer_settings import TokenizerOptions, build_tokenizer
@@ -18,11 +20,28 @@ from .batches import Batch
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """One pass over held-out data.
+
+    Attributes:
+        name: the split, and the name of the set if there are several: ``valid-wiki``.
+        num_batches: global batches of the pass.
+        is_whole: every sample is read once, and a loss is the mean over tokens.
+    """
+
+    name: str
+    loader: Iterator[Batch]
+    num_batches: int
+    is_whole: bool
+
+
+@dataclass(frozen=True)
 class RunData:
     """Datasets of a run and how this rank reads them.
 
     Attributes:
         num_train_samples: samples of the whole training, as given when the datasets were opened.
+        validation_sets: with --full-validation, the sets by name.
     """
 
     config: Config
@@ -31,6 +50,7 @@ class RunData:
     vocab_size: int
     unpadded_vocab_size: int
     num_train_samples: int
+    validation_sets: Mapping[str, Dataset] = field(default_factory=dict)
 
     def going_on(self, progress: Progress) -> RunData:
         """The data to resume with.
@@ -44,21 +64,31 @@ class RunData:
 
     def train_loader(self, consumed_samples: int) -> Iterator[Batch]:
         """Training micro-batches, starting after `consumed_samples` samples."""
-        return self._loader("train", consumed_samples)
+        assert self.datasets.train is not None
+        return self._loader(self.datasets.train, "train", consumed_samples)
 
-    def eval_loader(self, split: str) -> Iterator[Batch] | None:
-        """Micro-batches of a held-out split, always from its start; None if the run has no such split."""
-        return None if getattr(self.datasets, split) is None else self._loader(split, 0)
+    def evaluations(self, split: str) -> Iterator[Evaluation]:
+        """The passes over a held-out split, always from its start; none if the run has no such split."""
+        if split == "valid" and self.validation_sets:
+            batch = self.config.global_batch_size(self.topology.world_size)
+            for name, dataset in self.validation_sets.items():
+                num_batches = -(-len(dataset) // batch)  # type: ignore[arg-type]  # map-style datasets have a length
+                whole = MaskedTail(dataset, num_batches * batch)
+                yield Evaluation(name, self._loader(whole, split, 0), num_batches, is_whole=True)
+        elif getattr(self.datasets, split) is not None:
+            loader = self._loader(getattr(self.datasets, split), split, 0)
+            yield Evaluation(split, loader, self.config.training.eval_iters, is_whole=False)
 
-    def _loader(self, split: str, consumed_samples: int) -> Iterator[Batch]:
+    def _loader(self, dataset: Dataset, split: str, consumed_samples: int) -> Iterator[Batch]:
+        is_whole = split == "valid" and bool(self.validation_sets)
         return build_loader(
-            getattr(self.datasets, split),
+            dataset,
             micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=self.topology.dp.rank(),
             data_parallel_size=self.topology.dp.size(),
             num_workers=self.config.data.num_workers if split == "train" else 0,
             consumed_samples=consumed_samples,
-            shuffles=_shuffles(self.config.data),
+            shuffles=None if is_whole else _shuffles(self.config.data),
         )
 
 
@@ -136,6 +166,7 @@ def open_run_data(config: Config, topology: Topology, progress: Progress | None 
     has_test = bool(config.data.test_data_path) or (
         bool(config.data.data_path) and float(config.data.split.split(",")[-1]) > 0
     )
+    is_whole = training.full_validation and training.eval_interval > 0
     num_eval_samples = training.eval_iters * batch if evaluates else 0
     train_samples = num_train_samples(config, topology, progress or Progress())
     try:
@@ -144,13 +175,36 @@ def open_run_data(config: Config, topology: Topology, progress: Progress | None 
             seq_length=config.model.seq_length,
             seed=training.seed,
             num_train_samples=train_samples,
-            num_valid_samples=num_eval_samples,
+            num_valid_samples=0 if is_whole else num_eval_samples,
             num_test_samples=num_eval_samples if has_test else 0,
             tokenizer=tokenizer,
             vocab_size=config.model.vocab_size,
         )
+        validation_sets = _validation_sets(config, tokenizer) if is_whole else {}
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return RunData(
-        config, topology, datasets, padded_vocab(config, tokenizer), unpadded_vocab(config, tokenizer), train_samples
+        config,
+        topology,
+        datasets,
+        padded_vocab(config, tokenizer),
+        unpadded_vocab(config, tokenizer),
+        train_samples,
+        validation_sets,
     )
+
+
+def _validation_sets(config: Config, tokenizer: Tokenizer) -> dict[str, Dataset]:
+    """The sets of --full-validation by name: one, or with --multiple-validation-sets one for each file."""
+    training = config.training
+    found = build_validation_sets(
+        config.data,
+        seq_length=config.model.seq_length,
+        seed=training.seed,
+        tokenizer=tokenizer,
+        vocab_size=config.model.vocab_size,
+    )
+    if not training.multiple_validation_sets:
+        return {"valid": ConcatDataset(found)}
+    names = training.validation_set_names or tuple(map(str, range(len(found))))
+    return {f"valid-{name}": dataset for name, dataset in zip(names, found, strict=True)}

@@ -146,7 +146,7 @@ class RunReport:
 
     def evaluation(self, iteration: int, split: str, loss: float) -> None:
         """Report the loss of a held-out split."""
-        self._metrics.log_eval(EvalMetrics.from_loss(iteration, split, loss))  # type: ignore[arg-type]
+        self._metrics.log_eval(EvalMetrics.from_loss(iteration, split, loss))
 
     def finish(self) -> None:
         """Close the metrics, draw the loss curve, and log a summary."""

@@ -86,7 +86,9 @@ def compute_gradients(
         chunk.zero_grad_buffer(measures_underflow=measures_underflow, num_micro_batches=len(batches))
     if samples_casts and state.sampler is not None:
         state.sampler.begin()
-    losses = _run_schedule(state, batches, _mean_tokens(batches, state), forward_only=False)
+    per_token = state.config.training.calculate_per_token_loss
+    mean_tokens = _mean_tokens(batches, state) if per_token else None
+    losses = _run_schedule(state, batches, mean_tokens, forward_only=False)
     if samples_casts and state.sampler is not None:
         state.sampler.end()
     underflow = [buffer.underflow for buffer in state.optimizer.buffers]
@@ -122,15 +124,20 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
 
 
 @torch.no_grad()
-def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) -> float:
-    """Mean loss over `num_batches` global batches, in nats per token; equal on all ranks."""
+def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int, *, over_tokens: bool = False) -> float:
+    """Mean loss over `num_batches` global batches, in nats per token; equal on all ranks.
+
+    Args:
+        over_tokens: the mean over all tokens that count, also without --calculate-per-token-loss.
+    """
+    over_tokens |= state.config.training.calculate_per_token_loss
     for chunk in state.model:
         chunk.eval()
     total = torch.zeros(1, device=state.device)
     weights = torch.zeros(1, device=state.device)
     for _ in range(num_batches):
         batches = take_step(loader, state.num_micro_batches, state.device)
-        mean_tokens = _mean_tokens(batches, state)
+        mean_tokens = _mean_tokens(batches, state) if over_tokens else None
         losses = _run_schedule(state, batches, mean_tokens, forward_only=True)
         # Over tokens, a batch counts by its tokens.
         weight = torch.ones_like(total) if mean_tokens is None else mean_tokens
@@ -141,20 +148,18 @@ def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int) ->
     for history in state.histories:
         if history is not None:
             history.discard_current_step()
-    return total.item() / weights.item()
+    return total.item() / max(weights.item(), 1e-30)
 
 
-def _mean_tokens(batches: list[Batch], state: TrainingState) -> Tensor | None:
-    """FP32 [1], at least 1 / micro-batches: the unmasked tokens of a micro-batch in the mean over the global batch.
+def _mean_tokens(batches: list[Batch], state: TrainingState) -> Tensor:
+    """FP32 [1]: the unmasked tokens of a micro-batch in the mean over the global batch.
 
-    None without --calculate-per-token-loss. Otherwise all data-parallel ranks call it together.
+    All data-parallel ranks call it together.
     """
-    if not state.config.training.calculate_per_token_loss:
-        return None
     tokens = torch.stack([batch["loss_mask"].sum(dtype=torch.float32) for batch in batches]).sum(0, keepdim=True)
     if state.topology.dp.size() > 1:
         torch.distributed.all_reduce(tokens, group=state.topology.dp)
-    return tokens.clamp(min=1.0) / (len(batches) * state.topology.dp.size())
+    return tokens / (len(batches) * state.topology.dp.size())
 
 
 def _run_schedule(

@@ -384,12 +384,10 @@ class _Run:
         return f"gradients with a NaN or inf on rank {self.topology.rank}: {shown}"
 
     def _evaluate(self, split: str) -> None:
-        loader = self.data.eval_loader(split)
-        if loader is None:
-            return
-        self.watch.at(self.progress.iteration, "evaluating")
-        loss = evaluate(self.state, loader, self.config.training.eval_iters)
-        self.report.evaluation(self.progress.iteration, split, loss)
+        for one in self.data.evaluations(split):
+            self.watch.at(self.progress.iteration, "evaluating")
+            loss = evaluate(self.state, one.loader, one.num_batches, over_tokens=one.is_whole)
+            self.report.evaluation(self.progress.iteration, one.name, loss)
 
     def _resume(self) -> Progress:
         source, schedule = self.start.source, self.state.schedule
