@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -123,6 +125,26 @@ def test_a_shell_script_runs_unchanged(tmp_path: Path) -> None:
     assert "global_batch_size(32) is not read" in done.stderr
     done = run_script(script, tmp_path, "--num-experts", "8")
     assert done.returncode == 2 and done.stderr.startswith("error: --num-experts 8 is not supported")
+
+
+@pytest.mark.parametrize("mode", ["bf16", "msamp"])
+def test_the_345m_script_trains(mode: str, tmp_path: Path) -> None:
+    """Its words, and then flags that shrink the model and take random tokens, on one CPU rank."""
+    (script,) = (script for script in SCRIPTS if script.name.endswith(f"345m_megatron.sh {mode}"))
+    shrunk = (
+        "--mock-data --data-path none --vocab-file none --merge-file none --vocab-size 512 --num-layers 2 "
+        "--hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 "
+        "--global-batch-size 4 --train-iters 4 --lr-decay-iters 4 --eval-interval 2 --eval-iters 1 --num-workers 0 "
+        f"--no-tensorboard --save {tmp_path}/c --load {tmp_path}/c"
+    )
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *script.words, *shrunk.split()]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "c" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in steps if "grad_norm" in record]
+    assert len(losses) == 4 and all(abs(loss - math.log(512)) < 0.5 for loss in losses)
+    assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import load_config, parse_command_line, parse_config
+from fp8_megatron.config.learning_rate import LearningRateSchedule
 from fp8_megatron.config.megatron_flags import Kind, megatron_options
 from fp8_megatron.config.megatron_settings import OTHER_DEFAULTS, three_weights
 from fp8_megatron.config.schema import Config, ModelConfig
@@ -50,6 +51,25 @@ def test_recipes_state_what_training_depends_on(path: Path) -> None:
     assert config.optimizer.lr_decay_style == "cosine" and config.optimizer.decoupled_weight_decay
     assert config.training.eval_interval > 0 and config.training.eval_iters in (8, 10)
     parse_command_line(["--config", str(path)]).check_stated()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("**/*.yaml")), ids=lambda path: f"{path.parent.stem}/{path.stem}")
+def test_a_shortened_recipe_is_valid(path: Path) -> None:
+    """A first try of three steps does not fail on the length of a warm-up or of a decay."""
+    if path.stem == "fast":
+        pytest.skip("goes over a model's file")
+    files = [str(path)] if path.parent == CONFIGS else [str(CONFIGS / path.name), str(path)]
+    words = "--mock-data --data-path none --vocab-size 50304 --train-iters 3".split()
+    config = parse_config(["--config", *files, *words])
+    parallel = config.parallel
+    world_size = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    check_config(config, world_size, on_this_machine=False)
+
+
+def test_a_warm_up_longer_than_the_run_is_cut() -> None:
+    config = parse_config(["--mock-data", "--vocab-size", "512", "--train-iters", "5", "--lr-warmup-iters", "2000"])
+    check_config(config, 1)
+    assert LearningRateSchedule.of(config, 1).warmup_samples == 4 * config.global_batch_size(1)
 
 
 def test_what_megatron_has_no_default_for_must_be_given() -> None:
