@@ -44,13 +44,7 @@ def log_settings(config: Config, world_size: int) -> None:
             count,
             unit,
         )
-    training, batches = config.training, config.batch_schedule(world_size)
-    if training.step_batch_size_schedule and training.global_batch_size is not None:
-        logger.warning(
-            "global_batch_size(%d) has no effect beside step_batch_size_schedule(%s), which sets the global batch",
-            training.global_batch_size,
-            " ".join(training.step_batch_size_schedule),
-        )
+    batches = config.batch_schedule(world_size)
     if not batches.is_constant:
         logger.info(
             "the global batch grows from %d to %d samples, which sample %d reaches",

@@ -27,7 +27,6 @@ from fp8_megatron.data.datasets import _process_group
 from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import trainer as trainer_module
-from fp8_megatron.training.run_report import log_settings
 from fp8_megatron.training.schedule import RunSchedule
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import tiny_flags
@@ -372,13 +371,3 @@ def test_a_checkpoint_without_a_schedule_resumes_by_its_iteration() -> None:
     schedule = RunSchedule(optimizer, parse_config(words), 1)
     schedule.resume(Progress.of({"iteration": 4, "consumed_samples": 48, "skipped_steps": 0}))
     assert schedule.counted_samples == 48
-
-
-def test_a_schedule_in_steps_of_tokens_stands_beside_a_batch_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    """Megatron refuses both; its own example gives both, so the schedule counts."""
-    words = tiny_flags(Path("unused"), global_batch_size=64, step_batch_size_schedule=["0:2", "1K:4"])
-    log_settings(parse_config(words), 1)
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert said == [
-        "global_batch_size(64) has no effect beside step_batch_size_schedule(0:2 1K:4), which sets the global batch"
-    ]
