@@ -27,6 +27,9 @@ WORLD_SIZES = {
     "gpt_13b": (4, 8, 16),
     "gpt_175b": (128, 1024),
     "llama_7b": (1, 4, 8, 16),
+    "gpt_30b": (8, 16),
+    "llama_8b": (4, 8),
+    "llama_70b": (32, 64),
 }
 
 #: Files that go over a model's.
@@ -43,6 +46,9 @@ BILLIONS = {
     "gpt_13b": (12.0, 13.5),
     "gpt_175b": (170.0, 176.0),
     "llama_7b": (6.3, 7.0),
+    "gpt_30b": (29.0, 31.0),
+    "llama_8b": (6.9, 8.1),
+    "llama_70b": (68.0, 71.0),
 }
 
 
@@ -57,6 +63,9 @@ NAMED_GPUS = {
     "gpt_13b": (4, 80, "4 GPUs of 80 GB"),
     "gpt_175b": (128, 80, "128 GPUs"),
     "llama_7b": (4, 80, "4 GPUs of 80 GB"),
+    "gpt_30b": (8, 80, "8 GPUs"),
+    "llama_8b": (4, 80, "4 GPUs of 80 GB"),
+    "llama_70b": (32, 80, "32 GPUs"),
 }
 
 
