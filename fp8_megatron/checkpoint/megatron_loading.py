@@ -20,6 +20,7 @@ from .megatron_torch_files import TorchFiles
 from .placement import Placement
 from .ranks import Ranks
 from .run_state import PREFIXES, Progress, Resumable
+from .weights import LAYERS
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,17 @@ _ARGUMENTS = {
     "rotary_base": ("rotary_base",),
     "rotary_percent": ("rotary_percent",),
 }
+#: Those that change it and that this project has no setting for: Megatron's values under which weights mean the same.
+_ONLY = {
+    "squared_relu": (None, False),
+    "use_rope_scaling": (None, False),
+    "rotary_interleaved": (None, False),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "window_size": (None,),
+    "apply_residual_connection_post_layernorm": (None, False),
+}
+#: Ends of the names of norm weights, which --apply-layernorm-1p stores less 1.
+_NORM_WEIGHTS = ("layernorm.weight", "layer_norm_weight")
 
 
 def open_megatron_checkpoint(folder: Path) -> MegatronCheckpoint:
@@ -88,6 +100,8 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
         for kind in PREFIXES if loads_moments else ("master",):
             stored = kind if loads_moments else "weight"
             local = _local(saved, stored, placement, state.vocab_size).to(state.device)
+            if kind == "master" and saved.arguments.get("apply_layernorm_1p") and placement.key.endswith(_NORM_WEIGHTS):
+                local += 1.0
             if kind == "master" and isinstance(space, SplitSpaceState):
                 space.set_master(slot, local.view(slot.param.shape), None)
                 continue
@@ -121,11 +135,21 @@ def _problem(saved: MegatronCheckpoint, state: Resumable, *, loads_moments: bool
         enough_rows = placement.has_vocabulary_rows and shape[1:] == own[1:] and shape[0] >= state.vocab_size
         if shape != own and not enough_rows:
             return f"{saved.folder}: {placement.key} has shape {shape}, this model's is {own}; give that model's flags"
+    read = {placement.key for _, _, placement in state.slots()}
+    unread = sorted(key for key in saved.shapes if key.startswith(LAYERS) and key not in read)
+    if unread:
+        return f"{saved.folder} has a tensor {unread[0]!r}, which this model has not: it is another model's"
     return differing_argument(saved, state.config.model, finetune=finetune)
 
 
 def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetune: bool) -> str | None:
     """The first of Megatron's arguments that differs from this run's and changes what the weights compute."""
+    for name, meaning_the_same in _ONLY.items():
+        value = saved.arguments.get(name)
+        if value not in meaning_the_same:
+            return f"{saved.folder} was saved with {name}({value}), which this project does not have"
+    if not saved.ties_embeddings and not model.untie_embeddings_and_output_weights:
+        return f"{saved.folder} has an LM head of its own; give --untie-embeddings-and-output-weights"
     names = ["num_attention_heads", "norm_epsilon"]
     if model.position_embedding_type == "rope":
         names += ["rotary_percent"] if finetune else ["rotary_percent", "rotary_base"]

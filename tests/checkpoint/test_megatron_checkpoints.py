@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -211,6 +212,46 @@ def test_another_models_checkpoint_is_refused_by_name(ranks: RankPool, run: Path
     epsilon = replace(config, model=replace(config.model, norm_epsilon=1e-6))
     with pytest.raises(RankError, match=r"was saved with norm_epsilon\(1e-05\), this run has norm_epsilon\(1e-06\)"):
         resumed(ranks, run / "dp_reshardable", epsilon)
+    if run.name == "gpt3":
+        without_biases = replace(config, model=replace(config.model, disable_bias_linear=True))
+        with pytest.raises(RankError, match=r"has a tensor 'decoder.layers..*bias', which this model has not"):
+            resumed(ranks, run / "torch", without_biases)
+
+
+def _with_arguments(run: Path, root: Path, **changed: object) -> Path:
+    """A copy of a run's torch checkpoint with other arguments of Megatron."""
+    shutil.copytree(run / "torch", root)
+    (file,) = root.rglob("model_optim_rng.pt")
+    state = torch.load(file, weights_only=False)
+    vars(state["args"]).update(changed)
+    torch.save(state, file)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ({"squared_relu": True}, r"was saved with squared_relu\(True\), which this project does not have"),
+        ({"window_size": (128, 0)}, r"was saved with window_size\(\(128, 0\)\)"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    ranks: RankPool, run: Path, tmp_path: Path, argument: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(RankError, match=expected):
+        resumed(ranks, _with_arguments(run, tmp_path / "changed", **argument), config_of(run.name))
+
+
+def test_norm_weights_that_are_stored_less_one(ranks: RankPool, run: Path, tmp_path: Path) -> None:
+    found = resumed(
+        ranks, _with_arguments(run, tmp_path / "changed", apply_layernorm_1p=True), config_of(run.name), num_steps=0
+    )
+    expected = expected_of(run)
+    norms = [key for key in expected if key.startswith("master/") and key.endswith(("layernorm.weight", "norm_weight"))]
+    assert len(norms) > 2
+    for key in norms:
+        expected[key] = expected[key] + 1.0
+    assert_same_state(found, expected)
 
 
 def test_no_run_replaces_megatrons_checkpoints(run: Path, tmp_path: Path) -> None:
