@@ -1,0 +1,140 @@
+"""Peak memory of a rank, from the configuration, before anything is built.
+
+The peak comes at the start of a backward, when all activations and the logits exist. The formulas follow what the layers
+keep (`nn.qkv`, `nn.mlp`, `nn.lm_head`). They count neither the CUDA context nor fragmentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config.schema import Config
+from ..formats import StorageDtype
+from .memory import parameters_by_class, predict_memory
+from .storage import model_storage
+
+#: The storage classes whose gradients travel, and bytes of an element of the 16-bit types.
+_HALF = 2
+#: Buckets in flight, a send and a receive buffer each (`sharding.staging`).
+_WIRE_BUFFERS = 2 * 2
+#: About how many vocabulary columns one part of the FP8 head has (`nn.lm_head`).
+_HEAD_PART_COLUMNS = 16384
+#: FP32 statistics that backward needs of each token: mean and inverse deviation of two norms.
+_NORM_STATISTICS_BYTES = 2 * 2 * 4
+
+
+@dataclass(frozen=True)
+class PeakBytes:
+    """Predicted bytes of a rank at its peak.
+
+    Attributes:
+        state: weights, gradients, optimizer state and their scales.
+        activations: of all micro-batches in flight.
+        logits: of the last stage, with what its backward needs at once.
+        wire_buffers: send and receive buffers of gradients.
+        transposes: transposed weights that stay over the micro-batches of a step.
+        recording: what a CUDA graph holds beside the activations.
+    """
+
+    state: int
+    activations: int
+    logits: int
+    wire_buffers: int
+    transposes: int
+    recording: int
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return self.state + self.activations + self.logits + self.wire_buffers + self.transposes + self.recording
+
+
+def predict_peak(
+    config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0, records: bool = False
+) -> PeakBytes:
+    """Predicted peak of a rank of pipeline stage `stage`.
+
+    Args:
+        records: steps are recorded as a CUDA graph. The new weights of a rank's shard then have memory of their own.
+    """
+    replicas = config.data_parallel_size(world_size)
+    state = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
+    stored = model_storage(config.precision, config.num_micro_batches(world_size))
+    by_class = parameters_by_class(config, padded_vocab_size, stage=stage)
+    wire = 0
+    if replicas > 1:
+        numel_of: dict[StorageDtype, int] = {}
+        for storage, count in by_class.items():
+            dtype = stored.of_grads(storage, replicas).wire
+            numel_of[dtype] = max(numel_of.get(dtype, 0), min(count, config.parallel.ddp_bucket_size))
+        wire = sum(_WIRE_BUFFERS * dtype.itemsize * numel for dtype, numel in numel_of.items())
+    layers = config.layers_of_stage(stage)
+    kept = min(config.precision.keep_fp8_transpose_cache, len(layers))
+    gathered = sum(count * stored.of_state(storage).weight.itemsize for storage, count in by_class.items())
+    is_last = stage == config.parallel.pipeline_model_parallel_size - 1
+    return PeakBytes(
+        state=state.linear.total + state.rest.total,
+        activations=_activations(config, layers, stage=stage, num_micro_batches=config.num_micro_batches(world_size)),
+        logits=_logits(config, padded_vocab_size) if is_last else 0,
+        wire_buffers=wire,
+        transposes=kept * state.linear.num_params // len(layers),
+        recording=gathered // replicas if records and replicas > 1 else 0,
+    )
+
+
+def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
+    """Bytes that one layer keeps of each token of the micro-batch for its backward, on one rank.
+
+    An FP8 layer keeps the two residual streams, queries, keys, values, attention's output and the MLP's input to its
+    activation in 16 bits. A 16-bit layer also keeps the outputs of both norms and of the activation. Transformer
+    Engine's layers keep FP8 copies of some of these; they are counted as a 16-bit layer, which is an upper bound.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    queries = model.num_attention_heads * model.head_dim
+    ffn = model.padded_ffn_hidden_size
+    streams = 2 * model.hidden_size * (1 if is_fp8 else 2)
+    split = 2 * queries + 2 * model.query_groups * model.head_dim + ffn * (2 if model.swiglu else 1)
+    split += 0 if is_fp8 else ffn
+    masks = 2 * model.hidden_size if model.hidden_dropout > 0 else 0
+    over_sequence = tp if config.parallel.sequence_parallel else 1
+    log_sums = 4 * model.num_attention_heads / tp
+    return (_HALF * streams + masks + _NORM_STATISTICS_BYTES) / over_sequence + _HALF * split / tp + log_sums
+
+
+def _activations(config: Config, layers: list[int], *, stage: int, num_micro_batches: int) -> int:
+    """Bytes of a stage's activations of all micro-batches in flight."""
+    training, parallel = config.training, config.parallel
+    tokens = training.micro_batch_size * config.model.seq_length
+    per_layer = [layer_bytes_per_token(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers]
+    in_flight = _micro_batches_in_flight(config, stage, num_micro_batches)
+    if training.recompute_granularity != "full":
+        return round(tokens * sum(per_layer) * in_flight)
+    over_sequence = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    stream = _HALF * config.model.hidden_size / over_sequence
+    chunk = training.recompute_num_layers or 1
+    if training.recompute_method == "block":
+        recomputed = min(chunk, len(layers))
+        held = recomputed * stream + sum(per_layer[recomputed:])
+        return round(tokens * (held * in_flight + max(per_layer)))
+    held = -(-len(layers) // chunk) * stream
+    return round(tokens * (held * in_flight + min(chunk, len(layers)) * max(per_layer)))
+
+
+def _micro_batches_in_flight(config: Config, stage: int, num_micro_batches: int) -> float:
+    """Micro-batches of the whole stage whose activations exist at once (arXiv 2104.04473, section 2.2)."""
+    stages = config.parallel.pipeline_model_parallel_size
+    virtual = config.parallel.virtual_pipeline_model_parallel_size(config.model.num_layers)
+    if stages == 1 or virtual is None:
+        return min(stages - stage, num_micro_batches)
+    warm_up = 2 * (stages - stage - 1) + (virtual - 1) * stages
+    return min(warm_up + 1, num_micro_batches * virtual) / virtual
+
+
+def _logits(config: Config, padded_vocab_size: int) -> int:
+    """Bytes at the peak of the LM head's backward, from the docstring of `nn.lm_head`."""
+    tp, hidden = config.parallel.tensor_model_parallel_size, config.model.hidden_size
+    tokens, vocab = config.training.micro_batch_size * config.model.seq_length, padded_vocab_size // tp
+    logits = 2 * tokens * vocab
+    if config.precision.fp8_lm_head:
+        return logits + 2 * tokens * vocab // max(1, round(vocab / _HEAD_PART_COLUMNS))
+    return logits + 2 * hidden * vocab + 2 * tokens * hidden
