@@ -33,6 +33,7 @@ COMMANDS = {
     "health": Command("health", "show a run's FP8 health as one HTML page, or serve it while the run goes on"),
     "compare": Command("compare_levels", "train one configuration at several precision levels, side by side"),
     "parity": Command("parity", "compare the losses of precision levels over several seeds"),
+    "plan": Command("plan", "predict the best layouts of a model on a cluster: memory and step time"),
 }
 
 

@@ -1,7 +1,7 @@
 """Peak memory of a rank, from the configuration, before anything is built.
 
-The peak comes at the start of a backward, when all activations and the logits exist. The formulas follow what the layers
-keep (`nn.qkv`, `nn.mlp`, `nn.lm_head`). They count neither the CUDA context nor fragmentation.
+The peak comes at the start of a backward, when all activations and the logits exist. The formulas follow what the
+layers keep (`nn.qkv`, `nn.mlp`, `nn.lm_head`). They count neither the CUDA context nor fragmentation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..formats import StorageDtype
 from .memory import parameters_by_class, predict_memory
 from .storage import model_storage
 
-#: The storage classes whose gradients travel, and bytes of an element of the 16-bit types.
+#: Bytes of an element of the 16-bit types.
 _HALF = 2
 #: Buckets in flight, a send and a receive buffer each (`sharding.staging`).
 _WIRE_BUFFERS = 2 * 2

@@ -1,0 +1,174 @@
+"""The best layouts of a model on a cluster, with the memory of a rank and the time of a step, without a GPU.
+
+    fp8-megatron plan --gpus 8 --memory-gb 80 -- --config configs/gpt_13b.yaml configs/fast.yaml
+    fp8-megatron plan --gpus 128 --levels bf16 O3 5-byte -- --config configs/gpt_175b.yaml
+
+All flags after -- describe the run, as for training. Tensor- and pipeline-parallel sizes, the micro-batch and full
+recomputation are varied; the global batch and all else stay. Step times come from rates measured on H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from ..config.io import own_and_run_flags
+from ..config.schema import Config
+from ..planning.layouts import ROOM, Cluster, Layout, best_layouts, padded_vocab_size
+from .arguments import Parser, real, whole
+from .program import exit_status
+from .run_settings import run_command_line
+
+#: Flags of each level. They stand behind those of the run, so they win.
+LEVELS = {
+    "bf16": ["--precision", "bf16"],
+    "te": ["--precision", "te"],
+    "O1": ["--precision", "fp8", "--opt-level", "O1"],
+    "O2": ["--precision", "fp8", "--opt-level", "O2"],
+    "O3": ["--precision", "fp8", "--opt-level", "O3"],
+    "5-byte": "--precision fp8 --main-params-dtype split --exp-avg-dtype int8 --exp-avg-sq-dtype uint8".split(),
+}
+#: GPUs that a job can have.
+_MOST_GPUS = 100_000
+_KINDS = ("state", "activations", "logits", "wire_buffers", "transposes", "recording")
+
+
+def main(words: Sequence[str] | None = None, prog: str = "plan.py") -> int:
+    """Exit status: 0, 1 if nothing fits, or 2 after an error."""
+    return exit_status(partial(_main, list(sys.argv[1:] if words is None else words), prog))
+
+
+def _main(words: list[str], prog: str) -> int:
+    own, flags = own_and_run_flags(words)
+    args = _parser(prog).parse_args(own)
+    cluster = Cluster(args.gpus, args.gpus_per_node, args.memory_gb * 1e9, args.network_gb * 1e9)
+    status = 0
+    for level in args.levels or [None]:
+        config = _configuration([*flags, *(LEVELS[level] if level else [])], prog)
+        layouts = best_layouts(config, cluster, partial(_records, cluster))
+        if layouts:
+            print(_report(level or config.precision.level, layouts, cluster, args.top), flush=True)
+            continue
+        print(
+            f"{level or config.precision.level}: nothing fits into {ROOM:.0%} of {args.memory_gb:g} GB on {args.gpus} "
+            f"GPUs; give more GPUs or more memory, or --levels 5-byte",
+            flush=True,
+        )
+        status = 1
+    return status
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=prog, description=__doc__, usage=f"{prog} --gpus N [flags] -- FLAGS OF THE RUN")
+    parser.add_argument("--gpus", type=whole(most=_MOST_GPUS), required=True, metavar="N", help="GPUs of all nodes")
+    parser.add_argument(
+        "--gpus-per-node", type=whole(most=_MOST_GPUS), default=8, metavar="N", help="of one node (default 8)"
+    )
+    parser.add_argument(
+        "--memory-gb", type=real(above=0), default=80.0, metavar="GB", help="of one GPU, 10^9 bytes (default 80)"
+    )
+    parser.add_argument(
+        "--network-gb",
+        type=real(above=0),
+        default=50.0,
+        metavar="GB",
+        help="GB/s that a GPU sends to GPUs of other nodes (default 50: 400 Gbit/s)",
+    )
+    parser.add_argument(
+        "--levels", nargs="+", choices=list(LEVELS), metavar="LEVEL", help=f"compare these: {' '.join(LEVELS)}"
+    )
+    parser.add_argument("--top", type=whole(most=1000), default=5, metavar="N", help="layouts to show (default 5)")
+    return parser
+
+
+def _configuration(flags: list[str], prog: str) -> Config:
+    """The configuration of a run. Without data it has random tokens, which need as much memory and time."""
+    config = run_command_line(flags, prog).config
+    if config.data.data_path or config.data.train_data_path:
+        return config
+    return replace(config, data=replace(config.data, mock_data=True))
+
+
+def _records(cluster: Cluster, config: Config) -> bool:
+    """Whether a run of `config` records its steps, if there is memory for it."""
+    from ..training.graph_choice import choose_graph  # imports torch
+
+    ranks_of_node = min(cluster.gpus, cluster.gpus_per_node)
+    return choose_graph(config, has_gpu=True, world_size=cluster.gpus, node_size=ranks_of_node).records
+
+
+def _needs_recording(config: Config) -> bool:
+    """Whether Python may launch a layer's kernels more slowly than they run."""
+    from ..training.graph_choice import RECORDS_BELOW_FLOPS, RECORDS_BELOW_FLOPS_OVER_RANKS, layer_flops
+
+    over_ranks = config.parallel.tensor_model_parallel_size > 1
+    return layer_flops(config) < (RECORDS_BELOW_FLOPS_OVER_RANKS if over_ranks else RECORDS_BELOW_FLOPS)
+
+
+def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> str:
+    """The fastest layouts, the memory of the best by kind, its wire bytes, and what no measurement vouches for."""
+    from ..planning.speed import unmeasured
+    from ..planning.wire import predict_wire_bytes
+
+    best, config = layouts[0], layouts[0].config
+    wire = predict_wire_bytes(config, padded_vocab_size(config), world_size=cluster.gpus)
+    held = {kind: getattr(best.peak, kind) for kind in _KINDS}
+    lines = [
+        _table(level, layouts[:top], cluster),
+        f"the first: GB of a rank of stage {best.stage}: "
+        + ", ".join(f"{kind.replace('_', ' ')} {held[kind] / 1e9:.2f}" for kind in _KINDS if held[kind]),
+        f"the first: GB that a rank sends in a step: gradients {wire.gradients / 1e9:.2f}, weights "
+        f"{wire.weights / 1e9:.2f}",
+    ]
+    if best.step is not None:
+        parts = ", ".join(f"{part.replace('_', ' ')} {1e3 * value:,.1f}" for part, value in vars(best.step).items())
+        lines.append(f"the first: ms of a step: {parts}")
+        lacking = unmeasured(config, world_size=cluster.gpus, gpus_per_node=cluster.gpus_per_node)
+        if not best.records and _needs_recording(config):
+            lacking.append("launches by Python, which may be slower than these kernels")
+        if lacking:
+            lines.append(f"predicted, never measured, for the first: {'; '.join(lacking)}")
+    else:
+        lines.append(f"no step times: no rates of {level} were measured; the smallest peaks come first")
+    lines.append(f"{len(layouts)} layouts fit into {ROOM:.0%} of {cluster.memory_bytes / 1e9:g} GB")
+    return "\n".join(lines)
+
+
+def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Predicted for {level} on {cluster.gpus} GPUs, the fastest first")
+    for heading in (
+        *("TP", "PP", "DP", "micro-\nbatch", "micro-\nbatches", "recompute", "graph"),
+        *("peak GB", "step ms", "tokens/s\n/GPU"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for layout in layouts:
+        config = layout.config
+        parallel, training = config.parallel, config.training
+        tokens = config.global_batch_size(cluster.gpus) * config.model.seq_length
+        seconds = None if layout.step is None else layout.step.total
+        table.add_row(
+            str(parallel.tensor_model_parallel_size),
+            str(parallel.pipeline_model_parallel_size),
+            str(config.data_parallel_size(cluster.gpus)),
+            str(training.micro_batch_size),
+            str(config.num_micro_batches(cluster.gpus)),
+            training.recompute_granularity or "none",
+            "yes" if layout.records else "no",
+            f"{layout.peak.total / 1e9:.1f}",
+            "-" if seconds is None else f"{1e3 * seconds:,.0f}",
+            "-" if seconds is None else f"{tokens / seconds / cluster.gpus:,.0f}",
+        )
+    console = Console(width=120, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

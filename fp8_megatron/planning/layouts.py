@@ -1,0 +1,165 @@
+"""Layouts of a model on a cluster: which of them fit into the GPUs' memory, and how fast a step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ..config.checks import ConfigError, check_config
+from ..config.schema import Config
+from .activations import PeakBytes, predict_peak
+from .speed import StepSeconds, has_rates, predict_step
+
+#: The largest share of a GPU's memory that a predicted peak may take. Prediction and peak differ by up to 2.5%, and the
+#: CUDA context, NCCL and fragmentation take memory that the prediction does not count.
+ROOM = 0.9
+#: GPT-2's vocabulary, for a model whose tokenizer gives the size.
+_GPT2_VOCAB_SIZE = 50257
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a job.
+
+    Attributes:
+        gpus: of all nodes.
+        gpus_per_node: tensor-parallel ranks share a node.
+        memory_bytes: of one GPU.
+        network_bytes: bytes/s that a GPU sends to GPUs of other nodes.
+    """
+
+    gpus: int
+    gpus_per_node: int
+    memory_bytes: float
+    network_bytes: float
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a last node with fewer GPUs than the others."""
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            raise ConfigError(
+                f"--gpus {self.gpus} is not a multiple of --gpus-per-node {self.gpus_per_node}; give whole nodes"
+            )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a model on a cluster.
+
+    Attributes:
+        config: the configuration of the run.
+        stage: the pipeline stage with the largest peak, which `peak` is of.
+        records: steps are recorded as a CUDA graph.
+        step: None if the precision's kernels have no measured rates.
+    """
+
+    config: Config
+    stage: int
+    peak: PeakBytes
+    records: bool
+    step: StepSeconds | None
+
+
+def padded_vocab_size(config: Config) -> int:
+    """Rows of the embedding, from the configuration alone."""
+    model = config.model
+    rows = _GPT2_VOCAB_SIZE if model.vocab_size is None else model.vocab_size
+    multiple = model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    return -(-rows // multiple) * multiple
+
+
+def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], bool]) -> list[Layout]:
+    """The layouts that fit, the fastest first; without measured rates, the one with the smallest peak first.
+
+    The configuration's own layout is one. Tensor- and pipeline-parallel sizes, the micro-batch and full recomputation
+    vary. All else is the configuration's, the global batch too.
+
+    Args:
+        records: whether a configuration's steps are recorded as a CUDA graph, if there is memory for it.
+
+    Raises:
+        ConfigError: the configuration works in no layout; the text says why not in the one that it asks for.
+    """
+    found, is_valid = [], False
+    for candidate in dict.fromkeys([config, *_candidates(config, cluster)]):
+        try:
+            check_config(candidate, cluster.gpus, on_this_machine=False)
+        except ConfigError:
+            continue
+        is_valid = True
+        layout = _fitted(candidate, cluster, records(candidate))
+        if layout is not None:
+            found.append(layout)
+    if not is_valid:
+        check_config(config, cluster.gpus, on_this_machine=False)
+    return sorted(found, key=lambda layout: (layout.step.total if layout.step else 0.0, layout.peak.total))
+
+
+def largest_peak(config: Config, world_size: int, *, records: bool = False) -> tuple[int, PeakBytes]:
+    """The pipeline stage with the largest peak, and that peak."""
+    vocab = padded_vocab_size(config)
+    peaks = [
+        predict_peak(config, vocab, world_size=world_size, stage=stage, records=records)
+        for stage in range(config.parallel.pipeline_model_parallel_size)
+    ]
+    stage = max(range(len(peaks)), key=lambda index: peaks[index].total)
+    return stage, peaks[stage]
+
+
+def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
+    model = config.model
+    batch = config.global_batch_size(cluster.gpus)
+    for tp in _powers_of_two(cluster.gpus_per_node):
+        for pp in (size for size in range(1, cluster.gpus // tp + 1) if model.num_layers % size == 0):
+            if cluster.gpus % (tp * pp):
+                continue
+            for micro_batch in _powers_of_two(batch * tp * pp // cluster.gpus):
+                for recomputes in (False, True):
+                    yield _laid_out(config, tp, pp, micro_batch, batch, recomputes=recomputes)
+
+
+def _laid_out(config: Config, tp: int, pp: int, micro_batch: int, batch: int, *, recomputes: bool) -> Config:
+    virtual = config.parallel.num_layers_per_virtual_pipeline_stage if pp > 1 else None
+    parallel = replace(
+        config.parallel,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=tp > 1,
+        num_layers_per_virtual_pipeline_stage=virtual,
+    )
+    training = replace(
+        config.training,
+        micro_batch_size=micro_batch,
+        global_batch_size=batch,
+        recompute_granularity="full" if recomputes else None,
+        recompute_method="uniform" if recomputes else None,
+        recompute_num_layers=1 if recomputes else None,
+    )
+    kept = min(config.precision.keep_fp8_transpose_cache, config.model.num_layers // pp)
+    precision = replace(config.precision, keep_fp8_transpose_cache=kept)
+    return replace(config, parallel=parallel, training=training, precision=precision)
+
+
+def _fitted(config: Config, cluster: Cluster, records: bool) -> Layout | None:
+    """The layout with its predictions, or None if it does not fit. A recording that does not fit is not made."""
+    room = ROOM * cluster.memory_bytes
+    for with_recording in (True, False) if records else (False,):
+        stage, peak = largest_peak(config, cluster.gpus, records=with_recording)
+        if peak.total <= room:
+            step = None
+            if has_rates(config):
+                step = predict_step(
+                    config,
+                    padded_vocab_size(config),
+                    world_size=cluster.gpus,
+                    gpus_per_node=cluster.gpus_per_node,
+                    network_bytes=cluster.network_bytes,
+                )
+            return Layout(config, stage, peak, with_recording, step)
+    return None
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2

@@ -1,0 +1,299 @@
+"""Time of a step, from the configuration and rates that were measured on one GPU.
+
+GEMMs and attention count FLOPs, all other kernels count elements. Communication that fits beside backward is hidden.
+The host is taken to be fast enough: a step that waits for it is recorded as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config.schema import Config
+from ..formats import StorageDtype
+from ..reporting.flops import linear_params_per_layer, model_flops_per_token
+from ..sharding.partition import StorageClass
+from .memory import parameters_by_class
+from .wire import predict_wire_bytes
+
+
+@dataclass(frozen=True)
+class ElementRates:
+    """Seconds per element of the kernels between the GEMMs of one layer, forward and backward together.
+
+    Attributes:
+        stream: per element of the residual stream: norms, residual adds, casts.
+        qkv: per element of queries, keys and values.
+        gelu: per element of the MLP's hidden state.
+        swiglu: the same with SwiGLU.
+    """
+
+    stream: float
+    qkv: float
+    gelu: float
+    swiglu: float
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """What one GPU does; `H200` says where each figure comes from.
+
+    Attributes:
+        fp8_gemm_flops, half_gemm_flops: FLOP/s of GEMMs in a training step.
+        attention_flops: FLOP/s of causal attention by the width of a head; forward and backward count three forwards.
+        delayed, tensorwise: kernels of FP8 layers by recipe.
+        fp8_other: seconds per element of the residual stream of what a profile calls other kernels and copies.
+        half_stream: the same of a 16-bit layer, of all kernels but GEMMs and attention.
+        loss: seconds per logit.
+        received: seconds per element of a gradient shard that a reduction adds.
+        transpose: seconds per element of an FP8 weight.
+        fp8_update: seconds per FP8 weight of the optimizer, with its new payload.
+        moments_update: the same with 8-bit moments.
+        split_update: the same with masters split and 8-bit moments.
+        half_update: seconds per other weight.
+        node_bytes: bytes/s that a GPU sends to others of its node.
+        exchange, nccl_exchange: seconds that tensor parallelism adds per element of the residual stream and layer, by
+            its size; with copy engines and over NCCL.
+    """
+
+    fp8_gemm_flops: float
+    half_gemm_flops: float
+    attention_flops: dict[int, float]
+    delayed: ElementRates
+    tensorwise: ElementRates
+    fp8_other: float
+    half_stream: float
+    loss: float
+    received: float
+    transpose: float
+    fp8_update: float
+    moments_update: float
+    split_update: float
+    half_update: float
+    node_bytes: float
+    exchange: dict[int, float]
+    nccl_exchange: dict[int, float]
+
+
+#: Figures of benchmarks/results; `tests/planning/test_speed.py` derives them again. GEMMs, attention and node_bytes are
+#: of profiled steps: FP8 and width 128 of GPT-7B (gpt7b_4h200_residual_in_gemm.json), width 64 of GPT-345M
+#: (gpt345m_speed_h200.json), 16 bits and other kernels of GPT-1.3B (gpt1.3b_h200.json). The remaining kernels are of
+#: kernels_h200.json, exchanges of tensor_parallel_7b_h200.json: those of a forward, and as much again for backward.
+H200 = GpuRates(
+    fp8_gemm_flops=1322e12,
+    half_gemm_flops=750e12,
+    attention_flops={64: 208e12, 128: 301e12},
+    delayed=ElementRates(stream=11.8e-12, qkv=1.26e-12, gelu=2.72e-12, swiglu=4.44e-12),
+    tensorwise=ElementRates(stream=15.7e-12, qkv=2.00e-12, gelu=4.89e-12, swiglu=7.19e-12),
+    fp8_other=8.7e-12,
+    half_stream=57.3e-12,
+    loss=1.59e-12,
+    received=2.81e-12,
+    transpose=0.55e-12,
+    fp8_update=3.43e-12,
+    moments_update=8.42e-12,
+    split_update=9.31e-12,
+    half_update=7.33e-12,
+    node_bytes=224e9,
+    exchange={2: 9.8e-12},
+    nccl_exchange={2: 33.1e-12, 4: 39.5e-12},
+)
+
+
+#: Below this, GPT-345M's steps of 4 sequences took 23 to 27% longer than predicted (docs/planning.md).
+_SMALL_LAYER_FLOPS = 1e12
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Predicted seconds of one step, by what they go to.
+
+    Attributes:
+        gemms: linear layers and the LM head.
+        attention: core attention.
+        elements: norms, casts, activations, transposes and the loss.
+        tensor_parallel: exchanges of activations that GEMMs do not hide.
+        pipeline: waiting for the first and the last micro-batch, and for activations of other stages.
+        data_parallel: gradients and weights that compute does not hide.
+        optimizer: the update, and sums of gradients that arrive.
+    """
+
+    gemms: float
+    attention: float
+    elements: float
+    tensor_parallel: float
+    pipeline: float
+    data_parallel: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return sum(vars(self).values())
+
+
+def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[str]:
+    """What of a configuration no recorded step time vouches for, in words."""
+    parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    return [
+        text
+        for text, applies in (
+            ("more than one node", world_size > gpus_per_node),
+            ("pipeline stages", parallel.pipeline_model_parallel_size > 1),
+            (f"tensor-parallel size {tp}", tp > max(H200.nccl_exchange)),
+            ("tensor parallelism in 16 bits", tp > 1 and not config.precision.is_fp8),
+            ("8-bit moments", config.precision.formats.exp_avg is StorageDtype.INT8),
+            ("layers of under 1 TFLOP, whose kernels are slower", layer_flops(config) < _SMALL_LAYER_FLOPS),
+            ("recomputation", config.training.recompute_granularity is not None),
+            ("SwiGLU", config.model.swiglu),
+            (f"heads of width {config.model.head_dim}", config.model.head_dim not in H200.attention_flops),
+        )
+        if applies
+    ]
+
+
+def layer_flops(config: Config) -> float:
+    """FLOPs of one layer, forward and backward, for one micro-batch on one GPU."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    per_token = model_flops_per_token(model, causal=False, padded_vocab_size=0) / model.num_layers
+    return config.training.micro_batch_size * model.seq_length * per_token / tp
+
+
+def has_rates(config: Config) -> bool:
+    """Whether the precision's kernels have measured rates: BF16 and FP16, FP8 with one scale a tensor."""
+    precision = config.precision
+    if precision.is_fp8:
+        return precision.fp8_recipe in ("delayed", "tensorwise")
+    return precision.precision in ("bf16", "fp16")
+
+
+def predict_step(
+    config: Config,
+    padded_vocab_size: int,
+    *,
+    world_size: int,
+    gpus_per_node: int = 8,
+    network_bytes: float = 50e9,
+    rates: GpuRates = H200,
+) -> StepSeconds:
+    """Predicted time of one step of the largest batch.
+
+    Args:
+        gpus_per_node: tensor-parallel ranks are neighbours, then data-parallel ranks, then stages.
+        network_bytes: bytes/s that a GPU sends to GPUs of other nodes.
+
+    Raises:
+        ValueError: `has_rates` is false.
+    """
+    if not has_rates(config):
+        raise ValueError(f"no step of {config.precision.level} was profiled")
+    parallel, model = config.parallel, config.model
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    num_micro_batches = config.num_micro_batches(world_size)
+    tokens = config.training.micro_batch_size * model.seq_length
+    layers = config.layers_of_stage(pp - 1)
+    num_fp8 = sum(config.is_fp8_layer(layer) for layer in layers)
+    forwards = 4 / 3 if config.training.recompute_granularity == "full" else 1.0
+    gemms = num_micro_batches * _gemms(config, padded_vocab_size, tokens, len(layers), num_fp8, forwards, rates)
+    per_layer = 6 * tokens * model.seq_length * model.num_attention_heads * model.head_dim / tp
+    attention = num_micro_batches * len(layers) * forwards * per_layer / _attention_flops(model.head_dim, rates)
+    elements = num_micro_batches * (
+        forwards * _elements(config, tokens, len(layers), num_fp8, rates)
+        + _transposes(config, len(layers), num_fp8, num_micro_batches, rates)
+        + tokens * padded_vocab_size / tp * rates.loss
+    )
+    per_element = _exchange(config, rates)
+    exchanges = num_micro_batches * len(layers) * forwards * tokens * model.hidden_size * per_element
+    replicas = config.data_parallel_size(world_size)
+    wire = predict_wire_bytes(config, padded_vocab_size, world_size=world_size, stage=pp - 1)
+    data_bytes = rates.node_bytes if tp * replicas <= gpus_per_node else min(rates.node_bytes, network_bytes)
+    compute = gemms + attention + elements + exchanges
+    virtual = parallel.virtual_pipeline_model_parallel_size(model.num_layers) or 1
+    sent = 2 * tokens * model.hidden_size / tp / (rates.node_bytes if world_size <= gpus_per_node else network_bytes)
+    return StepSeconds(
+        gemms=gemms,
+        attention=attention,
+        elements=elements,
+        tensor_parallel=exchanges,
+        pipeline=(pp - 1) * (compute / num_micro_batches / virtual + 2 * sent),
+        data_parallel=_exposed(wire.gradients, wire.weights, compute, data_bytes),
+        optimizer=_update(config, padded_vocab_size, pp - 1, replicas, num_micro_batches, rates),
+    )
+
+
+def _gemms(
+    config: Config, vocab: int, tokens: int, num_layers: int, num_fp8: int, forwards: float, rates: GpuRates
+) -> float:
+    """Seconds of the GEMMs of one micro-batch: forward, input gradient and weight gradient."""
+    tp, model = config.parallel.tensor_model_parallel_size, config.model
+    layer = forwards * 6 * tokens * linear_params_per_layer(model) / tp
+    head = 6 * tokens * model.hidden_size * vocab / tp
+    head_flops = rates.fp8_gemm_flops if config.precision.fp8_lm_head else rates.half_gemm_flops
+    fp8, half = num_fp8 * layer / rates.fp8_gemm_flops, (num_layers - num_fp8) * layer / rates.half_gemm_flops
+    return fp8 + half + head / head_flops
+
+
+def _attention_flops(head_dim: int, rates: GpuRates) -> float:
+    """The rate of the nearest width that was measured."""
+    return rates.attention_flops[min(rates.attention_flops, key=lambda width: abs(width - head_dim))]
+
+
+def _elements(config: Config, tokens: int, num_layers: int, num_fp8: int, rates: GpuRates) -> float:
+    """Seconds of the kernels between the GEMMs of one micro-batch."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    kernels = rates.delayed if config.precision.fp8_recipe == "delayed" else rates.tensorwise
+    qkv = (model.num_attention_heads + 2 * model.query_groups) * model.head_dim
+    per_token = kernels.stream * model.hidden_size + kernels.qkv * qkv
+    per_token += (kernels.swiglu if model.swiglu else kernels.gelu) * model.padded_ffn_hidden_size
+    per_token += rates.fp8_other * model.hidden_size
+    half = rates.half_stream * model.hidden_size
+    return tokens * (num_fp8 * per_token + (num_layers - num_fp8) * half) / tp
+
+
+def _transposes(config: Config, num_layers: int, num_fp8: int, num_micro_batches: int, rates: GpuRates) -> float:
+    """Seconds of the transposes of FP8 weights, per micro-batch. A layer that keeps them makes them once a step."""
+    kept = min(config.precision.keep_fp8_transpose_cache, num_layers, num_fp8)
+    times = (num_fp8 - kept) + kept / num_micro_batches
+    params = linear_params_per_layer(config.model) / config.parallel.tensor_model_parallel_size
+    return times * params * rates.transpose
+
+
+def _exchange(config: Config, rates: GpuRates) -> float:
+    """Seconds that tensor parallelism adds per element of the residual stream and layer.
+
+    Copy engines between more ranks than were measured count as NCCL. A larger group counts by the share (n - 1) / n of
+    rows that other ranks have.
+    """
+    tp = config.parallel.tensor_model_parallel_size
+    if tp == 1:
+        return 0.0
+    if config.parallel.tp_transport != "nccl" and config.precision.is_fp8 and tp in rates.exchange:
+        return rates.exchange[tp]
+    size = max(size for size in rates.nccl_exchange if size <= tp)
+    return rates.nccl_exchange[size] * ((tp - 1) / tp) / ((size - 1) / size)
+
+
+def _exposed(gradients: int, weights: int, compute: float, data_bytes: float) -> float:
+    """Seconds of communication that compute does not hide. Backward, two thirds of compute, hides gradients; forward, a
+    third, hides weights."""
+    hidden_gradients, hidden_weights = 2 / 3 * compute, compute / 3
+    return max(0.0, gradients / data_bytes - hidden_gradients) + max(0.0, weights / data_bytes - hidden_weights)
+
+
+def _update(
+    config: Config, padded_vocab_size: int, stage: int, replicas: int, num_micro_batches: int, rates: GpuRates
+) -> float:
+    """Seconds of the update of a rank's shard, and of adding what arrives to its gradients."""
+    seconds = 0.0
+    for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage).items():
+        in_fp8 = config.precision.is_fp8 and storage is StorageClass.LINEAR
+        reductions = num_micro_batches if in_fp8 and config.precision.grad_accumulation != "local" else 1
+        received = reductions * rates.received if replicas > 1 else 0.0
+        seconds += count / replicas * ((_fp8_update(config, rates) if in_fp8 else rates.half_update) + received)
+    return seconds
+
+
+def _fp8_update(config: Config, rates: GpuRates) -> float:
+    formats = config.precision.formats
+    if formats.master_weight is StorageDtype.SPLIT:
+        return rates.split_update
+    return rates.moments_update if formats.exp_avg is StorageDtype.INT8 else rates.fp8_update

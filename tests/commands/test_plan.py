@@ -1,0 +1,75 @@
+"""fp8-megatron plan: tables for a cluster, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.commands import plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def _rows(out: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line[:1] == "│"]
+
+
+def test_the_best_layouts_and_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--gpus 4 --memory-gb 141 --top 3 -- --config {CONFIGS}/gpt_7b.yaml {CONFIGS}/fast.yaml"
+    assert plan.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "Predicted for O3 on 4 GPUs, the fastest first" in out
+    rows = _rows(out)
+    assert len(rows) == 3 and rows[0][:3] == ["1", "1", "4"]
+    for row in rows:
+        step_ms, speed = (float(cell.replace(",", "")) for cell in row[-2:])
+        assert speed == pytest.approx(64 * 2048 / 4 / step_ms * 1e3, rel=1e-3)
+        assert 20 < float(row[-3]) < 0.9 * 141
+    assert "wire buffers 0.48" in out and "a rank sends in a step: gradients" in out and "ms of a step: gemms" in out
+    assert "never measured" not in out
+
+
+def test_levels_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    """BF16 does not fit where O3 does; the 5-byte form needs less still; TE has no step times."""
+    words = (
+        f"--gpus 1 --memory-gb 60 --levels bf16 O3 5-byte te -- --config {CONFIGS}/gpt_7b.yaml --global-batch-size 4"
+    )
+    assert plan.main(words.split()) == 1
+    out = capsys.readouterr().out
+    assert "bf16: nothing fits into 90% of 60 GB on 1 GPUs" in out and "te: nothing fits" in out
+    o3, five = out.index("Predicted for O3"), out.index("Predicted for 5-byte")
+    smallest = [min(float(row[-3]) for row in _rows(part)) for part in (out[o3:five], out[five:])]
+    assert smallest[0] > smallest[1]
+    words = f"--gpus 8 --levels te -- --config {CONFIGS}/gpt_1.3b.yaml"
+    assert plan.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "no step times: no rates of te were measured" in out and _rows(out)[0][-2:] == ["-", "-"]
+
+
+def test_a_host_that_may_be_too_slow_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Several nodes are not recorded, and GPT-345M's layers are shorter than Python's launches."""
+    words = f"--gpus 16 -- --config {CONFIGS}/gpt_345m.yaml --micro-batch-size 2 --global-batch-size 32"
+    assert plan.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "more than one node" in out and "launches by Python, which may be slower than these kernels" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--gpus 0 --", "--gpus: 0 is out of range; give 1 to 100000"),
+        ("--gpus 12 -- --config {}/gpt_7b.yaml", "--gpus 12 is not a multiple of --gpus-per-node 8; give whole nodes"),
+        ("--gpus 8 --memory-gb 0 --", "--memory-gb: 0 is out of range; give more than 0"),
+        ("--gpus 8 --levels O4 --", "invalid choice: 'O4'"),
+        ("--gpus 8 -- --num-layrs 3", "--num-layrs"),
+        ("--gpus 8", "not given: --num-layers"),
+    ],
+)
+def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = plan.main(words.format(CONFIGS).split())
+    except SystemExit as exit_info:
+        status = exit_info.code  # type: ignore[assignment]
+    captured = capsys.readouterr()
+    assert status == 2 and said in captured.err and captured.err.count("\n") == 1 and captured.out == ""

@@ -1,0 +1,61 @@
+"""Training runs on H200 that stand in benchmarks/results, with the configuration that each of them had."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run: its file, name, configuration, ranks, the slowest rank's milliseconds a step, and the largest peak."""
+
+    file: str
+    name: str
+    config: Config
+    world_size: int
+    records: bool
+    step_ms: float | None
+    peak_gb: float
+
+    @property
+    def label(self) -> str:
+        """For tests and messages."""
+        return f"{self.file}: {self.name}"
+
+
+def recorded_runs() -> list[RecordedRun]:
+    """All runs of pretrain_gpt.py with a peak. A run without --cuda-graph-impl was launched by Python."""
+    return [run for path in sorted(RESULTS.glob("*_*h200*.json")) for run in _runs_of(path)]
+
+
+def read(file: str) -> Any:
+    """A result file."""
+    return json.loads((RESULTS / file).read_text())
+
+
+def _runs_of(path: Path) -> Iterator[RecordedRun]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        return
+    rows = [row for key in ("results", "runs") if isinstance(content.get(key), list) for row in content[key]]
+    for row in rows:
+        command = row.get("command")
+        if not isinstance(command, str) or "pretrain_gpt.py" not in command or row.get("peak_gb") is None:
+            continue
+        words = shlex.split(re.sub(r"\bconfigs/", f"{ROOT}/configs/", command))
+        ranks = int(words[words.index("--nproc-per-node") + 1])
+        config = parse_config(words[words.index("pretrain_gpt.py") + 1 :])
+        records = config.training.cuda_graph_impl == "local"
+        yield RecordedRun(path.name, row["name"], config, ranks, records, row.get("step_ms"), row["peak_gb"])

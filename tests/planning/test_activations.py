@@ -1,0 +1,69 @@
+"""The predicted peak is that of the allocator in every recorded run on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.planning.activations import predict_peak
+from fp8_megatron.planning.layouts import padded_vocab_size
+from tests.planning.recorded_runs import ROOT, RecordedRun, recorded_runs
+
+#: Runs of code that held more than today's: six buckets in flight, and recordings that held all gathered weights.
+OLDER = {
+    "gpt7b_4h200_micro2x1.json: O3-lean": 0.941,
+    "gpt7b_13b_2h200_graph.json: GPT-7B, O3-fast, graph": 0.940,
+}
+RUNS = recorded_runs()
+
+
+def _over_measured(run: RecordedRun) -> float:
+    vocab = padded_vocab_size(run.config)
+    return predict_peak(run.config, vocab, world_size=run.world_size, records=run.records).total / 1e9 / run.peak_gb
+
+
+def test_there_are_runs() -> None:
+    assert len(RUNS) > 40 and len({run.file for run in RUNS}) > 10
+    assert {run.config.precision.level for run in RUNS} >= {"O3", "bf16"}
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.label not in OLDER], ids=lambda run: run.label)
+def test_within_5_percent_of_the_allocator(run: RecordedRun) -> None:
+    assert 0.95 < _over_measured(run) < 1.01
+
+
+@pytest.mark.parametrize("label", OLDER)
+def test_older_code_held_more(label: str) -> None:
+    run = next(run for run in RUNS if run.label == label)
+    assert _over_measured(run) == pytest.approx(OLDER[label], abs=0.001)
+
+
+def test_stages_hold_the_micro_batches_in_flight() -> None:
+    """GPT-175B over 16 stages, plain 1F1B: stage s holds 16 - s micro-batches, and only the last has logits."""
+    config = parse_config(["--config", str(ROOT / "configs" / "gpt_175b.yaml"), "--mock-data"])
+    peaks = [predict_peak(config, 51200, world_size=128, stage=stage) for stage in range(16)]
+    assert [round(16 * peak.activations / peaks[0].activations, 6) for peak in peaks] == list(range(16, 0, -1))
+    assert [stage for stage, peak in enumerate(peaks) if peak.logits] == [15]
+    # 20 bytes of an element, over 8 ranks; norm statistics and log-sum-exps are 50 bytes beside 30,720.
+    assert peaks[15].activations == pytest.approx(6 * 2048 * 12288 * 20 / 8, rel=2e-3)
+
+
+def test_an_interleaved_stage_holds_more() -> None:
+    """With v virtual stages the first stage holds 1 + (p - 1) / (p·v) times as much (arXiv 2104.04473, section 2.2)."""
+    config = parse_config(["--config", str(ROOT / "configs" / "gpt_175b.yaml"), "--mock-data"])
+    interleaved = replace(config, parallel=replace(config.parallel, num_layers_per_virtual_pipeline_stage=2))
+    plain, virtual = (predict_peak(one, 51200, world_size=128).activations for one in (config, interleaved))
+    assert virtual / plain == pytest.approx(1 + 15 / (16 * 3), rel=1e-6)
+
+
+def test_recomputation_keeps_the_inputs_of_layers() -> None:
+    """Two bytes of an element for each of 32 layers, and 20 bytes for the one that is recomputed."""
+    config = parse_config(["--config", str(ROOT / "configs" / "gpt_7b.yaml"), "--mock-data"])
+    training = replace(
+        config.training, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
+    recomputed = replace(config, training=training)
+    held = predict_peak(recomputed, 50304, world_size=4).activations
+    assert held == pytest.approx(4 * 2048 * 4096 * (32 * 2 + 20), rel=1e-3)

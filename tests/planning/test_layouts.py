@@ -1,0 +1,95 @@
+"""Layouts: all that the checks take and the memory allows, the fastest first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.config.schema import Config
+from fp8_megatron.planning.layouts import ROOM, Cluster, best_layouts, largest_peak, padded_vocab_size
+from tests.planning.recorded_runs import ROOT
+
+FOUR_H200 = Cluster(gpus=4, gpus_per_node=8, memory_bytes=141e9, network_bytes=50e9)
+
+
+def _config(flags: str) -> Config:
+    return parse_config([*flags.replace("configs/", f"{ROOT}/configs/").split(), "--mock-data"])
+
+
+def _never(config: Config) -> bool:
+    return False
+
+
+def test_layouts_fit_and_are_sorted() -> None:
+    layouts = best_layouts(_config("--config configs/gpt_7b.yaml configs/fast.yaml"), FOUR_H200, _never)
+    seconds = [layout.step.total for layout in layouts if layout.step]
+    assert len(layouts) == len(seconds) > 20 and seconds == sorted(seconds)
+    for layout in layouts:
+        check_config(layout.config, 4, on_this_machine=False)
+        assert layout.peak.total <= ROOM * 141e9 and layout.config.global_batch_size(4) == 64
+        assert largest_peak(layout.config, 4) == (layout.stage, layout.peak)
+    sizes = {layout.config.parallel.tensor_model_parallel_size for layout in layouts}
+    assert sizes == {1, 2, 4}
+    assert {layout.config.training.recompute_granularity for layout in layouts} == {None, "full"}
+
+
+def test_the_measured_layout_of_gpt_7b_precedes_tensor_parallelism() -> None:
+    """As in gpt7b_4h200_scaling.json: data-parallel is faster than TP 2, which is faster than TP 4."""
+    layouts = best_layouts(_config("--config configs/gpt_7b.yaml configs/fast.yaml"), FOUR_H200, _never)
+    plain = [
+        layout.config.parallel.tensor_model_parallel_size
+        for layout in layouts
+        if layout.config.training.micro_batch_size == 4
+        and layout.config.training.recompute_granularity is None
+        and layout.config.parallel.pipeline_model_parallel_size == 1
+    ]
+    assert plain == [1, 2, 4]
+
+
+def test_the_layout_that_is_asked_for_is_one() -> None:
+    """Three sequences a micro-batch are no power of two."""
+    config = _config("--config configs/gpt_7b.yaml --micro-batch-size 3 --global-batch-size 48")
+    sizes = {one.config.training.micro_batch_size for one in best_layouts(config, FOUR_H200, _never)}
+    assert {2, 3, 4} < sizes
+
+
+def test_less_memory_leaves_fewer() -> None:
+    config = _config("--config configs/gpt_13b.yaml configs/fast.yaml")
+    many, few, none = (
+        best_layouts(config, replace(FOUR_H200, memory_bytes=size), _never) for size in (141e9, 60e9, 5e9)
+    )
+    assert len(many) > len(few) > len(none) == 0
+
+
+def test_a_recording_that_does_not_fit_is_not_made() -> None:
+    config = _config("--config configs/gpt_7b.yaml configs/fast.yaml --micro-batch-size 4 --global-batch-size 16")
+    peak = largest_peak(config, 4)[1].total
+    recorded = largest_peak(config, 4, records=True)[1].total
+    # FP8 weights and the BF16 embedding, a quarter of them on each rank.
+    assert recorded - peak == pytest.approx((32 * 12 * 4096**2 + 2 * 4096 * (50304 + 2048)) / 4, rel=0.01)
+    for memory, records in (((peak + recorded) / 2, False), (recorded, True)):
+        cluster = replace(FOUR_H200, memory_bytes=1.001 * memory / ROOM)
+        same = [one for one in best_layouts(config, cluster, lambda _: True) if one.peak.state > 18e9]
+        assert [one.records for one in same if one.config.training == config.training] == [records]
+
+
+def test_the_embedding_is_padded_for_tensor_parallelism() -> None:
+    config = _config("--config configs/gpt_7b.yaml --tensor-model-parallel-size 4 --sequence-parallel")
+    assert padded_vocab_size(config) == 50688  # 50,304 rounded up to a multiple of 4 × 128
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "said"),
+    [
+        ("--config configs/gpt_7b.yaml", 12, "is not a multiple of --gpus-per-node 8"),
+        ("--config configs/gpt_7b.yaml --global-batch-size 7", 3, "global_batch_size(7)"),
+        ("--config configs/gpt_7b.yaml --num-attention-heads 7", 4, "hidden_size(4096)"),
+    ],
+)
+def test_what_works_in_no_layout(flags: str, gpus: int, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        best_layouts(_config(flags), replace(FOUR_H200, gpus=gpus), _never)
+    assert said in str(error.value)

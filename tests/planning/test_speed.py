@@ -1,0 +1,184 @@
+"""Rates are those of the recorded kernels and profiles, and predicted steps are as long as recorded ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.config.schema import Config
+from fp8_megatron.planning.layouts import padded_vocab_size
+from fp8_megatron.planning.speed import H200, has_rates, predict_step, unmeasured
+from fp8_megatron.reporting.flops import linear_params_per_layer
+from tests.planning.recorded_runs import ROOT, RecordedRun, read, recorded_runs
+
+RUNS = [run for run in recorded_runs() if run.step_ms is not None]
+#: Predicted over measured, where they differ by more than 10%, and why.
+OFF = {
+    # Launched by Python, and the GPU waits for the host. `--cuda-graph-impl auto` records such steps today.
+    "gpt345m_graph_h200.json: O3-fast, micro-batch 32": 0.88,
+    "gpt345m_graph_h200.json: O3-fast, micro-batch 4": 0.18,
+    "gpt345m_micro4_graph_h200.json: O3-fast": 0.15,
+    "gpt345m_micro4_graph_h200.json: bf16": 0.39,
+    "gpt7b_4h200_scaling.json: tp-4gpus-tp2, O3-fast": 0.80,
+    "gpt7b_4h200_scaling.json: tp-4gpus-tp4, O3-fast": 0.69,
+    # Layers of 0.4 TFLOP.
+    "gpt345m_graph_h200.json: O3-fast, micro-batch 4, graph": 0.82,
+    "gpt345m_micro4_graph_h200.json: O3-graph": 0.79,
+    "gpt345m_micro4_graph_h200.json: bf16-graph": 0.87,
+    # Exchanges over NCCL that older code did not hide, counted as copy engines.
+    "gpt13b_4h200_tp2_micro4x4.json: O3-fast": 0.82,
+    # Copy engines between four ranks, counted as NCCL.
+    "gpt7b_4h200_scaling.json: tp-4gpus-tp4, a graph, copy engines, O3-graph": 1.13,
+}
+
+
+def _over_measured(run: RecordedRun) -> float:
+    assert run.step_ms is not None
+    step = predict_step(run.config, padded_vocab_size(run.config), world_size=run.world_size)
+    return 1e3 * step.total / run.step_ms
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.label not in OFF], ids=lambda run: run.label)
+def test_within_10_percent_of_the_step(run: RecordedRun) -> None:
+    assert 0.9 < _over_measured(run) < 1.1
+
+
+@pytest.mark.parametrize("label", OFF)
+def test_where_the_page_says_that_it_is_off(label: str) -> None:
+    run = next(run for run in RUNS if run.label == label)
+    assert _over_measured(run) == pytest.approx(OFF[label], abs=0.01)
+
+
+def test_most_runs_are_within_10_percent() -> None:
+    assert len(RUNS) - len(OFF) >= 34
+
+
+def _microseconds(name: str) -> float:
+    return next(row["microseconds"] for row in read("kernels_h200.json")["rows"] if row["name"] == name)
+
+
+@pytest.mark.parametrize(("recipe", "scale"), [("delayed", "known scale"), ("tensorwise", "current")])
+def test_kernels_between_gemms(recipe: str, scale: str) -> None:
+    """Each kernel of one layer once, from `nn.qkv`, `nn.linear` and `nn.mlp`: the norm and its cast twice, attention's
+    output (two layouts, at different times), two gradients, their norms backward, QKV's gradient, the activation."""
+    cast = "quantize_with_scale" if scale == "known scale" else "quantize_current"
+    stream = (
+        2 * _microseconds(f"LayerNorm → E4M3, {scale} 8192×4096")
+        + 2 * _microseconds("LayerNorm again → E4M3 transposed 8192×4096")
+        + 2 * _microseconds("LayerNorm backward with residual gradient 8192×4096")
+        + 2 * _microseconds(f"gradient → E5M2 both layouts, bias sums, {scale} 8192×4096")
+        + _microseconds(f"{cast} 16384×4096") / 2
+        + _microseconds("quantize_with_scale transposed 16384×4096") / 2
+    )
+    rates = getattr(H200, recipe)
+    assert 1e-6 * stream / (8192 * 4096) == pytest.approx(rates.stream, rel=0.005)
+    qkv = _microseconds(f"QKV gradients [b, h, s, d] → E5M2, bias sums, {scale} 3 × 8192×4096")
+    assert 1e-6 * qkv / (3 * 8192 * 4096) == pytest.approx(rates.qkv, rel=0.005)
+    for kind, name, width in (("gelu", "GELU", 16384), ("swiglu", "SwiGLU", 11008)):
+        forward = _microseconds(f"{name} → E4M3, {scale} 8192×{width}")
+        backward = _microseconds(f"{name} backward → E5M2, bias sums, {scale} 8192×{width}")
+        assert 1e-6 * (forward + backward) / (8192 * width) == pytest.approx(getattr(rates, kind), rel=0.005)
+
+
+def test_other_kernels() -> None:
+    loss = _microseconds("cross-entropy statistics 8192×50304") + _microseconds("cross-entropy backward 8192×50304")
+    assert 1e-6 * loss / (8192 * 50304) == pytest.approx(H200.loss, rel=0.005)
+    assert 1e-6 * _microseconds("transpose 16384×4096") / (16384 * 4096) == pytest.approx(H200.transpose, rel=0.01)
+    received = _microseconds("accumulate_rows_ 4 ranks' rows of 2^26, add")
+    assert 1e-6 * received / 2**26 == pytest.approx(H200.received, rel=0.005)
+    derive = _microseconds("derive_fp8_weights_ 2^28")
+    for name, rate in (
+        ("adamw_step_ O3 2^28", H200.fp8_update),
+        ("adamw_step_ O3, int8 + uint8 moments 2^28", H200.moments_update),
+    ):
+        assert 1e-6 * (_microseconds(name) + derive) / 2**28 == pytest.approx(rate, rel=0.005)
+    split = _microseconds("adamw_split_step_ int8 + uint8 moments 2^28")
+    assert 1e-6 * split / 2**28 == pytest.approx(H200.split_update, rel=0.005)
+    half = _microseconds("adamw_step_ FP32 + BF16 weight 2^28")
+    assert 1e-6 * half / 2**28 == pytest.approx(H200.half_update, rel=0.005)
+
+
+def _profiled(file: str, name: str) -> tuple[Config, dict[str, float], int]:
+    """Configuration, milliseconds by kind of kernel, and tokens of a GPU and step."""
+    run = next(run for run in RUNS if run.label == f"{file}: {name}")
+    row: dict[str, Any] = next(row for row in read(file)["results"] if row["name"] == name)
+    tokens = run.config.global_batch_size(run.world_size) * run.config.model.seq_length
+    return run.config, row["ms_by_kind_of_kernel"], tokens // run.world_size
+
+
+def _gemm_flops(config: Config, tokens: int) -> float:
+    head = config.model.hidden_size * padded_vocab_size(config)
+    return 6.0 * tokens * (config.model.num_layers * linear_params_per_layer(config.model) + head)
+
+
+def _attention_flops(config: Config, tokens: int) -> float:
+    model = config.model
+    return 6.0 * tokens * model.num_layers * model.seq_length * model.num_attention_heads * model.head_dim
+
+
+def test_rates_of_profiled_steps() -> None:
+    config, ms, tokens = _profiled("gpt7b_4h200_residual_in_gemm.json", "O3-fast")
+    assert 1e3 * _gemm_flops(config, tokens) / ms["FP8 GEMM"] == pytest.approx(H200.fp8_gemm_flops, rel=0.005)
+    assert 1e3 * _attention_flops(config, tokens) / ms["attention"] == pytest.approx(
+        H200.attention_flops[128], rel=0.005
+    )
+    # Three quarters of the FP8 weights' gradients after each micro-batch, and of the FP8 weights once.
+    sent = 3 / 4 * config.model.num_layers * linear_params_per_layer(config.model) * (4 + 1)
+    assert 1e3 * sent / ms["communication"] == pytest.approx(H200.node_bytes, rel=0.01)
+    config, ms, tokens = _profiled("gpt345m_speed_h200.json", "O3-delayed")
+    assert 1e3 * _attention_flops(config, tokens) / ms["attention"] == pytest.approx(
+        H200.attention_flops[64], rel=0.005
+    )
+    config, ms, tokens = _profiled("gpt1.3b_h200.json", "bf16")
+    assert 1e3 * _gemm_flops(config, tokens) / ms["16-bit GEMM"] == pytest.approx(H200.half_gemm_flops, rel=0.005)
+    elements = tokens * config.model.num_layers * config.model.hidden_size
+    half = ms["other"] + ms["copies"] + ms["quantise, norm, activation"]
+    assert 1e-3 * half / elements == pytest.approx(H200.half_stream, rel=0.005)
+    _, ms, _ = _profiled("gpt1.3b_h200.json", "O3-lean")
+    assert 1e-3 * (ms["other"] + ms["copies"]) / elements == pytest.approx(H200.fp8_other, rel=0.005)
+
+
+def test_exchanges() -> None:
+    """What a forward's four exchanges add to their GEMMs, and as much again for backward."""
+    by_ranks = {entry["ranks"]: entry for entry in read("tensor_parallel_7b_h200.json")}
+    for ranks, way, rate in (
+        (2, "by_parts", H200.exchange[2]),
+        (2, "collectives", H200.nccl_exchange[2]),
+        (4, "collectives", H200.nccl_exchange[4]),
+    ):
+        entry = by_ranks[ranks]
+        added = sum(row[way] - row["alone"] for row in entry["rows"])
+        assert 2e-6 * added / (entry["tokens"] * 4096) == pytest.approx(rate, rel=0.005)
+
+
+def _config(flags: str) -> Config:
+    return parse_config([*flags.replace("configs/", f"{ROOT}/configs/").split(), "--mock-data"])
+
+
+def test_a_pipeline_waits_for_its_first_micro_batch() -> None:
+    """Two stages with one micro-batch: each waits as long as the other computes."""
+    config = _config("--config configs/gpt_7b.yaml --pipeline-model-parallel-size 2 --global-batch-size 4")
+    step = predict_step(config, 50304, world_size=2)
+    sent = 2 * 4 * 2048 * 4096 / H200.node_bytes
+    assert step.pipeline == pytest.approx(step.gemms + step.attention + step.elements + 2 * sent, rel=1e-9)
+
+
+def test_a_slow_network_shows() -> None:
+    """At 1 GB/s the gradients of GPT-7B take longer than backward; at 1 TB/s they are hidden."""
+    config = _config("--config configs/gpt_7b.yaml --micro-batch-size 1 --global-batch-size 16")
+    slow, fast = (predict_step(config, 50304, world_size=16, network_bytes=rate) for rate in (1e9, 1e12))
+    assert slow.data_parallel > 5 and fast.data_parallel == 0
+
+
+def test_what_was_not_measured_is_said() -> None:
+    llama = _config("--config configs/llama_7b.yaml")
+    assert unmeasured(llama, world_size=16, gpus_per_node=8) == ["more than one node", "SwiGLU"]
+    assert unmeasured(_config("--config configs/gpt_7b.yaml"), world_size=4, gpus_per_node=8) == []
+    for precision in (replace(llama.precision, precision="te"), replace(llama.precision, fp8_recipe="blockwise")):
+        config = replace(llama, precision=precision)
+        assert not has_rates(config)
+        with pytest.raises(ValueError, match="was profiled"):
+            predict_step(config, 32000, world_size=8)
