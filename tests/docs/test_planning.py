@@ -1,0 +1,59 @@
+"""Predictions that docs/planning.md quotes are those of the planner."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fp8_megatron.planning.activations import predict_peak
+from fp8_megatron.planning.layouts import padded_vocab_size
+from fp8_megatron.planning.speed import predict_step
+from tests.docs.documents import ROOT
+from tests.planning.recorded_runs import recorded_runs
+
+#: The run of each row of the two tables.
+MEMORY = [
+    ("GPT-345M, BF16, 32 × 1", "gpt345m_speed_h200.json: bf16"),
+    ("GPT-1.3B, lean, 8 × 1", "gpt1.3b_h200.json: O3-lean"),
+    ("GPT-1.3B, BF16, 8 × 1", "gpt1.3b_h200.json: bf16"),
+    ("GPT-7B, fast, 4 GPUs, 4 × 4, 10 layers kept", "gpt7b_4h200_graph.json: O3-fast"),
+    ("the same with a graph", "gpt7b_4h200_graph.json: O3-graph"),
+    ("GPT-13B, TP 2 × DP 2, graph, 36 layers kept", "gpt13b_4h200_tp2.json: O3-graph"),
+    ("GPT-18B, recomputed", "gpt18b_30b_one_h200.json: GPT-18B, O3"),
+]
+STEPS = [
+    ("GPT-345M, BF16, 32 × 1", "gpt345m_speed_h200.json: bf16"),
+    ("GPT-1.3B, lean, 8 × 1", "gpt1.3b_h200.json: O3-lean"),
+    ("GPT-7B, fast, 1 GPU, 4 × 1", "gpt7b_4h200_scaling.json: weak-1gpus, O3-fast"),
+    ("GPT-7B, fast, 4 GPUs, 4 × 4, 10 layers kept", "gpt7b_4h200_graph.json: O3-fast"),
+    (
+        "GPT-7B, TP 2 × DP 2, graph",
+        "gpt7b_4h200_scaling.json: tp-4gpus-tp2, a graph, copy engines, O3-graph",
+    ),
+    ("GPT-13B, TP 2 × DP 2, graph", "gpt13b_4h200_tp2.json: O3-graph"),
+]
+RUNS = {run.label: run for run in recorded_runs()}
+
+
+def _quoted(section: str, start: str) -> float:
+    """The first number of the row of a section that starts so."""
+    text = (ROOT / "docs" / "planning.md").read_text()
+    text = re.split(r"^## ", text.split(f"\n## {section}\n")[1], flags=re.MULTILINE)[0]
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| {start} |"))
+    return float(row.split("|")[2].replace(",", ""))
+
+
+@pytest.mark.parametrize(("start", "label"), MEMORY)
+def test_memory(start: str, label: str) -> None:
+    run = RUNS[label]
+    vocab = padded_vocab_size(run.config)
+    peak = predict_peak(run.config, vocab, world_size=run.world_size, records=run.records)
+    assert peak.total / 1e9 == pytest.approx(_quoted("Memory", start), abs=0.05001)
+
+
+@pytest.mark.parametrize(("start", "label"), STEPS)
+def test_step_time(start: str, label: str) -> None:
+    run = RUNS[label]
+    step = predict_step(run.config, padded_vocab_size(run.config), world_size=run.world_size)
+    assert 1e3 * step.total == pytest.approx(_quoted("Step time", start), abs=0.5001)
