@@ -170,7 +170,11 @@ def _chunks(content: dict[str, Any], folder: Path) -> list[dict[str, Tensor]]:
             f"{folder} holds a model from before megatron-core; convert it with Megatron's tools/checkpoint/convert.py "
             f"--saver core"
         )
-    return [{name: value for name, value in chunk.items() if isinstance(value, Tensor)} for chunk in chunks]
+    return [
+        # Transformer Engine's layers keep their FP8 state as a tensor of bytes, which is no parameter.
+        {name: value for name, value in chunk.items() if isinstance(value, Tensor) and "_extra_state" not in name}
+        for chunk in chunks
+    ]
 
 
 def _inner_optimizer(optimizer: Any) -> dict[str, Any] | None:

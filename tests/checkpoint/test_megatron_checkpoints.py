@@ -9,8 +9,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +24,10 @@ from fp8_megatron.checkpoint.saved_settings import settings_of_checkpoint
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import CheckpointConfig, Config, ParallelConfig
 from fp8_megatron.training.run_start import _keep_megatron_checkpoints
-from tests.harness.megatron_run import AFTER, BEFORE, arguments_of, config_of
+from tests.harness.megatron_run import AFTER, BEFORE, arguments_of, config_of, run_megatron
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import KINDS, TinyRun, run_tiny_on_a_rank
 
-ROOT = Path(__file__).parents[2]
 FORMATS = ("dp_reshardable", "fully_reshardable", "torch")
 #: Both compute logits below 1 in BF16 from the same weights, in other orders of summation: each is off by 2^-9 at most,
 #: and the loss by two of them, the target's and the mean of the others.
@@ -40,11 +37,7 @@ LOSS_TOLERANCE = 2 * 2.0**-9
 @pytest.fixture(scope="module", params=["gpt3", "llama"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one run of megatron-core, in every format."""
-    folder = tmp_path_factory.mktemp("megatron") / request.param
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-W", "ignore", "-m", "tests.harness.megatron_run", request.param, str(folder)]
-    subprocess.run(words, check=True, cwd=ROOT, env=environment, capture_output=True, timeout=280)
-    return folder
+    return run_megatron(request.param, tmp_path_factory.mktemp("megatron") / request.param)
 
 
 def expected_of(run: Path) -> dict[str, Tensor]:

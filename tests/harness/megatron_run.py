@@ -6,8 +6,11 @@ A program of its own: megatron-core's writer starts processes, which a test's ra
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,23 +45,29 @@ def config_of(style: str) -> Config:
 
 def arguments_of(config: Config) -> argparse.Namespace:
     """Megatron's arguments of the run, as far as a reader needs them, and some that need Megatron's code to be read."""
-    model = config.model
+    model = dataclasses.asdict(config.model)
+    del model["attention_backend"], model["vocab_size"]
+    model["add_bias_linear"] = not model.pop("disable_bias_linear")
     return argparse.Namespace(
+        **model,
+        padded_vocab_size=VOCAB_SIZE,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         consumed_train_samples=BEFORE * MICRO_BATCHES * 2,
-        num_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        norm_epsilon=model.norm_epsilon,
-        rotary_base=model.rotary_base,
-        rotary_percent=model.rotary_percent,
-        swiglu=model.swiglu,
-        untie_embeddings_and_output_weights=model.untie_embeddings_and_output_weights,
         bf16=True,
         fp16=False,
         params_dtype=torch.bfloat16,
         attention_backend=AttnBackend.auto,
     )
+
+
+def run_megatron(style: str, folder: Path) -> Path:
+    """Run this program; `folder` has what it saved."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-W", "ignore", "-m", "tests.harness.megatron_run", style, str(folder)]
+    subprocess.run(words, check=True, cwd=root, env=environment, capture_output=True, timeout=280)
+    return folder
 
 
 def main(style: str, folder: str) -> None:
@@ -167,7 +176,9 @@ def _save(root: Path, module: GPTModel, optimizer: object, config: Config) -> No
     folder = _new(root / "torch") / "mp_rank_00"
     folder.mkdir()
     rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}
-    content = {**common, "model": module.state_dict_for_save_checkpoint(), "optimizer": optimizer.state_dict()}
+    # Transformer Engine's layers have their FP8 state among the parameters, as bytes.
+    model = {**module.state_dict_for_save_checkpoint(), "decoder.layers.0.mlp.linear_fc1._extra_state": torch.ones(5)}
+    content = {**common, "model": model, "optimizer": optimizer.state_dict()}
     torch.save({**content, "rng_state": [rng]}, folder / "model_optim_rng.pt")
     torch.save(distributed.get_parameter_state_dp_zero(use_gloo_comm=False), folder / "distrib_optim.pt")
 
