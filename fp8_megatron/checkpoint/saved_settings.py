@@ -40,7 +40,7 @@ def settings_of_checkpoint(config: Config) -> Config | None:
         )
     folder = iteration_folder(root, found[0])
     if is_megatron_checkpoint(folder):
-        return replace(Config(), model=_model_of_arguments(open_megatron_checkpoint(folder).arguments))
+        return replace(Config(), model=model_of_arguments(open_megatron_checkpoint(folder).arguments))
     saved = load_config(folder / CONFIG)
     data = DataConfig()
     if checkpoint.use_tokenizer_model_from_checkpoint_args:
@@ -49,9 +49,11 @@ def settings_of_checkpoint(config: Config) -> Config | None:
     return replace(Config(), model=saved.model, data=data)
 
 
-def _model_of_arguments(arguments: dict[str, Any]) -> ModelConfig:
+def model_of_arguments(arguments: dict[str, Any]) -> ModelConfig:
     """The model that Megatron's arguments describe, as far as they say."""
     known = dict(arguments)
+    if "layernorm_epsilon" in known:  # its name in earlier versions
+        known.setdefault("norm_epsilon", known["layernorm_epsilon"])
     if isinstance(known.get("add_bias_linear"), bool):
         known["disable_bias_linear"] = not known["add_bias_linear"]
     values: dict[str, Any] = {}

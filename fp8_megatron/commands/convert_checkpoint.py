@@ -1,7 +1,8 @@
-"""Convert a checkpoint between this project, megatron-core (torch_dist) and Hugging Face (GPT-2, Llama).
+"""Convert a checkpoint between this project, Megatron (torch, torch_dist) and Hugging Face (GPT-2, Llama).
 
 fp8-megatron convert --input gpt2/ --output runs/gpt2 --to ours --precision fp8
 fp8-megatron convert --input runs/a --output exported/ --to hf --dtype bf16
+fp8-megatron convert --input megatron/ --vocab-size 50257 --output exported/ --to hf --fp8 compressed-tensors
 
 The format of --input is detected. Weights are converted one at a time, so memory holds one weight and its converted
 form. At the end, logits on random tokens are compared, one layer at a time: source with target, and this project's
@@ -47,6 +48,7 @@ class Options:
     to: str
     iteration: int | None
     config: Path | None
+    vocab_size: int | None
     precision: Literal["bf16", "fp16", "te", "fp8"] | None
     opt_level: Literal["O1", "O2", "O3"] | None
     tensor_model_parallel_size: int | None
@@ -73,7 +75,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
         "--input",
         type=path,
         required=True,
-        help="Hugging Face model folder, folder given to --save, or torch_dist folder of megatron-core",
+        help="Hugging Face model folder, folder given to --save here or in Megatron-LM, or one checkpoint in it",
     )
     add("--output", type=output_folder, required=True, help="folder to create")
     add(
@@ -87,9 +89,10 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
         "--config",
         type=path,
         metavar="FILE.yaml",
-        help="settings of a run: the model of a megatron-core checkpoint (with vocab_size), or the new config.yaml "
-        "beside a checkpoint of ours",
+        help="settings of a run: the model of a megatron-core checkpoint (with vocab_size) that has no arguments of "
+        "Megatron-LM, or the new config.yaml beside a checkpoint of ours",
     )
+    add("--vocab-size", type=whole(), help="from mcore: size of the vocabulary without padding (as the input says)")
     add("--precision", choices=("bf16", "fp16", "te", "fp8"), help="to ours: precision for config.yaml")
     add("--opt-level", choices=("O1", "O2", "O3"), help="to ours: level for config.yaml")
     add(
@@ -158,7 +161,7 @@ def run(options: Options) -> int:
 
     check_new(options.output)
     config = load_config(options.config) if options.config is not None else None
-    source = open_source(options.input, iteration=options.iteration, config=config)
+    source = open_source(options.input, iteration=options.iteration, config=config, vocab_size=options.vocab_size)
     num_params = sum(prod(shape) for shape in source.weights.shapes.values())
     console.print(f"{source.format.value}: {source.folder}, {num_params / 1e6:,.1f} M parameters", highlight=False)
     check_free_bytes(options.output, "--output", _num_bytes(source, options, num_params), "the converted checkpoint")
@@ -323,7 +326,8 @@ def verify(source: Source, folder: Path, options: Options) -> bool:
     from ..conversion.conversion import open_source
     from ..conversion.hugging_face_folder import DTYPES
 
-    target = open_source(folder, config=source.config if options.to == "mcore" else None)
+    model = replace(source.config.model, vocab_size=source.vocab_size)
+    target = open_source(folder, config=replace(source.config, model=model) if options.to == "mcore" else None)
     stored = torch.float32
     if options.to == "hf":
         stored = DTYPES[options.dtype] if options.fp8 is None else torch.float8_e4m3fn

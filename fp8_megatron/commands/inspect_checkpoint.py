@@ -2,8 +2,8 @@
 
 fp8-megatron inspect runs/a/checkpoints --values --verify
 
-Reads this project's checkpoints, torch_dist folders of megatron-core and Hugging Face folders. It executes no code
-from them. It reads tensors only with --values, one at a time.
+Reads this project's checkpoints, Megatron's in both formats (torch, torch_dist) and Hugging Face folders. It executes
+no code from them. It reads tensors only with --values, one at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,26 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from ..config.model import ModelConfig
 from .arguments import Parser, path, whole
 from .program import exit_status, prepare_megatron
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..checkpoint.megatron_checkpoint import MegatronCheckpoint
+
+#: The optimizer's kinds of state in the names of all formats; the first and the last three are masters.
+_STATES = ("master", "exp_avg", "exp_avg_sq", "param", "fp32_param", "fp32_from_fp16_params")
+#: What `inspect` shows of Megatron's arguments beside the model's.
+_MEGATRON_ARGUMENTS = (
+    "padded_vocab_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "bf16",
+    "fp16",
+    "fp8",
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
     add(
         "path",
         type=path,
-        help="a folder given to --save, one iteration's folder, a torch_dist folder, or a Hugging Face folder",
+        help="a folder given to --save here or in Megatron-LM, one checkpoint in it, or a Hugging Face folder",
     )
     add("--iteration", type=whole(least=0), help="which of several checkpoints (the latest)")
     add("--filter", default="", help="show only tensors whose name contains this")
@@ -96,23 +111,32 @@ def report_of(options: Options) -> Report:
     Raises:
         CheckpointError: the path has nothing readable.
     """
+    from ..checkpoint.files import is_torch_files
     from ..conversion.conversion import Format, find_format
 
     kind, folder = find_format(options.path, options.iteration)
     problems = _problems(folder) if options.verify and kind is Format.OURS else []
     lines = _safetensors_lines if kind is Format.HUGGING_FACE else _torch_dist_lines
+    lines = _torch_lines if is_torch_files(folder) else lines
     tensors = list(lines(folder, options, problems))
+    ranks = folder.glob("mp_rank_*/*")
     return Report(
         format=kind.value,
         folder=str(folder),
         description=_description(kind.value, folder),
         tensors=tensors,
-        files={file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()},
+        files={
+            str(file.relative_to(folder)): file.stat().st_size
+            for file in sorted([*folder.iterdir(), *ranks])
+            if file.is_file()
+        },
         problems=problems,
     )
 
 
 def _description(kind: str, folder: Path) -> dict[str, Any]:
+    from ..checkpoint.files import is_megatron_checkpoint
+    from ..checkpoint.megatron_loading import open_megatron_checkpoint
     from ..checkpoint.saved_run import read_description
     from ..conversion.hugging_face_folder import CONFIG_FILE, read_json
 
@@ -122,8 +146,22 @@ def _description(kind: str, folder: Path) -> dict[str, Any]:
         names = ("model_type", "torch_dtype", "dtype", "vocab_size", "tie_word_embeddings", "quantization_config")
         settings = read_json(folder / CONFIG_FILE)
         return {name: settings[name] for name in names if name in settings}
+    if is_megatron_checkpoint(folder):
+        return _of_megatron(open_megatron_checkpoint(folder))
     number = folder.name.removeprefix("iter_")
     return {"iteration": int(number)} if number.isdigit() else {}
+
+
+def _of_megatron(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
+    """Counts, whether moments are there, and Megatron's arguments of model and layout as far as it saved them."""
+    names = [*ModelConfig.__dataclass_fields__, *_MEGATRON_ARGUMENTS]
+    known = {name: checkpoint.arguments[name] for name in names if name in checkpoint.arguments}
+    return {
+        "iteration": checkpoint.iteration,
+        "consumed_samples": checkpoint.consumed_samples,
+        "optimizer": "saved" if checkpoint.has_moments else "not saved",
+        **{name: value for name, value in known.items() if isinstance(value, bool | int | float | str)},
+    }
 
 
 def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
@@ -141,6 +179,42 @@ def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> It
             yield TensorLine(name, shape, _name(dtype), prod(shape) * dtype.itemsize, **statistics)
     for file in sorted(folder.glob("rank_*.safetensors")):
         yield from _file_lines(file, options, problems, prefix=f"{file.stem}/")
+
+
+def _torch_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
+    """Tensors of every model-parallel rank in Megatron's ``torch``: ``mp_rank_00/model.<name>``, and of its optimizer.
+
+    If a file cannot be read, this is added to `problems`.
+    """
+    from ..checkpoint.files import CheckpointError
+    from ..checkpoint.megatron_files import read_megatron_file
+
+    for file in sorted(folder.glob("mp_rank_*/*.pt")):
+        try:
+            content = read_megatron_file(file)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        prefix = "optimizer." if file.stem == "distrib_optim" else ""
+        for name, tensor in _tensors_in(content):
+            name = f"{file.parent.name}/{prefix}{name}"
+            if options.filter in name:
+                statistics = _statistics(tensor) if options.values and tensor.is_floating_point() else {}
+                yield TensorLine(name, tuple(tensor.shape), _name(tensor.dtype), tensor.nbytes, **statistics)
+
+
+def _tensors_in(content: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested containers, under its keys joined by dots."""
+    from torch import Tensor
+
+    if isinstance(content, Tensor):
+        yield name, content
+        return
+    items = content.items() if isinstance(content, dict) else ()
+    items = enumerate(content) if isinstance(content, list | tuple) else items
+    for key, value in items:
+        text = "_".join(map(_name, key)) if isinstance(key, tuple) else str(key)
+        yield from _tensors_in(value, f"{name}.{text}" if name else text)
 
 
 def _safetensors_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
@@ -232,12 +306,21 @@ def sums(report: Report) -> dict[str, tuple[int, int, int]]:
     """Kind of tensor → (tensors, elements, bytes): weights, moments, tensors of single ranks."""
     found: dict[str, tuple[int, int, int]] = {}
     for line in report.tensors:
-        parts = line.name.split(".")
-        group = ".".join(parts[:2]) if parts[0] == "optimizer" else "weights"
-        group = "of single ranks" if line.name.startswith("rank_") else group
+        group = _group(line.name)
         count, num_params, nbytes = found.get(group, (0, 0, 0))
         found[group] = (count + 1, num_params + prod(line.shape), nbytes + line.nbytes)
     return found
+
+
+def _group(name: str) -> str:
+    """The kind of tensor that a name tells, in every format."""
+    if name.startswith("rank_"):
+        return "of single ranks"
+    is_of_rank = name.startswith("mp_rank_")
+    parts = (name.partition("/")[2] if is_of_rank else name).split(".")
+    if "optimizer" not in parts:
+        return "other" if is_of_rank and not parts[0].startswith("model") else "weights"
+    return next((f"optimizer.{part}" for part in parts if part in _STATES), "optimizer")
 
 
 def main(words: Sequence[str] | None = None, prog: str = "inspect_checkpoint.py") -> int:

@@ -14,6 +14,7 @@ from ..checkpoint.files import (
     TRACKER,
     CheckpointError,
     candidates,
+    is_torch_files,
     iteration_folder,
     publish,
     start_writing,
@@ -30,6 +31,7 @@ from ..config.checks import check_config
 from ..config.io import load_config
 from ..config.schema import Config
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
+from .megatron_weights import config_of, open_weights
 from .torch_dist_weights import TorchDistWeights, fp32_chunks, write_torch_dist
 
 
@@ -69,57 +71,73 @@ def find_format(path: Path, iteration: int | None = None) -> tuple[Format, Path]
         raise CheckpointError(f"{path} is not a folder; give a Hugging Face model, or what --save named")
     if (path / CONFIG_FILE).is_file():
         return Format.HUGGING_FACE, path
-    if (path / METADATA).is_file():
-        return (Format.OURS if (path / META).is_file() else Format.MEGATRON_CORE), path
-    if iteration is None and (path / TRACKER).is_file():
-        text = (path / TRACKER).read_bytes()[:100].strip()
-        iteration = int(text) if text.isdigit() and len(text) <= 15 else None  # `candidates` tells of another content
-    if iteration is not None:
-        folder = iteration_folder(path, iteration)
-        if (folder / METADATA).is_file() and not (folder / META).is_file():
-            return Format.MEGATRON_CORE, folder
+    if (path / METADATA).is_file() and (path / META).is_file():
+        return Format.OURS, path
+    if _is_megatron(path):
+        return Format.MEGATRON_CORE, path
+    folder = _tracked_folder(path) if iteration is None else iteration_folder(path, iteration)
+    if folder is not None and _is_megatron(folder):
+        return Format.MEGATRON_CORE, folder
     found = candidates(path, iteration)
     if not found:
         raise CheckpointError(
-            f"{path} has none of {CONFIG_FILE} (Hugging Face), {METADATA} (torch_dist) and {TRACKER} (a folder of "
-            f"checkpoints)"
+            f"{path} has none of {CONFIG_FILE} (Hugging Face), {METADATA} (torch_dist), mp_rank_* (torch) and "
+            f"{TRACKER} (a folder of checkpoints)"
         )
     return Format.OURS, iteration_folder(path, found[0])
 
 
-def open_source(path: Path, *, iteration: int | None = None, config: Config | None = None) -> Source:
+def _is_megatron(folder: Path) -> bool:
+    """Whether a folder is one checkpoint in a format of Megatron-LM or megatron-core, and not this project's."""
+    return is_torch_files(folder) or ((folder / METADATA).is_file() and not (folder / META).is_file())
+
+
+def _tracked_folder(root: Path) -> Path | None:
+    """The checkpoint that the tracker names; None if it names none, of which `candidates` tells."""
+    if not (root / TRACKER).is_file():
+        return None
+    text = (root / TRACKER).read_bytes()[:100].strip()
+    if text == b"release":  # Megatron's name for converted weights, which have no iteration
+        return root / "release"
+    return iteration_folder(root, int(text)) if text.isdigit() and len(text) <= 15 else None
+
+
+def open_source(
+    path: Path, *, iteration: int | None = None, config: Config | None = None, vocab_size: int | None = None
+) -> Source:
     """Open a checkpoint of any format. Weights are read on demand.
 
     Args:
-        config: the model's configuration. Megatron-core's checkpoints have none; otherwise it replaces the stored one.
+        config: the model's configuration. A checkpoint of megatron-core alone has none. It has to agree with the
+            arguments of Megatron-LM's, and replaces the configuration in other checkpoints.
+        vocab_size: size of the vocabulary without padding, for a checkpoint that does not say it.
 
     Raises:
         CheckpointError: the checkpoint is unreadable, damaged, or of another model than `config` describes.
     """
     kind, folder = find_format(path, iteration)
+    if vocab_size is not None and kind is not Format.MEGATRON_CORE:
+        raise CheckpointError(f"--vocab-size {vocab_size}: {folder} says how large its vocabulary is; leave it out")
     if kind is Format.HUGGING_FACE:
         theirs = HuggingFaceWeights(folder)
-        vocab_size = theirs.model.vocab_size
-        assert vocab_size is not None
+        own_vocab_size = theirs.model.vocab_size
+        assert own_vocab_size is not None
         if theirs.model.add_qkv_bias:
             for layer in range(theirs.model.num_layers):
                 theirs.read(QKV + "bias", layer)  # refuse other attention biases at once, not halfway through
-        return Source(kind, folder, theirs, replace(config or Config(), model=theirs.model), vocab_size)
+        return Source(kind, folder, theirs, replace(config or Config(), model=theirs.model), own_vocab_size)
     if kind is Format.OURS:
         problem = next((text for record in read_manifest(folder) if (text := problem_with(folder, record))), None)
         if problem is not None:
             raise CheckpointError(problem)
         own = load_config(folder / CONFIG)
-        vocab_size = read_description(folder)["vocab_size"]
-        source = Source(
-            kind, folder, TorchDistWeights(folder, [r.name for r in read_manifest(folder)]), config or own, vocab_size
-        )
+        own_weights = TorchDistWeights(folder, [r.name for r in read_manifest(folder)])
+        source = Source(kind, folder, own_weights, config or own, read_description(folder)["vocab_size"])
     else:
-        if config is None or config.model.vocab_size is None:
-            raise CheckpointError(
-                f"{folder} does not say which model it is; give --config with the model's settings and its vocab_size"
-            )
-        source = Source(kind, folder, TorchDistWeights(folder), config, config.model.vocab_size)
+        weights, arguments = open_weights(folder)
+        config = config_of(folder, arguments, config, vocab_size)
+        assert config.model.vocab_size is not None
+        source = Source(kind, folder, weights, config, config.model.vocab_size)
     num_rows = source.weights.shapes[WORD_EMBEDDING][0]
     check_shapes(source.weights.shapes, weight_shapes(source.config.model, num_rows), str(folder))
     if num_rows < source.vocab_size:
