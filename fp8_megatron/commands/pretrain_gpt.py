@@ -14,6 +14,7 @@ from ..config.folder_checks import check_run_folders
 from ..data.token_files import check_input_files
 from ..device.processes import launch_id
 from .dry_run import dry_run
+from .environment import check_no_fp4
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
 from .program import exit_status, prepare_megatron, show
@@ -33,6 +34,7 @@ def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> i
 
 def _train(words: Sequence[str] | None, prog: str) -> int:
     check_process_limits()
+    check_no_fp4(os.environ)
     command_line = run_command_line(words, prog)
     config = command_line.config
     if os.environ.get("RANK", "0") == "0":
