@@ -210,9 +210,9 @@ def _tensors_in(content: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(content, Tensor):
         yield name, content
         return
-    items = content.items() if isinstance(content, dict) else ()
-    items = enumerate(content) if isinstance(content, list | tuple) else items
-    for key, value in items:
+    if isinstance(content, list | tuple):
+        content = dict(enumerate(content))
+    for key, value in content.items() if isinstance(content, dict) else ():
         text = "_".join(map(_name, key)) if isinstance(key, tuple) else str(key)
         yield from _tensors_in(value, f"{name}.{text}" if name else text)
 
