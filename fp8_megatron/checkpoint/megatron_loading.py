@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -32,7 +33,7 @@ _ARGUMENTS = {
     "rotary_percent": ("rotary_percent",),
 }
 #: Those that change it and that this project has no setting for: Megatron's values under which weights mean the same.
-_ONLY = {
+ONLY: Mapping[str, tuple[object, ...]] = {
     "squared_relu": (None, False),
     "use_rope_scaling": (None, False),
     "rotary_interleaved": (None, False),
@@ -144,7 +145,7 @@ def _problem(saved: MegatronCheckpoint, state: Resumable, *, loads_moments: bool
 
 def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetune: bool) -> str | None:
     """The first of Megatron's arguments that differs from this run's and changes what the weights compute."""
-    for name, meaning_the_same in _ONLY.items():
+    for name, meaning_the_same in ONLY.items():
         value = saved.arguments.get(name)
         if value not in meaning_the_same:
             return f"{saved.folder} was saved with {name}({value}), which this project does not have"

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checkpoint.files import CheckpointError, is_megatron_checkpoint, is_torch_files
 from ..checkpoint.megatron_checkpoint import MegatronCheckpoint
 from ..checkpoint.megatron_layout import Name
-from ..checkpoint.megatron_loading import open_megatron_checkpoint
+from ..checkpoint.megatron_loading import ONLY, open_megatron_checkpoint
 from ..checkpoint.saved_settings import model_of_arguments
 from ..checkpoint.weights import WeightReader
 from ..config.model import ModelConfig
@@ -34,26 +34,20 @@ _COMPUTED = (
     "rotary_base",
     "rotary_percent",
 )
-#: Megatron's arguments that change what a model computes and that this project's layers do not have, with their values
-#: that change nothing.
-_NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
+#: Megatron's arguments that change what a model computes, with their values under which it is one that is converted.
+_NOT_CONVERTED: Mapping[str, tuple[object, ...]] = {
+    **ONLY,
     "num_experts": (None, 0),
-    "multi_latent_attention": (False, None),
+    "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
-    "qk_layernorm": (False, None),
-    "apply_layernorm_1p": (False, None),
-    "apply_residual_connection_post_layernorm": (False, None),
-    "squared_relu": (False, None),
-    "quick_geglu": (False, None),
-    "use_rope_scaling": (False, None),
-    "rotary_interleaved": (False, None),
-    "rotary_seq_len_interpolation_factor": (None, 1),
+    "qk_layernorm": (None, False),
+    "apply_layernorm_1p": (None, False),
+    "quick_geglu": (None, False),
     "no_rope_freq": (None,),
-    "window_size": (None,),
-    "softmax_type": ("vanilla", None),
-    "attention_output_gate": (False, None),
-    "position_embedding_type": ("learned_absolute", "rope", None),
-    "normalization": ("LayerNorm", "RMSNorm", None),
+    "softmax_type": (None, "vanilla"),
+    "attention_output_gate": (None, False),
+    "position_embedding_type": (None, "learned_absolute", "rope"),
+    "normalization": (None, "LayerNorm", "RMSNorm"),
 }
 
 
@@ -92,15 +86,12 @@ def config_of(folder: Path, arguments: dict[str, Any], given: Config | None, voc
 
     Raises:
         CheckpointError: nothing says which model it is or how large its vocabulary is, what says so disagrees, or
-            layers here do not compute that model.
+            it is of a kind that is not converted.
     """
-    for name, plain in _NOT_COMPUTED.items():
+    for name, plain in _NOT_CONVERTED.items():
         value = arguments.get(name)
         if not any(value is one or (type(value) is type(one) and value == one) for one in plain):
-            raise CheckpointError(
-                f"{folder} was saved with {name}({value}), which this project's layers do not compute; there is no "
-                f"conversion of such a model"
-            )
+            raise CheckpointError(f"{folder} was saved with {name}({value}); a model of that kind is not converted")
     described = all(isinstance(arguments.get(name), int) for name in _DESCRIBING)
     if given is None and not described:
         raise CheckpointError(

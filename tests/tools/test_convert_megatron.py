@@ -105,8 +105,8 @@ def test_what_a_conversion_refuses(run: Path, tmp_path: Path, capsys: pytest.Cap
         (run / "torch", ("--config", str(other), "--vocab-size", "9"), "norm_epsilon(1e-06), under which those"),
         (run / "torch", ("--vocab-size", "257"), "has 256 rows, fewer than vocab_size(257)"),
         (run / "torch", ("--vocab-size", "0"), "argument --vocab-size: 0 is out of range"),
-        (capped, size, "was saved with window_size((128, 0)), which this project's layers do not compute"),
-        (normed, size, "was saved with qk_layernorm(True), which this project's layers do not compute"),
+        (capped, size, "was saved with window_size((128, 0)); a model of that kind is not converted"),
+        (normed, size, "was saved with qk_layernorm(True); a model of that kind is not converted"),
         (legacy, size, "does not say which model it is; give --config"),
         (converted, size, "says how large its vocabulary is; leave it out"),
     ):
