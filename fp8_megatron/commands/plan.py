@@ -2,6 +2,7 @@
 
     fp8-megatron plan --gpus 8 --memory-gb 80 -- --config configs/gpt_13b.yaml configs/fast.yaml
     fp8-megatron plan --gpus 128 --levels bf16 O3 5-byte -- --config configs/gpt_175b.yaml
+    fp8-megatron plan --largest 8 32 128 --output largest.png
 
 All flags after -- describe the run, as for training. Tensor- and pipeline-parallel sizes, the micro-batch and full
 recomputation are varied; the global batch and all else stay. Step times come from rates measured on H200.
@@ -18,7 +19,7 @@ from functools import partial
 from ..config.io import own_and_run_flags
 from ..config.schema import Config
 from ..planning.layouts import ROOM, Cluster, Layout, best_layouts, padded_vocab_size
-from .arguments import Parser, real, whole
+from .arguments import Parser, output_file, real, whole
 from .program import exit_status
 from .run_settings import run_command_line
 
@@ -33,6 +34,8 @@ LEVELS = {
 }
 #: GPUs that a job can have.
 _MOST_GPUS = 100_000
+#: What --largest compares. Transformer Engine's model states are BF16's.
+_LARGEST_LEVELS = ("bf16", "O3", "5-byte")
 _KINDS = ("state", "activations", "logits", "wire_buffers", "transposes", "recording")
 
 
@@ -43,7 +46,18 @@ def main(words: Sequence[str] | None = None, prog: str = "plan.py") -> int:
 
 def _main(words: list[str], prog: str) -> int:
     own, flags = own_and_run_flags(words)
-    args = _parser(prog).parse_args(own)
+    parser = _parser(prog)
+    args = parser.parse_args(own)
+    if args.output is not None and args.largest is None:
+        parser.error("--output is for --largest; drop it")
+    if args.largest is not None:
+        from .plan_largest import report_largest
+
+        clusters = [
+            Cluster(gpus, args.gpus_per_node, args.memory_gb * 1e9, args.network_gb * 1e9) for gpus in args.largest
+        ]
+        levels = {level: LEVELS[level] for level in args.levels or _LARGEST_LEVELS}
+        return report_largest(levels, flags, clusters, args.output, prog)
     cluster = Cluster(args.gpus, args.gpus_per_node, args.memory_gb * 1e9, args.network_gb * 1e9)
     status = 0
     for level in args.levels or [None]:
@@ -62,8 +76,19 @@ def _main(words: list[str], prog: str) -> int:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=prog, description=__doc__, usage=f"{prog} --gpus N [flags] -- FLAGS OF THE RUN")
-    parser.add_argument("--gpus", type=whole(most=_MOST_GPUS), required=True, metavar="N", help="GPUs of all nodes")
+    parser = Parser(
+        prog=prog, description=__doc__, usage=f"{prog} (--gpus N | --largest N ...) [flags] -- FLAGS OF THE RUN"
+    )
+    sizes = parser.add_mutually_exclusive_group(required=True)
+    sizes.add_argument("--gpus", type=whole(most=_MOST_GPUS), metavar="N", help="GPUs of all nodes")
+    sizes.add_argument(
+        "--largest",
+        nargs="+",
+        type=whole(most=_MOST_GPUS),
+        metavar="N",
+        help="instead: the largest GPT that fits on each of these numbers of GPUs, by level",
+    )
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="draw --largest as an image")
     parser.add_argument(
         "--gpus-per-node", type=whole(most=_MOST_GPUS), default=8, metavar="N", help="of one node (default 8)"
     )

@@ -55,6 +55,19 @@ def test_a_host_that_may_be_too_slow_is_named(capsys: pytest.CaptureFixture[str]
     assert "more than one node" in out and "launches by Python, which may be slower than these kernels" in out
 
 
+def test_the_largest_models_by_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = tmp_path / "largest.png"
+    assert plan.main(["--largest", "8", "32", "--output", str(image)]) == 0
+    rows = _rows(capsys.readouterr().out)
+    sizes = [[float(cell.split()[0]) for cell in row[1:]] for row in rows]
+    assert [row[0] for row in rows] == ["8", "32"]
+    assert all(bf16 < o3 < five for bf16, o3, five in sizes)
+    assert all(small < large for small, large in zip(*sizes, strict=True))
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert plan.main("--largest 8 --memory-gb 0.1 --levels O3".split()) == 0
+    assert "none" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -63,6 +76,9 @@ def test_a_host_that_may_be_too_slow_is_named(capsys: pytest.CaptureFixture[str]
         ("--gpus 8 --memory-gb 0 --", "--memory-gb: 0 is out of range; give more than 0"),
         ("--gpus 8 --levels O4 --", "invalid choice: 'O4'"),
         ("--gpus 8 -- --num-layrs 3", "--num-layrs"),
+        ("--gpus 8 --largest 8", "not allowed with argument --gpus"),
+        ("--gpus 8 --output a.png -- --config {}/gpt_7b.yaml", "--output is for --largest; drop it"),
+        ("--largest 8 --output a.doc", "figures cannot be drawn as doc"),
         ("--gpus 8", "not given: --num-layers"),
     ],
 )

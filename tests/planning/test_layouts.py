@@ -9,6 +9,7 @@ import pytest
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
+from fp8_megatron.planning.largest import largest_model, num_parameters
 from fp8_megatron.planning.layouts import ROOM, Cluster, best_layouts, largest_peak, padded_vocab_size
 from tests.planning.recorded_runs import ROOT
 
@@ -93,3 +94,23 @@ def test_what_works_in_no_layout(flags: str, gpus: int, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         best_layouts(_config(flags), replace(FOUR_H200, gpus=gpus), _never)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("level", ["--precision bf16", "--precision fp8"])
+def test_the_largest_model_fits_and_the_next_width_does_not(level: str) -> None:
+    base = f"--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --vocab-size 50304 {level}"
+    config = _config(f"{base} --max-position-embeddings 2048 --attention-dropout 0 --hidden-dropout 0")
+    cluster = Cluster(gpus=8, gpus_per_node=8, memory_bytes=80e9, network_bytes=50e9)
+    largest = largest_model(config, cluster)
+    assert largest is not None
+    check_config(largest, 8, on_this_machine=False)
+    assert largest_peak(largest, 8)[1].total <= ROOM * 80e9
+    # Alone, weights and optimizer state of 12·L·h² parameters over 8 ranks: 18 and 7 bytes each.
+    bytes_each = 18 if "bf16" in level else 7
+    width = largest.model.hidden_size + 1024
+    assert 12 * (width // 128) * width**2 * bytes_each / 8 > ROOM * 80e9
+    assert num_parameters(largest) == pytest.approx(12 * largest.model.num_layers * (width - 1024) ** 2, rel=0.05)
+
+
+def test_a_gpu_too_small_for_any_model() -> None:
+    assert largest_model(_config("--config configs/gpt_345m.yaml"), replace(FOUR_H200, memory_bytes=1e8)) is None
