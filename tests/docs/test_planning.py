@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from fp8_megatron.config.io import parse_config
 from fp8_megatron.planning.activations import predict_peak
-from fp8_megatron.planning.layouts import padded_vocab_size
+from fp8_megatron.planning.layouts import largest_peak, padded_vocab_size
 from fp8_megatron.planning.speed import predict_step
 from tests.docs.documents import ROOT
 from tests.planning.recorded_runs import recorded_runs
@@ -50,6 +51,13 @@ def test_memory(start: str, label: str) -> None:
     vocab = padded_vocab_size(run.config)
     peak = predict_peak(run.config, vocab, world_size=run.world_size, records=run.records)
     assert peak.total / 1e9 == pytest.approx(_quoted("Memory", start), abs=0.05001)
+
+
+@pytest.mark.parametrize(("start", "level"), [("BF16", "--precision bf16"), ("O3", "--precision fp8")])
+def test_gpt_175b(start: str, level: str) -> None:
+    flags = f"--config {ROOT}/configs/gpt_175b.yaml --mock-data --pipeline-model-parallel-size 4 {level}"
+    stage, peak = largest_peak(parse_config(flags.split()), 128)
+    assert stage == 0 and peak.total / 1e9 == pytest.approx(_quoted("Memory", start), abs=0.05001)
 
 
 @pytest.mark.parametrize(("start", "label"), STEPS)
