@@ -26,13 +26,14 @@ from ..checkpoint.run_state import FORMAT_VERSIONS
 from ..checkpoint.saved_run import read_description
 from ..checkpoint.saving import write_config, write_last_files
 from ..checkpoint.torch_dist import TorchDistReader, write_chunks, write_metadata
+from ..checkpoint.torch_dist_weights import TorchDistWeights
 from ..checkpoint.weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
 from ..config.checks import check_config
 from ..config.io import load_config
 from ..config.schema import Config
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
 from .megatron_weights import config_of, open_weights
-from .torch_dist_weights import TorchDistWeights, fp32_chunks, write_torch_dist
+from .torch_dist_writer import fp32_chunks, write_torch_dist
 
 
 class Format(str, Enum):

@@ -17,10 +17,10 @@ from ..checkpoint.megatron_checkpoint import MegatronCheckpoint
 from ..checkpoint.megatron_layout import Name
 from ..checkpoint.megatron_loading import ONLY, open_megatron_checkpoint
 from ..checkpoint.saved_settings import model_of_arguments
+from ..checkpoint.torch_dist_weights import TorchDistWeights
 from ..checkpoint.weights import WeightReader
 from ..config.model import ModelConfig
 from ..config.schema import Config
-from .torch_dist_weights import TorchDistWeights
 
 #: Arguments that say which model it is. Without them --config has to.
 _DESCRIBING = ("num_layers", "hidden_size", "num_attention_heads")

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
+from fp8_megatron.checkpoint.torch_dist_weights import TorchDistWeights
 from fp8_megatron.checkpoint.weights import (
     FC1,
     OUTPUT_LAYER,
@@ -35,7 +36,7 @@ from fp8_megatron.conversion.hugging_face_config import family_of, json_from_mod
 from fp8_megatron.conversion.hugging_face_folder import Export, HuggingFaceWeights, write_hugging_face
 from fp8_megatron.conversion.hugging_face_fp8 import FP8Layout
 from fp8_megatron.conversion.logits import logits_of_folder, logits_of_weights, random_tokens
-from fp8_megatron.conversion.torch_dist_weights import TorchDistWeights, write_torch_dist
+from fp8_megatron.conversion.torch_dist_writer import write_torch_dist
 from fp8_megatron.formats import E4M3
 from tests.harness.hugging_face_models import MODELS, VOCAB_SIZE, load_logits, make_model, save_model
 

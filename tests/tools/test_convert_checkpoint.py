@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 
 from fp8_megatron.checkpoint.saved_run import SavedRun
+from fp8_megatron.checkpoint.torch_dist_weights import TorchDistWeights
 from fp8_megatron.checkpoint.weights import module_name, places
 from fp8_megatron.commands import convert_checkpoint
 from fp8_megatron.config.checks import ConfigError
@@ -38,7 +39,6 @@ from fp8_megatron.conversion import logits as logits_module
 from fp8_megatron.conversion.conversion import check_trainable, open_source
 from fp8_megatron.conversion.hugging_face_folder import HuggingFaceWeights
 from fp8_megatron.conversion.logits import logits_of_weights, random_tokens
-from fp8_megatron.conversion.torch_dist_weights import TorchDistWeights
 from fp8_megatron.data.tokenizer_settings import build_tokenizer
 from fp8_megatron.mcore.gpt import build_model, transformer_config
 from fp8_megatron.mcore.initialization import named_parameters_of_model

@@ -1,64 +1,21 @@
-"""The weights of a ``torch_dist`` folder, this project's or megatron-core's, as a source and as a target."""
+"""Writing weights as megatron-core's ``torch_dist``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..checkpoint.encoding import Encoded
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.manifest import FileRecord
-from ..checkpoint.torch_dist import Chunk, TorchDistReader, Wanted, write_chunks, write_metadata
-from ..checkpoint.weights import LAYERS, LINEAR_WEIGHTS, WeightReader, places, standard_key
+from ..checkpoint.torch_dist import Chunk, TorchDistReader, write_chunks, write_metadata
+from ..checkpoint.weights import LINEAR_WEIGHTS, WeightReader, places
 
-_MODEL = ("embedding.", "decoder.", "output_layer.")
 #: Transformer Engine's FP8 state. In most checkpoints it is an object, not a tensor.
 _EXTRA_STATE = "_extra_state"
-
-
-class TorchDistWeights:
-    """Reads weights under standard keys, in FP32. Skips optimizer state and other tensors.
-
-    Also finds norms under their modules' names (specs without `sharded_state_dict_keys_map`).
-
-    Args:
-        folder: with ``.metadata``.
-        files: as `TorchDistReader`.
-
-    Raises:
-        CheckpointError: there is no description of tensors, or the decoder's layers are missing or not stacked.
-    """
-
-    def __init__(self, folder: Path, files: list[str] | None = None) -> None:
-        self._reader = TorchDistReader(folder, files)
-        self._stored = {
-            standard_key(key): key for key in self._reader.shapes if key.startswith(_MODEL) and _EXTRA_STATE not in key
-        }
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            key: self._reader.shapes[stored] for key, stored in self._stored.items()
-        }
-        if not any(key.startswith(LAYERS) for key in self.shapes):
-            raise CheckpointError(f"{folder} has no {LAYERS}*: it is not the checkpoint of a GPT")
-        numbered = next((key for key in self.shapes if key.removeprefix(LAYERS)[:1].isdigit()), None)
-        if numbered is not None:
-            raise CheckpointError(
-                f"{folder} numbers its layers ({numbered}) instead of stacking them; save it again without "
-                f"megatron-core's metadata non_homogeneous_layers"
-            )
-
-    def read(self, key: str, layer: int | None) -> Tensor:
-        """As `weights.WeightReader.read`."""
-        shape = self.shapes[key]
-        if layer is None:
-            return self._reader.read_whole(self._stored[key])
-        value = torch.empty(shape[1:])
-        wanted = Wanted((layer, *(0 for _ in shape[1:])), (1, *shape[1:]), value.view(-1))
-        self._reader.read(self._stored[key], [wanted])
-        return value
 
 
 def write_torch_dist(
