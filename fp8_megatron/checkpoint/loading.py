@@ -29,6 +29,7 @@ from .run_state import (
     set_rng_states,
     topology_of,
 )
+from .same_model import unread_tensor
 from .saved_run import Elements, SavedRun, differing_setting
 
 logger = logging.getLogger(__name__)
@@ -256,9 +257,8 @@ def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
     for problem, _, _ in everyones:
         _raise_first(problem)
     known = set().union(*(keys for _, keys, _ in everyones))
-    extra = [key for key in saved.reader.shapes if not key.startswith("optimizer.") and key not in known]
-    if extra:
-        raise CheckpointError(f"{saved.folder} holds {min(extra)!r}, which this model has not: it is another model's")
+    weights = (key for key in saved.reader.shapes if not key.startswith("optimizer."))
+    _raise_first(unread_tensor(saved.folder, weights, known))
     for _, _, problem in everyones:
         _raise_first(problem)
     before = saved.description["vocab_size"]

@@ -20,6 +20,9 @@ from .files import CheckpointError
 from .megatron_layout import Name, is_rounded
 from .placement import Shape
 
+#: Ends of the names of norm weights, which --apply-layernorm-1p stores less 1.
+_NORM_WEIGHTS = ("layernorm.weight", "layer_norm_weight")
+
 
 class MegatronCheckpoint(ABC):
     """One checkpoint as one rank reads it.
@@ -30,13 +33,10 @@ class MegatronCheckpoint(ABC):
 
     Attributes:
         arguments: Megatron's arguments of the run by name.
-        shapes: of every weight by its key, layers stacked.
 
     Raises:
         CheckpointError: damaged, or of a kind that is not read.
     """
-
-    shapes: Mapping[str, Shape]
 
     def __init__(self, folder: Path, content: dict[str, Any]) -> None:
         self.folder = folder
@@ -52,6 +52,11 @@ class MegatronCheckpoint(ABC):
 
     @property
     @abstractmethod
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of every weight by its key, layers stacked."""
+
+    @property
+    @abstractmethod
     def has_moments(self) -> bool:
         """Whether the optimizer's state was saved."""
 
@@ -63,13 +68,19 @@ class MegatronCheckpoint(ABC):
             CheckpointError: it is of a kind that is not read.
         """
 
-    @abstractmethod
     def read(self, kind: str, name: Name) -> Tensor:
         """A whole parameter in FP32; `kind` is weight, master, exp_avg or exp_avg_sq.
 
         Raises:
             CheckpointError: damaged, or the order of a buffer is not known.
         """
+        value = self.stored(kind, name)
+        is_less_one = self.arguments.get("apply_layernorm_1p") and name.key.endswith(_NORM_WEIGHTS)
+        return value + 1.0 if is_less_one and kind in ("weight", "master") else value
+
+    @abstractmethod
+    def stored(self, kind: str, name: Name) -> Tensor:
+        """As `read`, the value as it was saved: under --apply-layernorm-1p a norm's weight is less 1."""
 
     @cached_property
     def step_count(self) -> int:

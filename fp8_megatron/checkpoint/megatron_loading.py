@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -21,28 +21,9 @@ from .megatron_torch_files import TorchFiles
 from .placement import Placement
 from .ranks import Ranks
 from .run_state import PREFIXES, Progress, Resumable
-from .weights import LAYERS
+from .same_model import first_difference, settings_of_arguments, unread_tensor, unsupported_argument
 
 logger = logging.getLogger(__name__)
-
-#: Megatron's arguments that change what weights of the same shapes compute, by this project's settings.
-_ARGUMENTS = {
-    "num_attention_heads": ("num_attention_heads",),
-    "norm_epsilon": ("norm_epsilon", "layernorm_epsilon"),
-    "rotary_base": ("rotary_base",),
-    "rotary_percent": ("rotary_percent",),
-}
-#: Those that change it and that this project has no setting for: Megatron's values under which weights mean the same.
-ONLY: Mapping[str, tuple[object, ...]] = {
-    "squared_relu": (None, False),
-    "use_rope_scaling": (None, False),
-    "rotary_interleaved": (None, False),
-    "rotary_seq_len_interpolation_factor": (None, 1),
-    "window_size": (None,),
-    "apply_residual_connection_post_layernorm": (None, False),
-}
-#: Ends of the names of norm weights, which --apply-layernorm-1p stores less 1.
-_NORM_WEIGHTS = ("layernorm.weight", "layer_norm_weight")
 
 
 def open_megatron_checkpoint(folder: Path) -> MegatronCheckpoint:
@@ -85,24 +66,13 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
         CheckpointError: damaged, of another model, or of a kind that is not read. A fault of the description is the
             same error on every rank.
     """
-    ranks = Ranks(state.topology)
     loads_moments = options.optimizer and not options.finetune
-    problem: str | None = None
-    try:
-        saved = open_megatron_checkpoint(folder)
-        problem = _problem(saved, state, loads_moments=loads_moments, finetune=options.finetune)
-    except CheckpointError as error:
-        problem = str(error)
-    for text in ranks.everyones(problem):
-        if text is not None:
-            raise CheckpointError(text)
+    saved = _checked(folder, state, loads_moments=loads_moments, finetune=options.finetune)
     state.optimizer.wait_for_copies()
     for space, slot, placement in state.slots():
         for kind in PREFIXES if loads_moments else ("master",):
             stored = kind if loads_moments else "weight"
             local = _local(saved, stored, placement, state.vocab_size).to(state.device)
-            if kind == "master" and saved.arguments.get("apply_layernorm_1p") and placement.key.endswith(_NORM_WEIGHTS):
-                local += 1.0
             if kind == "master" and isinstance(space, SplitSpaceState):
                 space.set_master(slot, local.view(slot.param.shape), None)
                 continue
@@ -123,12 +93,37 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
     return Progress(saved.iteration, saved.consumed_samples, scheduled_samples=saved.scheduled_samples)
 
 
-def _problem(saved: MegatronCheckpoint, state: Resumable, *, loads_moments: bool, finetune: bool) -> str | None:
-    """Why this run cannot take over the checkpoint; None if it can."""
-    if loads_moments and not saved.has_moments:
-        return f"{saved.folder} holds weights alone; give --finetune, or --no-load-optim"
+def _checked(folder: Path, state: Resumable, *, loads_moments: bool, finetune: bool) -> MegatronCheckpoint:
+    """The checkpoint, once it is known that this run can take it over.
+
+    Raises:
+        CheckpointError: it cannot; the same error on every rank.
+    """
+    ranks = Ranks(state.topology)
+    saved: MegatronCheckpoint | None = None
+    problem: str | None = None
+    try:
+        saved = open_megatron_checkpoint(folder)
+        problem = differing_argument(saved, state.config.model, finetune=finetune) or _tensor_problem(saved, state)
+    except CheckpointError as error:
+        problem = str(error)
+    everyones = ranks.everyones((problem, {placement.key for _, _, placement in state.slots()}))
+    _raise_first(text for text, _ in everyones)
+    assert saved is not None
+    _raise_first([unread_tensor(folder, saved.shapes, set().union(*(keys for _, keys in everyones)))])
     if loads_moments:
-        saved.check_moments()
+        _raise_first(ranks.everyones(_moments_problem(saved)))
+    return saved
+
+
+def _raise_first(problems: Iterable[str | None]) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise CheckpointError(problem)
+
+
+def _tensor_problem(saved: MegatronCheckpoint, state: Resumable) -> str | None:
+    """Why a parameter of this rank cannot be read; None if all can."""
     for _, _, placement in state.slots():
         shape, own = saved.shapes.get(placement.key), placement.global_shape
         if shape is None:
@@ -136,33 +131,29 @@ def _problem(saved: MegatronCheckpoint, state: Resumable, *, loads_moments: bool
         enough_rows = placement.has_vocabulary_rows and shape[1:] == own[1:] and shape[0] >= state.vocab_size
         if shape != own and not enough_rows:
             return f"{saved.folder}: {placement.key} has shape {shape}, this model's is {own}; give that model's flags"
-    read = {placement.key for _, _, placement in state.slots()}
-    unread = sorted(key for key in saved.shapes if key.startswith(LAYERS) and key not in read)
-    if unread:
-        return f"{saved.folder} has a tensor {unread[0]!r}, which this model has not: it is another model's"
-    return differing_argument(saved, state.config.model, finetune=finetune)
+    return None
+
+
+def _moments_problem(saved: MegatronCheckpoint) -> str | None:
+    """Why the optimizer's state cannot be read; None if it can, as far as is known before."""
+    if not saved.has_moments:
+        return f"{saved.folder} holds weights alone; give --finetune, or --no-load-optim"
+    try:
+        saved.check_moments()
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetune: bool) -> str | None:
-    """The first of Megatron's arguments that differs from this run's and changes what the weights compute."""
-    for name, meaning_the_same in ONLY.items():
-        value = saved.arguments.get(name)
-        if value not in meaning_the_same:
-            return f"{saved.folder} was saved with {name}({value}), which this project does not have"
+    """The error's line for the first of Megatron's arguments that makes the weights compute something else."""
+    unsupported = unsupported_argument(saved.folder, saved.arguments)
+    if unsupported is not None:
+        return unsupported
     if not saved.ties_embeddings and not model.untie_embeddings_and_output_weights:
         return f"{saved.folder} has an LM head of its own; give --untie-embeddings-and-output-weights"
-    names = ["num_attention_heads", "norm_epsilon"]
-    if model.position_embedding_type == "rope":
-        names += ["rotary_percent"] if finetune else ["rotary_percent", "rotary_base"]
-    for name in names:
-        theirs = next((saved.arguments[each] for each in _ARGUMENTS[name] if each in saved.arguments), None)
-        if isinstance(theirs, int | float) and theirs != getattr(model, name):
-            flag = "--" + name.replace("_", "-")
-            return (
-                f"{saved.folder} was saved with {name}({theirs}), this run has {name}({getattr(model, name)}), under "
-                f"which those weights compute something else; give {flag} {theirs}"
-            )
-    return None
+    found = first_difference(settings_of_arguments(saved.arguments), model, finetune=finetune)
+    return None if found is None else found.sentence(saved.folder, "this run", f"give {found.flag}")
 
 
 def _local(saved: MegatronCheckpoint, kind: str, placement: Placement, vocab_size: int) -> Tensor:

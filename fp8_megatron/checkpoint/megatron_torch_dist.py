@@ -30,9 +30,9 @@ from .megatron_layout import (
 )
 from .placement import Shape
 from .torch_dist import TorchDistReader, Wanted
-from .weights import OUTPUT_LAYER, WORD_EMBEDDING, standard_key
+from .torch_dist_weights import TorchDistWeights
+from .weights import OUTPUT_LAYER, WORD_EMBEDDING
 
-_MODEL = ("embedding.", "decoder.", "output_layer.")
 _STATES = ("exp_avg", "exp_avg_sq")
 _FLAT = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
@@ -56,11 +56,16 @@ class TorchDist(MegatronCheckpoint):
         common = folder / "common.pt"
         super().__init__(folder, mapping(read_megatron_file(common), "its content", common))
         self._reader = TorchDistReader(folder)
-        found = self._reader.shapes
-        self._stored = {standard_key(key): key for key in found if key.startswith(_MODEL) and "_extra_state" not in key}
-        self.shapes = {key: found[stored] for key, stored in self._stored.items()}
         self._prefixes = {kind: self._prefix(kind) for kind in ("fp32_param", "param", *_STATES)}
-        self._is_flat = any(map(_FLAT.fullmatch, found))
+        self._is_flat = any(map(_FLAT.fullmatch, self._reader.shapes))
+
+    @cached_property
+    def _weights(self) -> TorchDistWeights:
+        return TorchDistWeights(self.folder, self._reader)
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._weights.shapes
 
     @property
     def has_moments(self) -> bool:
@@ -79,12 +84,12 @@ class TorchDist(MegatronCheckpoint):
                 f"--finetune, or save it again with --dist-ckpt-optim-fully-reshardable"
             )
 
-    def read(self, kind: str, name: Name) -> Tensor:
+    def stored(self, kind: str, name: Name) -> Tensor:
         if kind == "weight":
             return self.weight(name)
         if self._is_flat:
             return self._flat.read(kind, name)
-        key = self._stored[name.key]
+        key = self._weights.stored_keys[name.key]
         kinds = ("fp32_param", "param") if kind == "master" else (kind,)
         for stored in (f"{self._prefixes[each]}{key}" for each in kinds if self._prefixes[each] is not None):
             if stored in self._reader.shapes:
@@ -93,22 +98,14 @@ class TorchDist(MegatronCheckpoint):
                         f"{self.folder}: {stored} is cut flat (fully_sharded_model_space); save it again with "
                         f"--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
                     )
-                return self._layer(stored, name.layer)
+                return self._reader.read_layer(stored, name.layer)
         if kind != "master":
             raise CheckpointError(f"{self.folder} has no {kind} of {name}; give --no-load-optim or --finetune")
         return self.weight(name)  # of FP32, so it is its own master
 
     def weight(self, name: Name) -> Tensor:
         """A weight as it was saved, in FP32."""
-        return self._layer(self._stored[name.key], name.layer)
-
-    def _layer(self, key: str, layer: int | None) -> Tensor:
-        if layer is None:
-            return self._reader.read_whole(key)
-        shape = self._reader.shapes[key][1:]
-        value = torch.empty(shape)
-        self._reader.read(key, [Wanted((layer, *(0 for _ in shape)), (1, *shape), value.view(-1))])
-        return value
+        return self._weights.read(name.key, name.layer)
 
     def _prefix(self, kind: str) -> str | None:
         """What stands before a parameter's key in that of its state."""

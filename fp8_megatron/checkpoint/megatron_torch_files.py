@@ -6,7 +6,7 @@ It has ``model_optim_rng.pt``, and ``distrib_optim.pt`` from a distributed optim
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,12 @@ class TorchFiles(MegatronCheckpoint):
             for stage in range(self._stages):
                 first_layer += self._add(stage, chunk, first_layer)
         self.num_layers = first_layer
-        self.shapes = self._whole_shapes()
+        self._shapes = self._whole_shapes()
         self._state = lru_cache(maxsize=None)(self._state_of_rank)
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._shapes
 
     @property
     def has_moments(self) -> bool:
@@ -50,7 +54,7 @@ class TorchFiles(MegatronCheckpoint):
     def check_moments(self) -> None:
         self._state(0, 0)
 
-    def read(self, kind: str, name: Name) -> Tensor:
+    def stored(self, kind: str, name: Name) -> Tensor:
         stage, chunk, local = self._places[name]
         size = self._tensor_size if shared_axis(name.key) is not None else 1
         parts = []
@@ -73,8 +77,8 @@ class TorchFiles(MegatronCheckpoint):
             name = Name.of(local, first_layer)
             if name.layer is not None:
                 layers.add(name.layer)
-            is_copy = name.key == OUTPUT_LAYER and self.ties_embeddings
-            if not is_copy:
+            is_embedding = name.key == OUTPUT_LAYER and self.ties_embeddings and (stage, chunk) != (0, 0)
+            if not is_embedding:  # the last stage's copy of it
                 self._places[name] = (stage, chunk, local)
         return len(layers)
 

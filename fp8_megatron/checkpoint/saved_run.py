@@ -21,6 +21,7 @@ from .files import CONFIG, META, CheckpointError, rank_file
 from .manifest import read_manifest
 from .placement import Placement
 from .run_state import FORMAT_VERSIONS, PREFIXES, Resumable, below, topology_of
+from .same_model import first_difference, model_settings
 from .torch_dist import PlannedRead, TorchDistReader, Wanted
 
 #: Bytes that are read ahead; the last read may exceed this.
@@ -64,23 +65,13 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = False) -> str | None:
-    """The first saved setting that differs from this run's and changes what weights of the same shapes compute.
+    """The error's line for the first saved setting that makes the same weights compute something else.
 
-    A setting that cannot be read, for instance in an earlier version's file, counts as equal. Given the shapes, the
-    number of heads fixes the other widths of attention. Fine-tuning may use another rotary base, for a longer context.
+    A setting that cannot be read, for instance in an earlier version's file, counts as equal. Fine-tuning may use
+    another rotary base, for a longer context.
     """
-    names = ["num_attention_heads", "norm_epsilon"]
-    if model.position_embedding_type == "rope":
-        names += ["rotary_percent"] if finetune else ["rotary_percent", "rotary_base"]
-    saved = _saved_settings(folder)
-    for name in names:
-        theirs, ours = saved.get(name), getattr(model, name)
-        if isinstance(theirs, int | float) and theirs != ours:
-            return (
-                f"{folder} was saved with {name}({theirs}), this run has {name}({ours}), under which those weights "
-                f"compute something else; give --{name.replace('_', '-')} {theirs}, as in {CONFIG} there"
-            )
-    return None
+    found = first_difference(model_settings(_saved_settings(folder)), model, finetune=finetune)
+    return None if found is None else found.sentence(folder, "this run", f"give {found.flag}, as in {CONFIG} there")
 
 
 def _saved_settings(folder: Path) -> dict[str, Any]:

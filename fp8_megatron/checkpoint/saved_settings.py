@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config.io import load_config
-from ..config.limits import field_types
 from ..config.model import ModelConfig
 from ..config.schema import Config, DataConfig
 from .files import CONFIG, CheckpointError, candidates, is_megatron_checkpoint, iteration_folder, named_checkpoint
 from .megatron_loading import open_megatron_checkpoint
+from .same_model import settings_of_arguments
 
 #: Settings of the data section that name the tokenizer.
 _TOKENIZER = ("vocab_file", "merge_file", "tiktoken_", "tokenizer_", "null_tokenizer_")
@@ -51,15 +51,4 @@ def settings_of_checkpoint(config: Config) -> Config | None:
 
 def model_of_arguments(arguments: dict[str, Any]) -> ModelConfig:
     """The model that Megatron's arguments describe, as far as they say."""
-    known = dict(arguments)
-    if "layernorm_epsilon" in known:  # its name in earlier versions
-        known.setdefault("norm_epsilon", known["layernorm_epsilon"])
-    if isinstance(known.get("add_bias_linear"), bool):
-        known["disable_bias_linear"] = not known["add_bias_linear"]
-    values: dict[str, Any] = {}
-    for name, kind in field_types(ModelConfig).items():
-        value = known.get(name)
-        is_choice = not kind.choices or value in kind.choices
-        if isinstance(value, kind.base) and isinstance(value, bool) == (kind.base is bool) and is_choice:
-            values[name] = value
-    return replace(ModelConfig(), **values)
+    return replace(ModelConfig(), **settings_of_arguments(arguments))

@@ -305,6 +305,15 @@ class TorchDistReader:
         self.read(key, [Wanted((0,) * len(shape), shape, value.view(-1))])
         return value
 
+    def read_layer(self, key: str, layer: int | None) -> Tensor:
+        """One layer of a tensor that stacks them, or a whole tensor without layers (None), FP32 on the CPU."""
+        if layer is None:
+            return self.read_whole(key)
+        shape = self.shapes[key][1:]
+        value = torch.empty(shape)
+        self.read(key, [Wanted((layer, *(0 for _ in shape)), (1, *shape), value.view(-1))])
+        return value
+
     def load(self, item: Written, *, pinned: bool = False) -> Tensor | Encoded:
         """A saved chunk, on the CPU.
 

@@ -46,3 +46,16 @@ def shortened(text: str) -> str:
         character if character.isprintable() else repr(character)[1:-1] for character in text[:_MOST_CHARACTERS]
     )
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
+
+def flag_name(setting: str) -> str:
+    """The flag of a setting: ``num_layers`` is ``--num-layers``."""
+    return "--" + setting.replace("_", "-")
+
+
+def flag_with(setting: str, value: object) -> str:
+    """A setting's flag as a user writes it with this value: ``--num-layers 2``, ``--no-swiglu``."""
+    if isinstance(value, bool):
+        return flag_name(setting if value else f"no_{setting}")
+    words = value if isinstance(value, tuple) else ("none" if value is None else value,)
+    return " ".join((flag_name(setting), *map(str, words)))

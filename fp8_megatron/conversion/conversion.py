@@ -132,7 +132,7 @@ def open_source(
         if problem is not None:
             raise CheckpointError(problem)
         own = load_config(folder / CONFIG)
-        own_weights = TorchDistWeights(folder, [r.name for r in read_manifest(folder)])
+        own_weights = TorchDistWeights(folder, TorchDistReader(folder, [r.name for r in read_manifest(folder)]))
         source = Source(kind, folder, own_weights, config or own, read_description(folder)["vocab_size"])
     else:
         weights, arguments = open_weights(folder)

@@ -5,54 +5,28 @@ Weights are taken as they were saved, rounded to the model's dtype. Masters and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint.files import CheckpointError, is_megatron_checkpoint, is_torch_files
+from ..checkpoint.files import CheckpointError, is_megatron_checkpoint
 from ..checkpoint.megatron_checkpoint import MegatronCheckpoint
 from ..checkpoint.megatron_layout import Name
-from ..checkpoint.megatron_loading import ONLY, open_megatron_checkpoint
+from ..checkpoint.megatron_loading import open_megatron_checkpoint
+from ..checkpoint.same_model import first_difference, settings_of_arguments, unsupported_argument
 from ..checkpoint.saved_settings import model_of_arguments
 from ..checkpoint.torch_dist_weights import TorchDistWeights
 from ..checkpoint.weights import WeightReader
-from ..config.model import ModelConfig
 from ..config.schema import Config
 
 #: Arguments that say which model it is. Without them --config has to.
 _DESCRIBING = ("num_layers", "hidden_size", "num_attention_heads")
-#: Settings that change what weights of the same shapes compute.
-_COMPUTED = (
-    "num_attention_heads",
-    "normalization",
-    "norm_epsilon",
-    "swiglu",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-)
-#: Megatron's arguments that change what a model computes, with their values under which it is one that is converted.
-_NOT_CONVERTED: Mapping[str, tuple[object, ...]] = {
-    **ONLY,
-    "num_experts": (None, 0),
-    "multi_latent_attention": (None, False),
-    "mtp_num_layers": (None, 0),
-    "qk_layernorm": (None, False),
-    "apply_layernorm_1p": (None, False),
-    "quick_geglu": (None, False),
-    "no_rope_freq": (None,),
-    "softmax_type": (None, "vanilla"),
-    "attention_output_gate": (None, False),
-    "position_embedding_type": (None, "learned_absolute", "rope"),
-    "normalization": (None, "LayerNorm", "RMSNorm"),
-}
 
 
-class TorchWeights:
-    """Reads the weights of Megatron-LM's ``torch`` under standard keys, in FP32, from the files of all ranks."""
+class MegatronWeights:
+    """Reads the weights of a checkpoint of Megatron-LM under standard keys, in FP32."""
 
     def __init__(self, checkpoint: MegatronCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -72,8 +46,7 @@ def open_weights(folder: Path) -> tuple[WeightReader, dict[str, Any]]:
     if not is_megatron_checkpoint(folder):  # a description of tensors alone
         return TorchDistWeights(folder), {}
     checkpoint = open_megatron_checkpoint(folder)
-    weights = TorchWeights(checkpoint) if is_torch_files(folder) else TorchDistWeights(folder)
-    return weights, checkpoint.arguments
+    return MegatronWeights(checkpoint), checkpoint.arguments
 
 
 def config_of(folder: Path, arguments: dict[str, Any], given: Config | None, vocab_size: int | None) -> Config:
@@ -88,19 +61,21 @@ def config_of(folder: Path, arguments: dict[str, Any], given: Config | None, voc
         CheckpointError: nothing says which model it is or how large its vocabulary is, what says so disagrees, or
             it is of a kind that is not converted.
     """
-    for name, plain in _NOT_CONVERTED.items():
-        value = arguments.get(name)
-        if not any(value is one or (type(value) is type(one) and value == one) for one in plain):
-            raise CheckpointError(f"{folder} was saved with {name}({value}); a model of that kind is not converted")
+    unsupported = unsupported_argument(folder, arguments)
+    if unsupported is not None:
+        raise CheckpointError(unsupported)
     described = all(isinstance(arguments.get(name), int) for name in _DESCRIBING)
     if given is None and not described:
         raise CheckpointError(
             f"{folder} does not say which model it is; give --config with the model's settings and its vocab_size"
         )
-    theirs = model_of_arguments(arguments)
-    config = replace(Config(), model=theirs) if given is None else given
-    if given is not None:
-        _check_agree(folder, {name: getattr(theirs, name) for name in _COMPUTED if name in arguments}, given.model)
+    if given is None:
+        config = replace(Config(), model=model_of_arguments(arguments))
+    else:
+        config = given
+        found = first_difference(settings_of_arguments(arguments), given.model)
+        if found is not None:
+            raise CheckpointError(found.sentence(folder, "--config", "correct it"))
     stated = config.model.vocab_size
     if vocab_size is not None and stated not in (None, vocab_size):
         raise CheckpointError(f"--vocab-size {vocab_size} is not the vocab_size({stated}) of {folder}; drop it")
@@ -112,13 +87,3 @@ def config_of(folder: Path, arguments: dict[str, Any], given: Config | None, voc
             f"{folder} says only how large its vocabulary is with padding{of}; give --vocab-size, the tokenizer's size"
         )
     return replace(config, model=replace(config.model, vocab_size=size))
-
-
-def _check_agree(folder: Path, theirs: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise `CheckpointError` for the first setting of --config that is another than Megatron's argument."""
-    for name, value in theirs.items():
-        if getattr(model, name) != value:
-            raise CheckpointError(
-                f"{folder} was saved with {name}({value}), --config has {name}({getattr(model, name)}), under which "
-                f"those weights compute something else; correct it"
-            )

@@ -207,7 +207,7 @@ def test_another_models_checkpoint_is_refused_by_name(ranks: RankPool, run: Path
         resumed(ranks, run / "dp_reshardable", epsilon)
     if run.name == "gpt3":
         without_biases = replace(config, model=replace(config.model, disable_bias_linear=True))
-        with pytest.raises(RankError, match=r"has a tensor 'decoder.layers..*bias', which this model has not"):
+        with pytest.raises(RankError, match=r"holds 'decoder.layers..*bias', which this model has not: it is another"):
             resumed(ranks, run / "torch", without_biases)
 
 
@@ -225,7 +225,9 @@ def _with_arguments(run: Path, root: Path, **changed: object) -> Path:
     ("argument", "expected"),
     [
         ({"squared_relu": True}, r"was saved with squared_relu\(True\), which this project does not have"),
-        ({"window_size": (128, 0)}, r"was saved with window_size\(\(128, 0\)\)"),
+        ({"quick_geglu": True}, r"was saved with quick_geglu\(True\), which this project does not have"),
+        ({"position_embedding_type": "mrope"}, r"was saved with position_embedding_type\(mrope\), which this project"),
+        ({"normalization": "other"}, r"was saved with normalization\(other\), which this project does not have"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(
@@ -233,6 +235,34 @@ def test_what_would_compute_something_else_is_refused(
 ) -> None:
     with pytest.raises(RankError, match=expected):
         resumed(ranks, _with_arguments(run, tmp_path / "changed", **argument), config_of(run.name))
+
+
+def test_every_tensor_is_read_or_named(ranks: RankPool, run: Path, tmp_path: Path) -> None:
+    """Also beside the layers, and where another rank than the first would have read it."""
+    root = _with_arguments(run, tmp_path / "changed")
+    (file,) = root.rglob("model_optim_rng.pt")
+    state = torch.load(file, weights_only=False)
+    extra = "decoder.final_layernorm.scale"
+    torch.save({**state, "model": {**state["model"], extra: torch.ones(128)}}, file)
+    own = config_of(run.name)
+    for config, num_ranks in ((own, 1), (replace(own, parallel=ParallelConfig(pipeline_model_parallel_size=2)), 2)):
+        with pytest.raises(RankError, match=f"holds '{extra}', which this model has not: it is another model's"):
+            resumed(ranks, root, config, num_ranks=num_ranks, options=LoadOptions(finetune=True))
+
+
+def test_positions_are_the_runs_own(ranks: RankPool, run: Path, tmp_path: Path) -> None:
+    """A position table is not passed over, whether or not the arguments tell of it."""
+    own = config_of(run.name)
+    theirs = own.model.position_embedding_type
+    other = "rope" if theirs == "learned_absolute" else "learned_absolute"
+    config = replace(own, model=replace(own.model, position_embedding_type=other))
+    expected = rf"position_embedding_type\({theirs}\), this run has .*; give --position-embedding-type {theirs}"
+    with pytest.raises(RankError, match=expected):
+        resumed(ranks, run / "fully_reshardable", config)
+    if run.name == "gpt3":
+        silent = _with_arguments(run, tmp_path / "changed", position_embedding_type=None)
+        with pytest.raises(RankError, match=r"holds 'embedding.position_embeddings.weight', which this model has not"):
+            resumed(ranks, silent, config)
 
 
 def test_norm_weights_that_are_stored_less_one(ranks: RankPool, run: Path, tmp_path: Path) -> None:

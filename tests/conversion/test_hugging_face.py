@@ -25,6 +25,7 @@ from fp8_megatron.checkpoint.weights import (
     OUTPUT_LAYER,
     WORD_EMBEDDING,
     Repadded,
+    WeightReader,
     places,
     weight_shapes,
     with_vocab_rows,
@@ -387,6 +388,21 @@ def test_values_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path: 
 # Sources
 
 
+class _Beside:
+    """Weights with a tensor of another part of a model beside them."""
+
+    def __init__(self, weights: WeightReader) -> None:
+        self._weights = weights
+        self.shapes = {**weights.shapes, "vision_model.weight": (3,)}
+
+    def read(self, key: str, layer: int | None) -> Tensor:
+        return torch.ones(3) if key == "vision_model.weight" else self._weights.read(key, layer)
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir()
+        write_torch_dist(folder, self, common={})
+
+
 def test_what_a_folder_holds_is_found(folders: dict[str, Path], tmp_path: Path) -> None:
     assert find_format(folders["llama_gqa"]) == (Format.HUGGING_FACE, folders["llama_gqa"])
     weights = HuggingFaceWeights(folders["llama_gqa"])
@@ -411,6 +427,9 @@ def test_what_a_folder_holds_is_found(folders: dict[str, Path], tmp_path: Path) 
     small = Config(model=replace(weights.model, vocab_size=500))
     with pytest.raises(CheckpointError, match=r"has 203 rows, fewer than vocab_size\(500\)"):
         open_source(tmp_path, config=small)
+    _Beside(weights).write(tmp_path / "beside")
+    with pytest.raises(CheckpointError, match=r"holds 'vision_model.weight', which this model has not"):
+        open_source(tmp_path / "beside", config=Config(model=weights.model))
     with pytest.raises(CheckpointError, match=r"has none of config\.json"):
         find_format(tmp_path.parent)
     with pytest.raises(CheckpointError, match="is not a folder"):

@@ -36,8 +36,8 @@ def convert(source: Path, output: Path, to: str, *flags: str) -> int:
     return convert_checkpoint.main(["--input", str(source), "--output", str(output), "--to", to, *flags])
 
 
-def assert_megatrons_weights(reader: WeightReader, run: Path, num_places: int) -> None:
-    """Every value is the BF16 weight that megatron-core had."""
+def assert_megatrons_weights(reader: WeightReader, run: Path, num_places: int, *, add_to_norms: float = 0.0) -> None:
+    """Every value is the BF16 weight that megatron-core had; a norm's is that and `add_to_norms`."""
     states = load_file(run / "states.safetensors")
     found = list(places(reader.shapes))
     assert len(found) == num_places == sum(name.startswith("weight/") for name in states)
@@ -45,6 +45,8 @@ def assert_megatrons_weights(reader: WeightReader, run: Path, num_places: int) -
         value, expected = reader.read(key, layer), states[f"weight/{module_name(key, layer)}"].float()
         if "word_embeddings" in key or "output_layer" in key:
             value, expected = value[:VOCAB_SIZE], expected[:VOCAB_SIZE]
+        if key.endswith(("layernorm.weight", "layer_norm_weight")):
+            expected = expected + add_to_norms
         assert torch.equal(value, expected), key
 
 
@@ -89,6 +91,13 @@ def test_converted_weights_without_an_iteration(run: Path, tmp_path: Path) -> No
     assert_megatrons_weights(source.weights, run, number_of_weights(run))
 
 
+@pytest.mark.parametrize("saved_as", ["torch", "dp_reshardable"])
+def test_norm_weights_that_are_stored_less_one(run: Path, tmp_path: Path, saved_as: str) -> None:
+    folder = _with_argument(run, tmp_path / "changed", "apply_layernorm_1p", True, saved_as=saved_as)
+    source = open_source(folder, vocab_size=VOCAB_SIZE)
+    assert_megatrons_weights(source.weights, run, number_of_weights(run), add_to_norms=1.0)
+
+
 def test_what_a_conversion_refuses(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = config_of(run.name)
     other = tmp_path / "other.yaml"
@@ -105,8 +114,8 @@ def test_what_a_conversion_refuses(run: Path, tmp_path: Path, capsys: pytest.Cap
         (run / "torch", ("--config", str(other), "--vocab-size", "9"), "norm_epsilon(1e-06), under which those"),
         (run / "torch", ("--vocab-size", "257"), "has 256 rows, fewer than vocab_size(257)"),
         (run / "torch", ("--vocab-size", "0"), "argument --vocab-size: 0 is out of range"),
-        (capped, size, "was saved with window_size((128, 0)); a model of that kind is not converted"),
-        (normed, size, "was saved with qk_layernorm(True); a model of that kind is not converted"),
+        (capped, size, "was saved with window_size((128, 0)), which this project does not have"),
+        (normed, size, "was saved with qk_layernorm(True), which this project does not have"),
         (legacy, size, "does not say which model it is; give --config"),
         (converted, size, "says how large its vocabulary is; leave it out"),
     ):
@@ -119,10 +128,10 @@ def test_what_a_conversion_refuses(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "out").exists()
 
 
-def _with_argument(run: Path, folder: Path, name: str, value: object) -> Path:
-    """A copy of the `torch` checkpoint whose arguments have another value."""
-    shutil.copytree(run / "torch", folder)
-    file = folder / FOLDER / "mp_rank_00" / "model_optim_rng.pt"
+def _with_argument(run: Path, folder: Path, name: str, value: object, *, saved_as: str = "torch") -> Path:
+    """A copy of a checkpoint whose arguments have another value."""
+    shutil.copytree(run / saved_as, folder)
+    file = folder / FOLDER / ("mp_rank_00/model_optim_rng.pt" if saved_as == "torch" else "common.pt")
     content = torch.load(file, weights_only=False)
     setattr(content["args"], name, value)
     torch.save(content, file)

@@ -1,0 +1,147 @@
+"""Whether the weights of a checkpoint compute the same in this run, where no shape shows it.
+
+Every reader asks here: ``--load`` and conversions, of this project's checkpoints and of Megatron's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..config.limits import FieldType, field_types
+from ..config.model import ModelConfig
+from ..config.words import flag_with
+
+#: Settings of the model that change what weights of the same shapes compute. Given the shapes, the number of heads
+#: fixes the other widths of attention.
+COMPUTED = (
+    "num_attention_heads",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "position_embedding_type",
+    "rotary_percent",
+    "rotary_base",
+)
+#: Of these, the ones that only RoPE reads.
+_ROTARY = ("rotary_percent", "rotary_base")
+#: Megatron's arguments that change what a model computes and that no setting here stands for, each with the values
+#: under which it changes nothing. A setting that comes to stand for one replaces its row by a name in `COMPUTED`.
+NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "activation_func_clamp_value": (None,),
+        "apply_residual_connection_post_layernorm": (None, False),
+        "attention_output_gate": (None, False),
+        "enable_mhc_connections": (None, False),
+        "experimental_attention_variant": (None,),
+        "glu_linear_offset": (None, 0.0),
+        "heterogeneous_layers_config_encoded_json": (None,),
+        "heterogeneous_layers_config_path": (None,),
+        "is_hybrid_model": (None, False),
+        "mtp_num_layers": (None, 0),
+        "multi_latent_attention": (None, False),
+        "no_rope_freq": (None,),
+        "num_experts": (None, 0),
+        "qk_l2_norm": (None, False),
+        "qk_layernorm": (None, False),
+        "quick_geglu": (None, False),
+        "rotary_interleaved": (None, False),
+        "rotary_seq_len_interpolation_factor": (None, 1),
+        "softmax_type": (None, "vanilla"),
+        "squared_relu": (None, False),
+        "use_mup": (None, False),
+        "use_rope_scaling": (None, False),
+        "window_size": (None,),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that a checkpoint has otherwise than `holder` (``this run``, ``--config``)."""
+
+    name: str
+    saved: object
+    own: object
+
+    @property
+    def flag(self) -> str:
+        """What asks for the checkpoint's value."""
+        return flag_with(self.name, self.saved)
+
+    def sentence(self, folder: Path, holder: str, fix: str) -> str:
+        """The error's line; `folder` is the checkpoint's."""
+        return (
+            f"{folder} was saved with {self.name}({self.saved}), {holder} has {self.name}({self.own}), under which "
+            f"those weights compute something else; {fix}"
+        )
+
+
+def model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the model among unchecked values. Leaves out what is no value of its setting."""
+    found = {name: _as_setting(kind, values[name]) for name, kind in field_types(ModelConfig).items() if name in values}
+    return {name: known[0] for name, known in found.items() if known}
+
+
+def _as_setting(kind: FieldType, value: Any) -> tuple[Any] | None:
+    """A field's value, alone in a tuple; None if `value` is of another type or not among the choices."""
+    if value is None:
+        return (None,) if kind.optional else None
+    if kind.base is tuple:
+        return (tuple(value),) if isinstance(value, list | tuple) else None
+    if isinstance(value, bool) != (kind.base is bool):
+        return None
+    if kind.base is float and isinstance(value, int):
+        value = float(value)
+    return (value,) if isinstance(value, kind.base) and (not kind.choices or value in kind.choices) else None
+
+
+def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the model that Megatron's arguments state."""
+    known = dict(arguments)
+    if "layernorm_epsilon" in known:  # its name in earlier versions
+        known.setdefault("norm_epsilon", known["layernorm_epsilon"])
+    if isinstance(known.get("add_bias_linear"), bool):
+        known["disable_bias_linear"] = not known["add_bias_linear"]
+    return model_settings(known)
+
+
+def unsupported_argument(folder: Path, arguments: Mapping[str, Any]) -> str | None:
+    """The first of Megatron's arguments that makes the checkpoint's model one that this project does not have."""
+    for name, idle in NO_SETTING.items():
+        if arguments.get(name) not in idle:
+            return _unsupported(folder, name, arguments[name])
+    for name in COMPUTED:
+        choices, value = field_types(ModelConfig)[name].choices, arguments.get(name)
+        if choices and value is not None and value not in choices:
+            return _unsupported(folder, name, value)
+    return None
+
+
+def _unsupported(folder: Path, name: str, value: object) -> str:
+    return f"{folder} was saved with {name}({value}), which this project does not have"
+
+
+def first_difference(saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool = False) -> Difference | None:
+    """The first of the saved settings that differs from the model's and changes what the weights compute.
+
+    Args:
+        saved: from `model_settings` or `settings_of_arguments`; a setting that is not in it counts as equal.
+        finetune: allow another rotary base, for a longer context.
+    """
+    unread = () if model.position_embedding_type == "rope" else _ROTARY
+    allowed = ("rotary_base",) if finetune else ()
+    for name in COMPUTED:
+        own = getattr(model, name)
+        if name in saved and name not in (*unread, *allowed) and saved[name] != own:
+            return Difference(name, saved[name], own)
+    return None
+
+
+def unread_tensor(folder: Path, found: Iterable[str], read: Collection[str]) -> str | None:
+    """The error's line for the first tensor of a checkpoint that no parameter takes; None if all are taken."""
+    unread = min((key for key in found if key not in read), default=None)
+    return None if unread is None else f"{folder} holds {unread!r}, which this model has not: it is another model's"

@@ -1,0 +1,108 @@
+"""What weights of the same shapes compute: every setting and every argument of Megatron's has its place."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from fp8_megatron.checkpoint.same_model import (
+    COMPUTED,
+    NO_SETTING,
+    first_difference,
+    model_settings,
+    settings_of_arguments,
+    unsupported_argument,
+)
+from fp8_megatron.config.megatron_flags import Kind, megatron_options
+from fp8_megatron.config.model import ModelConfig
+from fp8_megatron.config.words import decimal
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE
+
+FOLDER = Path("iter_0000003")
+#: Settings that a tensor's name or shape shows.
+SHOWN = {
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "max_position_embeddings",
+    "disable_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "vocab_size",
+}
+#: Settings under which the same weights compute the same.
+FREE = {
+    "seq_length",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "attention_backend",
+}
+
+
+def test_every_setting_of_the_model_has_its_place() -> None:
+    """A new one joins `COMPUTED`, or the sets above."""
+    names = [field.name for field in fields(ModelConfig)]
+    assert sorted(names) == sorted([*COMPUTED, *SHOWN, *FREE])
+
+
+@pytest.mark.parametrize("name", NO_SETTING)
+def test_arguments_without_a_setting(name: str) -> None:
+    """Each is an option that is refused, and its default changes nothing."""
+    option = megatron_options()[name]
+    assert option.kind is Kind.CANNOT, f"--{name} is built: remove its row, and name its setting in COMPUTED"
+    default: object = option.default or (False if option.arity == "0" else None)
+    if isinstance(default, str) and default[0].isdigit():
+        default = decimal(default)
+    assert default in NO_SETTING[name]
+    assert unsupported_argument(FOLDER, {name: default}) is None
+    assert unsupported_argument(FOLDER, {name: None}) is None
+    other = True if option.arity == "0" else (128, 0) if "size" in name else 7
+    expected = f"iter_0000003 was saved with {name}({other}), which this project does not have"
+    assert unsupported_argument(FOLDER, {"num_layers": 2, name: other}) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("position_embedding_type", "mrope"), ("normalization", "ScaleNorm"), ("softmax_type", "off")]
+)
+def test_a_choice_that_there_is_not(name: str, value: str) -> None:
+    assert f"{name}({value}), which this project does not have" in str(unsupported_argument(FOLDER, {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "flag"),
+    [
+        ({"layernorm_epsilon": 1e-6}, GPT3_STYLE, "--norm-epsilon 1e-06"),
+        ({"normalization": "RMSNorm"}, GPT3_STYLE, "--normalization RMSNorm"),
+        ({"swiglu": True}, GPT3_STYLE, "--swiglu"),
+        ({"swiglu": False}, LLAMA_STYLE, "--no-swiglu"),
+        ({"position_embedding_type": "rope"}, GPT3_STYLE, "--position-embedding-type rope"),
+        ({"rotary_percent": 0.25, "rotary_base": 500_000}, LLAMA_STYLE, "--rotary-percent 0.25"),
+    ],
+)
+def test_differences(arguments: dict[str, object], model: ModelConfig, flag: str) -> None:
+    found = first_difference(settings_of_arguments(arguments), model)
+    assert found is not None and found.flag == flag
+    ((_, value),) = list(arguments.items())[:1]
+    (name,) = [name for name in COMPUTED if flag.startswith("--" + name.replace("_", "-")) or f"no-{name}" in flag]
+    assert found.sentence(FOLDER, "--config", "correct it") == (
+        f"iter_0000003 was saved with {name}({value}), --config has {name}({getattr(model, name)}), under which those "
+        "weights compute something else; correct it"
+    )
+
+
+def test_what_does_not_differ() -> None:
+    assert first_difference({"rotary_base": 7, "rotary_percent": 0.5}, GPT3_STYLE) is None, "nothing rotates"
+    assert first_difference({"rotary_base": 7}, LLAMA_STYLE, finetune=True) is None
+    assert first_difference({"rotary_base": 7}, LLAMA_STYLE) is not None
+    assert first_difference({}, LLAMA_STYLE) is None
+    assert model_settings({"norm_epsilon": 1, "num_layers": True, "swiglu": 1, "normalization": "no", "other": 3}) == {
+        "norm_epsilon": 1.0
+    }
+    assert replace(ModelConfig(), **settings_of_arguments({"add_bias_linear": False})).disable_bias_linear
