@@ -1,4 +1,5 @@
-"""Core attention through PyTorch's scaled_dot_product_attention: cuDNN where it is the fastest."""
+"""Core attention by PyTorch's kernels: cuDNN's where they are the fastest, FlashAttention's within documents and
+windows."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..device import cudnn
 from ..device.device import UnsupportedDeviceError
+from ..nn.masked_attention import dense_attention, flash_attention
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +92,12 @@ def preferring_backends(backend: AttentionBackend, *, with_cudnn: bool = True) -
 class CoreAttention(MegatronModule):
     """softmax(QKᵀ/√d)·V with a causal mask, in 16 bits; grouped queries share their keys and values.
 
+    Documents and windows (`nn.masked_attention`) run in FlashAttention's kernels on a GPU. On a CPU, and with the
+    backend ``math``, they are a dense mask.
+
     Args:
+        layer_number: 1 is the first layer of the model. `config.window_size` and `config.window_attn_skip_freq` say
+            whether it has a window.
         backend: ``auto`` or one kernel. One kernel raises an error if it does not take the shape.
     """
 
@@ -111,21 +119,40 @@ class CoreAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.backends = _BACKENDS[backend]
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            assert config.window_size is not None
+            self.window = config.window_size[0]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **unused: Any
     ) -> Tensor:
-        """query [s, b, heads, d], key and value [s, b, groups, d] → [s, b, heads · d]."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        """query [s, b, heads, d], key and value [s, b, groups, d] → [s, b, heads · d].
+
+        Args:
+            attention_mask: not a mask but its documents, int32 [n + 1]: `cu_seqlens` of `flash_attention`. None: each
+                sequence is one document. megatron-core hands it to every layer under this name.
+        """
         dropout = self.dropout if self.training else 0.0
         if dropout > 0.0:
             with tensor_parallel.get_cuda_rng_tracker().fork():
-                context = self._attend(q, k, v, dropout)
-        else:
-            context = self._attend(q, k, v, 0.0)
+                return self._attend(query, key, value, attention_mask, dropout)
+        return self._attend(query, key, value, attention_mask, 0.0)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, dropout: float) -> Tensor:
+        window = self.window if self.window is not None and self.window < query.shape[0] - 1 else None
+        if cu_seqlens is not None or window is not None:
+            is_dense = query.device.type == "cpu" or self.backends is _BACKENDS["math"]
+            attend = dense_attention if is_dense else flash_attention
+            return attend(
+                query, key, value, cu_seqlens=cu_seqlens, window=window, scale=self.softmax_scale, dropout=dropout
+            )
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        context = self._attend_to_all(q, k, v, dropout)
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def _attend_to_all(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """Plain causal attention of [b, heads, s, d]."""
         dtype = q.dtype
         if q.device.type == "cpu":  # PyTorch's backward on a CPU is seven times as slow in BF16 as in FP32
             q, k, v = q.float(), k.float(), v.float()
