@@ -143,7 +143,9 @@ _RULES = (
     Ignored(("lr_warmup_init",), _no_warmup, "give --lr-warmup-iters"),
     Ignored(("min_lr",), _no_decay, "choose another --lr-decay-style"),
     Ignored(("lr_wsd_decay_style",), _no_wsd, "choose --lr-decay-style WSD"),
-    Ignored(("reset_position_ids", "eod_mask_loss"), _random_tokens, "give --data-path instead"),
+    Ignored(
+        ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), _random_tokens, "give --data-path instead"
+    ),
     Ignored(("tokenizer_model",), _no_tokenizer, "choose another --tokenizer-type"),
     Ignored(("vocab_file", "merge_file"), _other_tokenizer("GPT2BPETokenizer"), "choose GPT2BPETokenizer"),
     Ignored(

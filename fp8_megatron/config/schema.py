@@ -232,6 +232,8 @@ class DataConfig:
     """Loader processes per rank; 0 loads in the training process."""
     reset_position_ids: Switch = False
     """Restart position ids after each end-of-document."""
+    reset_attention_mask: Switch = False
+    """Keep attention within a document."""
     eod_mask_loss: Switch = False
     """Leave end-of-document tokens out of the loss."""
 

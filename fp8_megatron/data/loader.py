@@ -8,12 +8,16 @@ import multiprocessing
 import signal
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from .document_bounds import CU_SEQLENS, DocumentBounds
+
 #: Keys of a sample (each tensor [seq]) and a batch (each [micro_batch, seq]). loss_mask is float32, the others int64.
+#: A batch with documents also has `CU_SEQLENS`.
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -166,6 +170,7 @@ def build_loader(
     consumed_samples: int = 0,
     cycle: bool = False,
     shuffles: Literal["sharded", "whole"] | None = None,
+    documents: DocumentBounds | None = None,
 ) -> BatchLoader:
     """One rank's micro-batches on the CPU (pinned if there is a GPU), in the order of `MicroBatchSampler`.
 
@@ -173,6 +178,7 @@ def build_loader(
         dataset: samples with `SAMPLE_KEYS`, already shuffled (GPTDataset is).
         shuffles: shuffle every pass over the dataset, each rank its part or all the whole (`ShuffledSampler`).
         num_workers: loader processes; 0 loads in this process. It does not change the batches.
+        documents: finds the documents that attention stays within; None: attention crosses documents.
 
     Raises:
         ValueError: there are no samples after `consumed_samples`.
@@ -193,7 +199,7 @@ def build_loader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_stack,
+        collate_fn=partial(_stack, documents=documents),
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_ignore_signals if num_workers else None,
         # The loader draws a seed for its workers. It must not change the global generator, which training uses.
@@ -202,8 +208,13 @@ def build_loader(
     return BatchLoader(loader)
 
 
-def _stack(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {key: torch.stack([sample[key] for sample in samples]) for key in SAMPLE_KEYS}
+def _stack(
+    samples: Sequence[dict[str, torch.Tensor]], documents: DocumentBounds | None = None
+) -> dict[str, torch.Tensor]:
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in SAMPLE_KEYS}
+    if documents is not None:
+        batch[CU_SEQLENS] = documents.of(batch["tokens"])
+    return batch
 
 
 def _ignore_signals(_worker: int) -> None:

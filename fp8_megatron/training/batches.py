@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.document_bounds import CU_SEQLENS
+
 Batch = dict[str, Tensor]
 
 
@@ -29,7 +31,8 @@ def forward_step(
         mean_tokens: see `masked_mean_loss`.
     """
     batch = next(batches)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    # megatron-core passes what it calls the attention mask on to every layer: see `mcore.attention.CoreAttention`.
+    output = model(batch["tokens"], batch["position_ids"], batch.get(CU_SEQLENS), labels=batch["labels"])
     return output, partial(masked_mean_loss, batch["loss_mask"], mean_tokens=mean_tokens)
 
 

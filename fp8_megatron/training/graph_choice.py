@@ -119,6 +119,8 @@ def _obstacle(config: Config, *, has_gpu: bool, world_size: int, node_size: int)
     problem = next(cuda_graph_problems(config), None)
     if problem is not None:
         return problem
+    if config.data.reset_attention_mask:
+        return "reset_attention_mask: a recorded step has limited room for documents; cuda_graph_impl local records"
     layers = config.model.num_layers * config.num_micro_batches(world_size)
     if layers > MOST_RECORDED_LAYERS:
         return f"a step has {layers} layers × micro-batches, more than {MOST_RECORDED_LAYERS}"

@@ -12,6 +12,7 @@ from ..checkpoint.run_state import Progress
 from ..config.checks import ConfigError
 from ..config.schema import Config, DataConfig
 from ..data.datasets import Datasets, MaskedTail, build_datasets, build_validation_sets
+from ..data.document_bounds import DocumentBounds, recorded_room
 from ..data.loader import build_loader
 from ..data.tokenizer import Tokenizer, padded_vocab_size
 from ..data.tokenizer_settings import TokenizerOptions, build_tokenizer
@@ -41,6 +42,7 @@ class RunData:
 
     Attributes:
         num_train_samples: samples of the whole training, as given when the datasets were opened.
+        eod: the token that ends a document.
         validation_sets: with --full-validation, the sets by name.
     """
 
@@ -50,6 +52,7 @@ class RunData:
     vocab_size: int
     unpadded_vocab_size: int
     num_train_samples: int
+    eod: int
     validation_sets: Mapping[str, Dataset] = field(default_factory=dict)
 
     def going_on(self, progress: Progress) -> RunData:
@@ -89,7 +92,15 @@ class RunData:
             num_workers=self.config.data.num_workers if split == "train" else 0,
             consumed_samples=consumed_samples,
             shuffles=None if is_whole else _shuffles(self.config.data),
+            documents=self._documents(is_recorded=split == "train" and self.config.training.cuda_graph_impl == "local"),
         )
+
+    def _documents(self, *, is_recorded: bool) -> DocumentBounds | None:
+        """How documents are found; None if attention crosses them. Recorded steps need one shape for all batches."""
+        if not self.config.data.reset_attention_mask:
+            return None
+        room = recorded_room(self.config.training.micro_batch_size, self.config.model.seq_length)
+        return DocumentBounds(self.eod, room if is_recorded else None)
 
 
 def _shuffles(data: DataConfig) -> Literal["sharded", "whole"] | None:
@@ -190,6 +201,7 @@ def open_run_data(config: Config, topology: Topology, progress: Progress | None 
         padded_vocab(config, tokenizer),
         unpadded_vocab(config, tokenizer),
         train_samples,
+        tokenizer.eod,
         validation_sets,
     )
 

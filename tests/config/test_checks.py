@@ -556,6 +556,7 @@ IGNORED = [
     ("min_lr", "--lr-decay-style constant --min-lr 1e-5", "under lr_decay_style(constant)"),
     ("lr_wsd_decay_style", "--lr-wsd-decay-style linear", "under lr_decay_style(linear)"),
     ("eod_mask_loss", "--eod-mask-loss", "with mock_data"),
+    ("reset_attention_mask", "--reset-attention-mask", "with mock_data"),
     ("load_optim", "--no-load-optim", "without load; drop it or give --load"),
     ("wandb_exp_name", "--wandb-exp-name a", "without wandb_project"),
     ("wandb_entity", "--wandb-entity a", "without wandb_project"),
