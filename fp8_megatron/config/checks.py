@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ..errors import UserError
 from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
+from .attention_checks import attention_problems
 from .ignored import ignored_settings
 from .limits import limit_problems
 from .precision_checks import precision_problems
@@ -35,6 +36,7 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
     if not problems:
         problems += _check_layout(config, world_size)
         problems += _check_heads(config)
+        problems += attention_problems(config)
         problems += _check_gemm_sizes(config)
         problems += _check_recompute(config)
         problems += _check_cuda_graph(config)

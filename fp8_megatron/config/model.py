@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .fields import BelowOne, Count, Layers, OptionalSize, Positive, Size, Switch, UpToOne
+from .fields import BelowOne, Count, Layers, OptionalSize, Positive, Size, Switch, Text, UpToOne
+from .windows import has_window, layer_pattern, window_sizes
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,22 @@ class ModelConfig:
     """Size of the vocabulary before padding. Default: the tokenizer's."""
     make_vocab_size_divisible_by: Size = 128
     """The vocabulary is padded to a multiple of this × tensor-model-parallel-size."""
+    window_size: Text = None
+    """LEFT,RIGHT: sliding-window attention. A token attends to itself and LEFT tokens before it; RIGHT is 0."""
+    window_attn_skip_freq: Text = None
+    """Layers without the window: N leaves out every N-th, a list such as [1]*3+[0] those with a 0. Default: none."""
     attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
-    """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash."""
+    """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash.
+    Windows and --reset-attention-mask run in flash."""
+
+    @property
+    def windows(self) -> list[int | None]:
+        """For each layer, how many earlier tokens a token attends to; None: all."""
+        if self.window_size is None:
+            return [None] * self.num_layers
+        pattern = None if self.window_attn_skip_freq is None else layer_pattern(self.window_attn_skip_freq)
+        left = window_sizes(self.window_size)[0]
+        return [left if has_window(pattern, layer) else None for layer in range(self.num_layers)]
 
     @property
     def padded_ffn_hidden_size(self) -> int:

@@ -232,9 +232,13 @@ def family_of(model: ModelConfig) -> Family:
         Family.GPT2: [
             text
             for wrong, text in (
-                (model.position_embedding_type != "learned_absolute", "position_embedding_type(rope)"),
+                (
+                    model.position_embedding_type != "learned_absolute",
+                    f"position_embedding_type({model.position_embedding_type})",
+                ),
                 (model.normalization != "LayerNorm", f"normalization({model.normalization})"),
                 (model.swiglu, "swiglu"),
+                (model.window_size is not None, f"window_size({model.window_size})"),
                 (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
                 (
                     model.head_dim * model.num_attention_heads != model.hidden_size,
@@ -249,6 +253,7 @@ def family_of(model: ModelConfig) -> Family:
                 (model.position_embedding_type != "rope", f"position_embedding_type({model.position_embedding_type})"),
                 (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
                 (not model.swiglu, "no swiglu"),
+                (model.window_size is not None, f"window_size({model.window_size})"),
                 (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
             )
             if wrong

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from ..config.schema import Config, ModelConfig, PrecisionConfig
+from ..config.windows import layer_pattern, window_sizes
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
 from ..quantization.recipe import Recipe
@@ -94,6 +95,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.head_dim,
+        **_windows(model),
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.swiglu,
@@ -131,6 +133,14 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         recompute_num_layers=training.recompute_num_layers,
         **_te_settings(config.precision),
     )
+
+
+def _windows(model: ModelConfig) -> dict[str, Any]:
+    """megatron-core's settings of sliding windows."""
+    if model.window_size is None:
+        return {}
+    pattern = None if model.window_attn_skip_freq is None else layer_pattern(model.window_attn_skip_freq)
+    return {"window_size": window_sizes(model.window_size), "window_attn_skip_freq": pattern}
 
 
 def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Tensor]:

@@ -145,6 +145,8 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[s
             ("layers of under 1 TFLOP, whose kernels are slower", layer_flops(config) < _SMALL_LAYER_FLOPS),
             ("recomputation", config.training.recompute_granularity is not None),
             ("SwiGLU", config.model.swiglu),
+            ("a window, of which attention saves nothing here", config.model.window_size is not None),
+            ("documents, of which attention saves nothing here", config.data.reset_attention_mask),
             (f"heads of width {config.model.head_dim}", config.model.head_dim not in H200.attention_flops),
         )
         if applies

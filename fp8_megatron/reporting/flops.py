@@ -43,15 +43,27 @@ def model_flops_per_token(model: ModelConfig, *, causal: bool, padded_vocab_size
     ``3 · (2 · linear params + 2 · hidden · vocabulary + layers · attention)``: the backward of a GEMM costs two
     forwards. Attention is two GEMMs of ``2 · seq · heads · head_dim`` per token and layer with ``causal=False``, the
     convention of all TFLOP/s that Megatron and FP8-LM (arXiv 2310.18313) publish. ``causal=True`` gives half of
-    that: it counts only the positions that a token sees.
+    that: it counts only the positions that a token sees, also of a window. With --reset-attention-mask both are upper
+    bounds: how many positions a token sees depends on the text.
 
     Args:
         padded_vocab_size: rows of the LM head. The head is counted whether or not it is tied.
     """
     linear = 2 * model.num_layers * linear_params_per_layer(model)
     head = 2 * model.hidden_size * padded_vocab_size
-    attention = model.num_layers * 2 * 2 * model.seq_length * model.num_attention_heads * model.head_dim
-    return 3.0 * (linear + head + attention * (0.5 if causal else 1.0))
+    seen = sum(_seen_positions(model.seq_length, window) for window in model.windows)
+    positions = seen if causal else model.num_layers * model.seq_length
+    attention = 2 * 2 * positions * model.num_attention_heads * model.head_dim
+    return 3.0 * (linear + head + attention)
+
+
+def _seen_positions(seq_length: int, window: int | None) -> float:
+    """Positions that a token of a sequence sees on average: half of it, or fewer under a window.
+
+    As half counts the diagonal by half, so does a window: w + 1 positions, of which early tokens lack a triangle.
+    """
+    width = seq_length if window is None else min(window + 1, seq_length)
+    return width - width * width / (2 * seq_length)
 
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:

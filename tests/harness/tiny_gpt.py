@@ -23,6 +23,7 @@ from fp8_megatron.config.schema import (
     PrecisionConfig,
     TrainingConfig,
 )
+from fp8_megatron.data.document_bounds import DocumentBounds
 from fp8_megatron.mcore.data_parallel import FP8DataParallel
 from fp8_megatron.mcore.gpt import ModelChunk
 from fp8_megatron.mcore.runtime import runtime, seed_everything
@@ -33,6 +34,8 @@ from fp8_megatron.sharding.partition import Fragment, Slot
 from fp8_megatron.training.build import build_trainable_model
 
 VOCAB_SIZE = 256
+#: Ends documents in runs with --reset-attention-mask.
+EOD = 0
 
 #: Every local weight of these models has a multiple of 4096 elements down to TP=2, as levels O1 and O2 want.
 GPT3_STYLE = ModelConfig(
@@ -148,7 +151,7 @@ def forward_backward(gpt: TinyGPT, config: Config, micro_batches: Tensor) -> flo
         chunk.zero_grad_buffer()
     iterators = [iter(list(micro_batches)) for _ in gpt.model]
     outputs = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=partial(_forward_step, has_documents=config.data.reset_attention_mask),
         data_iterator=iterators if len(gpt.model) > 1 else iterators[0],
         model=gpt.model,
         num_microbatches=len(micro_batches),
@@ -164,7 +167,9 @@ def forward_backward(gpt: TinyGPT, config: Config, micro_batches: Tensor) -> flo
     return total.item()
 
 
-def _forward_step(batches: Iterator[Tensor], chunk: FP8DataParallel) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def _forward_step(
+    batches: Iterator[Tensor], chunk: FP8DataParallel, *, has_documents: bool
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
     tokens = next(batches)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
@@ -173,7 +178,8 @@ def _forward_step(batches: Iterator[Tensor], chunk: FP8DataParallel) -> tuple[Te
         loss = output.float().mean()
         return loss, loss.detach().clone()
 
-    return chunk(inputs, positions, None, labels=labels), loss_function
+    documents = DocumentBounds(EOD).of(inputs.cpu()).to(inputs.device) if has_documents else None
+    return chunk(inputs, positions, documents, labels=labels), loss_function
 
 
 def whole_weights(gpt: TinyGPT, kind: str = "master") -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fp8_megatron.config.schema import ModelConfig
@@ -32,6 +34,18 @@ def test_gpt_7b_in_megatrons_convention() -> None:
 def test_only_attention_is_halved_by_causal() -> None:
     full, causal = (model_flops_per_token(GPT_7B, causal=c, padded_vocab_size=50304) for c in (False, True))
     assert full - causal == 3 * 32 * 2 * 2048 * 4096
+
+
+def test_a_window_counts_the_positions_that_a_token_sees() -> None:
+    """In every other layer 512 of 2048 and itself; the diagonal counts by half, as without a window."""
+    windowed = replace(GPT_7B, window_size="512,0", window_attn_skip_freq="2")
+    full, causal = (
+        [model_flops_per_token(model, causal=c, padded_vocab_size=50304) for model in (GPT_7B, windowed)]
+        for c in (False, True)
+    )
+    assert full[0] == full[1]
+    left_out = sum(max(0, i - 512) for i in range(2048)) / 2048
+    assert causal[0] - causal[1] == pytest.approx(3 * 16 * 4 * left_out * 4096, rel=1e-3)
 
 
 def test_grouped_queries_and_gated_mlp() -> None:
