@@ -126,12 +126,12 @@ def _qkv(name: str, grads: list[Tensor], scale: dict[str, Any], num_bytes: float
 
 
 def activations(device: torch.device, tokens: int, width: int, kind: str) -> Iterator[Case]:
-    """GELU or SwiGLU with an output of [tokens, width]: to FP8; backward in both layouts, the activation again."""
+    """An activation with an output of [tokens, width]: to FP8; backward in both layouts, the activation again."""
     columns, at = activation.INPUTS[kind], f"{tokens}×{width}"
     n = tokens * width
     z = _rotating(device, tokens, columns * width)
     grad = _rotating(device, tokens, width)
-    title = {"gelu": "GELU", "swiglu": "SwiGLU"}[kind]
+    title = {"gelu": "GELU", "squared_relu": "squared ReLU", "swiglu": "SwiGLU", "quick_geglu": "quick GEGLU"}[kind]
     scaling = _Scaling(device)
     for name, passes, scale in scaling:
         yield _activation(f"{title} → E4M3, {name} {at}", z, kind, scale, (2 * columns * passes + 1) * n)

@@ -74,7 +74,7 @@ def weight_shapes(model: ModelConfig, padded_vocab_size: int) -> dict[str, tuple
     linears = {
         QKV: (query_width + 2 * model.query_groups * model.head_dim, hidden),
         PROJECTION: (hidden, query_width),
-        FC1: ((2 if model.swiglu else 1) * ffn, hidden),
+        FC1: ((2 if model.is_gated else 1) * ffn, hidden),
         FC2: (hidden, ffn),
     }
     norm_parts = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)

@@ -37,6 +37,7 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
         problems += _check_layout(config, world_size)
         problems += _check_heads(config)
         problems += attention_problems(config)
+        problems += _check_activation(config)
         problems += _check_gemm_sizes(config)
         problems += _check_recompute(config)
         problems += _check_cuda_graph(config)
@@ -276,6 +277,12 @@ def _check_heads(config: Config) -> Iterator[str]:
             f"max_position_embeddings({model.max_position_embeddings}) < seq_length({model.seq_length}); "
             f"choose at least {model.seq_length}, or leave it out"
         )
+
+
+def _check_activation(config: Config) -> Iterator[str]:
+    given = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(config.model, name)]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} are different activations of one MLP; give one of them"
 
 
 def _check_gemm_sizes(config: Config) -> Iterator[str]:

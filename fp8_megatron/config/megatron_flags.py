@@ -98,7 +98,7 @@ def translate(words: Sequence[str]) -> Translation:
             problems.append(problem)
         elif option.kind is Kind.DOES:
             out += _ours(option, given)
-        elif option.kind is Kind.NOTHING or _is_default(option, given):
+        elif option.kind is Kind.NOTHING or _is_default(option, given) or _is_said_by_rope(flag, words):
             idle.append(" ".join((flag, *given)))
         else:
             problems.append(f"{shortened(' '.join((flag, *given)))} is not supported: {option.note}")
@@ -153,6 +153,16 @@ def _ours(option: Option, given: Sequence[str]) -> list[str]:
     values = dict(pair.split("=") for pair in rest if "=" in pair)
     fixed = [word for word in rest if "=" not in word]
     return [target, *(values.get(word, word) for word in given or fixed)]
+
+
+def _is_said_by_rope(flag: str, words: Sequence[str]) -> bool:
+    """Whether an option is --no-position-embedding beside RoPE, which Megatron takes, as there are no others."""
+    if setting_name(flag) != "no_position_embedding":
+        return False
+    given = {
+        setting_name(other): [*([] if value is None else [value]), *values] for other, value, values in _flags(words)
+    }
+    return "use_rotary_position_embeddings" in given or given.get("position_embedding_type") == ["rope"]
 
 
 def _is_default(option: Option, given: Sequence[str]) -> bool:

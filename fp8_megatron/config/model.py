@@ -32,8 +32,8 @@ class ModelConfig:
     """Tokens in a training sequence."""
     max_position_embeddings: OptionalSize = None
     """Rows of the learned position table. Default: seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """Kind of position embedding."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """Kind of position embedding. none: attention's mask alone tells tokens apart."""
     rotary_base: Count = 10000
     """Base period of RoPE."""
     rotary_percent: UpToOne = 1.0
@@ -44,6 +44,10 @@ class ModelConfig:
     """Added to the variance inside the norm."""
     swiglu: Switch = False
     """Gated MLP with SiLU (SwiGLU) instead of GELU."""
+    squared_relu: Switch = False
+    """The MLP's activation is max(z, 0)² instead of GELU."""
+    quick_geglu: Switch = False
+    """Gated MLP with the sigmoid form of GELU instead of GELU."""
     disable_bias_linear: Switch = False
     """Leave out the biases of every linear layer."""
     add_qkv_bias: Switch = False
@@ -67,6 +71,17 @@ class ModelConfig:
     attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
     """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash.
     Windows and --reset-attention-mask run in flash."""
+
+    @property
+    def activation(self) -> str:
+        """The MLP's activation, as `kernels.activation` names it."""
+        given = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(self, name)]
+        return given[0] if given else "gelu"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP multiplies its activation with a second projection of the input."""
+        return self.swiglu or self.quick_geglu
 
     @property
     def windows(self) -> list[int | None]:

@@ -237,7 +237,7 @@ def family_of(model: ModelConfig) -> Family:
                     f"position_embedding_type({model.position_embedding_type})",
                 ),
                 (model.normalization != "LayerNorm", f"normalization({model.normalization})"),
-                (model.swiglu, "swiglu"),
+                (model.activation != "gelu", model.activation),
                 (model.window_size is not None, f"window_size({model.window_size})"),
                 (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
                 (

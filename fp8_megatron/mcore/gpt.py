@@ -87,7 +87,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
     on_gpu = device.type == "cuda"
     dtype = torch.float16 if config.precision.precision == "fp16" else torch.bfloat16
     # megatron-core fuses these with torch.compile, which needs a C++ toolchain on a CPU.
-    fuses_activation = on_gpu and (model.swiglu or not model.disable_bias_linear)
+    fuses_activation = on_gpu and (model.swiglu or (model.activation == "gelu" and not model.disable_bias_linear))
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -98,7 +98,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         **_windows(model),
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=model.swiglu,
+        gated_linear_unit=model.is_gated,
         activation_func=_activation(model, is_fused=fuses_activation),
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
@@ -144,13 +144,26 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
 
 
 def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
-    """SiLU under SwiGLU, otherwise GELU's tanh approximation on every device.
+    """megatron-core's function of the activation. GELU is its tanh approximation on every device.
 
-    megatron-core's fused kernel computes the approximation for `gelu` and accepts no other name for it.
+    megatron-core's fused kernel computes the approximation for `gelu` and accepts no other name for it. Its own squared
+    ReLU and quick GELU are compiled where they are imported, on a CPU too.
     """
     if model.swiglu:
         return torch.nn.functional.silu
+    if model.squared_relu:
+        return _squared_relu
+    if model.quick_geglu:
+        return _quick_gelu
     return torch.nn.functional.gelu if is_fused else _tanh_gelu
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return torch.nn.functional.relu(x).square()
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
 
 
 def _tanh_gelu(x: Tensor) -> Tensor:
@@ -220,7 +233,7 @@ def _build_chunk(
             [own is not None for own in recipes], num_kept_transposes=config.precision.keep_fp8_transpose_cache
         )
         submodules = block_submodules(
-            recipes, links, model.attention_backend, defers_final_norm=config.precision.fp8_lm_head
+            recipes, links, model.attention_backend, model.activation, defers_final_norm=config.precision.fp8_lm_head
         )
     model_class = MegatronGPT if config.precision.precision == "te" else GPT
     module = model_class(

@@ -32,11 +32,14 @@ CHECKPOINT_KEYS = {
 }
 
 
-def layer_spec(recipe: Recipe | None, links: LayerLinks | None, attention_backend: AttentionBackend) -> ModuleSpec:
+def layer_spec(
+    recipe: Recipe | None, links: LayerLinks | None, attention_backend: AttentionBackend, activation: str
+) -> ModuleSpec:
     """One transformer layer. Linear layers are FP8 with `recipe`, or megatron-core's own in BF16 if it is None.
 
     Args:
         links: the layer's links; None in BF16.
+        activation: of the MLP, as `kernels.activation` names it.
     """
     core_attention = ModuleSpec(module=CoreAttention, params={"backend": attention_backend})
     if recipe is None or links is None:
@@ -73,7 +76,9 @@ def layer_spec(recipe: Recipe | None, links: LayerLinks | None, attention_backen
                 submodules=_attention(column_of(links.qkv), core_attention, row_of(links.proj, keeps_input=True)),
             ),
             ModuleSpec(
-                module=FP8MLP, submodules=MLPSubmodules(linear_fc1=column_of(links.fc1), linear_fc2=row_of(links.fc2))
+                module=FP8MLP,
+                params={"activation": activation},
+                submodules=MLPSubmodules(linear_fc1=column_of(links.fc1), linear_fc2=row_of(links.fc2)),
             ),
             (_norm_before(front), _norm_before(links.proj.early_cast)),
         ),
@@ -123,6 +128,7 @@ def block_submodules(
     layer_recipes: Sequence[Recipe | None],
     links: Sequence[LayerLinks | None],
     attention_backend: AttentionBackend,
+    activation: str,
     *,
     defers_final_norm: bool = False,
 ) -> TransformerBlockSubmodules:
@@ -138,7 +144,8 @@ def block_submodules(
         final_norm = ModuleSpec(module=DeferredNorm, params={"receiver": receiver})
     return TransformerBlockSubmodules(
         layer_specs=[
-            layer_spec(recipe, own, attention_backend) for recipe, own in zip(layer_recipes, links, strict=True)
+            layer_spec(recipe, own, attention_backend, activation)
+            for recipe, own in zip(layer_recipes, links, strict=True)
         ],
         layer_norm=final_norm,
     )

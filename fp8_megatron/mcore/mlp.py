@@ -17,10 +17,17 @@ class FP8MLP(MLP):
     """megatron-core's MLP with `fp8_norm_mlp` inside; `linear_fc1` and `linear_fc2` hold the weights.
 
     Call `fuse_norm` before the first forward.
+
+    Args:
+        activation: its name in `kernels.activation`. The rest is megatron-core's.
     """
 
     linear_fc1: FP8ColumnParallelLinear
     linear_fc2: FP8RowParallelLinear
+
+    def __init__(self, *args: Any, activation: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
 
     def fuse_norm(self, norm: Norm) -> None:
         """Compute the norm in front of this MLP here. It is not registered here: its parameters stay where they are."""
@@ -38,7 +45,7 @@ class FP8MLP(MLP):
             norm.norm_params(),
             fc1.linear_params(),
             fc2.linear_params(),
-            "swiglu" if self.config.gated_linear_unit else "gelu",
+            self.activation,
             adds_input=fc2.adds_residual,
         )
         if fc2.output_is_whole:

@@ -93,7 +93,7 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     queries = model.num_attention_heads * model.head_dim
     ffn = model.padded_ffn_hidden_size
     streams = 2 * model.hidden_size * (1 if is_fp8 else 2)
-    split = 2 * queries + 2 * model.query_groups * model.head_dim + ffn * (2 if model.swiglu else 1)
+    split = 2 * queries + 2 * model.query_groups * model.head_dim + ffn * (2 if model.is_gated else 1)
     split += 0 if is_fp8 else ffn
     masks = 2 * model.hidden_size if model.hidden_dropout > 0 else 0
     over_sequence = tp if config.parallel.sequence_parallel else 1

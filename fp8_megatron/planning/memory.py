@@ -33,7 +33,7 @@ def count_parameters(
     hidden, ffn, tp = model.hidden_size, model.padded_ffn_hidden_size, tensor_parallel_size
     queries = model.num_attention_heads * model.head_dim
     qkv = queries + 2 * model.query_groups * model.head_dim
-    up = 2 * ffn if model.swiglu else ffn
+    up = 2 * ffn if model.is_gated else ffn
     norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
     has_bias = not model.disable_bias_linear
     linear = (hidden * qkv + queries * hidden + hidden * up + ffn * hidden) // tp

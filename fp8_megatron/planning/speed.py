@@ -145,6 +145,8 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[s
             ("layers of under 1 TFLOP, whose kernels are slower", layer_flops(config) < _SMALL_LAYER_FLOPS),
             ("recomputation", config.training.recompute_granularity is not None),
             ("SwiGLU", config.model.swiglu),
+            ("squared ReLU", config.model.squared_relu),
+            ("quick GEGLU", config.model.quick_geglu),
             ("a window, of which attention saves nothing here", config.model.window_size is not None),
             ("documents, of which attention saves nothing here", config.data.reset_attention_mask),
             (f"heads of width {config.model.head_dim}", config.model.head_dim not in H200.attention_flops),
@@ -245,7 +247,7 @@ def _elements(config: Config, tokens: int, num_layers: int, num_fp8: int, rates:
     kernels = rates.delayed if config.precision.fp8_recipe == "delayed" else rates.tensorwise
     qkv = (model.num_attention_heads + 2 * model.query_groups) * model.head_dim
     per_token = kernels.stream * model.hidden_size + kernels.qkv * qkv
-    per_token += (kernels.swiglu if model.swiglu else kernels.gelu) * model.padded_ffn_hidden_size
+    per_token += (kernels.swiglu if model.is_gated else kernels.gelu) * model.padded_ffn_hidden_size
     per_token += rates.fp8_other * model.hidden_size
     half = rates.half_stream * model.hidden_size
     return tokens * (num_fp8 * per_token + (num_layers - num_fp8) * half) / tp

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: The slope inside the sigmoid form of GELU.
+_QUICK = 1.702
+
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm or RMSNorm of `x` [T, K] in its dtype, mean FP32 [T] (empty under RMSNorm) and rstd FP32 [T]."""
@@ -32,11 +35,15 @@ def _normed(centred: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor) 
 
 
 def activation(z: Tensor, kind: str) -> Tensor:
-    """``gelu`` (tanh) of `z` [T, F], or ``swiglu`` of [T, 2F] (gate, then up), in its dtype [T, F]."""
+    """The activation of `z` [T, F], or of [T, 2F] (gate, then up), in its dtype [T, F]: see `kernels.activation`."""
     wide = z.float()
     if kind == "gelu":
         return torch.nn.functional.gelu(wide, approximate="tanh").to(z.dtype)
+    if kind == "squared_relu":
+        return torch.relu(wide).square().to(z.dtype)
     gate, up = wide.chunk(2, dim=1)
+    if kind == "quick_geglu":
+        return (gate * torch.sigmoid(_QUICK * gate) * up).to(z.dtype)
     return (torch.nn.functional.silu(gate) * up).to(z.dtype)
 
 
@@ -45,6 +52,12 @@ def activation_backward(grad: Tensor, z: Tensor, kind: str) -> Tensor:
     wide, upstream = z.float(), grad.float()
     if kind == "gelu":
         return torch.ops.aten.gelu_backward(upstream, wide, approximate="tanh").to(z.dtype)
+    if kind == "squared_relu":
+        return (upstream * (2.0 * torch.relu(wide))).to(z.dtype)
     gate, up = wide.chunk(2, dim=1)
+    if kind == "quick_geglu":
+        sigmoid = torch.sigmoid(_QUICK * gate)
+        grad_gate = upstream * up * (sigmoid * (1.0 + _QUICK * gate * (1.0 - sigmoid)))
+        return torch.cat([grad_gate, upstream * (gate * sigmoid)], dim=1).to(z.dtype)
     grad_gate = torch.ops.aten.silu_backward(upstream * up, gate)
     return torch.cat([grad_gate, upstream * torch.nn.functional.silu(gate)], dim=1).to(z.dtype)

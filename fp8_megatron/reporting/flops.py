@@ -33,7 +33,7 @@ def linear_params_per_layer(model: ModelConfig) -> int:
     query_width = model.num_attention_heads * model.head_dim
     key_value_width = 2 * model.query_groups * model.head_dim
     attention = model.hidden_size * (query_width + key_value_width) + query_width * model.hidden_size
-    num_mlp_matrices = 3 if model.swiglu else 2
+    num_mlp_matrices = 3 if model.is_gated else 2
     return attention + num_mlp_matrices * model.hidden_size * model.padded_ffn_hidden_size
 
 

@@ -58,6 +58,9 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (1, "--recompute-granularity selective"),
         (1, "--position-embedding-type rope --rotary-percent 0.5"),
         (1, "--hidden-size 384 --num-attention-heads 10 --kv-channels 32"),
+        (1, "--squared-relu --position-embedding-type none"),
+        (1, "--quick-geglu --openai-gelu --no-position-embedding --use-rotary-position-embeddings"),
+        (1, "--no-position-embedding --position-embedding-type=rope"),
         (1, "--eval-interval 0 --save here --save-interval 5 --keep-last 1 --load here --finetune"),
         (1, "--save here --save-interval 5 --async-save --save-retain-interval 50 --ckpt-format torch_dist"),
         (1, "--load here --ckpt-step 5 --no-load-optim --no-load-rng"),
@@ -82,6 +85,12 @@ FULL = "--recompute-granularity full "
 @pytest.mark.parametrize(
     ("world_size", "flags", "message"),
     [
+        (
+            1,
+            "--swiglu --squared-relu",
+            "swiglu and squared_relu are different activations of one MLP; give one of them",
+        ),
+        (1, "--quick-geglu --squared-relu", "squared_relu and quick_geglu are different activations"),
         # ranges
         (1, "--num-layers 0", "num_layers(0) is out of range; give --num-layers a whole number of at least 1"),
         (

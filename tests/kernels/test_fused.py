@@ -69,7 +69,11 @@ def test_norm(rms: bool, has_bias: bool) -> None:
 def double_activation(z: Tensor, kind: str) -> Tensor:
     if kind == "gelu":
         return torch.nn.functional.gelu(z, approximate="tanh")
+    if kind == "squared_relu":
+        return torch.relu(z).square()
     gate, up = z.chunk(2, dim=1)
+    if kind == "quick_geglu":
+        return gate * torch.sigmoid(1.702 * gate) * up
     return torch.nn.functional.silu(gate) * up
 
 

@@ -1,1 +1,1 @@
-"""GELU and SwiGLU with the cast to FP8."""
+"""Activations of an MLP with the cast to FP8."""

@@ -1,7 +1,9 @@
 """The specification of an MLP's activation fused with its casts to FP8, in plain PyTorch.
 
 ``gelu``: z · σ(2u), u = √(2/π) · (z + 0.044715 z³), the tanh form of GELU (arXiv 1606.08415), as in GPT-2.
+``squared_relu``: max(z, 0)² (arXiv 2109.08668), as in Nemotron.
 ``swiglu``: z holds gate and up side by side; SiLU(gate) · up (arXiv 2002.05202).
+``quick_geglu``: the same with gate · σ(1.702 gate), the sigmoid form of GELU (arXiv 1606.08415), for SiLU.
 
 Everything up to the cast is FP32; neither the activation nor the gradient of z is written in 16 bits. Only z is kept
 for backward. The weight gradient quantises the activation again, with the scale of the forward.
@@ -22,12 +24,14 @@ from ..shapes import fp32, layouts, taken_scale
 _TWO_SQRT_2_OVER_PI = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
 
+_QUICK = 1.702
+
 #: Columns of z for one column of the activation.
-INPUTS = {"gelu": 1, "swiglu": 2}
+INPUTS = {"gelu": 1, "squared_relu": 1, "swiglu": 2, "quick_geglu": 2}
 
 
 def activation(z: Tensor, kind: str) -> Tensor:
-    """FP32 [T, F] of `z` [T, F], or [T, 2F] under ``swiglu``."""
+    """FP32 [T, F] of `z` [T, F], or [T, 2F] if it is gated."""
     value, _ = _value_and_derivatives(z, kind)
     return value
 
@@ -39,9 +43,16 @@ def _value_and_derivatives(z: Tensor, kind: str) -> tuple[Tensor, tuple[Tensor, 
         gate = torch.sigmoid(_TWO_SQRT_2_OVER_PI * values * (1.0 + _CUBIC * squared))
         slope = values * gate * (1.0 - gate) * (_TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * squared))
         return values * gate, (gate + slope,)
-    if kind != "swiglu":
+    if kind == "squared_relu":
+        positive = torch.where(values <= 0.0, 0.0, values)  # a NaN stays one
+        return positive * positive, (2.0 * positive,)
+    if kind not in INPUTS:
         raise ValueError(f"activation {kind!r} is not one of {', '.join(INPUTS)}")
     gate, up = values.chunk(2, dim=1)
+    if kind == "quick_geglu":
+        sigmoid = torch.sigmoid(_QUICK * gate)
+        gated = gate * sigmoid
+        return gated * up, (up * (sigmoid * (1.0 + _QUICK * gate * (1.0 - sigmoid))), gated)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     return silu * up, (up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), silu)

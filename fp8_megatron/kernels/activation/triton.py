@@ -1,8 +1,8 @@
-"""GELU and SwiGLU fused with their casts to FP8, and their backward, in Triton: the operators of `activation`.
+"""Activations fused with their casts to FP8, and their backward, in Triton: the operators of `activation`.
 
-Bytes per element of a 16-bit activation, GELU / SwiGLU: forward 3 / 5; backward 4 + 3 / 6 + 5. Under current scaling
-the inputs are read once more for the amax. σ is computed with the GPU's fast exponential (2 ulp), so payloads can
-differ from the specification's at rounding boundaries.
+Bytes per element of a 16-bit activation, of one input / gated: forward 3 / 5; backward 4 + 3 / 6 + 5. Under current
+scaling the inputs are read once more for the amax. σ is computed with the GPU's fast exponential (2 ulp), so payloads
+can differ from the specification's at rounding boundaries. Squared ReLU's do not.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -44,23 +44,28 @@ from .reference import INPUTS
 _NUM_WARPS = 4
 _ROWS = 4
 _COLUMNS = 1024
-# GELU's forward: elements of a tile, tiles of a program, tiles loaded ahead.
+# Forward of one input: elements of a tile, tiles of a program, tiles loaded ahead.
 _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES = 2048, 8, 3
 # Backward: rows and warps of a tile, tiles of a program one below the other, tiles loaded ahead. Column sums cross
 # threads once per program. Without loading ahead, one tile of half the size was faster.
 _TILE_K = 64
-_GELU_BACKWARD = (64, 4, 4, 2)
-_SWIGLU_BACKWARD, _SWIGLU_BACKWARD_SUMMED = (64, 4, 1, 1), (32, 2, 1, 1)
+_FLAT_BACKWARD = (64, 4, 4, 2)
+_GATED_BACKWARD, _GATED_BACKWARD_SUMMED = (64, 4, 1, 1), (32, 2, 1, 1)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LINEAR = tl.constexpr(1.5957691216057308)
 _CUBIC = tl.constexpr(1.5957691216057308 * 0.044715)
+_QUICK = tl.constexpr(1.702)
+
+#: Activations by name as the kernels know them; from SwiGLU on they are gated.
+_KINDS = {"gelu": 0, "squared_relu": 1, "swiglu": 2, "quick_geglu": 3}
+_SQUARED_RELU, _SWIGLU, _QUICK_GEGLU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
-def _load_inputs(z, rows, columns, mask, F, GATED: tl.constexpr):
-    """(z, z) of GELU, or (gate, up), in FP32."""
-    if GATED:
+def _load_inputs(z, rows, columns, mask, F, KIND: tl.constexpr):
+    """(z, z), or (gate, up), in FP32."""
+    if KIND >= _SWIGLU:
         offsets = rows.to(tl.int64) * (2 * F) + columns
         first = tl.load(z + offsets, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(z + offsets + F, mask=mask, other=0.0).to(tl.float32)
@@ -80,20 +85,32 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _value(first, second, GATED: tl.constexpr):
-    if GATED:
+def _value(first, second, KIND: tl.constexpr):
+    if KIND == _SWIGLU:
         return first * _sigmoid(first) * second
+    elif KIND == _QUICK_GEGLU:
+        return first * _sigmoid(_QUICK * first) * second
+    elif KIND == _SQUARED_RELU:
+        positive = tl.where(first <= 0.0, 0.0, first)
+        return positive * positive
     else:
         return first * _sigmoid(first * (_LINEAR + _CUBIC * (first * first)))
 
 
 @triton.jit
-def _value_and_derivatives(first, second, GATED: tl.constexpr):
-    """(activation, ∂/∂first, ∂/∂second); the last means nothing for GELU."""
-    if GATED:
+def _value_and_derivatives(first, second, KIND: tl.constexpr):
+    """(activation, ∂/∂first, ∂/∂second); the last means nothing for an activation of one input."""
+    if KIND == _SWIGLU:
         sigmoid = _sigmoid(first)
         silu = first * sigmoid
         return silu * second, second * (sigmoid + (silu - silu * sigmoid)), silu
+    elif KIND == _QUICK_GEGLU:
+        sigmoid = _sigmoid(_QUICK * first)
+        gated = first * sigmoid
+        return gated * second, second * (sigmoid + _QUICK * (gated - gated * sigmoid)), gated
+    elif KIND == _SQUARED_RELU:
+        positive = tl.where(first <= 0.0, 0.0, first)  # a NaN stays one
+        return positive * positive, positive + positive, positive
     else:
         squared = first * first
         gate = _sigmoid(first * (_LINEAR + _CUBIC * squared))
@@ -110,35 +127,35 @@ def _tile(index, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _activation_amax(
     z, grad, partials, T, F, num_tiles,
-    GATED: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Partial amaxes of the activation, or (`BACKWARD`) of the gradient of z."""
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         rows, columns = _tile(index, F, ROWS, COLUMNS)
         mask = (rows < T) & (columns < F)
-        first, second = _load_inputs(z, rows, columns, mask, F, GATED)
+        first, second = _load_inputs(z, rows, columns, mask, F, KIND)
         if BACKWARD:
             g = tl.load(grad + rows.to(tl.int64) * F + columns, mask=mask, other=0.0).to(tl.float32)
-            _, d_first, d_second = _value_and_derivatives(first, second, GATED)
+            _, d_first, d_second = _value_and_derivatives(first, second, KIND)
             largest = larger_magnitude(largest, g * d_first)
-            if GATED:
+            if KIND >= _SWIGLU:
                 largest = larger_magnitude(largest, g * d_second)
         else:
-            largest = larger_magnitude(largest, _value(first, second, GATED))
+            largest = larger_magnitude(largest, _value(first, second, KIND))
     tl.store(partials + tl.program_id(0), tl.max(magnitude_bits(largest)))
 
 
 @triton.jit
-def _swiglu_quantize(
+def _gated_quantize(
     z, payload, scale, partials, amax_out, T, F, num_partials,
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     rows, columns = _tile(tl.num_programs(0) - 1 - tl.program_id(0), F, ROWS, COLUMNS)
     mask = (rows < T) & (columns < F)
-    first, second = _load_inputs(z, rows, columns, mask, F, True)
-    value = _value(first, second, True)
+    first, second = _load_inputs(z, rows, columns, mask, F, KIND)
+    value = _value(first, second, KIND)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     quantized = encode(value, inverse, FP_MAX, payload.dtype.element_ty)
     tl.store(payload + rows.to(tl.int64) * F + columns, quantized, mask=mask)
@@ -152,18 +169,19 @@ def _swiglu_quantize(
                 for row in range(0, rolled(ROWS, bits)):
                     inside = (first_row + row < T) & (columns < F)
                     one_row = first_row + row + tl.zeros([1, 1], tl.int32)
-                    gate, up = _load_inputs(z, one_row, columns, inside, F, True)
-                    count += num_clamped(_value(gate, up, True), inverse, FP_MAX)
+                    gate, up = _load_inputs(z, one_row, columns, inside, F, KIND)
+                    count += num_clamped(_value(gate, up, KIND), inverse, FP_MAX)
                 add_clamped(amax_out, tl.sum(count))
             if tl.program_id(0) == 0:
                 add_cast(amax_out, T, F)
 
 
 @triton.jit
-def _gelu_quantize(
+def _flat_quantize(
     z, payload, scale, partials, amax_out, n, num_partials,
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
-    EVEN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+    KIND: tl.constexpr, EVEN: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """Treats the elements as one row, because columns do not matter."""
     offsets = tl.max_contiguous(tl.arange(0, TILE), 8)
@@ -178,7 +196,7 @@ def _gelu_quantize(
         if not EVEN:
             mask = start + at < n
         value = load_inside(z + at, mask, EVEN).to(tl.float32)
-        value = _value(value, value, False)
+        value = _value(value, value, KIND)
         tl.store(payload + at, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
         if RECORD:
             largest = larger_magnitude(largest, value)
@@ -191,7 +209,7 @@ def _gelu_quantize(
                 for index in range(0, TILES):
                     at = index * TILE + offsets
                     again = load_inside(z + at, start + at < n, False).to(tl.float32)
-                    count += num_clamped(_value(again, again, False), inverse, FP_MAX)
+                    count += num_clamped(_value(again, again, KIND), inverse, FP_MAX)
                 add_clamped(amax_out, tl.sum(count))
             if tl.program_id(0) == 0:
                 add_cast(amax_out, n, 1)
@@ -201,7 +219,7 @@ def _gelu_quantize(
 def _grad_rows(
     grad, z, payload, offsets, z_offsets, mask, F, inverse, activation_inverse, largest, sums_first, sums_second,
     FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr, activation_dtype: tl.constexpr,
+    KIND: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr, activation_dtype: tl.constexpr,
 ):  # fmt: skip
     """Every fourth row of a tile: (activation, gradient by first, by second) in FP8, and the updated amax and column
     sums.
@@ -210,10 +228,10 @@ def _grad_rows(
     """
     first = load_inside(z + z_offsets, mask, EVEN).to(tl.float32)
     second = first
-    if GATED:
+    if KIND >= _SWIGLU:
         second = load_inside(z + F + z_offsets, mask, EVEN).to(tl.float32)
     g = load_inside(grad + offsets, mask, EVEN).to(tl.float32)
-    value, d_first, d_second = _value_and_derivatives(first, second, GATED)
+    value, d_first, d_second = _value_and_derivatives(first, second, KIND)
     activation = encode(value, activation_inverse, ACTIVATION_MAX, activation_dtype)
     g_first = g * d_first
     if RECORD:
@@ -222,7 +240,7 @@ def _grad_rows(
         sums_first += g_first
     q_first = encode(g_first, inverse, FP_MAX, dtype)
     q_second = q_first
-    if GATED:
+    if KIND >= _SWIGLU:
         g_second = g * d_second
         if RECORD:
             largest = larger_magnitude(largest, g_second)
@@ -239,7 +257,7 @@ def _activation_backward_tiles(
     grad, z, payload, payload_t, activation_t, scale, activation_scale, partials, amax_out, column_sums,
     T, F, num_partials,
     FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """`TILES` tiles, one below the other, with 32-bit offsets inside."""
@@ -250,7 +268,7 @@ def _activation_backward_tiles(
     a_inverse = reciprocal(tl.load(activation_scale))
     dtype: tl.constexpr = payload.dtype.element_ty
     a_dtype: tl.constexpr = activation_t.dtype.element_ty
-    width = 2 * F if GATED else F
+    width = 2 * F if KIND >= _SWIGLU else F
     rows = 4 * tl.arange(0, TILE_M // 4)[:, None]
     columns = tl.max_contiguous(tl.arange(0, TILE_K), 8)[None, :]
     offsets = rows * F + columns
@@ -271,26 +289,26 @@ def _activation_backward_tiles(
             mask = (first_row + tile + rows < T) & (k0 + columns < F)
         a0, p0, s0, largest, sums_first, sums_second = _grad_rows(
             g_tile, z_tile, p_tile, offsets, z_offsets, mask, F, inverse, a_inverse, largest, sums_first, sums_second,
-            FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, GATED, EVEN, dtype, a_dtype,
+            FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EVEN, dtype, a_dtype,
         )  # fmt: skip
         a1, p1, s1, largest, sums_first, sums_second = _grad_rows(
             g_tile + F, z_tile + width, p_tile + width, offsets, z_offsets, mask, F, inverse, a_inverse, largest,
-            sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, GATED, EVEN, dtype, a_dtype,
+            sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EVEN, dtype, a_dtype,
         )  # fmt: skip
         a2, p2, s2, largest, sums_first, sums_second = _grad_rows(
             g_tile + 2 * F, z_tile + 2 * width, p_tile + 2 * width, offsets, z_offsets, mask, F, inverse, a_inverse,
-            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, GATED, EVEN, dtype,
+            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EVEN, dtype,
             a_dtype,
         )  # fmt: skip
         a3, p3, s3, largest, sums_first, sums_second = _grad_rows(
             g_tile + 3 * F, z_tile + 3 * width, p_tile + 3 * width, offsets, z_offsets, mask, F, inverse, a_inverse,
-            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, GATED, EVEN, dtype,
+            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EVEN, dtype,
             a_dtype,
         )  # fmt: skip
         m0 = first_row + tile
         store_transposed(a0, a1, a2, a3, activation_t, m0, k0, T, F, TILE_M, TILE_K, EVEN)
         store_transposed(p0, p1, p2, p3, payload_t, m0, k0, T, F, TILE_M, TILE_K, EVEN)
-        if GATED:
+        if KIND >= _SWIGLU:
             second_t = payload_t + tl.cast(F, tl.int64) * T
             store_transposed(s0, s1, s2, s3, second_t, m0, k0, T, F, TILE_M, TILE_K, EVEN)
     if RECORD:
@@ -300,7 +318,7 @@ def _activation_backward_tiles(
         k = k0 + tl.arange(0, TILE_K)
         base = column_sums + tl.cast(block, tl.int64) * width + k
         tl.store(base, tl.sum(sums_first, axis=0), mask=k < F)
-        if GATED:
+        if KIND >= _SWIGLU:
             tl.store(base + F, tl.sum(sums_second, axis=0), mask=k < F)
     if RECORD > 1:
         if may_clamp(bits, inverse, FP_MAX):  # computed again: healthy tiles pay nothing for the count
@@ -311,12 +329,12 @@ def _activation_backward_tiles(
                     inside = (first_row + at < T) & (k0 + columns < F)
                     first = load_inside(z + at * width + columns, inside, False).to(tl.float32)
                     second = first
-                    if GATED:
+                    if KIND >= _SWIGLU:
                         second = load_inside(z + F + at * width + columns, inside, False).to(tl.float32)
                     g = load_inside(grad + at * F + columns, inside, False).to(tl.float32)
-                    _, d_first, d_second = _value_and_derivatives(first, second, GATED)
+                    _, d_first, d_second = _value_and_derivatives(first, second, KIND)
                     count += num_clamped(g * d_first, inverse, FP_MAX)
-                    if GATED:
+                    if KIND >= _SWIGLU:
                         count += num_clamped(g * d_second, inverse, FP_MAX)
             add_clamped(amax_out, tl.sum(count))
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -329,7 +347,7 @@ def _partial_amaxes(z: Tensor, grad: Tensor | None, kind: str) -> tuple[Tensor, 
     num_partials = min(num_tiles, MAX_PARTIALS)
     partials = torch.empty(num_partials, dtype=torch.int32, device=z.device)
     _activation_amax[(num_partials,)](
-        z, z if grad is None else grad, partials, T, F, num_tiles, INPUTS[kind] == 2, grad is not None, _ROWS, _COLUMNS,
+        z, z if grad is None else grad, partials, T, F, num_tiles, _KINDS[kind], grad is not None, _ROWS, _COLUMNS,
         num_warps=_NUM_WARPS,
     )  # fmt: skip
     return partials, num_partials
@@ -359,15 +377,16 @@ def activation_quantize(
     amax_taken = used if amax_out is None else amax_out
     if INPUTS[kind] == 1:
         per_program = _FLAT_TILE * _FLAT_TILES
-        _gelu_quantize[(cdiv(z.numel(), per_program),)](
+        _flat_quantize[(cdiv(z.numel(), per_program),)](
             z, payload, used, partials, amax_taken, z.numel(), num_partials,
-            MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), z.numel() % per_program == 0,
+            MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _KINDS[kind],
+            z.numel() % per_program == 0,
             _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES, MAX_PARTIALS, num_warps=_NUM_WARPS,
         )  # fmt: skip
         return payload, taken
-    _swiglu_quantize[(cdiv(T, _ROWS) * cdiv(F, _COLUMNS),)](
+    _gated_quantize[(cdiv(T, _ROWS) * cdiv(F, _COLUMNS),)](
         z, payload, used, partials, amax_taken, T, F, num_partials,
-        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _ROWS, _COLUMNS,
+        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _KINDS[kind], _ROWS, _COLUMNS,
         MAX_PARTIALS, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return payload, taken
@@ -401,9 +420,8 @@ def activation_backward_quantize(
     taken = room_for_scale(current, z.device)
     partials, num_partials = _partial_amaxes(z, grad, kind) if current else (z, 0)
     used = taken if scale is None else scale
-    gated = INPUTS[kind] == 2
-    swiglu = _SWIGLU_BACKWARD_SUMMED if column_sums else _SWIGLU_BACKWARD
-    tile_m, num_warps, tiles, stages = swiglu if gated else _GELU_BACKWARD
+    gated = _GATED_BACKWARD_SUMMED if column_sums else _GATED_BACKWARD
+    tile_m, num_warps, tiles, stages = gated if INPUTS[kind] == 2 else _FLAT_BACKWARD
     blocks = cdiv(T, tiles * tile_m)
     is_even = T % (tiles * tile_m) == 0 and F % _TILE_K == 0
     sums = torch.empty((1, blocks, Z) if column_sums else (1, 1, 0), dtype=torch.float32, device=z.device)
@@ -411,6 +429,6 @@ def activation_backward_quantize(
         grad, z, payload, payload_t, activation_t, used, activation_scale, partials,
         used if amax_out is None else amax_out, sums, T, F, num_partials,
         MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, recorded(amax_out), column_sums,
-        gated, is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
+        _KINDS[kind], is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
     )  # fmt: skip
     return payload, payload_t, activation_t, sum_of_programs(sums)[0], taken
