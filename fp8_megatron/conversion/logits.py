@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, module_name
 from ..config.schema import Config, ModelConfig, ParallelConfig
-from ..mcore.gpt import transformer_config
+from ..mcore.gpt import rotary_table, transformer_config
 from ..mcore.layer_spec import block_submodules
 from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
@@ -82,6 +82,9 @@ def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
     )
+    table = rotary_table(model, _CPU)
+    if table is not None:
+        module.rotary_pos_emb = table
     return module.eval()
 
 

@@ -32,6 +32,7 @@ from .reference import decode as decode
 from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
 from .reference import scale_from_amax as scale_from_amax
+from .rope.reference import Rotation as Rotation
 from .rounding import Places as Places
 from .rounding import seed_of as seed_of
 from .scales.reference import RECORD_SIZE as RECORD_SIZE
@@ -266,6 +267,54 @@ def quantize_qkv_grad(
     """`quantize.reference.quantize_qkv_grad`: payload [T, N], transpose [N, T], column sums [N], the scale taken."""
     assert len(grads) == 3 and grads[1].shape == grads[2].shape, [grad.shape for grad in grads]
     return _OPS.quantize_qkv_grad(grads, dtype, scale, power_of_two, amax_out, column_sums)
+
+
+def rotate_qk_(y: Tensor, rotation: Rotation, *, heads_per_group: int) -> None:
+    """`rope.reference.rotate_qk_`: query and key in y [T, N], in place."""
+    assert y.ndim == 2 and y.is_contiguous() and y.shape[0] % rotation.cos_sin.shape[0] == 0, (y.shape, rotation)
+    assert y.shape[1] % ((heads_per_group + 2) * rotation.head_dim) == 0, (y.shape, heads_per_group)
+    _check_rotation(rotation)
+    _OPS.rotate_qk_(y, rotation, heads_per_group)
+
+
+def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:
+    """`rope.reference.unrotate_qkv_grad`: [T, N]."""
+    _check_rotated(grads, rotation)
+    return _OPS.unrotate_qkv_grad(grads, rotation)
+
+
+def rotated_qkv_grad_amax(grads: list[Tensor], rotation: Rotation) -> Tensor:
+    """`rope.reference.rotated_qkv_grad_amax`: FP32 [1]."""
+    _check_rotated(grads, rotation)
+    return _OPS.rotated_qkv_grad_amax(grads, rotation)
+
+
+def quantize_rotated_qkv_grad(
+    grads: list[Tensor],
+    rotation: Rotation,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    column_sums: bool,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rope.reference.quantize_rotated_qkv_grad`: payload [T, N], transpose [N, T], column sums [N], scale taken."""
+    _check_rotated(grads, rotation)
+    return _OPS.quantize_rotated_qkv_grad(grads, rotation, dtype, scale, power_of_two, amax_out, column_sums)
+
+
+def _check_rotated(grads: list[Tensor], rotation: Rotation) -> None:
+    assert len(grads) == 3 and grads[1].shape == grads[2].shape, [grad.shape for grad in grads]
+    assert grads[1].shape[3] == rotation.head_dim, (grads[1].shape, rotation.head_dim)
+    assert grads[0].shape[0] == rotation.cos_sin.shape[0], (grads[0].shape, rotation.cos_sin.shape)
+    _check_rotation(rotation)
+
+
+def _check_rotation(rotation: Rotation) -> None:
+    cos_sin = rotation.cos_sin
+    assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == 2, cos_sin
+    assert 2 * cos_sin.shape[2] <= rotation.head_dim and rotation.head_dim % 2 == 0, (cos_sin.shape, rotation.head_dim)
 
 
 def transpose(payload: Tensor) -> Tensor:

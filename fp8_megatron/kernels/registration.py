@@ -195,7 +195,7 @@ def _callable(declared: Operator) -> Callable[..., Any]:
     def call(first: Any, *others: Any) -> Any:
         if type(first) is Tensor and first.is_cuda and not is_dynamo_compiling():
             return on_cuda(first, *others)
-        return dispatched(first, *others)
+        return dispatched(first, *flat(others))
 
     def call_nested(first: Any, *others: Any) -> Any:
         tensor = _first_tensor(first)

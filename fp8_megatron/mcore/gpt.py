@@ -19,10 +19,12 @@ from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..config.windows import layer_pattern, window_sizes
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
+from ..nn.rope import rope_frequencies
 from ..quantization.recipe import Recipe
 from .initialization import named_quantizers_of_model
 from .layer_spec import block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
+from .rope import RotaryTable
 from .topology import Topology
 
 
@@ -43,7 +45,7 @@ class MegatronGPT(GPTModel):
 
 
 class GPT(MegatronGPT):
-    """megatron-core's GPTModel with this project's loss."""
+    """megatron-core's GPTModel with this project's loss, and its RoPE if `use_rotary_table` is called."""
 
     output_layer: ColumnParallelLinear
 
@@ -52,6 +54,10 @@ class GPT(MegatronGPT):
         self.output_layer = FP8OutputLayer(
             self.output_layer, self.decoder.final_layernorm, recipe, self.unpadded_vocab_size
         )
+
+    def userotary_table(self, table: RotaryTable) -> None:
+        """Give the layers this table's angles in the place of megatron-core's rotary embedding."""
+        self.rotary_pos_emb = table
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **others: Any) -> Tensor:
         if labels is None or not self.post_process or not isinstance(self.output_layer, FP8OutputLayer):
@@ -204,10 +210,21 @@ def build_model(
     virtual = topology.virtual_pipeline_size
     mcore_config = transformer_config(config, device, virtual)
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
+    table = rotary_table(config.model, device)
     return [
-        _build_chunk(config, mcore_config, vocab_size, topology, device, stage, new_recipe(), unpadded_vocab_size)
+        _build_chunk(
+            config, mcore_config, vocab_size, topology, device, stage, new_recipe(), unpadded_vocab_size, table
+        )
         for stage in stages
     ]
+
+
+def rotary_table(model: ModelConfig, device: torch.device) -> RotaryTable | None:
+    """The angles of a model's RoPE, for all its chunks; None without RoPE."""
+    if model.position_embedding_type != "rope":
+        return None
+    frequencies = rope_frequencies(int(model.head_dim * model.rotary_percent), model.rotary_base)
+    return RotaryTable(frequencies, model.seq_length, device)
 
 
 def _build_chunk(
@@ -219,6 +236,7 @@ def _build_chunk(
     vp_stage: int | None,
     recipe: Recipe,
     unpadded_vocab_size: int | None,
+    table: RotaryTable | None,
 ) -> ModelChunk:
     model, virtual = config.model, topology.virtual_pipeline_size
     pp_rank = topology.pp.rank()
@@ -251,6 +269,8 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     module.unpadded_vocab_size = unpadded_vocab_size
+    if isinstance(module, GPT) and table is not None:
+        module.userotary_table(table)
     if config.precision.fp8_lm_head and module.post_process:
         module.use_fp8_head(recipe)
     _tag_vocab_parallel(module)

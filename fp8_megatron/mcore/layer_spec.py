@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -21,7 +21,7 @@ from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
 from .mlp import FP8MLP
 from .norm import DeferredNorm, Norm
-from .self_attention import FP8SelfAttention
+from .self_attention import FP8SelfAttention, RotarySelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from .transformer_layer import FP8TransformerLayer
 
@@ -49,7 +49,7 @@ def layer_spec(
             module=TransformerLayer,
             submodules=_submodules(
                 ModuleSpec(
-                    module=SelfAttention,
+                    module=RotarySelfAttention,
                     params={"attn_mask_type": AttnMaskType.causal},
                     submodules=_attention(column, core_attention, row),
                 ),

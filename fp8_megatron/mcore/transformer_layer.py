@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
@@ -54,9 +55,12 @@ class FP8TransformerLayer(TransformerLayer):
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        output, bias = self.self_attention(hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
+        output, bias = self.self_attention(
+            hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
         return self._add(output, bias, self._residual.take(), self.self_attn_bda), context
 
     def _forward_mlp(self, hidden_states: Tensor, *unused: Any, **unused_kwargs: Any) -> Tensor:

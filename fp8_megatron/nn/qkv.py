@@ -1,7 +1,8 @@
-"""The norm in front of attention and the QKV projection as one FP8 function.
+"""The norm in front of attention, the QKV projection and the rotation of query and key as one FP8 function.
 
-Query, key and value are views of one tensor. Backward reads their three gradients where attention wrote them and casts
-them to FP8 as one gradient of the projection.
+Query, key and value are views of one tensor. RoPE rotates query and key in that tensor. Backward reads the three
+gradients where attention wrote them, rotates those of query and key back and casts all to FP8 as one gradient of the
+projection. The rotation keeps nothing for backward but the model's table of angles.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels import ops
+from ..kernels.ops import Rotation
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import NormStatistics, QKVGradSource
 from .gemms import LinearParams
@@ -21,7 +24,11 @@ from .rows import LocalRows
 
 
 def fp8_norm_qkv(
-    x: Tensor, norm: NormParams, qkv: LinearParams, widths: tuple[int, int, int]
+    x: Tensor,
+    norm: NormParams,
+    qkv: LinearParams,
+    widths: tuple[int, int, int],
+    rotation: Rotation | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key and value of norm(x) in FP8; the weight gradient goes to ``qkv.weight.main_grad`` (see `wgrad`).
 
@@ -29,13 +36,14 @@ def fp8_norm_qkv(
         x: BF16 [s, b, h]; with `SequenceColumn` [s/tp, b, h].
         qkv: weight [groups · sum of widths, h], interleaved by group.
         widths: columns of query, key and value in one group.
+        rotation: of query and key; None rotates nothing.
 
     Returns:
-        Query, key and value, BF16 [s, b, groups, width] each, and x for the residual branch. The branch's gradient is
-        added inside the norm's backward.
+        Query and key (rotated) and value, BF16 [s, b, groups, width] each, and x for the residual branch. The branch's
+        gradient is added inside the norm's backward.
     """
     return _FP8NormQKV.apply(
-        x, norm.weight, norm.bias, qkv.weight, qkv.bias, norm, qkv, widths, torch.is_grad_enabled()
+        x, norm.weight, norm.bias, qkv.weight, qkv.bias, norm, qkv, widths, rotation, torch.is_grad_enabled()
     )
 
 
@@ -51,12 +59,15 @@ class _FP8NormQKV(torch.autograd.Function):
         norm: NormParams,
         qkv: LinearParams,
         widths: tuple[int, int, int],
+        rotation: Rotation | None,
         needs_backward: bool,
     ) -> tuple[Tensor, ...]:
         y, statistics = norm_fprop(x, norm, qkv)
+        if rotation is not None:
+            ops.rotate_qk_(y, rotation, heads_per_group=widths[0] // rotation.head_dim)
         if needs_backward:
             ctx.save_for_backward(x, *statistics)
-            ctx.norm, ctx.qkv = norm, qkv
+            ctx.norm, ctx.qkv, ctx.rotation = norm, qkv, rotation
         grouped = y.view(*qkv.parallelism.gathered_shape(x.shape[:-1]), -1, sum(widths))
         return *grouped.split(widths, dim=-1), x
 
@@ -66,9 +77,9 @@ class _FP8NormQKV(torch.autograd.Function):
         x, *statistics = ctx.saved_tensors
         *qkv_grads, residual_grad = grads
         norm, qkv = ctx.norm, ctx.qkv
-        source = QKVGradSource(qkv_grads, column_sums=qkv.bias is not None)
+        source = QKVGradSource(qkv_grads, column_sums=qkv.bias is not None, rotation=ctx.rotation)
         operand, grad_bias = qkv.quantizers.grad_output.quantize(source)
         grad_x, grad_norm_weight, grad_norm_bias, grad_weight = norm_linear_backward(
             LocalRows(operand), residual_grad, x, norm, NormStatistics(*statistics), qkv
         )
-        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, delivered(grad_bias, qkv.bias), *[None] * 4
+        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, delivered(grad_bias, qkv.bias), *[None] * 5

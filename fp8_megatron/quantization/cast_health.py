@@ -100,9 +100,7 @@ class CastProbe:
     def _measure_qkv(self, source: QKVGradSource, operand: Quantized) -> None:
         sequence = source.grads[0].shape[0]
         step = min(row_step(*operand.payload.shape), sequence)
-        rows = [grad[::step] for grad in source.grads]
-        joined = torch.cat(rows, dim=-1)
-        value = joined.view(joined.shape[0] * joined.shape[1], -1)
+        value = source.every(step).joined()
         columns = operand.payload.shape[1]
         payload = operand.payload.view(torch.uint8).view(sequence, -1, columns)[::step].reshape(-1, columns)
         scales = row_scales(operand, 1)

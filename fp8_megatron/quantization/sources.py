@@ -7,13 +7,14 @@ its result is then cast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels import ops
+from ..kernels.ops import Rotation
 from . import unfused
 from .operand import Format, Granularity, Quantized, quantize
 
@@ -125,27 +126,46 @@ class GradSource:
 
 @dataclass(frozen=True)
 class QKVGradSource:
-    """Gradients of query [s, b, groups, heads per group · d], key and value [s, b, groups, d], with any strides."""
+    """Gradients of query [s, b, groups, heads per group · d], key and value [s, b, groups, d], with any strides.
+
+    With a `rotation` they are those of the rotated query and key. The cast is of the gradient before the rotation.
+    """
 
     grads: list[Tensor]
     column_sums: bool = False
+    rotation: Rotation | None = None
 
     def amax(self) -> Tensor:
+        if self.rotation is not None:
+            return ops.rotated_qkv_grad_amax(self.grads, self.rotation)
         return torch.stack([ops.amax(grad) for grad in self.grads]).amax(dim=0)
+
+    def every(self, step: int) -> QKVGradSource:
+        """The source of every `step`-th sequence index; in FP32 if it rotates, as the cast reads it."""
+        rows = [grad[::step] for grad in self.grads]
+        if self.rotation is None:
+            return replace(self, grads=rows)
+        rotation = self.rotation._replace(cos_sin=self.rotation.cos_sin[::step].contiguous())
+        return replace(self, grads=[grad.float() for grad in rows], rotation=rotation)
+
+    def joined(self) -> Tensor:
+        """The gradient of the projection's output [T, N], in the dtype of the gradients."""
+        if self.rotation is not None:
+            return ops.unrotate_qkv_grad(self.grads, self.rotation)
+        joined = torch.cat(self.grads, dim=-1)
+        return joined.view(joined.shape[0] * joined.shape[1], -1)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastGrad:
         if not format.has_one_scale:
-            joined = torch.cat(self.grads, dim=-1)
-            whole = joined.view(joined.shape[0] * joined.shape[1], -1)
-            return GradSource(whole, column_sums=self.column_sums).quantize(format, None)
-        payload, payload_t, sums, taken = ops.quantize_qkv_grad(
-            self.grads,
-            format.dtype,
-            scale=scale,
-            power_of_two=format.power_of_two,
-            amax_out=amax_out,
-            column_sums=self.column_sums,
+            return GradSource(self.joined(), column_sums=self.column_sums).quantize(format, None)
+        settings: dict[str, Any] = dict(
+            scale=scale, power_of_two=format.power_of_two, amax_out=amax_out, column_sums=self.column_sums
         )
+        if self.rotation is None:
+            cast = ops.quantize_qkv_grad(self.grads, format.dtype, **settings)
+        else:
+            cast = ops.quantize_rotated_qkv_grad(self.grads, self.rotation, format.dtype, **settings)
+        payload, payload_t, sums, taken = cast
         operand = Quantized(payload, payload_t, taken if scale is None else scale, format)
         return CastGrad(operand, sums if self.column_sums else None)
 

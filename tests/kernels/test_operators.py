@@ -39,6 +39,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     one, scale, amax = torch.ones(1), torch.tensor([0.01]), torch.zeros(1)
     grads, z = torch.randn(2, T, K).bfloat16(), torch.randn(T, 2 * K).bfloat16()
     qkv = [torch.randn(8, 4, 2, width).bfloat16() for width in (32, 16, 16)]
+    rotations = ops.Rotation(torch.randn(8, 2, 4), 16, False), ops.Rotation(torch.randn(8, 2, 8), 16, True)
     labels, none = torch.randint(K, (T,)), torch.empty(0)
     state = ops.AdamState(_flat(E4M3, 128), _flat(torch.int8, 256), _flat(torch.uint8, 256), _flat(torch.float16, 256))
     state.master.payload.div_(4.0)  # below its scale: the step writes another scale, for any update
@@ -58,6 +59,13 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "quantize_grad_output": [(x, E5M2, None, True, None, True), (x, E5M2, scale, False, amax, False)],
         "quantize_qkv_grad": [(qkv, E5M2, None, False, None, True), (qkv, E5M2, scale, False, amax, False)],
         "transpose": [(_fp8(T, K),)],
+        "rotate_qk_": [(torch.randn(T, 128).bfloat16(), one_rotation, 2) for one_rotation in rotations],
+        "unrotate_qkv_grad": [(qkv, one_rotation) for one_rotation in rotations],
+        "rotated_qkv_grad_amax": [(qkv, one_rotation) for one_rotation in rotations],
+        "quantize_rotated_qkv_grad": [
+            (qkv, rotations[0], E5M2, None, False, None, True),
+            (qkv, rotations[1], E5M2, scale, False, amax, False),
+        ],
         "norm_amax": [(x, weight, None, 1e-5, True), (x, weight, weight, 1e-5, False)],
         "norm_quantize": [
             (x, weight, None, 1e-5, True, E4M3, None, False, None),

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.kernels import ops
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.mlp import fp8_norm_mlp
 from fp8_megatron.nn.normed import NormParams
 from fp8_megatron.nn.qkv import fp8_norm_qkv
+from fp8_megatron.nn.rope import cos_sin_table, rope_frequencies
 from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe, RecipeName
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -65,9 +67,21 @@ def quantizers(recipe: RecipeName = "tensorwise") -> LinearQuantizers:
 GROUPS, WIDTHS = 2, (96, 16, 16)
 
 
+def exactly_rotated(y: Tensor, rotation: ops.Rotation) -> Tensor:
+    """The projection's output [s, b, N] in float64 with query and key rotated, by the textbook's rotation matrix."""
+    cos_sin, width, _ = rotation
+    heads = y.view(SEQ, BATCH, GROUPS, -1, width)
+    cos, sin = cos_sin[:, None, None, None].double().expand(-1, BATCH, GROUPS, 1, -1, -1).unbind(-2)
+    first, second = heads[..., :-1, :].chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([turned, heads[..., -1:, :]], dim=3).view(y.shape)
+
+
 @RECIPES
 @pytest.mark.parametrize("has_bias", [True, False], ids=["layernorm_bias", "rmsnorm"])
-def test_norm_qkv(has_bias: bool, recipe: RecipeName) -> None:
+@pytest.mark.parametrize("rotates", [False, True], ids=["", "rope"])
+def test_norm_qkv(has_bias: bool, recipe: RecipeName, rotates: bool) -> None:
+    rotation = ops.Rotation(cos_sin_table(rope_frequencies(16, 100), SEQ), 16, False) if rotates else None
     x, x64 = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0) + 0.3)
     norm_weight, norm_weight64 = leaf(1 + normal(HIDDEN, seed=2, size=0.2))
     norm_bias, norm_bias64 = leaf(normal(HIDDEN, seed=3, size=0.2)) if has_bias else (None, None)
@@ -77,16 +91,19 @@ def test_norm_qkv(has_bias: bool, recipe: RecipeName) -> None:
         NormParams(norm_weight, norm_bias, 1e-5, not has_bias),
         LinearParams(weight, bias, quantizers(recipe)),
     )
-    *parts, residual = fp8_norm_qkv(x, norm, linear, WIDTHS)
+    *parts, residual = fp8_norm_qkv(x, norm, linear, WIDTHS, rotation)
     assert [part.shape for part in parts] == [(SEQ, BATCH, GROUPS, width) for width in WIDTHS]
     y = torch.cat(parts, dim=3).view(SEQ, BATCH, WIDE)
     product = exact_norm(x64, norm_weight64, norm_bias64) @ weight64.t()
     expected = product if bias64 is None else product + bias64
+    shift = torch.zeros_like(product) if bias64 is None else bias64.detach().expand_as(product)
+    if rotation is not None:
+        expected, product, shift = (exactly_rotated(value, rotation) for value in (expected, product, shift))
     g, r = (normal(*shape, seed=6, size=1e-3).bfloat16() for shape in (y.shape, x.shape))
     torch.autograd.backward([y, residual], [g, r])
     torch.autograd.backward([expected, x64], [g.double(), r.double()])
     assert torch.equal(residual, x)
-    assert snr_db(y.double() - (0 if bias64 is None else bias64.detach()), product.detach()) > 27.5
+    assert snr_db(y.double() - shift, product.detach()) > 27.5
     assert snr_db(x.grad.double() - r.double(), x64.grad - r.double()) > 23.0  # type: ignore[union-attr]
     assert snr_db(norm_weight.grad, norm_weight64.grad) > 23.0
     assert snr_db(weight.main_grad.grads[0], weight64.grad) > 23.5  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ def _load_rows(x, rows, columns, mask, batch, stride_s, stride_b):
 
 
 @triton.jit
-def _quantize_grad_tiles(
+def quantize_grad_tiles(
     x, payload, payload_t, scale, partials, amax_out, column_sums,
     T, batch, stride_s, stride_b, stride_g, width, group_width, first_column, columns_total, num_partials,
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
@@ -150,7 +150,7 @@ def _quantize_grads(
     column_sums: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = [_dense(grad) for grad in grads]
+    grads = [dense(grad) for grad in grads]
     seq, batch, groups, _ = grads[0].shape
     T, group_width = seq * batch, sum(grad.shape[3] for grad in grads)
     check_layouts(T, *(grad.shape[3] for grad in grads))
@@ -166,7 +166,7 @@ def _quantize_grads(
     first_column = 0
     for grad in grads:
         width = grad.shape[3]
-        _quantize_grad_tiles[(groups * cdiv(width, _TILE_K), blocks)](
+        quantize_grad_tiles[(groups * cdiv(width, _TILE_K), blocks)](
             grad, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums,
             T, batch, grad.stride(0), grad.stride(1), grad.stride(2), width, group_width, first_column, total,
             num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums,
@@ -189,7 +189,7 @@ def check_layouts(num_tokens: int, *widths: int) -> None:
             raise ValueError(f"an FP8 payload of {width} columns: the FP8 GEMM needs a multiple of 16")
 
 
-def _dense(grad: Tensor) -> Tensor:
+def dense(grad: Tensor) -> Tensor:
     """`grad` itself if its heads are contiguous and it fills its memory, in any order of dimensions; else a copy."""
     return grad if _is_dense(grad.shape, grad.stride()) else grad.contiguous()
 

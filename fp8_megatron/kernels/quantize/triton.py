@@ -242,6 +242,15 @@ _TRANSPOSE_BYTES = tl.constexpr("""{
 
 
 @triton.jit
+def transposed_words(q0, q1, q2, q3):
+    """Rows 4i, 4i+1, 4i+2, 4i+3 of a tile, each [R, K] of FP8, as int32 [K, R]: a word holds a column's four bytes."""
+    words = tl.inline_asm_elementwise(
+        _TRANSPOSE_BYTES, "=r,=r,=r,=r,r,r,r,r", [q0, q1, q2, q3], dtype=tl.int32, is_pure=True, pack=4
+    )
+    return tl.trans(words)
+
+
+@triton.jit
 def store_transposed(
     q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr = False
 ):
@@ -249,16 +258,14 @@ def store_transposed(
 
     `EVEN`: the tile lies inside.
     """
-    words = tl.inline_asm_elementwise(
-        _TRANSPOSE_BYTES, "=r,=r,=r,=r,r,r,r,r", [q0, q1, q2, q3], dtype=tl.int32, is_pure=True, pack=4
-    )
+    words = transposed_words(q0, q1, q2, q3)
     rows = tl.arange(0, TILE_K)[:, None]
     columns = tl.arange(0, TILE_M // 4)[None, :]
     corner = payload_t.to(tl.pointer_type(tl.int32)) + tl.cast(k0, tl.int64) * (M // 4) + m0 // 4
     mask = None
     if not EVEN:
         mask = (k0 + rows < K) & (m0 // 4 + columns < M // 4)
-    tl.store(corner + rows * (M // 4) + columns, tl.trans(words), mask=mask)
+    tl.store(corner + rows * (M // 4) + columns, words, mask=mask)
 
 
 @triton.jit

@@ -1,0 +1,192 @@
+"""RoPE's specification against complex numbers in float64 and against megatron-core; the Triton kernels against it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from torch import Tensor
+
+from fp8_megatron.formats import E5M2
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.ops import Rotation
+from fp8_megatron.kernels.rope import reference as rope
+from fp8_megatron.nn.rope import cos_sin_table, rope_frequencies
+
+#: s, b, groups, query heads of a group, columns of a head, rotated columns.
+SHAPES = [
+    (8, 2, 2, 2, 16, 16),
+    (12, 3, 1, 4, 32, 8),
+    (36, 3, 2, 1, 128, 128),
+    (64, 4, 8, 4, 128, 128),
+    (20, 1, 3, 2, 80, 80),
+    (20, 2, 3, 5, 96, 24),
+    (40, 2, 2, 2, 256, 256),
+]
+INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8 tensor cores")
+
+
+def normal(*shape: int, seed: int, size: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+
+
+def rotation_of(shape: tuple[int, ...], interleaved: bool) -> Rotation:
+    """Angles at positions 1000 and later, so that every pair turns."""
+    sequence, head_dim, rotary_dim = shape[0], shape[4], shape[5]
+    table = cos_sin_table(rope_frequencies(rotary_dim, 10000), 1000 + sequence)[1000:]
+    return Rotation(table.contiguous(), head_dim, interleaved)
+
+
+def gradients(shape: tuple[int, ...], *, by_head: bool = False) -> list[Tensor]:
+    """BF16 gradients of query, key and value; `by_head`: in memory [b, heads, s, d], as attention writes them."""
+    seq, batch, groups, heads, head_dim, _ = shape
+    grads = [
+        normal(seq, batch, groups, width * head_dim, seed=seed, size=1e-3) for seed, width in enumerate((heads, 1, 1))
+    ]
+    if by_head:
+        grads = [grad.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) for grad in grads]
+    return grads
+
+
+def exact(x: Tensor, rotation: Rotation, *, inverse: bool = False) -> Tensor:
+    """Query or key [s, b, groups, heads · d] in float64, each pair multiplied by exp(i · angle)."""
+    cos_sin, head_dim, interleaved = rotation
+    half = cos_sin.shape[2]
+    heads = x.double().reshape(*x.shape[:2], -1, head_dim)
+    turned = heads[..., : 2 * half]
+    pairs = turned.unflatten(-1, (half, 2)) if interleaved else turned.unflatten(-1, (2, half)).transpose(-1, -2)
+    angle = torch.complex(cos_sin[:, 0].double(), cos_sin[:, 1].double())[:, None, None]
+    product = torch.view_as_complex(pairs.contiguous()) * (angle.conj() if inverse else angle)
+    pairs = torch.view_as_real(product)
+    turned = pairs.flatten(-2) if interleaved else pairs.transpose(-1, -2).flatten(-2)
+    return torch.cat([turned, heads[..., 2 * half :]], dim=-1).view(x.shape)
+
+
+@INTERLEAVED
+@shapes
+def test_rotates_in_place_by_the_angles(shape: tuple[int, ...], interleaved: bool) -> None:
+    """One rounding to BF16 is at most 2⁻⁸ of the value; two products and a sum in FP32 add 3 · 2⁻²⁴ of the pair."""
+    seq, batch, groups, heads, head_dim, rotary_dim = shape
+    rotation = rotation_of(shape, interleaved)
+    y = normal(seq * batch, groups * (heads + 2) * head_dim, seed=1)
+    before = y.clone().view(seq, batch, groups, heads + 2, head_dim)
+    ops.rotate_qk_(y, rotation, heads_per_group=heads)
+    after = y.view(seq, batch, groups, heads + 2, head_dim)
+    assert torch.equal(after[..., -1, :], before[..., -1, :])  # value
+    assert torch.equal(after[..., rotary_dim:], before[..., rotary_dim:])
+    query_key = before[..., :-1, :].flatten(3)
+    expected = exact(query_key, rotation).view(*after.shape[:3], -1, head_dim)
+    error = (after[..., :-1, :].double() - expected).abs()
+    assert (error <= 2.0**-8 * expected.abs() + 3 * 2.0**-24 * query_key.abs().max()).all()
+    assert (after[..., :-1, :rotary_dim] != before[..., :-1, :rotary_dim]).float().mean() > 0.5
+
+
+@INTERLEAVED
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+def test_is_megatrons_rotation(rotary_dim: int, interleaved: bool) -> None:
+    """Of FP32 values, megatron-core's differs by roundings of its products alone."""
+    x = normal(24, 2, 3, 16, seed=1, dtype=torch.float32)
+    frequencies = rope_frequencies(rotary_dim, 10000)
+    angles = torch.outer(torch.arange(24, dtype=torch.float64), frequencies)
+    wide = angles.repeat_interleave(2, dim=1) if interleaved else torch.cat([angles, angles], dim=1)
+    expected = _apply_rotary_pos_emb_bshd(x, wide[:, None, None].float(), rotary_interleaved=interleaved)
+    measured = rope.rotated(x, Rotation(cos_sin_table(frequencies, 24), 16, interleaved))
+    torch.testing.assert_close(measured, expected, rtol=0, atol=1e-5)  # an angle of 23 in FP32 is off by 2⁻²⁰
+
+
+@INTERLEAVED
+@shapes
+def test_the_gradient_is_rotated_back(shape: tuple[int, ...], interleaved: bool) -> None:
+    rotation, grads = rotation_of(shape, interleaved), gradients(shape)
+    joined = ops.unrotate_qkv_grad(grads, rotation)
+    parts = [exact(grads[0], rotation, inverse=True), exact(grads[1], rotation, inverse=True), grads[2].double()]
+    expected = torch.cat(parts, dim=3).flatten(0, 1).flatten(1)
+    error = (joined.double() - expected).abs()
+    assert (error <= 2.0**-8 * expected.abs() + 3 * 2.0**-24 * max(grad.abs().max() for grad in grads)).all()
+
+    amax = ops.rotated_qkv_grad_amax(grads, rotation)
+    assert amax.item() == pytest.approx(expected.abs().max().item(), rel=1e-6)
+    record, scale = torch.zeros(3), torch.full((1,), 2.0**-22)
+    payload, payload_t, sums, _ = ops.quantize_rotated_qkv_grad(
+        grads, rotation, E5M2, scale=scale, column_sums=True, amax_out=record
+    )
+    assert record[0] == amax and record[2] == payload.numel()
+    assert torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
+    # E5M2 has two bits of mantissa, and its smallest subnormal number is 2⁻¹⁶.
+    error = (payload.double() * 2.0**-22 - expected).abs()
+    assert (error <= 2.0**-3 * (1 + 1e-6) * expected.abs() + 2.0**-39).all()
+    torch.testing.assert_close(sums.double(), expected.sum(dim=0), rtol=1e-5, atol=1e-6)
+
+
+def bits(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.cpu().contiguous().view(torch.uint8) for tensor in tensors]
+
+
+def assert_same_bits(measured: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for one, other in zip(bits(*measured), bits(*expected), strict=True):
+        assert torch.equal(one, other)
+
+
+def on_gpu(rotation: Rotation) -> Rotation:
+    return rotation._replace(cos_sin=rotation.cos_sin.cuda())
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@INTERLEAVED
+@shapes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_kernels_rotate_bit_for_bit(shape: tuple[int, ...], interleaved: bool, dtype: torch.dtype) -> None:
+    seq, batch, groups, heads, head_dim, _ = shape
+    rotation = rotation_of(shape, interleaved)
+    y = normal(seq * batch, groups * (heads + 2) * head_dim, seed=1, dtype=dtype)
+    measured = y.cuda()
+    ops.rotate_qk_(measured, on_gpu(rotation), heads_per_group=heads)
+    ops.rotate_qk_(y, rotation, heads_per_group=heads)
+    assert_same_bits((measured,), (y,))
+    for by_head in (False, True):
+        grads = [grad.to(dtype) for grad in gradients(shape, by_head=by_head)]
+        back = ops.unrotate_qkv_grad([grad.cuda() for grad in grads], on_gpu(rotation))
+        assert_same_bits((back,), (ops.unrotate_qkv_grad(grads, rotation),))
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@INTERLEAVED
+@shapes
+@pytest.mark.parametrize("by_head", [False, True], ids=["by_token", "by_head"])
+@pytest.mark.parametrize("value", [None, math.inf, math.nan], ids=str)
+def test_kernels_cast_bit_for_bit(
+    shape: tuple[int, ...], interleaved: bool, by_head: bool, value: float | None
+) -> None:
+    """With a given scale and the values' own. An inf or a NaN beside columns that are not rotated stays by itself."""
+    rotation, grads = rotation_of(shape, interleaved), gradients(shape, by_head=by_head)
+    if value is not None:
+        grads[0][3, 0, 0, 1] = value
+        grads[1][5, 0, 0, shape[4] - 1] = value
+    moved = [grad.cuda() for grad in grads]
+    # 10⁻⁹: some elements clamp, so that their count is tested, too.
+    for scale in (None, torch.full((1,), 1e-7), torch.full((1,), 1e-9)):
+        expected_record = None if scale is None else torch.zeros(3)
+        record = None if scale is None else torch.zeros(3, device="cuda")
+        expected = ops.quantize_rotated_qkv_grad(
+            grads, rotation, E5M2, scale=scale, column_sums=True, amax_out=expected_record
+        )
+        given = None if scale is None else scale.cuda()
+        measured = ops.quantize_rotated_qkv_grad(
+            moved, on_gpu(rotation), E5M2, scale=given, column_sums=True, amax_out=record
+        )
+        if value is None:
+            assert_same_bits((*measured[:2], measured[3]), (*expected[:2], expected[3]))
+            torch.testing.assert_close(measured[2].cpu(), expected[2], rtol=1e-4, atol=1e-6)
+        else:  # NaNs have many bits
+            for one, other in zip((*measured[:2], measured[3]), (*expected[:2], expected[3]), strict=True):
+                torch.testing.assert_close(one.cpu().float(), other.float(), rtol=0, atol=0, equal_nan=True)
+        if record is not None and expected_record is not None:
+            torch.testing.assert_close(record.cpu(), expected_record, rtol=0, atol=0, equal_nan=True)
+    amax = ops.rotated_qkv_grad_amax(moved, on_gpu(rotation)).cpu()
+    torch.testing.assert_close(amax, ops.rotated_qkv_grad_amax(grads, rotation), rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,63 @@
+"""The angles of RoPE, and query and key of a 16-bit layer, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+
+from fp8_megatron.kernels.ops import Rotation
+from fp8_megatron.nn.rope import cos_sin_table, rope_frequencies, split_rotated
+
+SEQ, BATCH, GROUPS, WIDTHS = 24, 3, 2, (32, 16, 16)
+
+
+@pytest.mark.parametrize(("rotary_dim", "base"), [(128, 10000), (64, 500_000), (24, 10000)])
+def test_the_table_holds_megatrons_angles(rotary_dim: int, base: int) -> None:
+    """megatron-core computes them in FP32: an angle of up to 4096 rounds by 2⁻¹², and a frequency by 2⁻²⁴ of that."""
+    theirs = RotaryEmbedding(rotary_dim, 1.0, rotary_base=base, use_cpu_initialization=True)
+    frequencies = rope_frequencies(rotary_dim, base)
+    torch.testing.assert_close(frequencies.float(), theirs.inv_freq, rtol=3e-7, atol=0)
+    cos, sin = theirs.get_cos_sin(4096)
+    table = cos_sin_table(frequencies, 4096)
+    assert table.shape == (4096, 2, rotary_dim // 2) and table.is_contiguous()
+    torch.testing.assert_close(table[:, 0], cos, rtol=0, atol=1e-3)
+    torch.testing.assert_close(table[:, 1], sin, rtol=0, atol=1e-3)
+    torch.testing.assert_close(table[:4, 1], sin[:4], rtol=0, atol=2e-6)
+
+
+def exact(y: Tensor, rotation: Rotation) -> list[Tensor]:
+    """Query, key and value of y [s, b, N] in float64; complex numbers turn the pairs."""
+    angle = torch.complex(rotation.cos_sin[:, 0].double(), rotation.cos_sin[:, 1].double())[:, None, None, None]
+    heads = y.view(SEQ, BATCH, GROUPS, -1, rotation.head_dim)
+
+    def turned(part: Tensor) -> Tensor:
+        if rotation.interleaved:
+            pairs = torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * angle).flatten(-2).flatten(3)
+        pairs = torch.complex(*part.chunk(2, dim=-1)) * angle
+        return torch.cat([pairs.real, pairs.imag], dim=-1).flatten(3)
+
+    return [turned(heads[..., :-2, :]), turned(heads[..., -2:-1, :]), heads[..., -1, :]]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_split_rotated(interleaved: bool) -> None:
+    """Values and gradients round to BF16 once: at most 2⁻⁸ of each."""
+    generator = torch.Generator().manual_seed(1)
+    rotation = Rotation(cos_sin_table(rope_frequencies(16, 100), SEQ), 16, interleaved)
+    x = torch.randn(SEQ, BATCH, GROUPS * sum(WIDTHS), generator=generator).bfloat16().requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    y = 1 * x  # fresh memory, as a GEMM's output
+    parts = split_rotated(y, rotation, WIDTHS)
+    expected = exact(x64, rotation)
+    grads = [torch.randn(part.shape, generator=generator).bfloat16() for part in parts]
+    torch.autograd.backward(parts, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    assert x.grad is not None and x64.grad is not None
+    for part, whole in [*zip(parts, expected, strict=True), (x.grad, x64.grad)]:
+        assert part.shape == whole.shape
+        torch.testing.assert_close(part.double(), whole, rtol=2.0**-8, atol=1e-6)
+    memory = {part.untyped_storage().data_ptr() for part in parts}
+    assert memory == {y.untyped_storage().data_ptr()}
