@@ -125,6 +125,39 @@ def _qkv(name: str, grads: list[Tensor], scale: dict[str, Any], num_bytes: float
     return Case(name, lambda _: ops.quantize_qkv_grad(grads, E5M2, column_sums=column_sums, **scale), num_bytes)
 
 
+def rotations(device: torch.device, tokens: int, hidden: int, *, head_dim: int = 128) -> Iterator[Case]:
+    """RoPE of the QKV projection's output in place, and back in the cast of its gradients, at b = 4."""
+    batch, heads = 4, hidden // head_dim
+    seq, n, at = tokens // batch, tokens * hidden, f"3 × {tokens}×{hidden}"
+    angles = torch.rand(seq, 2, head_dim // 2, device=device)
+    by_head = [torch.randn(batch, heads, seq, head_dim, device=device).bfloat16().permute(2, 0, 1, 3) for _ in range(3)]
+    y = _rotating(device, tokens, 3 * hidden)
+    for interleaved in (False, True):
+        rotation = ops.Rotation(angles, head_dim, interleaved)
+        yield _rotation(f"RoPE{', interleaved' if interleaved else ''} {at}", y, rotation, 2 * n * 4 + angles.nbytes)
+    rotation = ops.Rotation(angles, head_dim, False)
+    yield Case(
+        f"QKV gradients [b, h, s, d] rotated back → BF16 {at}",
+        lambda _: ops.unrotate_qkv_grad(by_head, rotation),
+        3 * n * 4 + angles.nbytes,
+    )
+    for name, passes, scale in _Scaling(device):
+        title = f"QKV gradients [b, h, s, d] rotated back → E5M2, {name} {at}"
+        yield _rotated_qkv(title, by_head, rotation, scale, (2 * passes + 2) * 3 * n + angles.nbytes)
+
+
+def _rotation(name: str, y: Rotating, rotation: ops.Rotation, num_bytes: float) -> Case:
+    return Case(name, lambda i: ops.rotate_qk_(y(i), rotation, heads_per_group=1), num_bytes)
+
+
+def _rotated_qkv(
+    name: str, grads: list[Tensor], rotation: ops.Rotation, scale: dict[str, Any], num_bytes: float
+) -> Case:
+    return Case(
+        name, lambda _: ops.quantize_rotated_qkv_grad(grads, rotation, E5M2, column_sums=False, **scale), num_bytes
+    )
+
+
 def activations(device: torch.device, tokens: int, width: int, kind: str) -> Iterator[Case]:
     """An activation with an output of [tokens, width]: to FP8; backward in both layouts, the activation again."""
     columns, at = activation.INPUTS[kind], f"{tokens}×{width}"

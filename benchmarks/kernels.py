@@ -57,6 +57,7 @@ def cases(section: str, device: torch.device, log2_elements: int) -> Iterator[Ca
         case "gradients":
             yield from fused_cases.gradients(device, TOKENS, HIDDEN)
             yield from fused_cases.qkv_gradients(device, TOKENS, HIDDEN)
+            yield from fused_cases.rotations(device, TOKENS, HIDDEN)
         case "activations":
             yield from fused_cases.activations(device, TOKENS, FFN, "gelu")
             yield from fused_cases.activations(device, TOKENS, LLAMA_FFN, "swiglu")

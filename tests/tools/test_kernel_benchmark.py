@@ -72,6 +72,7 @@ def all_cases(benchmark: Any) -> Iterator[Any]:
     yield from fused.norms(CPU, 512, 512)
     yield from fused.gradients(CPU, 512, 512)
     yield from fused.qkv_gradients(CPU, 512, 128, head_dim=32)
+    yield from fused.rotations(CPU, 512, 128, head_dim=32)
     yield from fused.activations(CPU, 512, 512, "gelu")
     yield from fused.activations(CPU, 512, 256, "swiglu")
     yield from fused.cross_entropy(CPU, 64, 2048)
