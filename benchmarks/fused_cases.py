@@ -143,7 +143,7 @@ def rotations(device: torch.device, tokens: int, hidden: int, *, head_dim: int =
     )
     for name, passes, scale in _Scaling(device):
         title = f"QKV gradients [b, h, s, d] rotated back → E5M2, {name} {at}"
-        yield _rotated_qkv(title, by_head, rotation, scale, (2 * passes + 2) * 3 * n + angles.nbytes)
+        yield _rotated_qkv(title, by_head, rotation, scale, (2 * passes + 2) * 3 * n + passes * angles.nbytes)
 
 
 def _rotation(name: str, y: Rotating, rotation: ops.Rotation, num_bytes: float) -> Case:
