@@ -55,7 +55,7 @@ class GPT(MegatronGPT):
             self.output_layer, self.decoder.final_layernorm, recipe, self.unpadded_vocab_size
         )
 
-    def userotary_table(self, table: RotaryTable) -> None:
+    def use_rotary_table(self, table: RotaryTable) -> None:
         """Give the layers this table's angles in the place of megatron-core's rotary embedding."""
         self.rotary_pos_emb = table
 
@@ -270,7 +270,7 @@ def _build_chunk(
     )
     module.unpadded_vocab_size = unpadded_vocab_size
     if isinstance(module, GPT) and table is not None:
-        module.userotary_table(table)
+        module.use_rotary_table(table)
     if config.precision.fp8_lm_head and module.post_process:
         module.use_fp8_head(recipe)
     _tag_vocab_parallel(module)
