@@ -55,8 +55,8 @@ def check(config: Config, recipe: str) -> None:
     """
     if FP8_RECIPES[recipe] is not None:
         require("transformer_engine", "transformer_engine[pytorch]")
-    if config.parallel.num_layers_per_virtual_pipeline_stage is not None:
-        raise ConfigError("this peer has no virtual pipeline stages; leave --num-layers-per-virtual-pipeline-stage out")
+    if config.pipeline_layout.is_interleaved or not config.pipeline_layout.is_even:
+        raise ConfigError(f"this peer has even pipeline stages without virtual ones, not {config.pipeline_layout.text}")
 
 
 def train(work: Work, output: Path | None) -> None:

@@ -27,7 +27,6 @@ from .run_state import (
     below,
     set_autoscales,
     set_rng_states,
-    topology_of,
 )
 from .same_model import unread_tensor
 from .saved_run import Elements, SavedRun, differing_setting
@@ -154,9 +153,7 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
     optimizer.step_count.copy_(tensors["step_count"])
     if optimizer.loss_scale is not None and "loss_scale/scale" in tensors:
         optimizer.loss_scale.load_state_dict(below("loss_scale/", tensors))
-    own = topology_of(state.topology)
-    pipeline = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
-    if all(saved.topology[name] == own[name] for name in pipeline):
+    if saved.has_stages_of(state):
         # Tensor-parallel ranks share their amaxes.
         at_stage = saved.stage_tensors(state.topology.pp.rank(), "")
         for index, history in enumerate(state.histories):

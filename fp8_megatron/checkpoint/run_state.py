@@ -242,14 +242,24 @@ def _kinds(config: Config) -> tuple[str, ...]:
     return tuple(PREFIXES) if config.checkpoint.save_optim else ("master",)
 
 
-def topology_of(topology: Topology) -> dict[str, int | None]:
-    """Sizes of a layout by Megatron's names."""
-    return {
+#: What a description says of the layers of a stage. The last stands there if chunks have different numbers of layers.
+STAGES = (
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+)
+
+
+def topology_of(topology: Topology) -> dict[str, int | str | None]:
+    """Sizes of a layout by Megatron's names; the layers of every stage if chunks have different numbers of them."""
+    layout = topology.layout
+    sizes: dict[str, int | str | None] = {
         "tensor_model_parallel_size": topology.tp.size(),
         "pipeline_model_parallel_size": topology.pp.size(),
         "virtual_pipeline_model_parallel_size": topology.virtual_pipeline_size,
         "data_parallel_size": topology.dp.size(),
     }
+    return sizes if layout.is_even else sizes | {STAGES[-1]: layout.text}
 
 
 def rank_tensors_of(state: Resumable) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from .encoding import Encoded
 from .files import CONFIG, META, CheckpointError, rank_file
 from .manifest import read_manifest
 from .placement import Placement
-from .run_state import FORMAT_VERSIONS, PREFIXES, Resumable, below, topology_of
+from .run_state import FORMAT_VERSIONS, PREFIXES, STAGES, Resumable, below, topology_of
 from .same_model import first_difference, model_settings
 from .torch_dist import PlannedRead, TorchDistReader, Wanted
 
@@ -123,7 +123,7 @@ class SavedRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.description = read_description(folder)
-        self.topology: dict[str, int | None] = self.description["topology"]
+        self.topology: dict[str, Any] = self.description["topology"]
         self._files = {record.name for record in read_manifest(folder)}
         self.reader = TorchDistReader(folder, self._files)
         self._rank_tensors: dict[str, dict[str, Tensor]] = {}
@@ -134,9 +134,16 @@ class SavedRun:
         return ", ".join(f"{name}={value}" for name, value in self.topology.items() if value is not None)
 
     def has_model_layout_of(self, state: Resumable) -> bool:
-        """Whether tensor, pipeline and virtual sizes are those of this run."""
+        """Whether this run cuts the model into the same parts."""
         own = topology_of(state.topology)
-        return all(self.topology[name] == own[name] for name in own if name != "data_parallel_size")
+        return own["tensor_model_parallel_size"] == self.topology["tensor_model_parallel_size"] and self.has_stages_of(
+            state
+        )
+
+    def has_stages_of(self, state: Resumable) -> bool:
+        """Whether this run has the same layers on every stage."""
+        own = topology_of(state.topology)
+        return all(self.topology.get(name) == own.get(name) for name in STAGES)
 
     def mismatch(self, placement: Placement, vocab_size: int | None) -> str | None:
         """Why a parameter cannot be read from this checkpoint. A vocabulary may be padded differently."""

@@ -300,9 +300,12 @@ def with_flags(config: Config, options: Options) -> Config:
     config = replace(config, checkpoint=CheckpointConfig(), logging=replace(config.logging, output_dir=None))
     if options.tensor_model_parallel_size == 1:
         config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
+    stages = options.pipeline_model_parallel_size
+    if stages not in (None, config.parallel.pipeline_model_parallel_size):
+        config = replace(config, parallel=config.parallel.with_stages(stages))
     names = {
         "precision": ("precision", "opt_level"),
-        "parallel": ("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        "parallel": ("tensor_model_parallel_size",),
         "model": ("seq_length",),
     }
     for section, fields in names.items():

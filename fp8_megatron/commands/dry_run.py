@@ -44,9 +44,12 @@ def dry_run_report(config: Config, world_size: int) -> str:
         notes[0] += " (GPT-2's; the tokenizer is not read)"
     batch = config.global_batch_size(world_size)
     replicas = config.data_parallel_size(world_size)
-    wire = predict_wire_bytes(config, padded, world_size=world_size)
+    wires = [predict_wire_bytes(config, padded, world_size=world_size, stage=stage) for stage in range(pp)]
+    wire = max(wires, key=lambda one: one.total)
+    layout = config.pipeline_layout
     notes += [
         f"ranks: {world_size} = tensor {tp} × pipeline {pp} × data {replicas}",
+        *([f"stages: {layout.text} (E embedding, t layer, L loss)"] if pp > 1 else []),
         f"step: {batch:,} sequences, {batch * model.seq_length:,} tokens, {config.num_micro_batches(world_size)} "
         f"micro-batches of {config.training.micro_batch_size} per rank",
         f"wire: in each step a rank sends its data-parallel peers {_gigabytes(wire.gradients)} GB of gradients and "

@@ -13,6 +13,7 @@ from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtyp
 from .attention_checks import attention_problems
 from .ignored import ignored_settings
 from .limits import limit_problems
+from .pipeline_checks import interleaving_problem, layout_problem, recompute_problem
 from .precision_checks import precision_problems
 from .run_checks import profile_problems, run_problems
 from .schedule_checks import batch_problem, schedule_problems
@@ -52,7 +53,7 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
 
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     """Check ranks, pipeline stages and the batch."""
-    parallel, training, num_layers = config.parallel, config.training, config.model.num_layers
+    parallel, training = config.parallel, config.training
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if parallel.sequence_parallel and tp == 1:
         yield (
@@ -71,11 +72,9 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"{config.precision.precision} and sequence_parallel {parallel.sequence_parallel}; pass "
             f"--sequence-parallel with --precision fp8, or --tp-transport auto"
         )
-    if num_layers % pp:
-        yield (
-            f"num_layers({num_layers}) % pipeline_model_parallel_size({pp}) = {num_layers % pp}; "
-            f"choose a number of stages that divides the layers"
-        )
+    uneven = layout_problem(config)
+    if uneven is not None:
+        yield uneven
     if world_size % (tp * pp):
         yield (
             f"tensor_model_parallel_size({tp}) × pipeline_model_parallel_size({pp}) = {tp * pp} does not divide "
@@ -99,8 +98,9 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         yield problem
         return
     num_micro_batches = config.num_micro_batches(world_size)
-    for batch in batches.batches_from(0):
-        yield from _check_virtual_stages(config, batch // (training.micro_batch_size * data_parallel_size))
+    if uneven is None:
+        numbers = [batch // (training.micro_batch_size * data_parallel_size) for batch in batches.batches_from(0)]
+        yield from filter(None, dict.fromkeys(interleaving_problem(config, number) for number in numbers))
     yield from _check_reduction(config)
     yield from _check_weight_grad_scaling(config)
     yield from _check_transpose_cache(config, num_micro_batches)
@@ -214,28 +214,6 @@ def _check_transpose_cache(config: Config, num_micro_batches: int) -> Iterator[s
         yield f"{name} is for FP8's weights, precision is {config.precision.precision}; drop it or choose fp8"
     elif num_micro_batches == 1:
         yield f"{name} saves work from one micro-batch of a step to the next, but there is one; drop it"
-
-
-def _check_virtual_stages(config: Config, num_micro_batches: int) -> Iterator[str]:
-    per_virtual_stage = config.parallel.num_layers_per_virtual_pipeline_stage
-    num_layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if per_virtual_stage is None or num_layers % pp:
-        return
-    name = f"num_layers_per_virtual_pipeline_stage({per_virtual_stage})"
-    per_stage = num_layers // pp
-    if pp == 1:
-        yield f"{name} needs pipeline stages, but pipeline_model_parallel_size(1) has one; raise it or drop the former"
-        return
-    if per_stage % per_virtual_stage or per_stage == per_virtual_stage:
-        yield (
-            f"{name} does not cut num_layers({num_layers}) / pipeline_model_parallel_size({pp}) = {per_stage} layers "
-            f"of a stage into two or more equal parts; choose a smaller divisor of {per_stage}"
-        )
-    if num_micro_batches % pp:
-        yield (
-            f"the interleaved schedule ({name}) takes micro-batches in groups of pipeline_model_parallel_size({pp}), "
-            f"but there are {num_micro_batches} per step; choose a global_batch_size that gives a multiple of {pp}"
-        )
 
 
 def _check_heads(config: Config) -> Iterator[str]:
@@ -357,16 +335,9 @@ def _check_recompute(config: Config) -> Iterator[str]:
         ]
         if missing:
             yield f"recompute_granularity(full) needs {' and '.join(missing)}; for every layer: uniform and 1"
-        per_virtual_stage = config.parallel.num_layers_per_virtual_pipeline_stage
-        layers = per_virtual_stage or config.model.num_layers // config.parallel.pipeline_model_parallel_size
-        stage = "pipeline stage" if per_virtual_stage is None else "virtual pipeline stage"
-        if count is not None and method == "uniform" and layers % count:
-            yield (
-                f"recompute_method(uniform) with recompute_num_layers({count}) does not cut the {layers} layers of a "
-                f"{stage} into equal parts; choose a divisor of {layers}, or recompute_method block"
-            )
-        elif count is not None and count > layers:
-            yield f"recompute_num_layers({count}) > {layers} layers of a {stage}; choose at most {layers}"
+        problem = recompute_problem(config)
+        if problem is not None:
+            yield problem
     elif method is not None or count is not None:
         yield (
             f"recompute_method({method}) and recompute_num_layers({count}) belong to recompute_granularity(full), "

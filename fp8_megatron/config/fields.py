@@ -29,8 +29,10 @@ Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 CountOrZero = Annotated[int, Ge(0), Le(MAX_COUNT)]
 #: A dimension of the model. The largest published ones are vocabularies and contexts of some millions.
 Size = Annotated[int, Ge(1), Le(2**24)]
-Layers = Annotated[int, Ge(1), Le(100_000)]
-LayersOrZero = Annotated[int, Ge(0), Le(100_000)]
+#: The most layers of a model.
+MAX_LAYERS = 100_000
+Layers = Annotated[int, Ge(1), Le(MAX_LAYERS)]
+LayersOrZero = Annotated[int, Ge(0), Le(MAX_LAYERS)]
 #: The largest number of ranks of a job.
 MAX_RANKS = 1_000_000
 #: Ranks that share something.

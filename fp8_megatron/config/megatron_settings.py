@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from .limits import limit_problems
 from .precision import PrecisionConfig
 from .schema import Config
 
@@ -42,7 +43,7 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         parallel = dataclasses.replace(parallel, sequence_parallel=False)
         notes.append("sequence_parallel is off: tensor_model_parallel_size is 1, and there is nothing to shard")
-    layers = max(config.model.num_layers // max(parallel.pipeline_model_parallel_size, 1), 1)
+    layers = _layers_of_a_stage(config)
     if precision.keep_fp8_transpose_cache > layers:
         precision = dataclasses.replace(precision, keep_fp8_transpose_cache=layers)
     training = config.training
@@ -54,6 +55,16 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
         training = dataclasses.replace(training, global_batch_size=None)
     data = dataclasses.replace(config.data, split=three_weights(config.data.split))
     return dataclasses.replace(config, parallel=parallel, precision=precision, training=training, data=data), notes
+
+
+def _layers_of_a_stage(config: Config) -> int:
+    """Layers of the largest stage. If `checks` will refuse the layers or the stages, about as many."""
+    try:
+        if next(limit_problems(config), None) is None:
+            return max(len(config.layers_of_stage(stage)) for stage in range(config.pipeline_layout.num_stages))
+    except ValueError:
+        pass
+    return max(config.model.num_layers // max(config.parallel.pipeline_model_parallel_size, 1), 1)
 
 
 def three_weights(split: str) -> str:

@@ -8,7 +8,7 @@ that cannot work before any device is touched. Functions take only the section t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from ..storage import GradReduceMode
@@ -37,6 +37,7 @@ from .fields import (
     Words,
 )
 from .model import ModelConfig
+from .pipeline_layout import PIPELINE_SETTINGS, PipelineLayout, pipeline_layout
 from .precision import PrecisionConfig
 from .words import shortened, whole_number
 
@@ -67,6 +68,21 @@ class ParallelConfig:
     """Stages that share the layers."""
     num_layers_per_virtual_pipeline_stage: OptionalLayers = None
     """Layers in one virtual stage. Turns on the interleaved schedule."""
+    num_virtual_stages_per_pipeline_rank: OptionalLayers = None
+    """Virtual stages of one rank, instead of the layers in one. Two or more turn on the interleaved schedule."""
+    microbatch_group_size_per_virtual_pipeline_stage: OptionalCount = None
+    """Micro-batches that a virtual stage takes in a row in the interleaved schedule. Default: the number of stages."""
+    decoder_first_pipeline_num_layers: OptionalLayers = None
+    """Layers of the first stage. The other stages share the rest evenly."""
+    decoder_last_pipeline_num_layers: OptionalLayers = None
+    """Layers of the last stage. The other stages share the rest evenly."""
+    account_for_embedding_in_pipeline_split: Switch = False
+    """Count the embedding as a layer of the first stage, which then has one layer less."""
+    account_for_loss_in_pipeline_split: Switch = False
+    """Count the output layer and the loss as a layer of the last stage, which then has one layer less."""
+    pipeline_model_parallel_layout: Text = None
+    """Every stage in Megatron's language, instead of the flags above: E embedding, t layer, L loss, | next stage, *
+    repetition (Ettt|(tttt|)*2,tttL). More stages than --pipeline-model-parallel-size are virtual stages."""
     sequence_parallel: Switch = False
     """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
     overlap_grad_reduce: Switch = True
@@ -94,11 +110,19 @@ class ParallelConfig:
     distributed_timeout_minutes: Minutes = 10.0
     """Time limit of a collective. The job ends if one takes longer."""
 
-    def virtual_pipeline_model_parallel_size(self, num_layers: int) -> int | None:
-        """Virtual stages per rank, or None for the plain 1F1B schedule."""
-        if self.num_layers_per_virtual_pipeline_stage is None:
-            return None
-        return num_layers // self.pipeline_model_parallel_size // self.num_layers_per_virtual_pipeline_stage
+    def pipeline_layout(self, num_layers: int) -> PipelineLayout:
+        """The layers of every stage of a model of `num_layers`.
+
+        Raises:
+            ValueError: the settings do not divide the layers. One line with values and fix.
+        """
+        return pipeline_layout(self, num_layers)
+
+    def with_stages(self, size: int) -> ParallelConfig:
+        """These settings with `size` even pipeline stages and the plain 1F1B schedule."""
+        defaults = ParallelConfig()
+        changed = {name: getattr(defaults, name) for name in PIPELINE_SETTINGS}
+        return replace(self, **{**changed, "pipeline_model_parallel_size": size})
 
 
 @dataclass(frozen=True)
@@ -446,11 +470,14 @@ class Config:
         last = self.model.num_layers - precision.num_layers_at_end_in_bf16
         return precision.num_layers_at_start_in_bf16 <= layer < last
 
+    @property
+    def pipeline_layout(self) -> PipelineLayout:
+        """The layers of every pipeline stage."""
+        return self.parallel.pipeline_layout(self.model.num_layers)
+
     def layers_of_stage(self, stage: int) -> list[int]:
         """Layers of pipeline stage `stage`, counted over the whole model; includes all its virtual stages."""
-        stages = self.parallel.pipeline_model_parallel_size
-        width = self.parallel.num_layers_per_virtual_pipeline_stage or self.model.num_layers // stages
-        return [layer for layer in range(self.model.num_layers) if layer // width % stages == stage]
+        return self.pipeline_layout.layers_of(stage)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that hold the same weights: world_size / (tensor × pipeline)."""

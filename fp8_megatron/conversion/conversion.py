@@ -194,9 +194,7 @@ def write_ours(
         "topology": {
             "tensor_model_parallel_size": config.parallel.tensor_model_parallel_size,
             "pipeline_model_parallel_size": config.parallel.pipeline_model_parallel_size,
-            "virtual_pipeline_model_parallel_size": config.parallel.virtual_pipeline_model_parallel_size(
-                config.model.num_layers
-            ),
+            "virtual_pipeline_model_parallel_size": config.pipeline_layout.virtual_size,
             "data_parallel_size": 1,
         },
         "level": config.precision.level,

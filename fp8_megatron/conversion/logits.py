@@ -66,7 +66,7 @@ def logits_of_weights(
 def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
     config = Config(model=replace(model, num_layers=1))
     fp32 = replace(
-        transformer_config(replace(config, precision=replace(config.precision, precision="bf16")), _CPU, None),
+        transformer_config(replace(config, precision=replace(config.precision, precision="bf16")), _CPU),
         bf16=False,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,

@@ -10,11 +10,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..config.windows import layer_pattern, window_sizes
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
@@ -87,9 +89,10 @@ class ModelChunk:
         return [kept for layer in self.links if layer is not None for kept in layer.kept_transposes()]
 
 
-def transformer_config(config: Config, device: torch.device, virtual_pipeline_size: int | None) -> TransformerConfig:
+def transformer_config(config: Config, device: torch.device) -> TransformerConfig:
     """megatron-core's view of the configuration."""
     model, parallel, training = config.model, config.parallel, config.training
+    layout = config.pipeline_layout
     on_gpu = device.type == "cuda"
     dtype = torch.float16 if config.precision.precision == "fp16" else torch.bfloat16
     # megatron-core fuses these with torch.compile, which needs a C++ toolchain on a CPU.
@@ -113,7 +116,9 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         init_method_std=model.init_method_std,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_size,
+        microbatch_group_size_per_vp_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        pipeline_model_parallel_layout=None if layout.is_even else _layer_types(layout),
         sequence_parallel=parallel.sequence_parallel,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
@@ -130,7 +135,7 @@ def transformer_config(config: Config, device: torch.device, virtual_pipeline_si
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         # With batched sends, PP=2 and two virtual stages, gradients are silently exchanged in the wrong order.
-        batch_p2p_comm=virtual_pipeline_size is None,
+        batch_p2p_comm=not layout.is_interleaved,
         batch_p2p_sync=False,
         overlap_p2p_comm=False,
         deterministic_mode=training.deterministic_mode,
@@ -147,6 +152,14 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
         return {}
     pattern = None if model.window_attn_skip_freq is None else layer_pattern(model.window_attn_skip_freq)
     return {"window_size": window_sizes(model.window_size), "window_attn_skip_freq": pattern}
+
+
+def _layer_types(layout: PipelineLayout) -> list[list[LayerType]]:
+    """The layers of every model chunk in the order of the model, as megatron-core names them."""
+    rows = [[LayerType.decoder] * len(layers) for layers in layout.rows()]
+    rows[0].insert(0, LayerType.embedding)
+    rows[-1].append(LayerType.loss)
+    return rows
 
 
 def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
@@ -207,16 +220,16 @@ def build_model(
         new_recipe: called once per chunk.
         unpadded_vocab_size: tokens of the vocabulary. The loss leaves later columns out. None: no padding.
     """
-    virtual = topology.virtual_pipeline_size
-    mcore_config = transformer_config(config, device, virtual)
-    stages: list[int | None] = [None] if virtual is None else list(range(virtual))
+    mcore_config = transformer_config(config, device)
     table = rotary_table(config.model, device)
-    return [
-        _build_chunk(
-            config, mcore_config, vocab_size, topology, device, stage, new_recipe(), unpadded_vocab_size, table
+    chunks, kept = [], config.precision.keep_fp8_transpose_cache
+    for virtual, layers in enumerate(topology.layout.chunks[topology.pp.rank()]):
+        own = _build_chunk(
+            config, mcore_config, vocab_size, topology, device, virtual, new_recipe(), unpadded_vocab_size, kept, table
         )
-        for stage in stages
-    ]
+        chunks.append(own)
+        kept = max(0, kept - len(layers))
+    return chunks
 
 
 def rotary_table(model: ModelConfig, device: torch.device) -> RotaryTable | None:
@@ -233,23 +246,24 @@ def _build_chunk(
     vocab_size: int,
     topology: Topology,
     device: torch.device,
-    vp_stage: int | None,
+    index: int,
     recipe: Recipe,
     unpadded_vocab_size: int | None,
+    num_kept_transposes: int,
     table: RotaryTable | None,
 ) -> ModelChunk:
     model, virtual = config.model, topology.virtual_pipeline_size
-    pp_rank = topology.pp.rank()
-    count = get_num_layers_to_build(mcore_config, vp_stage, pp_rank)
-    offset = get_transformer_layer_offset(mcore_config, vp_stage, pp_rank)
+    vp_stage = None if virtual is None else index
+    layers = topology.layout.chunks[topology.pp.rank()][index]
+    place = (mcore_config, vp_stage, topology.pp.rank())
+    assert get_num_layers_to_build(*place) == len(layers), (layers, mcore_config.pipeline_model_parallel_layout)
+    assert not layers or get_transformer_layer_offset(*place) == layers[0], (layers, place)
     links: list[LayerLinks | None] = []
     if config.precision.precision == "te":
-        submodules = te_block_submodules(count)
+        submodules = te_block_submodules(len(layers))
     else:
-        recipes = [recipe if config.is_fp8_layer(offset + index) else None for index in range(count)]
-        links = model_links(
-            [own is not None for own in recipes], num_kept_transposes=config.precision.keep_fp8_transpose_cache
-        )
+        recipes = [recipe if config.is_fp8_layer(layer) else None for layer in layers]
+        links = model_links([own is not None for own in recipes], num_kept_transposes=num_kept_transposes)
         submodules = block_submodules(
             recipes, links, model.attention_backend, model.activation, defers_final_norm=config.precision.fp8_lm_head
         )
@@ -278,8 +292,8 @@ def _build_chunk(
         # The only parameter that megatron-core leaves in FP32 on the CPU.
         module.embedding.position_embeddings.to(device=device, dtype=module.config.params_dtype)
     if recipe.history is not None:
-        layers = named_quantizers_of_model(module)
-        recipe.history.name_layers({layer: list(quantizers.slots()) for layer, quantizers in layers.items()})
+        casts = named_quantizers_of_model(module)
+        recipe.history.name_layers({layer: list(quantizers.slots()) for layer, quantizers in casts.items()})
         recipe.history.allocate(device)
     return ModelChunk(module, recipe, links)
 

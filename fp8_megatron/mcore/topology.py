@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..collectives.hierarchical import NodeGroups, new_node_groups
+from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import ParallelConfig
 from ..device.device import distributed_backend
 from ..device.group import Group
@@ -32,6 +33,7 @@ class Topology:
         groups: megatron-core's collection (tp, pp, dp_cp, mp, embd, …).
         stage_group: all ranks of this pipeline stage, tensor × data parallel; they run the same layers.
         replicas: the ranks that hold the same parameters.
+        layout: the layers of every stage.
     """
 
     rank: int
@@ -39,7 +41,12 @@ class Topology:
     groups: ProcessGroupCollection
     stage_group: Group
     replicas: Replicas
-    virtual_pipeline_size: int | None
+    layout: PipelineLayout
+
+    @property
+    def virtual_pipeline_size(self) -> int | None:
+        """Virtual stages per rank; None for the plain 1F1B schedule."""
+        return self.layout.virtual_size
 
     @property
     def tp(self) -> Group:
@@ -141,11 +148,11 @@ def initialized(
     )
     _make_communicators_when_used()
     try:
-        virtual = parallel.virtual_pipeline_model_parallel_size(num_layers)
+        layout = parallel.pipeline_layout(num_layers)
         parallel_state.initialize_model_parallel(
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
-            virtual,
+            layout.virtual_size,
             create_gloo_process_groups=False,
             nccl_communicator_config_path=parallel.nccl_communicator_config_path if device.type == "cuda" else None,
             distributed_timeout_minutes=parallel.distributed_timeout_minutes,
@@ -168,7 +175,7 @@ def initialized(
                 group=groups.dp_cp,
                 nodes=nodes,
             ),
-            virtual_pipeline_size=virtual,
+            layout=layout,
         )
     finally:
         parallel_state.destroy_model_parallel()

@@ -6,6 +6,7 @@ layers keep (`nn.qkv`, `nn.mlp`, `nn.lm_head`). They count neither the CUDA cont
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config.schema import Config
@@ -74,10 +75,10 @@ def predict_peak(
     is_last = stage == config.parallel.pipeline_model_parallel_size - 1
     return PeakBytes(
         state=state.linear.total + state.rest.total,
-        activations=_activations(config, layers, stage=stage, num_micro_batches=config.num_micro_batches(world_size)),
+        activations=_activations(config, stage=stage, num_micro_batches=config.num_micro_batches(world_size)),
         logits=_logits(config, padded_vocab_size) if is_last else 0,
         wire_buffers=wire,
-        transposes=kept * state.linear.num_params // len(layers),
+        transposes=kept * state.linear.num_params // max(len(layers), 1),
         recording=gathered // replicas if records and replicas > 1 else 0,
     )
 
@@ -101,33 +102,62 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     return (_HALF * streams + masks + _NORM_STATISTICS_BYTES) / over_sequence + _HALF * split / tp + log_sums
 
 
-def _activations(config: Config, layers: list[int], *, stage: int, num_micro_batches: int) -> int:
-    """Bytes of a stage's activations of all micro-batches in flight."""
+def _activations(config: Config, *, stage: int, num_micro_batches: int) -> int:
+    """Bytes of a stage's activations of all micro-batches in flight, with what a recomputed layer needs beside them."""
+    chunks = config.pipeline_layout.chunks[stage]
+    tokens = config.training.micro_batch_size * config.model.seq_length
+    held = [_held_per_token(config, chunk) for chunk in chunks]
+    recomputed = max(_recomputed_per_token(config, chunk) for chunk in chunks)
+    return round(tokens * (_held_at_once(config, held, stage, num_micro_batches) + recomputed))
+
+
+def _held_per_token(config: Config, layers: Sequence[int]) -> float:
+    """Bytes that a model chunk keeps of each token from its forward to its backward."""
     training, parallel = config.training, config.parallel
-    tokens = training.micro_batch_size * config.model.seq_length
     per_layer = [layer_bytes_per_token(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers]
-    in_flight = _micro_batches_in_flight(config, stage, num_micro_batches)
     if training.recompute_granularity != "full":
-        return round(tokens * sum(per_layer) * in_flight)
+        return sum(per_layer)
     over_sequence = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     stream = _HALF * config.model.hidden_size / over_sequence
-    chunk = training.recompute_num_layers or 1
+    count = training.recompute_num_layers or 1
     if training.recompute_method == "block":
-        recomputed = min(chunk, len(layers))
-        held = recomputed * stream + sum(per_layer[recomputed:])
-        return round(tokens * (held * in_flight + max(per_layer)))
-    held = -(-len(layers) // chunk) * stream
-    return round(tokens * (held * in_flight + min(chunk, len(layers)) * max(per_layer)))
+        return min(count, len(layers)) * stream + sum(per_layer[count:])
+    return -(-len(layers) // count) * stream
 
 
-def _micro_batches_in_flight(config: Config, stage: int, num_micro_batches: int) -> float:
-    """Micro-batches of the whole stage whose activations exist at once (arXiv 2104.04473, section 2.2)."""
-    stages = config.parallel.pipeline_model_parallel_size
-    virtual = config.parallel.virtual_pipeline_model_parallel_size(config.model.num_layers)
-    if stages == 1 or virtual is None:
-        return min(stages - stage, num_micro_batches)
-    warm_up = 2 * (stages - stage - 1) + (virtual - 1) * stages
-    return min(warm_up + 1, num_micro_batches * virtual) / virtual
+def _recomputed_per_token(config: Config, layers: Sequence[int]) -> float:
+    """Bytes that exist of each token while layers of a model chunk are computed again for their backward."""
+    training = config.training
+    if training.recompute_granularity != "full" or not layers:
+        return 0.0
+    most = max(layer_bytes_per_token(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers)
+    return most if training.recompute_method == "block" else min(training.recompute_num_layers or 1, len(layers)) * most
+
+
+def _held_at_once(config: Config, held: Sequence[float], stage: int, num_micro_batches: int) -> float:
+    """The most that a stage holds, if each of its model chunks holds `held` of one micro-batch.
+
+    Under 1F1B a stage is ahead of its backward by as many micro-batches as stages follow it. The interleaved schedule
+    (arXiv 2104.04473, section 2.2) takes groups of micro-batches through its chunks, and starts backward later.
+    """
+    stages, chunks = config.pipeline_layout.num_stages, len(held)
+    if not config.pipeline_layout.is_interleaved:
+        return held[0] * min(stages - stage, num_micro_batches)
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or stages
+    forward = [
+        chunk
+        for first in range(0, num_micro_batches, group)
+        for chunk in range(chunks)
+        for _ in range(first, min(first + group, num_micro_batches))
+    ]
+    warm_up = min(2 * (stages - stage - 1) + (chunks - 1) * group, len(forward))
+    now = most = 0.0
+    for step, chunk in enumerate(forward):
+        now += held[chunk]
+        most = max(most, now)
+        if step >= warm_up:
+            now -= held[chunks - 1 - forward[step - warm_up]]
+    return most
 
 
 def _logits(config: Config, padded_vocab_size: int) -> int:

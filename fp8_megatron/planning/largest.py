@@ -35,7 +35,7 @@ def largest_model(config: Config, cluster: Cluster) -> Config | None:
 def num_parameters(config: Config) -> int:
     """Parameters of the whole model."""
     vocab = padded_vocab_size(config)
-    counts = count_parameters(config.model, vocab, tensor_parallel_size=1, num_stages=1, stage=0)
+    counts = count_parameters(config.model, vocab)
     return counts.linear + counts.matrix + counts.vector
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ..config.checks import ConfigError, check_config
-from ..config.schema import Config
+from ..config.schema import Config, ParallelConfig
 from .activations import PeakBytes, predict_peak
 from .speed import StepSeconds, has_rates, predict_step
 
@@ -106,10 +106,9 @@ def largest_peak(config: Config, world_size: int, *, records: bool = False) -> t
 
 
 def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
-    model = config.model
     batch = config.global_batch_size(cluster.gpus)
     for tp in _powers_of_two(cluster.gpus_per_node):
-        for pp in (size for size in range(1, cluster.gpus // tp + 1) if model.num_layers % size == 0):
+        for pp in (size for size in range(1, cluster.gpus // tp + 1) if _divides_layers(config, size)):
             if cluster.gpus % (tp * pp):
                 continue
             for micro_batch in _powers_of_two(batch * tp * pp // cluster.gpus):
@@ -117,15 +116,32 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
                     yield _laid_out(config, tp, pp, micro_batch, batch, recomputes=recomputes)
 
 
+def _with_stages(config: Config, size: int) -> ParallelConfig:
+    """The run's parallel settings with another number of stages.
+
+    What divides the layers for the run's own number goes; layers per virtual stage and what is accounted for stay.
+    """
+    parallel = config.parallel
+    if size == parallel.pipeline_model_parallel_size:
+        return parallel
+    kept = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    changed = {name: getattr(parallel, name) for name in kept}
+    if size > 1:
+        changed["num_layers_per_virtual_pipeline_stage"] = parallel.num_layers_per_virtual_pipeline_stage
+    return replace(parallel.with_stages(size), **changed)
+
+
+def _divides_layers(config: Config, size: int) -> bool:
+    """Whether the layers can be divided over `size` stages."""
+    try:
+        _with_stages(config, size).pipeline_layout(config.model.num_layers)
+    except ValueError:
+        return False
+    return True
+
+
 def _laid_out(config: Config, tp: int, pp: int, micro_batch: int, batch: int, *, recomputes: bool) -> Config:
-    virtual = config.parallel.num_layers_per_virtual_pipeline_stage if pp > 1 else None
-    parallel = replace(
-        config.parallel,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        sequence_parallel=tp > 1,
-        num_layers_per_virtual_pipeline_stage=virtual,
-    )
+    parallel = replace(_with_stages(config, pp), tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
     training = replace(
         config.training,
         micro_batch_size=micro_batch,
@@ -134,7 +150,9 @@ def _laid_out(config: Config, tp: int, pp: int, micro_batch: int, batch: int, *,
         recompute_method="uniform" if recomputes else None,
         recompute_num_layers=1 if recomputes else None,
     )
-    kept = min(config.precision.keep_fp8_transpose_cache, config.model.num_layers // pp)
+    layout = parallel.pipeline_layout(config.model.num_layers)
+    most = max(len(layout.layers_of(stage)) for stage in range(pp))
+    kept = min(config.precision.keep_fp8_transpose_cache, most)
     precision = replace(config.precision, keep_fp8_transpose_cache=kept)
     return replace(config, parallel=parallel, training=training, precision=precision)
 

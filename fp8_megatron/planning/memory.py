@@ -23,11 +23,19 @@ class ParameterCounts:
 
 
 def count_parameters(
-    model: ModelConfig, padded_vocab_size: int, *, tensor_parallel_size: int, num_stages: int, stage: int
+    model: ModelConfig,
+    padded_vocab_size: int,
+    *,
+    tensor_parallel_size: int = 1,
+    num_layers: int | None = None,
+    is_first: bool = True,
+    is_last: bool = True,
 ) -> ParameterCounts:
-    """Parameters of one rank of pipeline stage `stage`.
+    """Parameters of one rank of a pipeline stage; by default, of the whole model.
 
     Args:
+        num_layers: of the stage.
+        is_first, is_last: whether the stage has the embedding, and the final norm and the head.
         padded_vocab_size: of the whole model, a multiple of `tensor_parallel_size`.
     """
     hidden, ffn, tp = model.hidden_size, model.padded_ffn_hidden_size, tensor_parallel_size
@@ -40,8 +48,7 @@ def count_parameters(
     vector = 2 * norm + has_bias * (qkv // tp + hidden + up // tp + hidden)
     if model.add_qkv_bias and not has_bias:
         vector += qkv // tp
-    layers = model.num_layers // num_stages
-    is_first, is_last = stage == 0, stage == num_stages - 1
+    layers = model.num_layers if num_layers is None else num_layers
     embedding = padded_vocab_size // tp * hidden
     matrix = 0
     if is_first:
@@ -72,15 +79,22 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
 
 def parameters_by_class(config: Config, padded_vocab_size: int, *, stage: int = 0) -> dict[StorageClass, int]:
     """Parameters of a rank of pipeline stage `stage` by the way they are stored."""
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    counts = count_parameters(config.model, padded_vocab_size, tensor_parallel_size=tp, num_stages=pp, stage=stage)
-    return _by_class(counts, config, config.layers_of_stage(stage))
+    parallel, layers = config.parallel, config.layers_of_stage(stage)
+    counts = count_parameters(
+        config.model,
+        padded_vocab_size,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+        num_layers=len(layers),
+        is_first=stage == 0,
+        is_last=stage == parallel.pipeline_model_parallel_size - 1,
+    )
+    return _by_class(counts, config, layers)
 
 
 def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:
     """Predicted bytes of the tensors of one checkpoint, of all ranks together."""
     model = config.model
-    counts = count_parameters(model, padded_vocab_size, tensor_parallel_size=1, num_stages=1, stage=0)
+    counts = count_parameters(model, padded_vocab_size)
     if config.checkpoint.ckpt_state_dtype == "fp32":
         num_kinds = 3 if config.checkpoint.save_optim else 1
         return num_kinds * StorageDtype.FP32.itemsize * (counts.linear + counts.matrix + counts.vector)
@@ -99,7 +113,8 @@ def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:
 
 def _by_class(counts: ParameterCounts, config: Config, layers: Sequence[int]) -> dict[StorageClass, int]:
     """Parameters of some layers by the way they are stored: linear layers outside FP8 are stored as matrices."""
-    in_16_bits = sum(not config.is_fp8_layer(layer) for layer in layers) * (counts.linear // len(layers))
+    per_layer = counts.linear // max(len(layers), 1)
+    in_16_bits = sum(not config.is_fp8_layer(layer) for layer in layers) * per_layer
     return {
         StorageClass.LINEAR: counts.linear - in_16_bits,
         StorageClass.MATRIX: counts.matrix + in_16_bits,

@@ -194,34 +194,66 @@ def predict_step(
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     num_micro_batches = config.num_micro_batches(world_size)
     tokens = config.training.micro_batch_size * model.seq_length
-    layers = config.layers_of_stage(pp - 1)
+    stage, slowest = _slowest_stage(config, padded_vocab_size, num_micro_batches, rates)
+    replicas = config.data_parallel_size(world_size)
+    wire = predict_wire_bytes(config, padded_vocab_size, world_size=world_size, stage=stage)
+    data_bytes = rates.node_bytes if tp * replicas <= gpus_per_node else min(rates.node_bytes, network_bytes)
+    virtual = config.pipeline_layout.virtual_size or 1
+    sent = 2 * tokens * model.hidden_size / tp / (rates.node_bytes if world_size <= gpus_per_node else network_bytes)
+    return StepSeconds(
+        gemms=slowest.gemms,
+        attention=slowest.attention,
+        elements=slowest.elements,
+        tensor_parallel=slowest.exchanges,
+        pipeline=(pp - 1) * (slowest.total / num_micro_batches / virtual + 2 * sent),
+        data_parallel=_exposed(wire.gradients, wire.weights, slowest.total, data_bytes),
+        optimizer=_update(config, padded_vocab_size, stage, replicas, num_micro_batches, rates),
+    )
+
+
+@dataclass(frozen=True)
+class _StageSeconds:
+    """Seconds of a stage's micro-batches of one step, by what they go to."""
+
+    gemms: float
+    attention: float
+    elements: float
+    exchanges: float
+
+    @property
+    def total(self) -> float:
+        return self.gemms + self.attention + self.elements + self.exchanges
+
+
+def _slowest_stage(config: Config, vocab: int, num_micro_batches: int, rates: GpuRates) -> tuple[int, _StageSeconds]:
+    """The stage that computes longest, for which the others wait. It is the last, which has the head, if none has more
+    layers."""
+    seconds = [
+        _stage_seconds(config, stage, vocab, num_micro_batches, rates)
+        for stage in range(config.pipeline_layout.num_stages)
+    ]
+    stage = max(range(len(seconds)), key=lambda index: (seconds[index].total, index))
+    return stage, seconds[stage]
+
+
+def _stage_seconds(config: Config, stage: int, vocab: int, num_micro_batches: int, rates: GpuRates) -> _StageSeconds:
+    parallel, model = config.parallel, config.model
+    tp = parallel.tensor_model_parallel_size
+    tokens = config.training.micro_batch_size * model.seq_length
+    layers = config.layers_of_stage(stage)
+    rows = vocab if stage == parallel.pipeline_model_parallel_size - 1 else 0
     num_fp8 = sum(config.is_fp8_layer(layer) for layer in layers)
     forwards = 4 / 3 if config.training.recompute_granularity == "full" else 1.0
-    gemms = num_micro_batches * _gemms(config, padded_vocab_size, tokens, len(layers), num_fp8, forwards, rates)
+    gemms = num_micro_batches * _gemms(config, rows, tokens, len(layers), num_fp8, forwards, rates)
     per_layer = 6 * tokens * model.seq_length * model.num_attention_heads * model.head_dim / tp
     attention = num_micro_batches * len(layers) * forwards * per_layer / _attention_flops(model.head_dim, rates)
     elements = num_micro_batches * (
         forwards * _elements(config, tokens, len(layers), num_fp8, rates)
         + _transposes(config, len(layers), num_fp8, num_micro_batches, rates)
-        + tokens * padded_vocab_size / tp * rates.loss
+        + tokens * rows / tp * rates.loss
     )
-    per_element = _exchange(config, rates)
-    exchanges = num_micro_batches * len(layers) * forwards * tokens * model.hidden_size * per_element
-    replicas = config.data_parallel_size(world_size)
-    wire = predict_wire_bytes(config, padded_vocab_size, world_size=world_size, stage=pp - 1)
-    data_bytes = rates.node_bytes if tp * replicas <= gpus_per_node else min(rates.node_bytes, network_bytes)
-    compute = gemms + attention + elements + exchanges
-    virtual = parallel.virtual_pipeline_model_parallel_size(model.num_layers) or 1
-    sent = 2 * tokens * model.hidden_size / tp / (rates.node_bytes if world_size <= gpus_per_node else network_bytes)
-    return StepSeconds(
-        gemms=gemms,
-        attention=attention,
-        elements=elements,
-        tensor_parallel=exchanges,
-        pipeline=(pp - 1) * (compute / num_micro_batches / virtual + 2 * sent),
-        data_parallel=_exposed(wire.gradients, wire.weights, compute, data_bytes),
-        optimizer=_update(config, padded_vocab_size, pp - 1, replicas, num_micro_batches, rates),
-    )
+    exchanges = num_micro_batches * len(layers) * forwards * tokens * model.hidden_size * _exchange(config, rates)
+    return _StageSeconds(gemms, attention, elements, exchanges)
 
 
 def _gemms(

@@ -33,6 +33,12 @@ LAYOUTS = {
     "tp2_dp2": (4, replace(BUCKETS, tensor_model_parallel_size=2, sequence_parallel=True)),
     "pp2_vpp2": (2, replace(BUCKETS, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)),
     "dp4": (4, BUCKETS),
+    "pp2_first": (2, replace(BUCKETS, pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1)),
+    "pp2_uneven_vpp2": (
+        2,
+        replace(BUCKETS, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="E|tt|t|tL"),
+    ),
+    "pp3_empty": (3, replace(BUCKETS, pipeline_model_parallel_size=3, pipeline_model_parallel_layout="Ett||ttL")),
 }
 LEVELS = {
     "bf16": PrecisionConfig(precision="bf16"),
@@ -107,10 +113,12 @@ def check(ranks: RankPool, folder: Path, model: str, source: tuple[str, str], ta
     [
         ("gpt3", ("tp2_dp2", "O3"), [("pp2", "O3"), ("dp2", "O1")]),
         ("gpt3", ("pp2_vpp2", "bf16"), [("tp2_dp2", "bf16")]),
+        ("gpt3", ("pp2_first", "O3"), [("one", "O3"), ("pp2", "O3"), ("pp2_uneven_vpp2", "O3")]),
+        pytest.param("gpt3", ("pp3_empty", "bf16"), [("pp2_first", "bf16")], marks=pytest.mark.slow),
         # What `test_resume` has of other replicas, and the case above of other stages, need not be run each time.
         pytest.param("llama", ("dp2", "O2"), [("tp2", "O2"), ("pp2", "bf16")], marks=pytest.mark.slow),
     ],
-    ids=["tp2_dp2", "pp2_vpp2", "dp2"],
+    ids=["tp2_dp2", "pp2_vpp2", "pp2_first", "pp3_empty", "dp2"],
 )
 def test_another_layout_takes_over(
     ranks: RankPool, tmp_path: Path, model: str, source: tuple[str, str], targets: list[tuple[str, str]]

@@ -245,7 +245,7 @@ def _load_with_megatron(model: ModelConfig, folder: Path) -> dict[str, Tensor]:
     config = tiny_config(model, precision=PrecisionConfig(precision="bf16"))
     with tiny_resumable(config, 1) as (gpt, _):
         module = GPTModel(
-            transformer_config(config, torch.device("cpu"), None),
+            transformer_config(config, torch.device("cpu")),
             get_gpt_layer_local_spec(normalization=model.normalization),
             vocab_size=VOCAB_SIZE,
             max_sequence_length=model.seq_length,

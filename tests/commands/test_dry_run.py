@@ -41,6 +41,18 @@ def test_a_stage_each_and_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
     assert params[0] > params[1] == params[14] < params[15] and 174e9 < 8 * sum(params) < 177e9
 
 
+def test_stages_of_different_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank of GPT-7B's layer holds 12 · 4096² weights and 13 · 4096 biases and norms."""
+    words = f"--config {CONFIGS}/gpt_7b.yaml --mock-data --dry-run --world-size 4 --pipeline-model-parallel-size 4"
+    words += " --decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 5"
+    assert pretrain_gpt.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "stages: Et*7|t*10|t*10|t*5L" in out
+    params = [int(line.split("│")[2].replace(",", "")) for line in out.splitlines() if line.startswith("│")]
+    layer, vocabulary = 12 * 4096**2 + 13 * 4096, 50304 * 4096
+    assert params == [7 * layer + vocabulary + 2048 * 4096, 10 * layer, 10 * layer, 5 * layer + vocabulary + 2 * 4096]
+
+
 @pytest.mark.parametrize("program", [pretrain_gpt, train])
 def test_what_a_laptop_lacks_is_no_error(program: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No Transformer Engine, no data, no tokenizer, no GPUs; and nothing is written."""

@@ -75,7 +75,7 @@ def main(style: str, folder: str) -> None:
     config, device, root = config_of(style), torch.device("cpu"), Path(folder)
     _let_a_cpu_pass()
     with runtime(device), initialized(config.parallel, config.model.num_layers, device):
-        settings = transformer_config(config, device, None)
+        settings = transformer_config(config, device)
         settings.bf16, settings.params_dtype = True, torch.bfloat16
         seed_everything(0, device, tensor_parallel_rank=0, pipeline_rank=0)
         module = GPTModel(

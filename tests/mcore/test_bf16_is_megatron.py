@@ -36,7 +36,7 @@ NUM_STEPS = 5
 def _build_stock_model(config: Config) -> GPTModel:
     model, normalization = config.model, config.model.normalization
     return GPTModel(
-        transformer_config(config, CPU, None),
+        transformer_config(config, CPU),
         get_gpt_layer_local_spec(normalization=normalization),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=model.seq_length,

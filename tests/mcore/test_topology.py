@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.mcore.topology import Topology
 from fp8_megatron.sharding.replicas import Replicas
 
@@ -30,7 +31,14 @@ class Group:
 def topology(*, tp: int = 1, tp_rank: int = 0, pp: int = 1, pp_rank: int = 0) -> Topology:
     ends: Any = Group(2, int(pp_rank > 0)) if pp > 1 else None
     groups: Any = SimpleNamespace(tp=Group(tp, tp_rank), pp=Group(pp, pp_rank), dp_cp=Group(1, 0), embd=ends)
-    return Topology(0, tp * pp, groups, groups.tp, Replicas.of(None, CPU), None)
+    return Topology(
+        0,
+        tp * pp,
+        groups,
+        groups.tp,
+        Replicas.of(None, CPU),
+        ParallelConfig(pipeline_model_parallel_size=pp).pipeline_layout(pp),
+    )
 
 
 def parameter(**tags: bool) -> torch.nn.Parameter:

@@ -60,6 +60,20 @@ LAYOUTS = {
         ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
     ),
     "pp4": (4, ParallelConfig(pipeline_model_parallel_size=4)),
+    "pp2_first": (2, ParallelConfig(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1)),
+    "pp2_uneven_vpp2": (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="E|tt|t|tL")),
+    "pp4_ends": (4, ParallelConfig(pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E|tt|t|tL")),
+    "pp3_vpp2_ends": (
+        3,
+        ParallelConfig(
+            pipeline_model_parallel_size=3,
+            account_for_embedding_in_pipeline_split=True,
+            account_for_loss_in_pipeline_split=True,
+            num_virtual_stages_per_pipeline_rank=2,
+            microbatch_group_size_per_virtual_pipeline_stage=4,
+        ),
+    ),
+    "pp3_empty": (3, ParallelConfig(pipeline_model_parallel_size=3, pipeline_model_parallel_layout="Et*2||t*2L")),
 }
 
 
@@ -159,6 +173,8 @@ FAST = [
     *[("llama", layout, "O3") for layout in ("tp2_sp", "pp2_vpp2", "tp2_dp2")],
     *[("gpt3", layout, "bf16") for layout in ("tp2_sp", "pp2_vpp2")],
     ("llama", "tp2_dp2", "bf16"),
+    ("gpt3", "pp2_uneven_vpp2", "O3"),
+    ("llama", "pp4_ends", "bf16"),
 ]
 
 
@@ -186,6 +202,8 @@ def test_layout_trains_as_one_rank(ranks: RankPool, single: Single, model: str, 
         ("gpt3", "tp2_sp", "head"),
         ("gpt3", "pp2", "head"),
         ("llama", "tp2", "head_delayed"),
+        ("llama", "pp3_vpp2_ends", "head_delayed"),
+        slow("gpt3", "pp3_empty", "delayed"),
         *[
             slow(model, layout, precision)
             for model in MODELS

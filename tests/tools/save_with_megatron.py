@@ -25,7 +25,7 @@ def main(config_file: str, folder: str, values: str) -> None:
     config, device = load_config(config_file), torch.device("cpu")
     with runtime(device), initialized(config.parallel, config.model.num_layers, device):
         module = GPTModel(
-            transformer_config(config, device, None),
+            transformer_config(config, device),
             get_gpt_layer_local_spec(normalization=config.model.normalization),
             vocab_size=NUM_ROWS,
             max_sequence_length=config.model.seq_length,

@@ -63,7 +63,7 @@ def stock_model(config: Config) -> GPTModel:
     model = config.model
     assert model.vocab_size is not None
     return GPTModel(
-        transformer_config(config, CPU, None),
+        transformer_config(config, CPU),
         get_gpt_layer_local_spec(normalization=model.normalization),
         vocab_size=model.vocab_size,
         max_sequence_length=model.seq_length,
