@@ -33,7 +33,7 @@ def _build(kind: type[SelfAttention], model: ModelConfig, *, recomputes: bool) -
         training=TrainingConfig(recompute_granularity="selective" if recomputes else None),
     )
     settings = replace(
-        transformer_config(config, CPU, None),
+        transformer_config(config, CPU),
         bf16=False,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,

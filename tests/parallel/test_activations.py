@@ -46,7 +46,7 @@ def test_a_bf16_layers_activation_is_the_kernels(kind: str) -> None:
     """FP32 of both; megatron-core multiplies the gated ones itself."""
     settings = {} if kind == "gelu" else {kind: True}
     model = replace(GPT3_STYLE, **settings)  # type: ignore[arg-type]
-    mcore = transformer_config(tiny_config(model), torch.device("cpu"), None)
+    mcore = transformer_config(tiny_config(model), torch.device("cpu"))
     z = 3 * torch.randn(64, 32 * INPUTS[kind], generator=torch.Generator().manual_seed(1))
     assert mcore.gated_linear_unit == (INPUTS[kind] == 2) == model.is_gated and model.activation == kind
     value = mcore.activation_func(z[:, :32])
