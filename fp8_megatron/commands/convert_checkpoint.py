@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..config.words import flag_name
 from ..errors import UserError
 from ..outputs import check_free_bytes, writing_to
 from .arguments import Parser, output_folder, path, real, seed, whole
@@ -143,15 +144,13 @@ def _check_no_flag_is_ignored(parser: Parser, given: dict[str, Any]) -> None:
     for target, names in _READ_BY.items():
         for name in names:
             if given["to"] != target and given[name] is not None:
-                flag = name.replace("_", "-")
                 parser.error(
-                    f"--{flag} {given[name]}: --to {given['to']} does not read it, --to {target} does; leave it out"
+                    f"{flag_name(name)} {given[name]}: --to {given['to']} does not read it, --to {target} does; "
+                    "leave it out"
                 )
     for name in ("verify_tokens", "seed"):
         if not given["verify"] and given[name] is not None:
-            parser.error(
-                f"--{name.replace('_', '-')} {given[name]}: --no-verify compares nothing; leave one of them out"
-            )
+            parser.error(f"{flag_name(name)} {given[name]}: --no-verify compares nothing; leave one of them out")
 
 
 def run(options: Options) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .limits import FieldType
-from .words import shortened
+from .words import flag_name, shortened
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,9 @@ def read_words(
     """
     given: list[Given] = []
     problems: list[str] = []
-    rest = list(words)
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        if not is_flag(flag):
-            problems.append(f"{shortened(flag + equals + value)!r} belongs to no flag; put one before it, or drop it")
+    for flag, value, after in split_flags(words):
+        if flag is None:
+            problems += map(_stray, after)
             continue
         name = setting_name(flag)
         turned_off = name.removeprefix("no_") if name not in types else name
@@ -52,30 +50,47 @@ def read_words(
             name, truth = turned_off, "false"
         else:
             truth = "true"
-        values = [value] if equals else _values(rest, types.get(name))
+        most = 0 if value is not None else _most_words(types.get(name), len(after))
+        values = after[:most] if value is None else [value]
         if name not in types:
             problems.append(f"unknown flag {shortened(flag)}{_suggestion(name, types, others)}")
         elif types[name].base is bool:
-            if equals:
+            if value is not None:
                 problems.append(f"{flag}={shortened(value)}: a switch has no value; give it alone, or as --no-…")
             given.append(Given(flag, name, (truth,)))
         elif not values:
             problems.append(f"{flag} has no value; give one after it, or drop it (an unset shell variable?)")
         else:
             given.append(Given(flag, name, tuple(values)))
+        problems += map(_stray, after[most:])
     return given, problems
+
+
+def split_flags(words: Sequence[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
+    """Each flag of a command line: flag, the value after ``=`` or None, the words up to the next flag.
+
+    A word that belongs to no flag comes alone, behind the flag None.
+    """
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if not is_flag(flag):
+            yield None, None, [word]
+            continue
+        after = []
+        while rest and not is_flag(rest[0]):
+            after.append(rest.pop(0))
+        yield flag, value if equals else None, after
 
 
 def flags_of(words: Sequence[str]) -> list[Given]:
     """The flags of a command line whose settings are not known: each takes all words up to the next flag."""
-    given: list[Given] = []
-    rest = list(words)
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        if is_flag(flag):
-            values = _values(rest, None)
-            given.append(Given(flag, setting_name(flag), (*([value] if equals else []), *values)))
-    return given
+    return [
+        Given(flag, setting_name(flag), (*(() if value is None else (value,)), *after))
+        for flag, value, after in split_flags(words)
+        if flag is not None
+    ]
 
 
 def repeated_flags(given: Sequence[Given]) -> list[str]:
@@ -84,7 +99,7 @@ def repeated_flags(given: Sequence[Given]) -> list[str]:
     for one in given:
         by_name.setdefault(one.name, []).append(one)
     return [
-        f"--{name.replace('_', '-')} is given {len(several)} times; the last one counts: {_shown(several[-1])}"
+        f"{flag_name(name)} is given {len(several)} times; the last one counts: {_shown(several[-1])}"
         for name, several in by_name.items()
         if name != "config" and len({one.words for one in several}) > 1
     ]
@@ -100,17 +115,19 @@ def is_flag(word: str) -> bool:
     return word.startswith("--") and len(word) > 2
 
 
-def _values(rest: list[str], field_type: FieldType | None) -> list[str]:
-    """Take the values of a flag from the words after it. An unknown flag takes all up to the next flag."""
-    most = len(rest) if field_type is None or field_type.base is tuple else 0 if field_type.base is bool else 1
-    values: list[str] = []
-    while rest and len(values) < most and not is_flag(rest[0]):
-        values.append(rest.pop(0))
-    return values
+def _most_words(field_type: FieldType | None, num_words: int) -> int:
+    """How many of the words after a flag are its values; an unknown flag takes all."""
+    if field_type is None or field_type.base is tuple:
+        return num_words
+    return 0 if field_type.base is bool else 1
+
+
+def _stray(word: str) -> str:
+    return f"{shortened(word)!r} belongs to no flag; put one before it, or drop it"
 
 
 def _suggestion(name: str, types: Mapping[str, FieldType], others: Sequence[str]) -> str:
-    flags = {setting_name(flag): flag for flag in others} | {name: f"--{name.replace('_', '-')}" for name in types}
+    flags = {setting_name(flag): flag for flag in others} | {name: flag_name(name) for name in types}
     nearest = difflib.get_close_matches(name, flags, n=1)
     return f"; did you mean {flags[nearest[0]]}?" if nearest else "; --help lists the flags"
 

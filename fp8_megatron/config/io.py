@@ -22,7 +22,7 @@ from .megatron_flags import idle_note, megatron_options, translate
 from .megatron_precision import SWITCHES, Chosen, chosen_precision
 from .megatron_settings import UNREAD_WITH_MOCK_DATA, as_megatron_settles, precision_note
 from .schema import Config
-from .words import decimal, shortened, whole_number
+from .words import decimal, flag_name, shortened, whole_number
 from .yaml_files import Dumper, read_mapping
 
 #: Settings of which each sets what the first one sets. One that is given later replaces the others.
@@ -131,7 +131,7 @@ class CommandLine:
         """Raise `ConfigError` if a setting that has no default in Megatron is not given."""
         known = {name for fields in _field_types().values() for name in fields}
         missing = [
-            _flag(next(name for name in names if name in known))
+            flag_name(next(name for name in names if name in known))
             for names in _WITHOUT_DEFAULT
             if not self.stated & set(names)
         ]
@@ -194,7 +194,7 @@ def parse_command_line(
         raise ConfigError("\n".join(problems))
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **words_of_data))
     config, changes = as_megatron_settles(config)
-    unread = [_flag(name) for name in UNREAD_WITH_MOCK_DATA if config.data.mock_data and name in values["data"]]
+    unread = [flag_name(name) for name in UNREAD_WITH_MOCK_DATA if config.data.mock_data and name in values["data"]]
     idle = [*translation.idle, *unread]
     notes = [*repeated_flags(given), *chosen.notes, *changes]
     if idle:
@@ -268,10 +268,6 @@ def _without_alternatives(base: Config, given: Collection[str]) -> Config:
 
 def _names(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return {name for fields in values.values() for name in fields}
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _chosen_precision(given: Sequence[Given], base: Config, *, has_files: bool) -> Chosen:

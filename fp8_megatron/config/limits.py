@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from .words import shortened, text_problem
+from .words import flag_name, shortened, text_problem
 
 Bound = Ge | Gt | Le | Lt
 #: Kind of bound → (its attribute, the comparison that a value must pass, the bound in words).
@@ -81,7 +81,7 @@ def limit_problems(config: Any) -> Iterator[str]:
             if fix is not None:
                 shown = getattr(values, name)
                 shown = shown.value if isinstance(shown, Enum) else shown
-                yield f"{name}({shortened(str(shown))}) is out of range; give --{name.replace('_', '-')} {fix}"
+                yield f"{name}({shortened(str(shown))}) is out of range; give {flag_name(name)} {fix}"
             yield from _text_problems(name, getattr(values, name))
 
 
@@ -90,8 +90,7 @@ def _text_problems(name: str, value: Any) -> Iterator[str]:
     for text in value if isinstance(value, tuple) else (value,):
         problem = text_problem(text) if isinstance(text, str) else None
         if problem is not None:
-            flag = f"--{name.replace('_', '-')}"
-            yield f"{name}('{shortened(text)}') {problem}; give {flag} another value, or leave it out"
+            yield f"{name}('{shortened(text)}') {problem}; give {flag_name(name)} another value, or leave it out"
 
 
 def _fix(field_type: FieldType, value: Any) -> str | None:

@@ -8,14 +8,14 @@ Megatron's default.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
 
-from .command_line import is_flag, setting_name
+from .command_line import setting_name, split_flags
 from .words import decimal, shortened
 
 _TABLE = "megatron_options.tsv"
@@ -87,8 +87,11 @@ def translate(words: Sequence[str]) -> Translation:
     out: list[str] = []
     idle: list[str] = []
     problems: list[str] = []
-    for flag, value, values in _flags(words):
-        option = megatron_options().get(setting_name(flag)) if is_flag(flag) else None
+    for flag, value, values in split_flags(words):
+        if flag is None:
+            out += values
+            continue
+        option = megatron_options().get(setting_name(flag))
         if option is None or (option.kind is Kind.DOES and not option.ours):
             out += [flag if value is None else f"{flag}={value}", *values]
             continue
@@ -109,24 +112,6 @@ def translate(words: Sequence[str]) -> Translation:
 def idle_note(idle: Sequence[str]) -> str:
     """The line at the start about options that were accepted with nothing to do."""
     return f"nothing to do here for {' '.join(idle)} (docs/from-megatron.md says why)"
-
-
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]]:
-    """Each flag of a command line: flag, the value after ``=`` or None, the words up to the next flag.
-
-    A word that belongs to no flag comes as a flag of its own.
-    """
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        if not is_flag(flag):
-            yield word, None, []
-            continue
-        values = []
-        while rest and not is_flag(rest[0]):
-            values.append(rest.pop(0))
-        yield flag, value if equals else None, values
 
 
 def _split(option: Option, value: str | None, values: list[str]) -> tuple[list[str], list[str]]:

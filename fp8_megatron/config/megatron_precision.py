@@ -12,6 +12,7 @@ from typing import Any
 
 from .limits import FieldType
 from .precision import Precision, PrecisionConfig
+from .words import flag_name
 
 #: Flags that stand beside the settings. Their words are no setting's values.
 SWITCHES: Mapping[str, FieldType] = MappingProxyType(
@@ -60,8 +61,8 @@ def chosen_precision(given: Mapping[str, tuple[str, ...]], base: PrecisionConfig
         return _problem("--bf16 contradicts --fp16; give one of them")
     for name, kind in SWITCHES.items():
         if name in given and kind.choices and given[name][0] not in kind.choices:
-            return _problem(f"{_flag(name)} {given[name][0]!r} is not one of {', '.join(kind.choices)}")
-    fp8_flags = [_flag(name) for name in _FP8_SWITCHES if name in given]
+            return _problem(f"{flag_name(name)} {given[name][0]!r} is not one of {', '.join(kind.choices)}")
+    fp8_flags = [flag_name(name) for name in _FP8_SWITCHES if name in given]
     problem = _contradiction(given, base, fp8_flags)
     if problem is not None:
         return _problem(problem)
@@ -121,7 +122,3 @@ def _contradiction(given: Mapping[str, tuple[str, ...]], base: PrecisionConfig, 
 
 def _problem(line: str) -> Chosen:
     return Chosen(problems=(line,))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

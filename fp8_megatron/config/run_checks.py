@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from .schema import Config, DataConfig
-from .words import decimal, shortened
+from .words import decimal, flag_name, shortened
 
 
 def run_problems(config: Config) -> Iterator[str]:
@@ -43,7 +43,7 @@ def _check_data(config: Config) -> Iterator[str]:
     elif data.tokenizer_kind == "GPT2BPETokenizer":
         for name in ("vocab_file", "merge_file"):
             if getattr(data, name) is None:
-                yield f"tokenizer_type(GPT2BPETokenizer) needs {name}; give --{name.replace('_', '-')}"
+                yield f"tokenizer_type(GPT2BPETokenizer) needs {name}; give {flag_name(name)}"
     elif data.tokenizer_model is None:
         yield f"tokenizer_type({data.tokenizer_kind}) needs tokenizer_model; give --tokenizer-model"
 
@@ -60,7 +60,7 @@ def _check_validation_sets(config: Config) -> Iterator[str]:
         )
     if training.multiple_validation_sets and not (training.full_validation and paths):
         missing = "valid_data_path" if training.full_validation else "full_validation"
-        yield f"multiple_validation_sets needs {missing}; give --{missing.replace('_', '-')}"
+        yield f"multiple_validation_sets needs {missing}; give {flag_name(missing)}"
     if names and not training.multiple_validation_sets:
         yield f"validation_set_names({names}) have no effect without multiple_validation_sets; give both"
     elif names and len(training.validation_set_names) != len(paths):

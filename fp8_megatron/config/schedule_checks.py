@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from .batch_schedule import BatchSchedule
 from .learning_rate import LearningRateSchedule
 from .schema import Config
-from .words import shortened
+from .words import flag_name, shortened
 
 #: The settings that count steps, and those that count samples.
 _BY_STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
@@ -135,7 +135,7 @@ def _check_weight_decay(config: Config) -> Iterator[str]:
                 )
     elif start is None or end is None:
         missing = "start_weight_decay" if start is None else "end_weight_decay"
-        yield f"weight_decay_incr_style({style}) needs {missing}; give --{missing.replace('_', '-')}"
+        yield f"weight_decay_incr_style({style}) needs {missing}; give {flag_name(missing)}"
     elif end < start:
         yield f"end_weight_decay({end}) < start_weight_decay({start}); weight decay may only grow"
 

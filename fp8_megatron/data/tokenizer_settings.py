@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..config.schema import TokenizerType
+from ..config.words import flag_name
 from ..errors import UserError
 from .byte_pair_tokenizers import GPT2BPETokenizer, TikTokenizer
 from .tokenizer import SENTENCEPIECE_TYPES, NullTokenizer, SentencePieceTokenizer, Tokenizer, check_tokenizer_path
@@ -73,7 +72,7 @@ def tokenizer_problems(tokenizer_type: str, model: str | None, options: Tokenize
     if tokenizer_type == "GPT2BPETokenizer":
         for name, usual in (("vocab_file", "gpt2-vocab.json"), ("merge_file", "gpt2-merges.txt")):
             value = getattr(options, name)
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             if value is None:
                 problems.append(f"GPT2BPETokenizer needs {flag}: its {usual}")
             elif not Path(value).is_file():
@@ -123,7 +122,7 @@ def build_tokenizer(
     problems = tokenizer_problems(tokenizer_type, tokenizer_model, options)
     if problems:
         raise UserError("\n".join(problems))
-    tokenizer = _builder(tokenizer_type, tokenizer_model or "", vocab_size, options)()
+    tokenizer = _built(tokenizer_type, tokenizer_model or "", vocab_size, options)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"--vocab-size {vocab_size} is smaller than the vocabulary of {tokenizer_model or options.vocab_file} "
@@ -132,14 +131,13 @@ def build_tokenizer(
     return tokenizer
 
 
-def _builder(kind: str, model: str, vocab_size: int | None, options: TokenizerOptions) -> Callable[[], Tokenizer]:
+def _built(kind: str, model: str, vocab_size: int | None, options: TokenizerOptions) -> Tokenizer:
     special = options.tokenizer_special_tokens
     if kind == "GPT2BPETokenizer":
         assert options.vocab_file is not None and options.merge_file is not None
-        return partial(GPT2BPETokenizer, options.vocab_file, options.merge_file, special_tokens=special)
+        return GPT2BPETokenizer(options.vocab_file, options.merge_file, special_tokens=special)
     if kind == "TikTokenizer":
-        return partial(
-            TikTokenizer,
+        return TikTokenizer(
             model,
             pattern=options.tiktoken_pattern,
             vocab_size=vocab_size,
@@ -148,5 +146,5 @@ def _builder(kind: str, model: str, vocab_size: int | None, options: TokenizerOp
         )
     if kind == "HuggingFaceTokenizer":
         includes = not options.tokenizer_hf_no_include_special_tokens
-        return partial(HuggingFaceTokenizer, model, special_tokens=special, include_special_tokens=includes)
-    return partial(SentencePieceTokenizer, model)
+        return HuggingFaceTokenizer(model, special_tokens=special, include_special_tokens=includes)
+    return SentencePieceTokenizer(model)
