@@ -6,7 +6,7 @@ Every reader asks here: ``--load`` and conversions, of this project's checkpoint
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,8 @@ COMPUTED = (
     "position_embedding_type",
     "rotary_percent",
     "rotary_base",
+    "window_size",
+    "window_attn_skip_freq",
 )
 #: Of these, the ones that only RoPE reads.
 _ROTARY = ("rotary_percent", "rotary_base")
@@ -54,7 +56,6 @@ NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "squared_relu": (None, False),
         "use_mup": (None, False),
         "use_rope_scaling": (None, False),
-        "window_size": (None,),
     }
 )
 
@@ -106,6 +107,11 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         known.setdefault("norm_epsilon", known["layernorm_epsilon"])
     if isinstance(known.get("add_bias_linear"), bool):
         known["disable_bias_linear"] = not known["add_bias_linear"]
+    window, skips = known.get("window_size"), known.get("window_attn_skip_freq")
+    if isinstance(window, tuple | list):
+        known["window_size"] = ",".join(map(str, window))
+    if isinstance(skips, int | list):
+        known["window_attn_skip_freq"] = str(skips)
     return model_settings(known)
 
 
@@ -114,10 +120,10 @@ def unsupported_argument(folder: Path, arguments: Mapping[str, Any]) -> str | No
     for name, idle in NO_SETTING.items():
         if arguments.get(name) not in idle:
             return _unsupported(folder, name, arguments[name])
+    known = settings_of_arguments(arguments)
     for name in COMPUTED:
-        choices, value = field_types(ModelConfig)[name].choices, arguments.get(name)
-        if choices and value is not None and value not in choices:
-            return _unsupported(folder, name, value)
+        if arguments.get(name) is not None and name not in known:
+            return _unsupported(folder, name, arguments[name])
     return None
 
 
@@ -135,10 +141,23 @@ def first_difference(saved: Mapping[str, Any], model: ModelConfig, *, finetune: 
     unread = () if model.position_embedding_type == "rope" else _ROTARY
     allowed = ("rotary_base",) if finetune else ()
     for name in COMPUTED:
+        if name not in saved or name in (*unread, *allowed):
+            continue
         own = getattr(model, name)
-        if name in saved and name not in (*unread, *allowed) and saved[name] != own:
+        if saved[name] != own and not _is_same(saved, model, name):
             return Difference(name, saved[name], own)
     return None
+
+
+def _is_same(saved: Mapping[str, Any], model: ModelConfig, name: str) -> bool:
+    """Whether two spellings of a setting mean the same: those of windows have several."""
+    if not name.startswith("window_"):
+        return False
+    theirs = {each: saved[each] for each in ("window_size", "window_attn_skip_freq") if each in saved}
+    try:
+        return replace(model, **theirs).windows == model.windows
+    except (ValueError, IndexError, ZeroDivisionError):  # not the text of a window
+        return False
 
 
 def unread_tensor(folder: Path, found: Iterable[str], read: Collection[str]) -> str | None:

@@ -224,8 +224,11 @@ def _with_arguments(run: Path, root: Path, **changed: object) -> Path:
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ({"squared_relu": True}, r"was saved with squared_relu\(True\), which this project does not have"),
-        ({"quick_geglu": True}, r"was saved with quick_geglu\(True\), which this project does not have"),
+        ({"qk_l2_norm": True}, r"was saved with qk_l2_norm\(True\), which this project does not have"),
+        (
+            {"multi_latent_attention": True},
+            r"was saved with multi_latent_attention\(True\), which this project does not have",
+        ),
         ({"position_embedding_type": "mrope"}, r"was saved with position_embedding_type\(mrope\), which this project"),
         ({"normalization": "other"}, r"was saved with normalization\(other\), which this project does not have"),
     ],

@@ -63,15 +63,15 @@ def test_arguments_without_a_setting(name: str) -> None:
     assert default in NO_SETTING[name]
     assert unsupported_argument(FOLDER, {name: default}) is None
     assert unsupported_argument(FOLDER, {name: None}) is None
-    other = True if option.arity == "0" else (128, 0) if "size" in name else 7
+    other = True if option.arity == "0" else 7
     expected = f"iter_0000003 was saved with {name}({other}), which this project does not have"
     assert unsupported_argument(FOLDER, {"num_layers": 2, name: other}) == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("position_embedding_type", "mrope"), ("normalization", "ScaleNorm"), ("softmax_type", "off")]
+    ("name", "value"), [("position_embedding_type", "mrope"), ("normalization", "ScaleNorm"), ("window_size", 128)]
 )
-def test_a_choice_that_there_is_not(name: str, value: str) -> None:
+def test_a_value_that_the_setting_does_not_take(name: str, value: object) -> None:
     assert f"{name}({value}), which this project does not have" in str(unsupported_argument(FOLDER, {name: value}))
 
 
@@ -84,16 +84,16 @@ def test_a_choice_that_there_is_not(name: str, value: str) -> None:
         ({"swiglu": False}, LLAMA_STYLE, "--no-swiglu"),
         ({"position_embedding_type": "rope"}, GPT3_STYLE, "--position-embedding-type rope"),
         ({"rotary_percent": 0.25, "rotary_base": 500_000}, LLAMA_STYLE, "--rotary-percent 0.25"),
+        ({"window_size": (128, 0), "window_attn_skip_freq": 2}, GPT3_STYLE, "--window-size 128,0"),
     ],
 )
 def test_differences(arguments: dict[str, object], model: ModelConfig, flag: str) -> None:
     found = first_difference(settings_of_arguments(arguments), model)
     assert found is not None and found.flag == flag
-    ((_, value),) = list(arguments.items())[:1]
     (name,) = [name for name in COMPUTED if flag.startswith("--" + name.replace("_", "-")) or f"no-{name}" in flag]
     assert found.sentence(FOLDER, "--config", "correct it") == (
-        f"iter_0000003 was saved with {name}({value}), --config has {name}({getattr(model, name)}), under which those "
-        "weights compute something else; correct it"
+        f"iter_0000003 was saved with {name}({found.saved}), --config has {name}({getattr(model, name)}), under which "
+        "those weights compute something else; correct it"
     )
 
 
@@ -102,6 +102,12 @@ def test_what_does_not_differ() -> None:
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE, finetune=True) is None
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE) is not None
     assert first_difference({}, LLAMA_STYLE) is None
+    own = replace(LLAMA_STYLE, num_layers=2, window_size="(8, 0)", window_attn_skip_freq="[1, 0]")
+    theirs = settings_of_arguments({"window_size": (8, 0), "window_attn_skip_freq": 2})
+    assert theirs == {"window_size": "8,0", "window_attn_skip_freq": "2"} and first_difference(theirs, own) is None
+    everywhere = settings_of_arguments({"window_size": (8, 0), "window_attn_skip_freq": None})
+    found = first_difference(everywhere, own)
+    assert found is not None and found.flag == "--window-size 8,0"
     assert model_settings({"norm_epsilon": 1, "num_layers": True, "swiglu": 1, "normalization": "no", "other": 3}) == {
         "norm_epsilon": 1.0
     }
