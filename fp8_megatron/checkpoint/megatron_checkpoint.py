@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.model import ModelConfig
 from .files import CheckpointError
 from .megatron_layout import Name, is_rounded
 from .placement import Shape
+from .same_model import settings_of_arguments
 
 #: Ends of the names of norm weights, which --apply-layernorm-1p stores less 1.
 _NORM_WEIGHTS = ("layernorm.weight", "layer_norm_weight")
@@ -89,9 +91,9 @@ class MegatronCheckpoint(ABC):
         return self.iteration if found is None else found
 
     @property
-    def swiglu(self) -> bool:
+    def is_gated(self) -> bool:
         """Whether the first linear layer of an MLP has two halves."""
-        return bool(self.arguments.get("swiglu", False))
+        return ModelConfig(**settings_of_arguments(self.arguments)).is_gated
 
     @property
     def ties_embeddings(self) -> bool:

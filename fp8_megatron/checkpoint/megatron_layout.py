@@ -82,23 +82,23 @@ def local_shape(key: str, shape: Sequence[int], tensor_size: int) -> tuple[int, 
     return tuple(size // tensor_size if index == axis else size for index, size in enumerate(shape))
 
 
-def merged(key: str, parts: Sequence[Tensor], *, swiglu: bool) -> Tensor:
-    """One parameter from the parts of all tensor-parallel ranks. Each rank has a part of either half of a SwiGLU."""
+def merged(key: str, parts: Sequence[Tensor], *, is_gated: bool) -> Tensor:
+    """One parameter from the parts of all tensor-parallel ranks. Each rank has a part of either half of a gated MLP."""
     axis = shared_axis(key)
     if axis is None or len(parts) == 1:
         return parts[0]
-    if swiglu and "linear_fc1" in key:
+    if is_gated and "linear_fc1" in key:
         halves = [part.view(2, part.shape[0] // 2, *part.shape[1:]) for part in parts]
         return torch.cat(halves, 1).flatten(0, 1)
     return torch.cat(list(parts), axis)
 
 
-def part_of(key: str, whole: Tensor, rank: int, size: int, *, swiglu: bool) -> Tensor:
+def part_of(key: str, whole: Tensor, rank: int, size: int, *, is_gated: bool) -> Tensor:
     """The part of one tensor-parallel rank; undoes `merged`."""
     axis = shared_axis(key)
     if axis is None or size == 1:
         return whole
-    if swiglu and "linear_fc1" in key:
+    if is_gated and "linear_fc1" in key:
         halves = whole.view(2, size, -1, *whole.shape[1:])
         return halves[:, rank].flatten(0, 1)
     return whole.chunk(size, axis)[rank]

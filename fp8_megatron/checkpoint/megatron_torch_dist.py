@@ -142,7 +142,7 @@ class _FlatBuffers:
     def read(self, kind: str, name: Name) -> Tensor:
         """As `MegatronCheckpoint.read`."""
         parts = [self._part(kind, name, rank, self._places) for rank in range(self._ranks_of(name))]
-        whole = merged(name.key, parts, swiglu=self._checkpoint.swiglu)
+        whole = merged(name.key, parts, is_gated=self._checkpoint.is_gated)
         if kind == "master":
             self._checkpoint.checked(self._checkpoint.in_model_dtype(whole), self._checkpoint.weight(name), name)
         return whole
@@ -183,7 +183,7 @@ class _FlatBuffers:
 
     def _check(self, name: Name, places: Mapping[Name, Place]) -> None:
         weight = self._checkpoint.weight(name)
-        own = part_of(name.key, weight, 0, self._ranks_of(name), swiglu=self._checkpoint.swiglu)
+        own = part_of(name.key, weight, 0, self._ranks_of(name), is_gated=self._checkpoint.is_gated)
         master = self._checkpoint.in_model_dtype(self._part("master", name, 0, places))
         self._checkpoint.checked(master, own, name)
 

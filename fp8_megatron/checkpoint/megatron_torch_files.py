@@ -68,7 +68,7 @@ class TorchFiles(MegatronCheckpoint):
                 raise CheckpointError(f"{self.folder} has no {kind} of {name}; give --no-load-optim or --finetune")
             value = state[kind].view(weight.shape)
             parts.append(self.checked(value, weight, name) if kind == "master" else value)
-        return merged(name.key, [part.float() for part in parts], swiglu=self.swiglu)
+        return merged(name.key, [part.float() for part in parts], is_gated=self.is_gated)
 
     def _add(self, stage: int, chunk: int, first_layer: int) -> int:
         """Enter the parameters of a model chunk; how many layers it has."""

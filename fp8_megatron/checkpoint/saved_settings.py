@@ -51,4 +51,4 @@ def settings_of_checkpoint(config: Config) -> Config | None:
 
 def model_of_arguments(arguments: dict[str, Any]) -> ModelConfig:
     """The model that Megatron's arguments describe, as far as they say."""
-    return replace(ModelConfig(), **settings_of_arguments(arguments))
+    return ModelConfig(**settings_of_arguments(arguments))

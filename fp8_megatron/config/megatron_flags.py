@@ -15,7 +15,7 @@ from functools import cache
 from importlib import resources
 from types import MappingProxyType
 
-from .command_line import setting_name, split_flags
+from .command_line import flags_of, setting_name, split_flags
 from .words import decimal, shortened
 
 _TABLE = "megatron_options.tsv"
@@ -144,10 +144,8 @@ def _is_said_by_rope(flag: str, words: Sequence[str]) -> bool:
     """Whether an option is --no-position-embedding beside RoPE, which Megatron takes, as there are no others."""
     if setting_name(flag) != "no_position_embedding":
         return False
-    given = {
-        setting_name(other): [*([] if value is None else [value]), *values] for other, value, values in _flags(words)
-    }
-    return "use_rotary_position_embeddings" in given or given.get("position_embedding_type") == ["rope"]
+    given = {one.name: one.words for one in flags_of(words)}
+    return "use_rotary_position_embeddings" in given or given.get("position_embedding_type") == ("rope",)
 
 
 def _is_default(option: Option, given: Sequence[str]) -> bool:

@@ -107,6 +107,10 @@ def test_ranks_of_a_torch_checkpoint_are_merged(ranks: RankPool, run: Path, tmp_
     folder = _split_over_ranks(states, config, tmp_path)
     found = resumed(ranks, tmp_path, config)
     assert_same_state(found, expected_of(run))
+    if run.name == "llama":
+        gated = replace(config, model=replace(config.model, swiglu=False, quick_geglu=True))
+        _split_over_ranks(states, gated, tmp_path / "quick")
+        assert_same_state(resumed(ranks, tmp_path / "quick", gated, num_steps=0), expected_of(run))
     (folder / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
     with pytest.raises(RankError, match=r"mp_rank_01_001/model_optim_rng.pt is missing"):
         resumed(ranks, tmp_path, config)
@@ -114,6 +118,7 @@ def test_ranks_of_a_torch_checkpoint_are_merged(ranks: RankPool, run: Path, tmp_
 
 def _split_over_ranks(states: dict[str, Tensor], config: Config, root: Path) -> Path:
     folder = root / f"iter_{BEFORE:07d}"
+    root.mkdir(exist_ok=True)
     (root / "latest_checkpointed_iteration.txt").write_text(f"{BEFORE}\n")
     names = [key.removeprefix("weight/") for key in _in_order(key for key in states if key.startswith("weight/"))]
     arguments = arguments_of(config)
@@ -155,7 +160,7 @@ def _renamed(name: str, stage: int) -> str | None:
 
 def _cut(name: str, value: Tensor, rank: int, config: Config) -> Tensor:
     """A tensor-parallel rank's part, as Megatron's layers cut it."""
-    if config.model.swiglu and "linear_fc1" in name and "norm" not in name:
+    if config.model.is_gated and "linear_fc1" in name and "norm" not in name:
         gate, up = value.chunk(2)
         return torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]).clone()
     if "norm" in name or "position" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias")):
