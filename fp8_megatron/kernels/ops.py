@@ -271,10 +271,14 @@ def quantize_qkv_grad(
 
 def rotate_qk_(y: Tensor, rotation: Rotation, *, heads_per_group: int) -> None:
     """`rope.reference.rotate_qk_`: query and key in y [T, N], in place."""
-    assert y.ndim == 2 and y.is_contiguous() and y.shape[0] % rotation.cos_sin.shape[0] == 0, (y.shape, rotation)
-    assert y.shape[1] % ((heads_per_group + 2) * rotation.head_dim) == 0, (y.shape, heads_per_group)
-    _check_rotation(rotation)
+    _check_projection(y, rotation, heads_per_group)
     _OPS.rotate_qk_(y, rotation, heads_per_group)
+
+
+def split_rotated_qkv(y: Tensor, rotation: Rotation, *, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope.reference.split_rotated_qkv`: query [T, groups · heads · d], key and value [T, groups · d]."""
+    _check_projection(y, rotation, heads_per_group)
+    return _OPS.split_rotated_qkv(y, rotation, heads_per_group)
 
 
 def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:
@@ -304,6 +308,12 @@ def quantize_rotated_qkv_grad(
     return _OPS.quantize_rotated_qkv_grad(grads, rotation, dtype, scale, power_of_two, amax_out, column_sums)
 
 
+def _check_projection(y: Tensor, rotation: Rotation, heads_per_group: int) -> None:
+    assert y.ndim == 2 and y.is_contiguous() and y.shape[0] % rotation.cos_sin.shape[0] == 0, (y.shape, rotation)
+    assert y.shape[1] % ((heads_per_group + 2) * rotation.head_dim) == 0, (y.shape, heads_per_group)
+    _check_rotation(rotation)
+
+
 def _check_rotated(grads: list[Tensor], rotation: Rotation) -> None:
     assert len(grads) == 3 and grads[1].shape == grads[2].shape, [grad.shape for grad in grads]
     assert grads[1].shape[3] == rotation.head_dim, (grads[1].shape, rotation.head_dim)
@@ -313,7 +323,7 @@ def _check_rotated(grads: list[Tensor], rotation: Rotation) -> None:
 
 def _check_rotation(rotation: Rotation) -> None:
     cos_sin = rotation.cos_sin
-    assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == 2, cos_sin
+    assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == 2, cos_sin.shape
     assert 2 * cos_sin.shape[2] <= rotation.head_dim and rotation.head_dim % 2 == 0, (cos_sin.shape, rotation.head_dim)
 
 

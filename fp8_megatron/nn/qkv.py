@@ -1,8 +1,9 @@
 """The norm in front of attention, the QKV projection and the rotation of query and key as one FP8 function.
 
-Query, key and value are views of one tensor. RoPE rotates query and key in that tensor. Backward reads the three
-gradients where attention wrote them, rotates those of query and key back and casts all to FP8 as one gradient of the
-projection. The rotation keeps nothing for backward but the model's table of angles.
+Query, key and value are views of one tensor. RoPE rotates query and key in that tensor, or splits it if queries are
+grouped (`nn.rope`). Backward reads the three gradients where attention wrote them, rotates those of query and key back
+and casts all to FP8 as one gradient of the projection. The rotation keeps nothing for backward but the model's table of
+angles.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels import ops
 from ..kernels.ops import Rotation
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import NormStatistics, QKVGradSource
 from .gemms import LinearParams
 from .normed import NormParams, norm_fprop, norm_linear_backward
 from .operands import delivered
+from .rope import rotated_parts
 from .rows import LocalRows
 
 
@@ -63,12 +64,13 @@ class _FP8NormQKV(torch.autograd.Function):
         needs_backward: bool,
     ) -> tuple[Tensor, ...]:
         y, statistics = norm_fprop(x, norm, qkv)
-        if rotation is not None:
-            ops.rotate_qk_(y, rotation, heads_per_group=widths[0] // rotation.head_dim)
         if needs_backward:
             ctx.save_for_backward(x, *statistics)
             ctx.norm, ctx.qkv, ctx.rotation = norm, qkv, rotation
-        grouped = y.view(*qkv.parallelism.gathered_shape(x.shape[:-1]), -1, sum(widths))
+        y = y.view(*qkv.parallelism.gathered_shape(x.shape[:-1]), -1)
+        if rotation is not None:
+            return *rotated_parts(y, rotation, widths), x
+        grouped = y.view(*y.shape[:-1], -1, sum(widths))
         return *grouped.split(widths, dim=-1), x
 
     @staticmethod

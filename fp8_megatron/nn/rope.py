@@ -31,16 +31,32 @@ def cos_sin_table(frequencies: Tensor, num_positions: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=1).float()
 
 
-def split_rotated(y: Tensor, rotation: Rotation, widths: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a 16-bit QKV projection's output and rotate query and key in its memory.
+def rotated_parts(y: Tensor, rotation: Rotation, widths: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query and key (rotated) and value of the QKV projection's output, without autograd.
+
+    With one query head a group they are views of `y`, rotated in place. Grouped queries are written to memory of their
+    own, because attention could not read them between keys and values; nothing then refers to `y`.
 
     Args:
-        y: [s, b, groups · sum of widths], contiguous. Nobody else may need its values: they are overwritten.
+        y: [s, b, groups · sum of widths], contiguous.
         widths: columns of query, key and value in one group.
 
     Returns:
-        Query, key and value [s, b, groups, width] each, views of the memory of `y`.
+        [s, b, groups, width] each.
     """
+    heads_per_group = widths[0] // rotation.head_dim
+    flat, shape = y.view(-1, y.shape[-1]), (*y.shape[:2], y.shape[-1] // sum(widths))
+    if heads_per_group == 1:
+        ops.rotate_qk_(flat, rotation, heads_per_group=1)
+        query, key, value = y.view(*shape, -1).split(widths, dim=-1)
+    else:
+        parts = ops.split_rotated_qkv(flat, rotation, heads_per_group=heads_per_group)
+        query, key, value = (part.view(*shape, -1) for part in parts)
+    return query, key, value
+
+
+def split_rotated(y: Tensor, rotation: Rotation, widths: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """`rotated_parts` of a 16-bit QKV projection's output. Nobody else may need the values of `y`."""
     query, key, value = _SplitRotated.apply(y, rotation, widths)
     return query, key, value
 
@@ -49,9 +65,7 @@ class _SplitRotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, rotation: Rotation, widths: tuple[int, int, int]) -> tuple[Tensor, ...]:
         ctx.rotation, ctx.shape = rotation, y.shape
-        values = y.detach()
-        ops.rotate_qk_(values.view(-1, y.shape[-1]), rotation, heads_per_group=widths[0] // rotation.head_dim)
-        return values.view(*y.shape[:2], -1, sum(widths)).split(widths, dim=-1)
+        return rotated_parts(y.detach(), rotation, widths)
 
     @staticmethod
     @once_differentiable

@@ -60,6 +60,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "quantize_qkv_grad": [(qkv, E5M2, None, False, None, True), (qkv, E5M2, scale, False, amax, False)],
         "transpose": [(_fp8(T, K),)],
         "rotate_qk_": [(torch.randn(T, 128).bfloat16(), one_rotation, 2) for one_rotation in rotations],
+        "split_rotated_qkv": [(torch.randn(T, 128).bfloat16(), one_rotation, 2) for one_rotation in rotations],
         "unrotate_qkv_grad": [(qkv, one_rotation) for one_rotation in rotations],
         "rotated_qkv_grad_amax": [(qkv, one_rotation) for one_rotation in rotations],
         "quantize_rotated_qkv_grad": [

@@ -74,9 +74,13 @@ def test_rotates_in_place_by_the_angles(shape: tuple[int, ...], interleaved: boo
     rotation = rotation_of(shape, interleaved)
     y = normal(seq * batch, groups * (heads + 2) * head_dim, seed=1)
     before = y.clone().view(seq, batch, groups, heads + 2, head_dim)
+    query, key, value = ops.split_rotated_qkv(y, rotation, heads_per_group=heads)
+    assert torch.equal(y, before.view(y.shape))
     ops.rotate_qk_(y, rotation, heads_per_group=heads)
     after = y.view(seq, batch, groups, heads + 2, head_dim)
     assert torch.equal(after[..., -1, :], before[..., -1, :])  # value
+    split = [part.view(seq, batch, groups, -1, head_dim) for part in (query, key, value)]
+    assert torch.equal(torch.cat(split, dim=3), after)
     assert torch.equal(after[..., rotary_dim:], before[..., rotary_dim:])
     query_key = before[..., :-1, :].flatten(3)
     expected = exact(query_key, rotation).view(*after.shape[:3], -1, head_dim)
@@ -145,6 +149,8 @@ def test_kernels_rotate_bit_for_bit(shape: tuple[int, ...], interleaved: bool, d
     rotation = rotation_of(shape, interleaved)
     y = normal(seq * batch, groups * (heads + 2) * head_dim, seed=1, dtype=dtype)
     measured = y.cuda()
+    parts = ops.split_rotated_qkv(measured, on_gpu(rotation), heads_per_group=heads)
+    assert_same_bits(parts, ops.split_rotated_qkv(y, rotation, heads_per_group=heads))
     ops.rotate_qk_(measured, on_gpu(rotation), heads_per_group=heads)
     ops.rotate_qk_(y, rotation, heads_per_group=heads)
     assert_same_bits((measured,), (y,))

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8_megatron.kernels.ops import Rotation
 from fp8_megatron.nn.rope import cos_sin_table, rope_frequencies, split_rotated
 
-SEQ, BATCH, GROUPS, WIDTHS = 24, 3, 2, (32, 16, 16)
+SEQ, BATCH, GROUPS = 24, 3, 2
 
 
 @pytest.mark.parametrize(("rotary_dim", "base"), [(128, 10000), (64, 500_000), (24, 10000)])
@@ -43,14 +43,15 @@ def exact(y: Tensor, rotation: Rotation) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-def test_split_rotated(interleaved: bool) -> None:
+@pytest.mark.parametrize("widths", [(32, 16, 16), (16, 16, 16)], ids=["grouped", "single"])
+def test_split_rotated(interleaved: bool, widths: tuple[int, int, int]) -> None:
     """Values and gradients round to BF16 once: at most 2⁻⁸ of each."""
     generator = torch.Generator().manual_seed(1)
     rotation = Rotation(cos_sin_table(rope_frequencies(16, 100), SEQ), 16, interleaved)
-    x = torch.randn(SEQ, BATCH, GROUPS * sum(WIDTHS), generator=generator).bfloat16().requires_grad_()
+    x = torch.randn(SEQ, BATCH, GROUPS * sum(widths), generator=generator).bfloat16().requires_grad_()
     x64 = x.detach().double().requires_grad_()
     y = 1 * x  # fresh memory, as a GEMM's output
-    parts = split_rotated(y, rotation, WIDTHS)
+    parts = split_rotated(y, rotation, widths)
     expected = exact(x64, rotation)
     grads = [torch.randn(part.shape, generator=generator).bfloat16() for part in parts]
     torch.autograd.backward(parts, grads)
@@ -60,4 +61,8 @@ def test_split_rotated(interleaved: bool) -> None:
         assert part.shape == whole.shape
         torch.testing.assert_close(part.double(), whole, rtol=2.0**-8, atol=1e-6)
     memory = {part.untyped_storage().data_ptr() for part in parts}
-    assert memory == {y.untyped_storage().data_ptr()}
+    if widths[0] == 16:  # in place
+        assert memory == {y.untyped_storage().data_ptr()}
+    else:  # the projection's output is free once they are written
+        assert y.untyped_storage().data_ptr() not in memory and len(memory) == 3
+        assert all(part.is_contiguous() for part in parts)

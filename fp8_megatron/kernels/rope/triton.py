@@ -1,4 +1,4 @@
-"""RoPE in Triton: `reference.rotate_qk_` and `reference.unrotate_qkv_grad`, one launch each.
+"""RoPE in Triton: `reference.rotate_qk_`, `split_rotated_qkv` and `unrotate_qkv_grad`, one launch each.
 
 A program rotates some heads of some tokens. A row of its tile is one head of one token. Kernels are compiled without
 fused multiply-add, so that results are bitwise those of the specification.
@@ -117,6 +117,35 @@ def _rotate_in_place(
 
 
 @triton.jit
+def _rotate_and_split(
+    y, query, key, value, cos_sin, query_blocks, key_blocks, T, batch, heads, num_groups, width, group_width,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_P: tl.constexpr, TILE_REST: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    RESTS: tl.constexpr = 2 * HALF < HEAD_DIM
+    single = num_groups * HEAD_DIM
+    if block < query_blocks:
+        _rotate_rows(
+            block, y, query, cos_sin,
+            T, batch, heads, num_groups, batch * width, width, group_width, heads * HEAD_DIM, 0, heads * single,
+            HEAD_DIM, HALF, INTERLEAVED, False, RESTS, TILE_R, TILE_P, TILE_REST,
+        )  # fmt: skip
+    elif block < query_blocks + key_blocks:
+        _rotate_rows(
+            block - query_blocks, y + heads * HEAD_DIM, key, cos_sin,
+            T, batch, 1, num_groups, batch * width, width, group_width, HEAD_DIM, 0, single,
+            HEAD_DIM, HALF, INTERLEAVED, False, RESTS, TILE_R, TILE_P, TILE_REST,
+        )  # fmt: skip
+    else:
+        _rotate_rows(
+            block - query_blocks - key_blocks, y + (heads + 1) * HEAD_DIM, value, cos_sin,
+            T, batch, 1, num_groups, batch * width, width, group_width, HEAD_DIM, 0, single,
+            HEAD_DIM, 0, INTERLEAVED, False, True, TILE_R, TILE_P, TILE_D,
+        )  # fmt: skip
+
+
+@triton.jit
 def _unrotate_and_join(
     query, key, value, out, cos_sin, query_blocks, key_blocks,
     T, batch, heads, num_groups, out_width, group_width,
@@ -165,6 +194,31 @@ def rotate_qk_(y: Tensor, rotation: Rotation, heads_per_group: int) -> None:
     )  # fmt: skip
 
 
+def split_rotated_qkv(y: Tensor, rotation: Rotation, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.split_rotated_qkv`."""
+    cos_sin, head_dim, interleaved = rotation
+    T, width = y.shape
+    group_width = (heads_per_group + 2) * head_dim
+    groups, half = width // group_width, cos_sin.shape[2]
+    query = y.new_empty((T, groups * heads_per_group * head_dim))
+    key, value = y.new_empty((T, groups * head_dim)), y.new_empty((T, groups * head_dim))
+    tile_r, tile_p = tile_of(rotation)
+    query_blocks, key_blocks = cdiv(T * groups * heads_per_group, tile_r), cdiv(T * groups, tile_r)
+    _rotate_and_split[(query_blocks + 2 * key_blocks,)](
+        y, query, key, value, cos_sin, query_blocks, key_blocks,
+        T, T // cos_sin.shape[0], heads_per_group, groups, width, group_width,
+        head_dim, half, interleaved, tile_r, tile_p, _tile_of_rest(head_dim, half), triton.next_power_of_2(head_dim),
+        num_warps=_NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return query, key, value
+
+
+def _tile_of_rest(head_dim: int, half: int) -> int:
+    """Columns of a tile of what is not rotated."""
+    tile: int = triton.next_power_of_2(max(1, head_dim - 2 * half))
+    return tile
+
+
 def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:
     """`reference.unrotate_qkv_grad`."""
     cos_sin, head_dim, interleaved = rotation
@@ -180,8 +234,7 @@ def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:
         query, key, value, out, cos_sin, query_blocks, key_blocks,
         T, batch, heads, groups, out.shape[1], group_width,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        head_dim, half, interleaved, tile_r, tile_p,
-        triton.next_power_of_2(max(1, head_dim - 2 * half)), triton.next_power_of_2(head_dim),
+        head_dim, half, interleaved, tile_r, tile_p, _tile_of_rest(head_dim, half), triton.next_power_of_2(head_dim),
         num_warps=_NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
