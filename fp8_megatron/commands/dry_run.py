@@ -61,10 +61,10 @@ def dry_run_report(config: Config, world_size: int) -> str:
 
 def _memory(config: Config, padded_vocab_size: int, world_size: int) -> str:
     """Predicted GB of weights, gradients and optimizer state of one rank of each pipeline stage."""
-    from rich.console import Console
     from rich.table import Table
 
     from ..planning.memory import predict_memory
+    from ..reporting.tables import table_lines
 
     table = Table(title=f"Predicted GB (10^9 bytes) of one rank, {config.precision.level}")
     for heading in ("stage", "parameters", *(kind.replace("_", " ") for kind in _KINDS), "total"):
@@ -74,10 +74,7 @@ def _memory(config: Config, padded_vocab_size: int, world_size: int) -> str:
         held = memory.linear + memory.rest
         kinds = [_gigabytes(getattr(held, kind)) for kind in _KINDS]
         table.add_row(str(stage), f"{held.num_params:,}", *kinds, _gigabytes(held.total))
-    console = Console(width=120, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return "\n".join(table_lines(table))
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -163,8 +163,9 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
 
 
 def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
-    from rich.console import Console
     from rich.table import Table
+
+    from ..reporting.tables import table_lines
 
     table = Table(title=f"Predicted for {level} on {cluster.gpus} GPUs, the fastest first")
     for heading in (
@@ -189,10 +190,7 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
             "-" if seconds is None else f"{1e3 * seconds:,.0f}",
             "-" if seconds is None else f"{tokens / seconds / cluster.gpus:,.0f}",
         )
-    console = Console(width=120, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return "\n".join(table_lines(table))
 
 
 if __name__ == "__main__":

@@ -48,19 +48,17 @@ def report_largest(
 
 
 def _table(sizes: Mapping[str, Sequence[Config | None]], clusters: Sequence[Cluster]) -> str:
-    from rich.console import Console
     from rich.table import Table
+
+    from ..reporting.tables import table_lines
 
     table = Table(title="Largest GPT, 10^9 parameters (TP × PP × DP)")
     for heading in ("GPUs", *sizes):
         table.add_column(heading, justify="right", no_wrap=True)
     for row, cluster in enumerate(clusters):
         table.add_row(str(cluster.gpus), *(_cell(models[row], cluster) for models in sizes.values()))
-    console = Console(width=120, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
     limit = f"peak within {ROOM:.0%} of {clusters[0].memory_bytes / 1e9:g} GB; micro-batch 1, nothing recomputed"
-    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), limit])
+    return "\n".join([*table_lines(table), limit])
 
 
 def _cell(config: Config | None, cluster: Cluster) -> str:

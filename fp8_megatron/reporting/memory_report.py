@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from rich.console import Console
 from rich.table import Table
 
 from ..storage import LEVELS, StorageDtype, StorageFormats
+from .tables import table_lines
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,7 @@ def memory_table(
         notes += f"\nbuffers of the wire, whatever the model's size: {_gigabytes(measured.wire_buffers)} GB more"
     if num_optimizer_shards > 1:
         notes += f"; master weights and moments, BF16's too, over {num_optimizer_shards} ranks"
-    console = Console(width=120, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), notes])
+    return "\n".join([*table_lines(table), notes])
 
 
 def bf16_bytes(num_params: int, *, num_optimizer_shards: int = 1) -> StorageBytes:
