@@ -7,8 +7,6 @@ from ..config.io import CommandLine, format_config
 from ..config.schema import Config
 
 _KINDS = ("weights", "gradients", "master_weights", "exp_avg", "exp_avg_sq", "scales")
-#: Rows of GPT-2's vocabulary, for a model whose tokenizer gives the size.
-_GPT2_VOCAB_SIZE = 50257
 
 
 def dry_run(command_line: CommandLine, world_size: int) -> None:
@@ -32,14 +30,13 @@ def dry_run_report(config: Config, world_size: int) -> str:
         config: a configuration that passed its checks for `world_size` ranks.
         world_size: ranks of the job.
     """
-    from ..data.tokenizer import padded_vocab_size
+    from ..planning.vocabulary import padded_vocab_size, vocab_size
     from ..planning.wire import predict_wire_bytes
 
     parallel, model = config.parallel, config.model
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    vocab_size = model.vocab_size if model.vocab_size is not None else _GPT2_VOCAB_SIZE
-    padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tp)
-    notes = [f"vocabulary: {vocab_size:,}, padded to {padded:,}"]
+    padded = padded_vocab_size(config)
+    notes = [f"vocabulary: {vocab_size(config):,}, padded to {padded:,}"]
     if model.vocab_size is None:
         notes[0] += " (GPT-2's; the tokenizer is not read)"
     batch = config.global_batch_size(world_size)

@@ -18,7 +18,8 @@ from functools import partial
 
 from ..config.io import own_and_run_flags
 from ..config.schema import Config
-from ..planning.layouts import ROOM, Cluster, Layout, best_layouts, padded_vocab_size
+from ..planning.layouts import ROOM, Cluster, Layout, best_layouts
+from ..planning.vocabulary import padded_vocab_size
 from .arguments import Parser, output_file, real, whole
 from .program import exit_status
 from .run_settings import run_command_line
@@ -125,18 +126,11 @@ def _records(cluster: Cluster, config: Config) -> bool:
     return choose_graph(config, has_gpu=True, world_size=cluster.gpus, node_size=ranks_of_node).records
 
 
-def _needs_recording(config: Config) -> bool:
-    """Whether Python may launch a layer's kernels more slowly than they run."""
-    from ..training.graph_choice import RECORDS_BELOW_FLOPS, RECORDS_BELOW_FLOPS_OVER_RANKS, layer_flops
-
-    over_ranks = config.parallel.tensor_model_parallel_size > 1
-    return layer_flops(config) < (RECORDS_BELOW_FLOPS_OVER_RANKS if over_ranks else RECORDS_BELOW_FLOPS)
-
-
 def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> str:
     """The fastest layouts, the memory of the best by kind, its wire bytes, and what no measurement vouches for."""
     from ..planning.speed import unmeasured
     from ..planning.wire import predict_wire_bytes
+    from ..training.graph_choice import waits_for_host
 
     best, config = layouts[0], layouts[0].config
     wire = predict_wire_bytes(config, padded_vocab_size(config), world_size=cluster.gpus)
@@ -152,7 +146,7 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
         parts = ", ".join(f"{part.replace('_', ' ')} {1e3 * value:,.1f}" for part, value in vars(best.step).items())
         lines.append(f"the first: ms of a step: {parts}")
         lacking = unmeasured(config, world_size=cluster.gpus, gpus_per_node=cluster.gpus_per_node)
-        if not best.records and _needs_recording(config):
+        if not best.records and waits_for_host(config):
             lacking.append("launches by Python, which may be slower than these kernels")
         if lacking:
             lines.append(f"predicted, never measured, for the first: {'; '.join(lacking)}")

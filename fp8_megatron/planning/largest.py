@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from ..config.schema import Config
 from .activations import predict_peak
-from .layouts import ROOM, Cluster, padded_vocab_size
+from .layouts import ROOM, Cluster
 from .memory import count_parameters
+from .vocabulary import padded_vocab_size
 
 #: Widths are multiples of this, so that each of 8 tensor-parallel ranks has whole heads of width 128.
 _WIDTH_STEP = 1024

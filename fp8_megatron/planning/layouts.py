@@ -9,12 +9,11 @@ from ..config.checks import ConfigError, check_config
 from ..config.schema import Config, ParallelConfig
 from .activations import PeakBytes, predict_peak
 from .speed import StepSeconds, has_rates, predict_step
+from .vocabulary import padded_vocab_size
 
 #: The largest share of a GPU's memory that a predicted peak may take. Prediction and peak differ by up to 2.5%, and the
 #: CUDA context, NCCL and fragmentation take memory that the prediction does not count.
 ROOM = 0.9
-#: GPT-2's vocabulary, for a model whose tokenizer gives the size.
-_GPT2_VOCAB_SIZE = 50257
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,6 @@ class Layout:
     peak: PeakBytes
     records: bool
     step: StepSeconds | None
-
-
-def padded_vocab_size(config: Config) -> int:
-    """Rows of the embedding, from the configuration alone."""
-    model = config.model
-    rows = _GPT2_VOCAB_SIZE if model.vocab_size is None else model.vocab_size
-    multiple = model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return -(-rows // multiple) * multiple
 
 
 def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], bool]) -> list[Layout]:

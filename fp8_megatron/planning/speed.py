@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..config.schema import Config
 from ..formats import StorageDtype
-from ..reporting.flops import linear_params_per_layer, model_flops_per_token
+from ..reporting.flops import layer_flops, linear_params_per_layer
 from ..sharding.partition import StorageClass
 from .memory import parameters_by_class
 from .wire import predict_wire_bytes
@@ -153,13 +153,6 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[s
         )
         if applies
     ]
-
-
-def layer_flops(config: Config) -> float:
-    """FLOPs of one layer, forward and backward, for one micro-batch on one GPU."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    per_token = model_flops_per_token(model, causal=False, padded_vocab_size=0) / model.num_layers
-    return config.training.micro_batch_size * model.seq_length * per_token / tp
 
 
 def has_rates(config: Config) -> bool:

@@ -7,7 +7,7 @@ recomputation, quantisation, norms and the embedding look-up.
 from __future__ import annotations
 
 from ..config.precision import Precision
-from ..config.schema import ModelConfig
+from ..config.schema import Config, ModelConfig
 
 #: How `model_flops_per_token` counts core attention, as logs name it: ``FLOPS_CONVENTION[causal]``.
 FLOPS_CONVENTION = {False: "full attention", True: "causal attention"}
@@ -55,6 +55,13 @@ def model_flops_per_token(model: ModelConfig, *, causal: bool, padded_vocab_size
     positions = seen if causal else model.num_layers * model.seq_length
     attention = 2 * 2 * positions * model.num_attention_heads * model.head_dim
     return 3.0 * (linear + head + attention)
+
+
+def layer_flops(config: Config) -> float:
+    """Model FLOPs of one layer, forward and backward, for one micro-batch on one GPU. Attention is counted in full."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    per_token = model_flops_per_token(model, causal=False, padded_vocab_size=0) / model.num_layers
+    return config.training.micro_batch_size * model.seq_length * per_token / tp
 
 
 def _seen_positions(seq_length: int, window: int | None) -> float:

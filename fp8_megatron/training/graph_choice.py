@@ -15,18 +15,18 @@ import torch
 from ..config.checks import cuda_graph_problems
 from ..config.schema import Config
 from ..device import memory as device_memory
-from ..reporting.flops import model_flops_per_token
+from ..reporting.flops import layer_flops
 
 logger = logging.getLogger(__name__)
 
 #: `auto` records only layers with fewer FLOPs than this (`layer_flops`). Milliseconds of a step, launched by Python and
 #: recorded, on H200s (--fp8-recipe and --fp8-weight-grad-scaling delayed, --fp8-lm-head), by FLOPs in 10^12:
 #: GPT-345M 0.4: 100 → 19, 2.9: 124 → 109; GPT-1.3B 5.8: 165 → 164; GPT-7B at TP 1 10.7: 1,399 → 1,395 with 1.8 GB more.
-RECORDS_BELOW_FLOPS = 6e12
+_RECORDS_BELOW_FLOPS = 6e12
 #: The same limit with tensor parallelism. There a layer has twice as many launches, and each rank waits for the slowest
 #: host: GPT-7B at TP 4 2.7: 739 → 502, at TP 2 5.4: 460 → 389; GPT-13B at TP 2 8.2: 1,403 → 1,412 with 3.5 GB
 #: more, but 1,400 to 2,040 from step to step on a machine of slow hosts (docs/notebook.md, "The host").
-RECORDS_BELOW_FLOPS_OVER_RANKS = 12e12
+_RECORDS_BELOW_FLOPS_OVER_RANKS = 12e12
 #: The most layers × micro-batches that `auto` records in one graph. The largest graph that was tried has 160.
 MOST_RECORDED_LAYERS = 1024
 #: Peak memory with a recording, over the peak before it. A recording does not share its memory with a rank's shard of
@@ -59,7 +59,7 @@ class GraphChoice:
 def choose_graph(config: Config, *, has_gpu: bool, world_size: int, node_size: int) -> GraphChoice:
     """Decide whether to record; the decision is the same on all ranks.
 
-    `auto` records where a layer has few FLOPs (`RECORDS_BELOW_FLOPS`) and all ranks are GPUs of one node. Recording on
+    `auto` records where a layer has few FLOPs (`_RECORDS_BELOW_FLOPS`) and all ranks are GPUs of one node. Recording on
     several nodes is untested. `auto` does not record if the configuration asks for something that cannot be recorded,
     or with --profile-trace, which shows the host's work beside the kernels.
 
@@ -74,17 +74,15 @@ def choose_graph(config: Config, *, has_gpu: bool, world_size: int, node_size: i
         return GraphChoice(False, obstacle)
     flops = layer_flops(config)
     work = f"a layer has {flops / 1e12:.1f} TFLOP a micro-batch on a GPU"
-    over_ranks = config.parallel.tensor_model_parallel_size > 1
-    if flops < (RECORDS_BELOW_FLOPS_OVER_RANKS if over_ranks else RECORDS_BELOW_FLOPS):
+    if waits_for_host(config):
         return GraphChoice(True, work, needs_room=True)
     return GraphChoice(False, f"{work}, which gives the host the time to launch it")
 
 
-def layer_flops(config: Config) -> float:
-    """Model FLOPs of one layer, forward and backward, for one micro-batch on one GPU. Attention is counted in full."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    per_token = model_flops_per_token(model, causal=False, padded_vocab_size=0) / model.num_layers
-    return config.training.micro_batch_size * model.seq_length * per_token / tp
+def waits_for_host(config: Config) -> bool:
+    """Whether a layer's kernels may run faster than Python launches them."""
+    over_ranks = config.parallel.tensor_model_parallel_size > 1
+    return layer_flops(config) < (_RECORDS_BELOW_FLOPS_OVER_RANKS if over_ranks else _RECORDS_BELOW_FLOPS)
 
 
 def has_room(device: torch.device) -> bool:

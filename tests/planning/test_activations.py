@@ -8,7 +8,7 @@ import pytest
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.planning.activations import predict_peak
-from fp8_megatron.planning.layouts import padded_vocab_size
+from fp8_megatron.planning.vocabulary import padded_vocab_size
 from tests.planning.recorded_runs import ROOT, RecordedRun, recorded_runs
 
 #: Runs of code that held more than today's: six buckets in flight, and recordings that held all gathered weights.

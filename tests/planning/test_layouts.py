@@ -10,7 +10,8 @@ from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
 from fp8_megatron.planning.largest import largest_model, num_parameters
-from fp8_megatron.planning.layouts import ROOM, Cluster, best_layouts, largest_peak, padded_vocab_size
+from fp8_megatron.planning.layouts import ROOM, Cluster, best_layouts, largest_peak
+from fp8_megatron.planning.vocabulary import padded_vocab_size
 from tests.planning.recorded_runs import ROOT
 
 FOUR_H200 = Cluster(gpus=4, gpus_per_node=8, memory_bytes=141e9, network_bytes=50e9)

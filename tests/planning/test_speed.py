@@ -9,8 +9,8 @@ import pytest
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
-from fp8_megatron.planning.layouts import padded_vocab_size
 from fp8_megatron.planning.speed import H200, has_rates, predict_step, unmeasured
+from fp8_megatron.planning.vocabulary import padded_vocab_size
 from fp8_megatron.reporting.flops import linear_params_per_layer
 from tests.planning.recorded_runs import ROOT, RecordedRun, read, recorded_runs
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.reporting.flops import layer_flops
 from fp8_megatron.training import graph_choice
-from fp8_megatron.training.graph_choice import GraphChoice, choose_graph, has_room, layer_flops
+from fp8_megatron.training.graph_choice import GraphChoice, choose_graph, has_room
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = torch.device("cpu")
