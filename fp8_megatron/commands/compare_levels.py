@@ -29,18 +29,10 @@ from ..config.io import own_and_run_flags
 from ..outputs import write_output, writing_to
 from ..reporting.metrics_file import METRICS_FILE, read_records
 from .arguments import Parser, output_folder, whole
+from .levels import levels_of
 from .program import exit_status, share_import_path
 
-LEVELS = {
-    "bf16": ["--precision", "bf16"],
-    "te-tensorwise": ["--precision", "te", "--fp8-recipe", "tensorwise"],
-    "te-delayed": ["--precision", "te", "--fp8-recipe", "delayed"],
-    "O1": ["--precision", "fp8", "--opt-level", "O1"],
-    "O2": ["--precision", "fp8", "--opt-level", "O2"],
-    "O3": ["--precision", "fp8", "--opt-level", "O3"],
-    "O3-delayed": ["--precision", "fp8", "--opt-level", "O3", "--fp8-recipe", "delayed"],
-    "O3-blockwise": ["--precision", "fp8", "--opt-level", "O3", "--fp8-recipe", "blockwise"],
-}
+LEVELS = levels_of("bf16", "te-tensorwise", "te-delayed", "O1", "O2", "O3", "O3-delayed", "O3-blockwise")
 RANK_PROGRAM = "fp8_megatron.commands.pretrain_gpt"
 #: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.
 WARM_UP_STEPS = 10

@@ -51,23 +51,14 @@ from ..errors import UserError
 from ..outputs import write_output
 from ..reporting.parity import Parity, RunResult, compare_runs, read_run
 from ..reporting.parity_report import draw_parity, markdown_table, table_rows
-from . import compare_levels
+from . import levels
 from .arguments import Parser, output_folder, real, seed, whole
 from .program import exit_status, share_import_path
 
 LEVELS = {
-    "bf16": compare_levels.LEVELS["bf16"],
-    "te": compare_levels.LEVELS["te-delayed"],
-    **{name: compare_levels.LEVELS[name] for name in ("O1", "O2", "O3", "O3-delayed", "O3-blockwise")},
-    # configs/fast.yaml
-    "fast": [
-        *compare_levels.LEVELS["O3-delayed"],
-        *("--fp8-lm-head", "--fp8-weight-grad-scaling", "delayed", "--grad-accumulation-dtype", "bf16"),
-    ],
-    "5-byte": [
-        *("--precision", "fp8", "--main-params-dtype", "split"),
-        *("--exp-avg-dtype", "int8", "--exp-avg-sq-dtype", "uint8"),
-    ],
+    "bf16": list(levels.LEVELS["bf16"]),
+    "te": list(levels.LEVELS["te-delayed"]),  # as the committed results had it
+    **levels.levels_of("O1", "O2", "O3", "O3-delayed", "O3-blockwise", "fast", "5-byte"),
 }
 DEFAULT_LEVELS = ["bf16", "te", "O1", "O2", "O3", "fast", "5-byte"]
 RESULTS_FILE = "parity.json"

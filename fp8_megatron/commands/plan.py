@@ -21,18 +21,11 @@ from ..config.schema import Config
 from ..planning.layouts import ROOM, Cluster, Layout, best_layouts
 from ..planning.vocabulary import padded_vocab_size
 from .arguments import Parser, output_file, real, whole
+from .levels import levels_of
 from .program import exit_status
 from .run_settings import run_command_line
 
-#: Flags of each level. They stand behind those of the run, so they win.
-LEVELS = {
-    "bf16": ["--precision", "bf16"],
-    "te": ["--precision", "te"],
-    "O1": ["--precision", "fp8", "--opt-level", "O1"],
-    "O2": ["--precision", "fp8", "--opt-level", "O2"],
-    "O3": ["--precision", "fp8", "--opt-level", "O3"],
-    "5-byte": "--precision fp8 --main-params-dtype split --exp-avg-dtype int8 --exp-avg-sq-dtype uint8".split(),
-}
+LEVELS = levels_of("bf16", "te", "O1", "O2", "O3", "5-byte")
 #: GPUs that a job can have.
 _MOST_GPUS = 100_000
 #: What --largest compares. Transformer Engine's model states are BF16's.

@@ -1,0 +1,39 @@
+"""Levels of precision by name, as flags of a run. Tools that compare levels choose among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_FP8 = ("--precision", "fp8")
+_O3 = (*_FP8, "--opt-level", "O3")
+_O3_DELAYED = (*_O3, "--fp8-recipe", "delayed")
+
+#: Flags of each level. They stand behind those of the run, so they win.
+LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "bf16": ("--precision", "bf16"),
+        "te": ("--precision", "te"),
+        "te-tensorwise": ("--precision", "te", "--fp8-recipe", "tensorwise"),
+        "te-delayed": ("--precision", "te", "--fp8-recipe", "delayed"),
+        "O1": (*_FP8, "--opt-level", "O1"),
+        "O2": (*_FP8, "--opt-level", "O2"),
+        "O3": _O3,
+        "O3-delayed": _O3_DELAYED,
+        "O3-blockwise": (*_O3, "--fp8-recipe", "blockwise"),
+        # configs/fast.yaml
+        "fast": (
+            *_O3_DELAYED,
+            *("--fp8-lm-head", "--fp8-weight-grad-scaling", "delayed", "--grad-accumulation-dtype", "bf16"),
+        ),
+        "5-byte": (
+            *(*_FP8, "--main-params-dtype", "split"),
+            *("--exp-avg-dtype", "int8", "--exp-avg-sq-dtype", "uint8"),
+        ),
+    }
+)
+
+
+def levels_of(*names: str) -> dict[str, list[str]]:
+    """The flags of these levels by name, in this order."""
+    return {name: list(LEVELS[name]) for name in names}
