@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.commands import parity
+from fp8_megatron.commands import parity, parity_runs
+from fp8_megatron.commands.parity_results import RESULTS_FILE, read_results, write_results
+from fp8_megatron.commands.parity_runs import Session, run_flags
+from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.errors import UserError
 from fp8_megatron.reporting.parity import RunResult
@@ -47,7 +50,7 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
 def test_a_configuration_that_cannot_be_compared(
     words: list[str], training: list[str], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(parity.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         parity.check_levels(arguments(tmp_path, *words, training=[*TRAINING, *training]))
 
 
@@ -76,10 +79,10 @@ def _finished(level: str, seed: int, wall_seconds: float | None = 30.0) -> RunRe
     return RunResult(level, seed, 20, 2.0, 2.1, 0.5, 64.0, 1.0, 0, wall_seconds, [(20, 2.0)], [(20, 2.1)])
 
 
-def _session(tmp_path: Path, *words: str, finished: list[RunResult] | None = None) -> parity.Session:
+def _session(tmp_path: Path, *words: str, finished: list[RunResult] | None = None) -> Session:
     args = arguments(tmp_path, "--levels", "bf16", "O3", "--seeds", "1", "2", *words)
     known = {(run.level, run.seed): run for run in finished or []}
-    return parity.Session(args, parity.check_levels(args), ["0"], math.inf, known)
+    return Session(args, parity.check_levels(args), ["0"], math.inf, known)
 
 
 def test_whole_runs_are_not_started_without_time(tmp_path: Path) -> None:
@@ -92,51 +95,51 @@ def test_whole_runs_are_not_started_without_time(tmp_path: Path) -> None:
 
 def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
     session = _session(tmp_path, finished=[_finished("bf16", 1)])
-    parity.write_results(session)
-    assert parity.read_results(session.args, session.config) == session.finished
+    write_results(session.args, session.config, session.finished)
+    assert read_results(session.args, session.config) == session.finished
     other = arguments(tmp_path, training=[*TRAINING, "--lr", "1e-5"])
     with pytest.raises(UserError, match=r"has runs with lr\(0.0003\), this command has lr\(1e-05\)"):
-        parity.read_results(other, parity.check_levels(other))
-    path = tmp_path / parity.RESULTS_FILE
+        read_results(other, parity.check_levels(other))
+    path = tmp_path / RESULTS_FILE
     report = json.loads(path.read_text())
     del report["settings"]["lr"]  # as if the flag came later
     path.write_text(json.dumps(report))
-    assert parity.read_results(other, parity.check_levels(other)) == session.finished
-    (tmp_path / parity.RESULTS_FILE).write_text('{"runs": [{"level": 1}]}')
+    assert read_results(other, parity.check_levels(other)) == session.finished
+    (tmp_path / RESULTS_FILE).write_text('{"runs": [{"level": 1}]}')
     with pytest.raises(UserError, match="is no result of this command"):
-        parity.read_results(session.args, session.config)
+        read_results(session.args, session.config)
 
 
 def test_a_level_of_ones_own(tmp_path: Path) -> None:
     words = ["--levels", "bf16", "head", "--own-levels", "head=--precision fp8 --fp8-lm-head --lr 1e-4"]
     args = arguments(tmp_path, *words)
     parity.check_levels(args)
-    config = parse_config(parity.run_flags(args, ("head", 1), tmp_path / "head"))
+    config = parse_config(run_flags(args, ("head", 1), tmp_path / "head"))
     assert config.precision.fp8_lm_head and config.optimizer.lr == 1e-4
-    session = parity.Session(args, parity.check_levels(args), ["0"], math.inf, {("head", 1): _finished("head", 1)})
-    parity.write_results(session)
+    session = Session(args, parity.check_levels(args), ["0"], math.inf, {("head", 1): _finished("head", 1)})
+    write_results(session.args, session.config, session.finished)
     other = arguments(tmp_path, *words[:3], "--own-levels", "head=--precision fp8")
     with pytest.raises(UserError, match="has runs of level head with '--precision fp8 --fp8-lm-head --lr 1e-4', this"):
-        parity.read_results(other, parity.check_levels(other))
+        read_results(other, parity.check_levels(other))
 
 
 def test_fine_tuning_starts_from_one_checkpoint_and_goes_on_from_its_own(tmp_path: Path) -> None:
     args = arguments(tmp_path / "out", "--finetune-from", str(tmp_path / "base"))
     folder = tmp_path / "run"
-    config = parse_config(parity.run_flags(args, ("O3", 1), folder)).checkpoint
+    config = parse_config(run_flags(args, ("O3", 1), folder)).checkpoint
     assert config.finetune and str(config.load) == str(tmp_path / "base")
     (folder / "checkpoints").mkdir(parents=True)  # a run that was killed before it saved
-    assert parse_config(parity.run_flags(args, ("O3", 1), folder)).checkpoint.finetune
+    assert parse_config(run_flags(args, ("O3", 1), folder)).checkpoint.finetune
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
-    config = parse_config(parity.run_flags(args, ("O3", 1), folder)).checkpoint
+    config = parse_config(run_flags(args, ("O3", 1), folder)).checkpoint
     assert not config.finetune and str(config.load) == str(folder / "checkpoints")
-    session = parity.Session(args, parity.check_levels(args), ["0"], math.inf, {("O3", 1): _finished("O3", 1)})
-    parity.write_results(session)
+    session = Session(args, parity.check_levels(args), ["0"], math.inf, {("O3", 1): _finished("O3", 1)})
+    write_results(session.args, session.config, session.finished)
     other = arguments(tmp_path / "out")
     with pytest.raises(
         UserError, match=r"has runs with finetune_from\(.*base\), this command has finetune_from\(None\)"
     ):
-        parity.read_results(other, parity.check_levels(other))
+        read_results(other, parity.check_levels(other))
 
 
 #: Stands for a run: writes metrics of 10 steps a second, or on SIGTERM a checkpoint, and goes on from it.
@@ -166,14 +169,14 @@ with (folder / "metrics.jsonl").open("a") as out:
 def fake_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "fake.py"
     program.write_text(FAKE_RUN)
-    popen = parity.subprocess.Popen
+    popen = parity_runs.subprocess.Popen
 
     def start(command: list[str], **settings):  # type: ignore[no-untyped-def]
         if command[1:3] != ["-m", "fp8_megatron.commands.pretrain_gpt"]:
             return popen(command, **settings)
         return popen([sys.executable, "-S", str(program), *command[3:]], **settings)
 
-    monkeypatch.setattr(parity.subprocess, "Popen", start)
+    monkeypatch.setattr(parity_runs.subprocess, "Popen", start)
     monkeypatch.setattr(parity, "SAVE_SECONDS", 20.0)
     monkeypatch.setattr(parity, "_slots", lambda num_gpus: ["0", "1"])
 
@@ -184,14 +187,14 @@ def test_calls_go_on_with_what_is_missing(
     """The first call ends after a second, when both of its runs have a checkpoint of about 8 of 20 steps."""
     words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1", "2"]
     checkpoints = tmp_path / "out" / "runs" / "O3_seed_1" / "checkpoints"
-    session_start = parity.Session._start
+    session_start = Session._start
 
-    def limited(self: parity.Session, key: tuple[str, int], slot: str):  # type: ignore[no-untyped-def]
+    def limited(self: Session, key: tuple[str, int], slot: str):  # type: ignore[no-untyped-def]
         self.deadline = min(self.deadline, time.monotonic() + 1.0)  # whatever the start took
         return session_start(self, key, slot)
 
     with monkeypatch.context() as first_call:
-        first_call.setattr(parity.Session, "_start", limited)
+        first_call.setattr(Session, "_start", limited)
         assert parity.main([*words, "--", *TRAINING]) == 0
     printed = capsys.readouterr().out
     assert printed.count("not finished; the same command goes on") == 2 and "0 of 4 runs are finished" in printed
@@ -200,7 +203,7 @@ def test_calls_go_on_with_what_is_missing(
     printed = capsys.readouterr().out
     assert "O3, seed 1: goes on" in printed and "O3, seed 2: starts" in printed
     assert not checkpoints.exists()
-    report = json.loads((tmp_path / "out" / parity.RESULTS_FILE).read_text())
+    report = json.loads((tmp_path / "out" / RESULTS_FILE).read_text())
     assert [(run["level"], run["seed"]) for run in report["runs"]] == [("bf16", 1), ("bf16", 2), ("O3", 1), ("O3", 2)]
     assert [len(run["training"]) for run in report["runs"]] == [20] * 4
     gap = report["comparison"]["levels"][1]

@@ -1,0 +1,121 @@
+"""The results of a comparison of precision levels: parity.json, parity.md and parity.png."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config.schema import Config
+from ..errors import UserError
+from ..outputs import write_output
+from ..reporting.parity import Parity, RunResult, compare_runs
+from ..reporting.parity_report import draw_parity, markdown_table, table_rows
+
+RESULTS_FILE = "parity.json"
+#: Settings that may differ between calls: where things are.
+_PLACES = {"output_dir", "save", "load", "seed", "data_cache_path"}
+
+
+def common_settings(config: Config) -> dict[str, Any]:
+    """What all runs of a comparison have in common, as plain values."""
+    sections = json.loads(json.dumps(asdict(config), default=str))
+    return {
+        name: value
+        for section in ("model", "data", "training", "optimizer")
+        for name, value in sections[section].items()
+        if name not in _PLACES
+    }
+
+
+def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, int], RunResult]:
+    """The finished runs of an earlier call.
+
+    Raises:
+        UserError: the file is damaged, or its runs have other settings.
+    """
+    path = Path(args.output_dir) / RESULTS_FILE
+    if not path.exists():
+        return {}
+    try:
+        report = json.loads(path.read_text())
+        runs = [RunResult.from_json(values) for values in report["runs"]]
+        before, flags = dict(report["settings"]), dict(report.get("flags", {}))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
+    if args.finetune_from != (start := report.get("finetune_from", args.finetune_from)):
+        raise UserError(
+            f"{path} has runs with finetune_from({start}), this command has finetune_from({args.finetune_from}); give "
+            "the same checkpoint, or another --output-dir"
+        )
+    for level in args.levels:
+        if flags.get(level, args.flags[level]) != args.flags[level]:
+            raise UserError(
+                f"{path} has runs of level {level} with {shlex.join(flags[level])!r}, this command has "
+                f"{shlex.join(args.flags[level])!r}; give another --output-dir"
+            )
+    for name, value in common_settings(config).items():
+        # A setting that the runs do not know came with a later version.
+        if name in before and before[name] != value:
+            raise UserError(
+                f"{path} has runs with {name}({before[name]}), this command has {name}({value}); give the same "
+                "flags, or another --output-dir"
+            )
+    return {(found.level, found.seed): found for found in runs}
+
+
+def write_results(
+    args: argparse.Namespace, config: Config, finished: Mapping[tuple[str, int], RunResult]
+) -> Parity | None:
+    """Write parity.json, parity.md and parity.png of what is finished; returns the comparison if there is one."""
+    folder = Path(args.output_dir)
+    order = {level: index for index, level in enumerate(args.levels)}
+    runs = sorted(finished.values(), key=lambda found: (order.get(found.level, len(order)), found.seed))
+    parity = compare_runs(runs, args.levels[0])
+    report = {
+        "settings": common_settings(config),
+        "flags": {level: args.flags[level] for level in args.levels},
+        "finetune_from": args.finetune_from,
+        **_machine(),
+        "comparison": None if parity is None else asdict(parity),
+        "runs": [found.to_json() for found in runs],
+    }
+    write_output(folder / RESULTS_FILE, (json.dumps(report, allow_nan=False) + "\n").encode(), "--output-dir")
+    if parity is None or len(parity.levels) < 2:
+        return None
+    write_output(folder / "parity.md", markdown_table(parity).encode(), "--output-dir")
+    tokens = statistics.fmean(found.num_steps * found.tokens_per_second * found.step_seconds for found in runs)
+    draw_parity(runs, parity, folder / "parity.png", title=f"Precision levels over {tokens / 1e6:,.1f} M tokens")
+    return parity
+
+
+def show_table(parity: Parity) -> None:
+    """Print the comparison."""
+    headings, *rows = table_rows(parity)
+    table = Table(title=f"Against {parity.reference}")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "level" else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=150).print(table)
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit or None,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }

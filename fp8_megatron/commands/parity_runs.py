@@ -1,0 +1,154 @@
+"""The runs of a comparison of precision levels: processes side by side, each on a GPU of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoint.files import TRACKER
+from ..config.schema import Config
+from ..reporting.parity import RunResult, read_run
+from .parity_results import write_results
+
+#: Seconds before the time limit at which runs are asked to save and end.
+SAVE_SECONDS = 40.0
+_POLL_SECONDS = 0.2
+
+
+@dataclass
+class _Process:
+    """A run that is going on."""
+
+    popen: subprocess.Popen[bytes]
+    started: float
+    was_interrupted: bool
+
+
+@dataclass
+class Session:
+    """The runs of one call.
+
+    Attributes:
+        slots: a value of CUDA_VISIBLE_DEVICES for each run side by side; empty for the CPU.
+        deadline: `time.monotonic` at which runs are asked to end; infinite without a limit.
+        finished: results by level and seed, of earlier calls too.
+    """
+
+    args: argparse.Namespace
+    config: Config
+    slots: list[str]
+    deadline: float
+    finished: dict[tuple[str, int], RunResult]
+    failed: list[tuple[str, int]] = field(default_factory=list)
+    stops: bool = False
+
+    def run(self) -> None:
+        """Train what is not finished, until all is or the time is up."""
+        # Seeds in the outer order: the levels of a seed are compared as soon as they are there.
+        pending = [(level, each) for each in self.args.seeds for level in self.args.levels]
+        pending = [key for key in pending if key not in self.finished]
+        running: dict[str, tuple[tuple[str, int], _Process]] = {}
+        asked = False
+        try:
+            while pending or running:
+                if self.stops or time.monotonic() > self.deadline:
+                    pending = []
+                    if not asked:
+                        asked = True
+                        self._ask_to_end(running)
+                for slot in self.slots:
+                    if slot not in running and (key := self._next(pending)) is not None:
+                        running[slot] = (key, self._start(key, slot))
+                for slot, (key, process) in list(running.items()):
+                    if process.popen.poll() is not None:
+                        del running[slot]
+                        self._ended(key, process)
+                    elif time.monotonic() > self.deadline + SAVE_SECONDS:
+                        process.popen.kill()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for _, process in running.values():
+                process.popen.kill()
+
+    def folder(self, key: tuple[str, int]) -> Path:
+        """Of a run's logs and checkpoints."""
+        return Path(self.args.output_dir) / "runs" / f"{key[0]}_seed_{key[1]}"
+
+    def _next(self, pending: list[tuple[str, int]]) -> tuple[str, int] | None:
+        """Take the first pending run that there is time for."""
+        left = self.deadline - time.monotonic()
+        for key in pending:
+            if not self.args.whole_runs or self._seconds(key[0]) < left:
+                pending.remove(key)
+                return key
+        pending.clear()
+        return None
+
+    def _seconds(self, level: str) -> float:
+        """What a run takes, from finished runs of its level, else of all; 0 if there are none."""
+        for runs in ([run for run in self.finished.values() if run.level == level], list(self.finished.values())):
+            known = [run.wall_seconds for run in runs if run.wall_seconds is not None]
+            if known:
+                return max(known)
+        return 0.0
+
+    def _start(self, key: tuple[str, int], slot: str) -> _Process:
+        folder = self.folder(key)
+        was_interrupted = (folder / "checkpoints").exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
+        command = [sys.executable, "-m", "fp8_megatron.commands.pretrain_gpt", *run_flags(self.args, key, folder)]
+        with (folder / "log.txt").open("ab") as log:
+            # Its own session: an interrupt of the terminal reaches this program, which ends the runs in order.
+            popen = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        print(f"{key[0]}, seed {key[1]}: {'goes on' if was_interrupted else 'starts'}", flush=True)
+        return _Process(popen, time.monotonic(), was_interrupted)
+
+    def _ask_to_end(self, running: dict[str, tuple[tuple[str, int], _Process]]) -> None:
+        for _, process in running.values():
+            process.popen.send_signal(signal.SIGTERM)
+            process.was_interrupted = True
+
+    def _ended(self, key: tuple[str, int], process: _Process) -> None:
+        """Read a finished run and remove its checkpoints; report a failed one."""
+        folder, status = self.folder(key), process.popen.returncode
+        seconds = None if process.was_interrupted else time.monotonic() - process.started
+        try:
+            result = read_run(folder, *key, num_steps=self.config.train_iters(1), wall_seconds=seconds)
+        except ValueError as error:
+            print(f"error: {key[0]}, seed {key[1]}: {error}", file=sys.stderr, flush=True)
+            self.failed.append(key)
+            return
+        if result is not None:
+            self.finished[key] = result
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            write_results(self.args, self.config, self.finished)
+            took = "" if seconds is None else f", {seconds:.0f} s"
+            print(f"{key[0]}, seed {key[1]}: validation loss {result.final_loss:.4f}{took}", flush=True)
+        elif status != 0 and not process.was_interrupted:
+            lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
+            print(f"error: {key[0]}, seed {key[1]} ended with status {status}: {(lines or [''])[-1]}", file=sys.stderr)
+            self.failed.append(key)
+        else:
+            print(f"{key[0]}, seed {key[1]}: not finished; the same command goes on with it", flush=True)
+
+
+def run_flags(args: argparse.Namespace, key: tuple[str, int], folder: Path) -> list[str]:
+    """Flags of one run of pretrain_gpt.py."""
+    level, number = key
+    own = folder / "checkpoints"
+    load = ["--load", str(own)]
+    if args.finetune_from is not None and not (own / TRACKER).exists():
+        load = ["--load", args.finetune_from, "--finetune"]
+    places = ["--output-dir", str(folder), "--save", str(own), *load]
+    quiet = ["--no-tensorboard", "--progress", "off"]
+    return [*args.passed, *args.flags[level], "--seed", str(number), *places, "--keep-last", "1", *quiet]
