@@ -15,6 +15,7 @@ from .ignored import ignored_settings
 from .limits import limit_problems
 from .pipeline_checks import interleaving_problem, layout_problem, recompute_problem
 from .precision_checks import precision_problems
+from .recompute_checks import recompute_module_problems
 from .run_checks import profile_problems, run_problems
 from .schedule_checks import batch_problem, schedule_problems
 from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig
@@ -41,6 +42,7 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
         problems += _check_activation(config)
         problems += _check_gemm_sizes(config)
         problems += _check_recompute(config)
+        problems += recompute_module_problems(config)
         problems += _check_cuda_graph(config)
         problems += precision_problems(config, on_this_machine=on_this_machine)
         problems += _check_length(config, world_size)
@@ -193,10 +195,12 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
     if config.parallel.pipeline_model_parallel_size > 1:
         size = config.parallel.pipeline_model_parallel_size
         yield f"{name} records steps of one stage, pipeline_model_parallel_size is {size}; drop it, or choose 1"
-    if training.recompute_granularity is not None:
+    all_fp8 = all(map(config.is_fp8_layer, range(config.model.num_layers)))
+    saves_none = all_fp8 and training.recomputed_modules and "core_attn" not in training.recomputed_modules
+    if training.recompute_granularity is not None and not saves_none:
         yield (
             f"{name} cannot record recompute_granularity({training.recompute_granularity}), which saves the state of "
-            f"random generators; drop one"
+            f"random generators (FP8 layers with --recompute-modules mlp do not); drop one"
         )
     if config.precision.release_gradients:
         yield f"{name} would repeat one step's learning rate, by which release_gradients updates weights; drop one"

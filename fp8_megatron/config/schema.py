@@ -326,11 +326,20 @@ class TrainingConfig:
     cuda_graph_warmup_steps: CountOrZero = 3
     """Steps before the graph is recorded."""
     recompute_granularity: Annotated[Literal["full", "selective"] | None, UNSET] = None
-    """Recompute activations in backward: whole layers (full) or only core attention (selective)."""
+    """Recompute activations in backward: whole layers (full) or the parts of --recompute-modules (selective)."""
+    recompute_modules: Words = ()
+    """Parts of a layer that selective recomputation covers, by default core_attn. core_attn: softmax(QKᵀ)·V. mlp: in
+    FP8 layers the GEMM before the activation, whose output is the largest that a layer keeps; otherwise the whole MLP.
+    layernorm: norms, which FP8 layers always recompute, and BF16 layers beside them never."""
     recompute_method: Annotated[Literal["uniform", "block"] | None, UNSET] = None
     """Which layers full recomputation covers; see --recompute-num-layers."""
     recompute_num_layers: OptionalLayers = None
     """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """What selective recomputation covers, with the default filled in; empty without it."""
+        return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,15 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
+        recompute_modules=_recomputed_modules(config),
         **_te_settings(config.precision),
     )
+
+
+def _recomputed_modules(config: Config) -> list[str]:
+    """megatron-core's parts to recompute. It recomputes norms only of Transformer Engine's layers."""
+    modules = config.training.recomputed_modules
+    return [module for module in modules if module != "layernorm" or config.precision.precision == "te"]
 
 
 def _windows(model: ModelConfig) -> dict[str, Any]:

@@ -28,6 +28,9 @@ class FP8MLP(MLP):
     def __init__(self, *args: Any, activation: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.activation = activation
+        self.recomputes = self.config.recompute_granularity == "selective" and "mlp" in (
+            self.config.recompute_modules or ()
+        )
 
     def fuse_norm(self, norm: Norm) -> None:
         """Compute the norm in front of this MLP here. It is not registered here: its parameters stay where they are."""
@@ -47,6 +50,7 @@ class FP8MLP(MLP):
             fc2.linear_params(),
             self.activation,
             adds_input=fc2.adds_residual,
+            recomputes=self.recomputes,
         )
         if fc2.output_is_whole:
             return output, None, residual

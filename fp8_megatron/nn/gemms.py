@@ -96,11 +96,22 @@ class Computed:
         out.copy_(self._value[rows])
 
 
-def fprop(x: OperandRows, linear: LinearParams, dtype: torch.dtype, addend: Tensor | None = None) -> Tensor:
-    """y [T, N], or this rank's part [T/tp, N] of the sum over ranks; plus `addend` [..., N]."""
+def fprop(
+    x: OperandRows,
+    linear: LinearParams,
+    dtype: torch.dtype,
+    addend: Tensor | None = None,
+    *,
+    recomputes: bool = False,
+) -> Tensor:
+    """y [T, N], or this rank's part [T/tp, N] of the sum over ranks; plus `addend` [..., N].
+
+    Args:
+        recomputes: y was computed before, so that its weight's cast has been measured.
+    """
     weight = linear.weight.gemm_operand(linear.quantizers.weight)
     probe = linear.quantizers.weight_probe
-    if probe is not None and probe.is_due:
+    if probe is not None and probe.is_due and not recomputes:
         _measure_weight(probe, linear.weight, weight)
     return linear.parallelism.sum(Product(x, weight, dtype, bias=linear.bias, use_fast_accum=True), addend)
 

@@ -42,6 +42,12 @@ def norm_fprop(x: Tensor, norm: NormParams, linear: LinearParams) -> tuple[Tenso
     return fprop(rows, linear, x.dtype), statistics
 
 
+def norm_fprop_again(x: Tensor, norm: NormParams, statistics: NormStatistics, linear: LinearParams) -> Tensor:
+    """`norm_fprop`'s y, bit for bit. Under sequence parallelism all ranks of the layer call it together."""
+    part = norm.source(x).again(statistics, linear.quantizers.input.format, transposed=False)
+    return fprop(linear.parallelism.gather(part), linear, x.dtype, recomputes=True)
+
+
 def quantized_norm(
     x: Tensor, norm: NormParams, quantizer: Quantizer, parallelism: Local
 ) -> tuple[OperandRows, NormStatistics]:

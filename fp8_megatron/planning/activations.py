@@ -87,19 +87,26 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     """Bytes that one layer keeps of each token of the micro-batch for its backward, on one rank.
 
     An FP8 layer keeps the two residual streams, queries, keys, values, attention's output and the MLP's input to its
-    activation in 16 bits. A 16-bit layer also keeps the outputs of both norms and of the activation. Transformer
-    Engine's layers keep FP8 copies of some of these; they are counted as a 16-bit layer, which is an upper bound.
+    activation in 16 bits. A 16-bit layer also keeps the outputs of both norms and of the activation. What
+    --recompute-modules names is left out; attention's output stays, as the projection needs it. Transformer Engine's
+    layers keep FP8 copies of some of these; they are counted as a 16-bit layer, which is an upper bound.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
+    recomputed = config.training.recomputed_modules
     queries = model.num_attention_heads * model.head_dim
-    ffn = model.padded_ffn_hidden_size
     streams = 2 * model.hidden_size * (1 if is_fp8 else 2)
-    split = 2 * queries + 2 * model.query_groups * model.head_dim + ffn * (2 if model.is_gated else 1)
-    split += 0 if is_fp8 else ffn
+    split = 2 * queries + 2 * model.query_groups * model.head_dim
+    split += 0 if "mlp" in recomputed else _mlp_columns(config, is_fp8=is_fp8)
     masks = 2 * model.hidden_size if model.hidden_dropout > 0 else 0
     over_sequence = tp if config.parallel.sequence_parallel else 1
     log_sums = 4 * model.num_attention_heads / tp
     return (_HALF * streams + masks + _NORM_STATISTICS_BYTES) / over_sequence + _HALF * split / tp + log_sums
+
+
+def _mlp_columns(config: Config, *, is_fp8: bool) -> int:
+    """Columns of the MLP's input to its activation and, in a 16-bit layer, of its output."""
+    model = config.model
+    return model.padded_ffn_hidden_size * ((2 if model.is_gated else 1) + (0 if is_fp8 else 1))
 
 
 def _activations(config: Config, *, stage: int, num_micro_batches: int) -> int:
@@ -128,7 +135,12 @@ def _held_per_token(config: Config, layers: Sequence[int]) -> float:
 def _recomputed_per_token(config: Config, layers: Sequence[int]) -> float:
     """Bytes that exist of each token while layers of a model chunk are computed again for their backward."""
     training = config.training
-    if training.recompute_granularity != "full" or not layers:
+    if not layers:
+        return 0.0
+    if "mlp" in training.recomputed_modules:
+        columns = max(_mlp_columns(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers)
+        return _HALF * columns / config.parallel.tensor_model_parallel_size
+    if training.recompute_granularity != "full":
         return 0.0
     most = max(layer_bytes_per_token(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers)
     return most if training.recompute_method == "block" else min(training.recompute_num_layers or 1, len(layers)) * most

@@ -56,6 +56,8 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (2, VIRTUAL4 + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
         (2, VIRTUAL4 + "--recompute-granularity full --recompute-method block --recompute-num-layers 4"),
         (1, "--recompute-granularity selective"),
+        (1, "--recompute-activations --recompute-modules mlp core_attn layernorm"),
+        (1, "--recompute-activations --recompute-modules mlp --cuda-graph-impl local"),
         (1, "--position-embedding-type rope --rotary-percent 0.5"),
         (1, "--hidden-size 384 --num-attention-heads 10 --kv-channels 32"),
         (1, "--squared-relu --position-embedding-type none"),
@@ -91,6 +93,29 @@ FULL = "--recompute-granularity full "
             "swiglu and squared_relu are different activations of one MLP; give one of them",
         ),
         (1, "--quick-geglu --squared-relu", "squared_relu and quick_geglu are different activations"),
+        (
+            1,
+            "--recompute-activations --recompute-modules moe",
+            "recompute_modules(moe): there is no mixture of experts;",
+        ),
+        (
+            1,
+            "--recompute-activations --recompute-modules mlps",
+            "recompute_modules(mlps): there is no such module; choo",
+        ),
+        (1, "--recompute-modules mlp", "recompute_modules(mlp) belong to recompute_granularity(selective), not (None)"),
+        (1, "--recompute-activations --recompute-modules layernorm", "has no effect alone: FP8 layers recompute norms"),
+        (
+            1,
+            "--bf16 --recompute-activations --recompute-modules layernorm mlp",
+            "layers of precision(bf16) keep the out",
+        ),
+        (1, "--recompute-activations --cuda-graph-impl local", "cannot record recompute_granularity(selective), which"),
+        (
+            1,
+            "--recompute-activations --recompute-modules mlp --cuda-graph-impl local --first-last-layers-bf16",
+            "cannot record recompute_granularity(selective), which saves the state of random generators (FP8 layers",
+        ),
         # ranges
         (1, "--num-layers 0", "num_layers(0) is out of range; give --num-layers a whole number of at least 1"),
         (

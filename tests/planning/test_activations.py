@@ -58,6 +58,16 @@ def test_an_interleaved_stage_holds_more() -> None:
     assert virtual / plain == pytest.approx(1 + 15 / (16 * 3), rel=1e-6)
 
 
+def test_recomputed_mlps_keep_no_input_of_their_activation() -> None:
+    """Of 20 bytes of an element, 8 are the MLP's; one layer has them at a time."""
+    config = parse_config(["--config", str(ROOT / "configs" / "gpt_7b.yaml"), "--mock-data"])
+    training = replace(config.training, recompute_granularity="selective", recompute_modules=("mlp", "core_attn"))
+    plain, held = (
+        predict_peak(one, 50304, world_size=4).activations for one in (config, replace(config, training=training))
+    )
+    assert plain - held == 4 * 2048 * 4096 * 8 * 31
+
+
 def test_recomputation_keeps_the_inputs_of_layers() -> None:
     """Two bytes of an element for each of 32 layers, and 20 bytes for the one that is recomputed."""
     config = parse_config(["--config", str(ROOT / "configs" / "gpt_7b.yaml"), "--mock-data"])
