@@ -46,7 +46,7 @@ class DocumentBounds:
         if self.room is not None and len(found) > self.room:
             raise UserError(
                 f"a micro-batch has {len(found)} documents, and a recorded step has room for {self.room} (one for "
-                f"{TOKENS_PER_RECORDED_DOCUMENT} tokens); give --cuda-graph-impl none"
+                f"{TOKENS_PER_RECORDED_DOCUMENT} tokens and one a sequence); give --cuda-graph-impl none"
             )
         bounds = torch.full(((self.room or len(found)) + 1,), batch * seq, dtype=torch.int32)
         bounds[: len(found)] = found
@@ -54,8 +54,8 @@ class DocumentBounds:
 
 
 def recorded_room(micro_batch_size: int, seq_length: int) -> int:
-    """Documents of a micro-batch that a recorded step has room for: one for each 128 tokens, and one a sequence.
+    """Documents of a micro-batch that a recorded step has room for: one for each 128 tokens, and one more a sequence.
 
-    FlashAttention's backward adds 128 rows of FP32 gradients for each document. This room at most doubles them.
+    FlashAttention's backward adds 128 rows of FP32 gradients for each document, so this room doubles them.
     """
-    return max(micro_batch_size * seq_length // TOKENS_PER_RECORDED_DOCUMENT, micro_batch_size)
+    return micro_batch_size * (seq_length // TOKENS_PER_RECORDED_DOCUMENT + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import graph_choice
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+from tests.harness.token_files import write_token_files
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,6 +62,8 @@ def underflow(output_dir: Path) -> dict[int, float]:
         {"opt_level": "O3", **FAST, "global_batch_size": 12, "keep_fp8_transpose_cache": 2},
         {"opt_level": "O3", "main_params_dtype": "split", "exp_avg_dtype": "fp8"},
         {"opt_level": "O3", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        {"opt_level": "O3", **FAST, "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"opt_level": "O3", "squared_relu": True, "window_size": "64,0", "window_attn_skip_freq": "2"},
         {"opt_level": "O3", "seq_length": 200},  # no multiple of 128: see `fp8_megatron.device.cudnn`
     ],
     ids=[
@@ -73,6 +77,8 @@ def underflow(output_dir: Path) -> dict[int, float]:
         "fast-accumulation",
         "split",
         "dropout",
+        "recomputed-mlps",
+        "window",
         "seq-200",
     ],
 )
@@ -82,6 +88,21 @@ def test_recorded_steps_train_bit_for_bit(tmp_path: Path, settings: dict) -> Non
     measured = underflow(tmp_path / "graph")
     for iteration, fraction in underflow(tmp_path / "python").items():
         assert measured[iteration] == fraction
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_recorded_steps_with_documents_train_bit_for_bit(tmp_path: Path, micro_batch_size: int) -> None:
+    """Documents of 130 to 400 tokens: other numbers of them from batch to batch, within the room of a recording."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(130, 400, 90)
+    write_token_files(tmp_path / "text", [[*rng.integers(1, 1024, size=length).tolist(), 0] for length in lengths])
+    text = {"mock_data": None, "tokenizer_type": "NullTokenizer", "null_tokenizer_eod_id": 0, "split": "90,10,0"}
+    settings = {**text, "data_path": [str(tmp_path / "text")], "reset_attention_mask": True, **LLAMA_STYLE_FLAGS}
+    settings["micro_batch_size"] = micro_batch_size
+    expected = fit(tmp_path / "python", **settings, **PYTHON)
+    assert fit(tmp_path / "graph", **settings, **GRAPH) == expected
+    crossed = fit(tmp_path / "crossed", **{**settings, "reset_attention_mask": False}, **PYTHON)
+    assert crossed[0]["loss"] != expected[0]["loss"]
 
 
 @pytest.mark.parametrize("has_room", [True, False])
