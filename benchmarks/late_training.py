@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.random_batches import random_batches
 from fp8_megatron.commands.arguments import Parser, output_file, seed, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
@@ -39,10 +40,9 @@ from fp8_megatron.formats import StorageDtype
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.outputs import write_output
-from fp8_megatron.sharding.partition import Fragment
-from fp8_megatron.training.build import TrainingState, build_training_state
+from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.train_step import evaluate, train_step
-from tools.compare_optimizers import load_tokens
+from tools.compare_optimizers import load_tokens, tokens_of
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, SEQ_LENGTH, BATCH = 128, 64, 8
@@ -85,23 +85,13 @@ def texts(phase: str) -> tuple[Tensor, Tensor]:
     if phase != "fine-tuning":
         return load_tokens()
     text = (Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py").read_bytes()
-    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    tokens = torch.where(codes == 10, 95, torch.where((codes >= 32) & (codes < 127), codes - 32, 0))
+    tokens = tokens_of(text)
     return tokens[:-60_000], tokens[-60_000:]
 
 
 def batches(tokens: Tensor, number: int) -> Iterator[dict[str, Tensor]]:
     """Sequences at random places, the same for one number."""
-    generator = torch.Generator().manual_seed(number)
-    while True:
-        starts = torch.randint(0, len(tokens) - SEQ_LENGTH, (BATCH, 1), generator=generator)
-        taken = tokens[starts + torch.arange(SEQ_LENGTH + 1)]
-        yield {
-            "tokens": taken[:, :-1].contiguous(),
-            "labels": taken[:, 1:].contiguous(),
-            "position_ids": torch.arange(SEQ_LENGTH).expand(BATCH, -1),
-            "loss_mask": torch.ones(BATCH, SEQ_LENGTH),
-        }
+    return random_batches(tokens, seed=number, batch_size=BATCH, seq_length=SEQ_LENGTH)
 
 
 def train(
@@ -134,19 +124,7 @@ def train(
         loss = evaluate(state, batches(data[1], 0), VALIDATION_BATCHES)
         if not math.isfinite(loss):
             raise ValueError(f"the validation loss of seed {number} is {loss}")
-        return loss, _masters(state)
-
-
-def _masters(state: TrainingState) -> dict[str, Tensor]:
-    found = {}
-    for space_state, slot in state.optimizer.slots():
-
-        def owned(fragment: Fragment, space_state: Any = space_state, slot: Any = slot) -> Tensor:
-            value: Tensor = space_state.part("master", slot, fragment).load()
-            return value
-
-        found[slot.name] = space_state.space.assemble(slot, owned)
-    return found
+        return loss, {slot.name: space.get_master(slot) for space, slot in state.optimizer.slots()}
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.random_batches import random_batches
 from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
@@ -50,16 +52,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 def batches(seed: int) -> Iterator[dict[str, Tensor]]:
     """Sequences of the documentation's bytes, at random places."""
     text = torch.tensor(list(b"".join(path.read_bytes() for path in sorted(DOCS.glob("*.md")))))
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(0, len(text) - SEQ_LENGTH - 1, (MICRO_BATCH_SIZE,), generator=generator)
-        tokens = torch.stack([text[start : start + SEQ_LENGTH + 1] for start in starts])
-        yield {
-            "tokens": tokens[:, :-1].contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-            "position_ids": torch.arange(SEQ_LENGTH).expand(MICRO_BATCH_SIZE, -1),
-            "loss_mask": torch.ones(MICRO_BATCH_SIZE, SEQ_LENGTH),
-        }
+    # Without the last byte, as in the committed results.
+    return random_batches(text[:-1], seed=seed, batch_size=MICRO_BATCH_SIZE, seq_length=SEQ_LENGTH)
 
 
 def losses(seed: int, factor: float, choice: str, *, before: int, after: int) -> list[float]:

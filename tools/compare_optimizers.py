@@ -87,14 +87,18 @@ def loss_of(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def tokens_of(text: bytes) -> Tensor:
+    """A token for each byte, int64: 0 to 94 for printable ASCII, 95 for a line end, 0 for all else."""
+    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return torch.where(codes == 10, 95, torch.where((codes >= 32) & (codes < 127), codes - 32, 0))
+
+
 @cache
 def load_tokens(max_bytes: int = 3_000_000, valid_bytes: int = 200_000) -> tuple[Tensor, Tensor]:
     """Training and validation tokens: printable ASCII and line ends of the standard library's sources, shuffled."""
     documents = [text for _, text in library_documents(Path(sysconfig.get_paths()["stdlib"]))]
     random.Random(1234).shuffle(documents)
-    text = "".join(documents)[:max_bytes].encode("ascii", "replace")
-    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    tokens = torch.where(codes == 10, 95, torch.where((codes >= 32) & (codes < 127), codes - 32, 0))
+    tokens = tokens_of("".join(documents)[:max_bytes].encode("ascii", "replace"))
     return tokens[:-valid_bytes], tokens[-valid_bytes:]
 
 
