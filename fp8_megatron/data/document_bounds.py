@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ..errors import UserError
 
 #: Key of a batch that has documents.
 CU_SEQLENS = "cu_seqlens"
-#: Tokens of a micro-batch for each document that a recorded step has room for.
-TOKENS_PER_RECORDED_DOCUMENT = 128
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DocumentBounds:
             int32 [n + 1], n the number of documents, or [room + 1].
 
         Raises:
-            UserError: there are more documents than room.
+            UserError: there are more documents than room. The text has its end token inside of documents.
         """
         batch, seq = tokens.shape
         starts = torch.zeros(batch, seq, dtype=torch.bool)
@@ -45,17 +45,20 @@ class DocumentBounds:
         found = starts.view(-1).nonzero().view(-1)
         if self.room is not None and len(found) > self.room:
             raise UserError(
-                f"a micro-batch has {len(found)} documents, and a recorded step has room for {self.room} (one for "
-                f"{TOKENS_PER_RECORDED_DOCUMENT} tokens and one a sequence); give --cuda-graph-impl none"
+                f"a micro-batch has {len(found)} documents, and its recorded step has room for {self.room}, as the "
+                f"token files have no more in a sequence: token {self.eod} ends a document and is in its text too; "
+                f"prepare the files anew, or give --cuda-graph-impl none"
             )
         bounds = torch.full(((self.room or len(found)) + 1,), batch * seq, dtype=torch.int32)
         bounds[: len(found)] = found
         return bounds
 
 
-def recorded_room(micro_batch_size: int, seq_length: int) -> int:
-    """Documents of a micro-batch that a recorded step has room for: one for each 128 tokens, and one more a sequence.
+def most_documents(dataset: Dataset) -> int:
+    """How many documents the sample of a GPTDataset, or of a blend of them, has that has the most.
 
-    FlashAttention's backward adds 128 rows of FP32 gradients for each document, so this room doubles them.
+    It reads the whole index of samples, 8 bytes a sample.
     """
-    return micro_batch_size * (seq_length // TOKENS_PER_RECORDED_DOCUMENT + 1)
+    parts = getattr(dataset, "datasets", [dataset])
+    # An entry is a document and a token in it; a sample ends with the next sample's first token.
+    return max(int(np.diff(part.sample_index[:, 0]).max()) + 1 for part in parts)

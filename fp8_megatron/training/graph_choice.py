@@ -29,6 +29,8 @@ _RECORDS_BELOW_FLOPS = 6e12
 _RECORDS_BELOW_FLOPS_OVER_RANKS = 12e12
 #: The most layers × micro-batches that `auto` records in one graph. The largest graph that was tried has 160.
 MOST_RECORDED_LAYERS = 1024
+#: Rows of FP32 gradients that FlashAttention's backward takes for each document.
+_TOKENS_PER_DOCUMENT = 128
 #: Peak memory with a recording, over the peak before it. A recording does not share its memory with a rank's shard of
 #: new weights (6.5% of GPT-13B's peak) and validation's activations; the steps before it did.
 _ROOM_FACTOR = 1.15
@@ -85,6 +87,25 @@ def waits_for_host(config: Config) -> bool:
     return layer_flops(config) < (_RECORDS_BELOW_FLOPS_OVER_RANKS if over_ranks else _RECORDS_BELOW_FLOPS)
 
 
+def documents_fit(config: Config, most_documents: int | None) -> bool:
+    """Whether `auto` records steps whose micro-batches have up to so many documents; None: they have none.
+
+    A recording has room for all of them in every step. FlashAttention's backward takes 128 rows of FP32 gradients for
+    each: as many documents as 128 go into the tokens, and one more a sequence, double its memory.
+    """
+    training, seq_length = config.training, config.model.seq_length
+    most = training.micro_batch_size * (seq_length // _TOKENS_PER_DOCUMENT + 1)
+    if most_documents is None or training.cuda_graph_impl == "local" or most_documents <= most:
+        return True
+    logger.info(
+        "steps are not recorded as a CUDA graph: a micro-batch may have %d documents, and a recording takes memory for "
+        "as many in every step, which is worth it up to %d; --cuda-graph-impl local records in any case",
+        most_documents,
+        most,
+    )
+    return False
+
+
 def has_room(device: torch.device) -> bool:
     """Whether the peak memory so far times `_ROOM_FACTOR` fits into the memory of every rank's GPU.
 
@@ -117,8 +138,6 @@ def _obstacle(config: Config, *, has_gpu: bool, world_size: int, node_size: int)
     problem = next(cuda_graph_problems(config), None)
     if problem is not None:
         return problem
-    if config.data.reset_attention_mask:
-        return "reset_attention_mask: a recorded step has limited room for documents; cuda_graph_impl local records"
     layers = config.model.num_layers * config.num_micro_batches(world_size)
     if layers > MOST_RECORDED_LAYERS:
         return f"a step has {layers} layers × micro-batches, more than {MOST_RECORDED_LAYERS}"

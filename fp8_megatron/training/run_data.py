@@ -12,7 +12,7 @@ from ..checkpoint.run_state import Progress
 from ..config.checks import ConfigError
 from ..config.schema import Config, DataConfig
 from ..data.datasets import Datasets, MaskedTail, build_datasets, build_validation_sets
-from ..data.document_bounds import DocumentBounds, recorded_room
+from ..data.document_bounds import DocumentBounds, most_documents
 from ..data.loader import build_loader
 from ..data.tokenizer import Tokenizer, padded_vocab_size
 from ..data.tokenizer_settings import TokenizerOptions, build_tokenizer
@@ -65,10 +65,21 @@ class RunData:
             return self
         return open_run_data(self.config, self.topology, progress)
 
-    def train_loader(self, consumed_samples: int) -> Iterator[Batch]:
-        """Training micro-batches, starting after `consumed_samples` samples."""
+    def train_loader(self, consumed_samples: int, *, records: bool = False) -> Iterator[Batch]:
+        """Training micro-batches, starting after `consumed_samples` samples.
+
+        Args:
+            records: steps are recorded, which takes one shape for all batches.
+        """
         assert self.datasets.train is not None
-        return self._loader(self.datasets.train, "train", consumed_samples)
+        room = self.most_documents() if records else None
+        return self._loader(self.datasets.train, "train", consumed_samples, room=room)
+
+    def most_documents(self) -> int | None:
+        """Documents that a training micro-batch may have; None without --reset-attention-mask."""
+        if not self.config.data.reset_attention_mask or self.datasets.train is None:
+            return None
+        return self.config.training.micro_batch_size * most_documents(self.datasets.train)
 
     def evaluations(self, split: str) -> Iterator[Evaluation]:
         """The passes over a held-out split, always from its start; none if the run has no such split."""
@@ -82,7 +93,9 @@ class RunData:
             loader = self._loader(getattr(self.datasets, split), split, 0)
             yield Evaluation(split, loader, self.config.training.eval_iters, is_whole=False)
 
-    def _loader(self, dataset: Dataset, split: str, consumed_samples: int) -> Iterator[Batch]:
+    def _loader(
+        self, dataset: Dataset, split: str, consumed_samples: int, *, room: int | None = None
+    ) -> Iterator[Batch]:
         is_whole = split == "valid" and bool(self.validation_sets)
         return build_loader(
             dataset,
@@ -92,15 +105,8 @@ class RunData:
             num_workers=self.config.data.num_workers if split == "train" else 0,
             consumed_samples=consumed_samples,
             shuffles=None if is_whole else _shuffles(self.config.data),
-            documents=self._documents(is_recorded=split == "train" and self.config.training.cuda_graph_impl == "local"),
+            documents=DocumentBounds(self.eod, room) if self.config.data.reset_attention_mask else None,
         )
-
-    def _documents(self, *, is_recorded: bool) -> DocumentBounds | None:
-        """How documents are found; None if attention crosses them. Recorded steps need one shape for all batches."""
-        if not self.config.data.reset_attention_mask:
-            return None
-        room = recorded_room(self.config.training.micro_batch_size, self.config.model.seq_length)
-        return DocumentBounds(self.eod, room if is_recorded else None)
 
 
 def _shuffles(data: DataConfig) -> Literal["sharded", "whole"] | None:

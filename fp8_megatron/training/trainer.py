@@ -37,7 +37,7 @@ from ..watch.restarts import Launch, begin_attempt
 from .batches import Batch
 from .build import TrainingState, build_training_state, slot_names_of_ranks
 from .cast_sampling import CastSampler
-from .graph_choice import GraphChoice, choose_graph
+from .graph_choice import GraphChoice, choose_graph, documents_fit
 from .loss_spikes import LossSpike, SpikeGuard, resumed_after_spikes
 from .room import check_memory, check_room
 from .run_data import RunData, open_run_data
@@ -183,7 +183,8 @@ class _Run:
         self.left_out = {int(word) for word in config.training.iterations_to_skip}
         self.started = time.monotonic()
         self.stop_requested = False
-        self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if graph_choice.records else None
+        records = graph_choice.records and documents_fit(config, self.data.most_documents())
+        self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if records else None
         self.replica_check = _replica_check(config, self.state)
         self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank)
         first_profiled = config.profile.profile_step_start
@@ -227,7 +228,7 @@ class _Run:
         saved_at = self.progress.iteration
         loader: Iterator[Batch] = iter(())
         if first <= total:
-            loader = self.data.train_loader(self.progress.consumed_samples)
+            loader = self.data.train_loader(self.progress.consumed_samples, records=self.graph is not None)
         elif self.is_writer:
             length = "--train-samples" if self.config.counts_samples else "--train-iters"
             logger.warning("nothing is left to train: iteration %d, %s %d", first - 1, length, self.config.train_counts)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from fp8_megatron.data.document_bounds import CU_SEQLENS, DocumentBounds, recorded_room
+from fp8_megatron.config.schema import DataConfig
+from fp8_megatron.data.datasets import build_datasets
+from fp8_megatron.data.document_bounds import CU_SEQLENS, DocumentBounds, most_documents
 from fp8_megatron.data.loader import build_loader
+from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.errors import UserError
+from tests.harness.token_files import write_token_files
 
 EOD = 9
 #: Ends inside, two in a row, at the start; none; at the end of a sequence, which ends the document anyway.
@@ -22,13 +29,31 @@ def test_a_document_ends_with_its_token_and_with_its_sequence() -> None:
 
 def test_more_documents_than_room_are_an_error() -> None:
     assert DocumentBounds(EOD, room=7).of(TOKENS).tolist() == [0, 1, 4, 5, 6, 12, 14, 18]
-    with pytest.raises(UserError, match=r"has 7 documents, .* has room for 6 .*; give --cuda-graph-impl none"):
+    with pytest.raises(UserError, match=r"has 7 documents, .* has room for 6, .*token 9 ends .*--cuda-graph-impl none"):
         DocumentBounds(EOD, room=6).of(TOKENS)
 
 
-def test_every_sequence_has_room() -> None:
-    """Also for documents of 128 tokens that it cuts at both ends."""
-    assert recorded_room(4, 2048) == 68 and recorded_room(4, 16) == 4 and recorded_room(1, 100) == 1
+def test_no_sample_has_more_documents_than_its_index_says(tmp_path: Path) -> None:
+    """One file, and a blend; documents of 1 to 9 tokens with their ends."""
+    rng = np.random.default_rng(1)
+    for name in ("a", "b"):
+        lengths = rng.integers(1, 10 if name == "a" else 4, size=200)
+        write_token_files(tmp_path / name, [[*rng.integers(EOD, size=length - 1).tolist(), EOD] for length in lengths])
+    found = {}
+    for words in (("a",), ("b",), ("0.5", "a", "0.5", "b")):
+        data = DataConfig(
+            data_path=tuple(str(tmp_path / word) if word in "ab" else word for word in words), split="1,0,0"
+        )
+        tokenizer = NullTokenizer(EOD + 1)
+        sizes = {"num_train_samples": 60, "num_valid_samples": 0, "num_test_samples": 0}
+        dataset = build_datasets(data, seq_length=16, seed=3, tokenizer=tokenizer, **sizes).train
+        assert dataset is not None
+        samples = torch.stack([dataset[index]["tokens"] for index in range(60)])
+        most = max(len(DocumentBounds(EOD).of(sample[None])) - 1 for sample in samples)
+        found[words] = most_documents(dataset)
+        assert most <= found[words] <= most + 2
+        DocumentBounds(EOD, room=60 * found[words]).of(samples)
+    assert found["a",] < found["b",] == max(found.values())
 
 
 @pytest.mark.parametrize("documents", [None, DocumentBounds(EOD, room=8)])
