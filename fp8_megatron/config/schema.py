@@ -1,9 +1,9 @@
 """The configuration: frozen dataclasses that define the YAML keys, the command-line flags and their help.
 
 Each field is a flag with Megatron's name (``num_layers`` ↔ ``--num-layers``) and a YAML key under its section
-(``model: {num_layers: 24}``). Its type states its limits (`fields`). The string below it is its help text. The sections
-`model` and `precision` have their own modules. `io` reads and writes configurations. `checks` reports configurations
-that cannot work before any device is touched. Functions take only the section that they need.
+(``model: {num_layers: 24}``). Its type states its limits (`fields`). The string below it is its help text. `model`,
+`precision`, `optimizer` and `run_outputs` hold sections of their own. `io` reads and writes configurations. `checks`
+reports configurations that cannot work before any device is touched. Functions take only the section that they need.
 """
 
 from __future__ import annotations
@@ -16,19 +16,15 @@ from .batch_schedule import BatchSchedule
 from .fields import (
     UNSET,
     BatchSize,
-    BelowOne,
     Count,
     CountOrZero,
     Minutes,
     NotNegative,
     OptionalBatchSize,
     OptionalCount,
-    OptionalFraction,
     OptionalIndex,
     OptionalLayers,
-    OptionalNotNegative,
     OptionalPositive,
-    Positive,
     Processes,
     Ranks,
     Switch,
@@ -37,8 +33,10 @@ from .fields import (
     Words,
 )
 from .model import ModelConfig
+from .optimizer import OptimizerConfig
 from .pipeline_layout import PIPELINE_SETTINGS, PipelineLayout, pipeline_layout
 from .precision import PrecisionConfig
+from .run_outputs import CheckpointConfig, LoggingConfig, ProfileConfig
 from .words import shortened, whole_number
 
 #: Megatron's names. The three kinds of SentencePiece are one.
@@ -123,83 +121,6 @@ class ParallelConfig:
         defaults = ParallelConfig()
         changed = {name: getattr(defaults, name) for name in PIPELINE_SETTINGS}
         return replace(self, **{**changed, "pipeline_model_parallel_size": size})
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its schedule."""
-
-    optimizer: Literal["adam", "adamw"] = "adam"
-    """Both names mean AdamW, as in Megatron."""
-    decoupled_weight_decay: Switch = True
-    """On: AdamW. Off: the L2 term is added to the gradient, so that it enters both moments."""
-    lr: Positive = 3e-4
-    """Peak learning rate."""
-    min_lr: NotNegative = 0.0
-    """Learning rate at the end of the decay."""
-    decoupled_lr: OptionalPositive = None
-    """Peak learning rate of the embedding and the output layer. Default: --lr."""
-    decoupled_min_lr: OptionalNotNegative = None
-    """Learning rate of the embedding and the output layer at the end of the decay. Default: --min-lr."""
-    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "linear"
-    """Shape of the decay. WSD: warm up, stay constant, decay over the last --lr-wsd-decay-iters steps."""
-    lr_warmup_fraction: OptionalFraction = None
-    """Linear warm-up, as a fraction of the way to the end of the decay. Replaces --lr-warmup-iters and -samples."""
-    lr_warmup_iters: CountOrZero = 0
-    """Linear warm-up steps. If --train-iters is too short, the warm-up ends one step before the last."""
-    lr_warmup_samples: CountOrZero = 0
-    """Linear warm-up in samples, with --train-samples."""
-    lr_warmup_init: NotNegative = 0.0
-    """Learning rate at the start of the warm-up."""
-    lr_decay_iters: OptionalCount = None
-    """Step at which the decay ends. Default: train-iters."""
-    lr_decay_samples: OptionalCount = None
-    """Samples after which the decay ends, with --train-samples. Default: train-samples."""
-    lr_wsd_decay_iters: OptionalCount = None
-    """Steps of WSD's final decay."""
-    lr_wsd_decay_samples: OptionalCount = None
-    """Samples of WSD's final decay, with --train-samples."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Shape of WSD's final decay."""
-    override_opt_param_scheduler: Switch = False
-    """With --load: take the schedule from the flags where the checkpoint has another, without a warning."""
-    use_checkpoint_opt_param_scheduler: Switch = False
-    """With --load: take the schedule of learning rate and weight decay from the checkpoint, whatever the flags say."""
-    weight_decay: NotNegative = 0.01
-    """Weight decay of matrices; norms and biases have none."""
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """constant: --weight-decay in every step. Others: from --start-weight-decay to --end-weight-decay over the run."""
-    start_weight_decay: OptionalNotNegative = None
-    """Weight decay of the first step, with --weight-decay-incr-style."""
-    end_weight_decay: OptionalNotNegative = None
-    """Weight decay at the end of the run, with --weight-decay-incr-style."""
-    adam_beta1: BelowOne = 0.9
-    """Decay of the first moment."""
-    adam_beta2: BelowOne = 0.999
-    """Decay of the second moment."""
-    adam_eps: Positive = 1e-8
-    """Term added to the denominator."""
-    clip_grad: NotNegative = 1.0
-    """Clip the global gradient norm to this; 0 turns clipping off."""
-    loss_scale: OptionalPositive = None
-    """Constant loss scale for --precision fp16. Default: a dynamic one."""
-    initial_loss_scale: Positive = 65536.0
-    """First dynamic loss scale. (Megatron starts at 2^32, which overflows for 16 steps until it has halved to this.)"""
-    min_loss_scale: Positive = 1.0
-    """Smallest dynamic loss scale."""
-    loss_scale_window: Count = 1000
-    """Steps without an overflow after which the dynamic loss scale doubles."""
-    hysteresis: Count = 2
-    """Overflows before the dynamic loss scale halves."""
-
-    def decay_counts(self, train_counts: int) -> int:
-        """Where the decay ends, in the counts of the run (`Config.train_counts`), with the default filled in."""
-        given = self.lr_decay_samples if self.lr_decay_iters is None else self.lr_decay_iters
-        return train_counts if given is None else given
-
-    def warmup_counts(self, counts_samples: bool) -> int:
-        """The warm-up that was asked for without a fraction, in the counts of the run."""
-        return self.lr_warmup_samples if counts_samples else self.lr_warmup_iters
 
 
 @dataclass(frozen=True)
@@ -340,121 +261,6 @@ class TrainingConfig:
     def recomputed_modules(self) -> tuple[str, ...]:
         """What selective recomputation covers, with the default filled in; empty without it."""
         return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Saving and resuming."""
-
-    save: Text = None
-    """Folder to save checkpoints into."""
-    load: Text = None
-    """Folder to resume from, at its latest checkpoint, or one of its folders iter_*. It must hold one, unless --load
-    equals --save: the first start of such a run begins from scratch, with a warning."""
-    exit_on_missing_checkpoint: Switch = False
-    """With --load: a folder without a checkpoint is an error even if it equals --save."""
-    allow_foreign_checkpoints: Switch = False
-    """Save into a folder that holds another run's checkpoints. Each stays until this run saves the same iteration."""
-    save_interval: OptionalCount = None
-    """Steps between checkpoints. With --save, the end of training and SIGTERM always save one."""
-    keep_last: OptionalCount = None
-    """Keep only this many of the newest checkpoints. Default: all; 1 with --save-retain-interval."""
-    save_retain_interval: OptionalCount = None
-    """Always keep checkpoints whose iteration is a multiple of this, whatever --keep-last is."""
-    async_save: Switch = False
-    """Copy the state and write it in the background while training continues."""
-    ckpt_format: Literal["torch_dist"] = "torch_dist"
-    """Format of checkpoints: megatron-core's, which any parallel layout can read."""
-    ckpt_state_dtype: Literal["native", "fp32"] = "native"
-    """native: masters and moments in the dtypes that training stores them in. fp32: for megatron-core's own readers."""
-    ckpt_step: OptionalCount = None
-    """Load the checkpoint of this iteration. Default: the latest complete one."""
-    finetune: Switch = False
-    """Load only the weights from --load: no optimizer, schedule, data position or random state."""
-    load_optim: Switch = True
-    """On: load moments and step count from --load. Off: start them at zero, at the same data position."""
-    load_rng: Switch = True
-    """On: load the states of random generators from --load."""
-    save_optim: Switch = True
-    """On: save moments and step count. Off: weights alone, which need --no-load-optim or --finetune to be loaded."""
-    save_rng: Switch = True
-    """On: save the states of random generators."""
-    pretrained_checkpoint: Text = None
-    """Folder to take the first weights from, as --finetune does, until --load holds a checkpoint of this run."""
-    use_checkpoint_args: Switch = False
-    """Take the model's settings and the tokenizer from the checkpoint of --load, where flags and files give none."""
-    use_tokenizer_model_from_checkpoint_args: Switch = True
-    """On: --use-checkpoint-args takes the tokenizer too."""
-    non_persistent_save_interval: OptionalCount = None
-    """Steps between checkpoints of which only the newest is kept, beside all those of --save-interval."""
-    non_persistent_ckpt_type: Annotated[Literal["global"] | None, UNSET] = None
-    """Where those are: global is --save."""
-
-    def saves_at(self, iteration: int) -> bool:
-        """Whether an interval ends with this step."""
-        intervals = (self.save_interval, self.non_persistent_save_interval)
-        return any(interval is not None and iteration % interval == 0 for interval in intervals)
-
-    @property
-    def saves_by_interval(self) -> bool:
-        """Whether checkpoints are saved before the end."""
-        return self.save_interval is not None or self.non_persistent_save_interval is not None
-
-    @property
-    def num_newest_kept(self) -> int | None:
-        """How many of the newest checkpoints are kept; None: all, if no interval is retained."""
-        return 1 if self.non_persistent_save_interval is not None else self.keep_last
-
-    @property
-    def retained_interval(self) -> int | None:
-        """Checkpoints whose iteration is a multiple of this are kept for good."""
-        return self.save_interval if self.non_persistent_save_interval is not None else self.save_retain_interval
-
-
-@dataclass(frozen=True)
-class LoggingConfig:
-    """Console output, metrics and log files."""
-
-    output_dir: Text = None
-    """Folder for config.yaml, metrics.jsonl, loss.png and tensorboard/. Default: --save, else runs/<time>."""
-    log_interval: Count = 100
-    """Steps between the console's step lines. metrics.jsonl has every step."""
-    fp8_health_interval: CountOrZero = 100
-    """Steps between samples of what every layer's casts to FP8 lose (health.jsonl); 0: none."""
-    log_params_norm: Switch = False
-    """Report the norm of all master weights of every step (one more pass over them)."""
-    log_num_zeros_in_grad: Switch = False
-    """Report how many elements of every step's averaged gradients are 0 (one more pass over them)."""
-    tensorboard: Switch = True
-    """On: write TensorBoard events."""
-    tensorboard_dir: Text = None
-    """Folder of TensorBoard's events. Default: output-dir/tensorboard."""
-    wandb_project: Text = None
-    """Log to this W&B project (WANDB_MODE=offline works)."""
-    wandb_exp_name: Text = None
-    """Name of the W&B run."""
-    wandb_entity: Text = None
-    """User or team that the W&B project belongs to. Default: that of the login."""
-    wandb_save_dir: Text = None
-    """Folder of W&B's files. Default: output-dir."""
-    progress: Literal["auto", "on", "off"] = "auto"
-    """Progress bar with ETA; auto shows it on a terminal."""
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Profiles of where a step's time goes (torch.profiler)."""
-
-    profile: Switch = False
-    """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json."""
-    profile_step_start: Count = 10
-    """First profiled step."""
-    profile_step_end: Count = 12
-    """Step at which profiling ends. This step is not profiled."""
-    profile_ranks: Words = ("0",)
-    """Global ranks that are profiled."""
-    profile_trace: Switch = False
-    """Also record the host and write trace_rank*.json.gz for Perfetto (slower). Makes --cuda-graph-impl auto none."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+"""The optimizer's section of the configuration (`schema` says how fields become flags)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .fields import (
+    BelowOne,
+    Count,
+    CountOrZero,
+    NotNegative,
+    OptionalCount,
+    OptionalFraction,
+    OptionalNotNegative,
+    OptionalPositive,
+    Positive,
+    Switch,
+)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    optimizer: Literal["adam", "adamw"] = "adam"
+    """Both names mean AdamW, as in Megatron."""
+    decoupled_weight_decay: Switch = True
+    """On: AdamW. Off: the L2 term is added to the gradient, so that it enters both moments."""
+    lr: Positive = 3e-4
+    """Peak learning rate."""
+    min_lr: NotNegative = 0.0
+    """Learning rate at the end of the decay."""
+    decoupled_lr: OptionalPositive = None
+    """Peak learning rate of the embedding and the output layer. Default: --lr."""
+    decoupled_min_lr: OptionalNotNegative = None
+    """Learning rate of the embedding and the output layer at the end of the decay. Default: --min-lr."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay. WSD: warm up, stay constant, decay over the last --lr-wsd-decay-iters steps."""
+    lr_warmup_fraction: OptionalFraction = None
+    """Linear warm-up, as a fraction of the way to the end of the decay. Replaces --lr-warmup-iters and -samples."""
+    lr_warmup_iters: CountOrZero = 0
+    """Linear warm-up steps. If --train-iters is too short, the warm-up ends one step before the last."""
+    lr_warmup_samples: CountOrZero = 0
+    """Linear warm-up in samples, with --train-samples."""
+    lr_warmup_init: NotNegative = 0.0
+    """Learning rate at the start of the warm-up."""
+    lr_decay_iters: OptionalCount = None
+    """Step at which the decay ends. Default: train-iters."""
+    lr_decay_samples: OptionalCount = None
+    """Samples after which the decay ends, with --train-samples. Default: train-samples."""
+    lr_wsd_decay_iters: OptionalCount = None
+    """Steps of WSD's final decay."""
+    lr_wsd_decay_samples: OptionalCount = None
+    """Samples of WSD's final decay, with --train-samples."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of WSD's final decay."""
+    override_opt_param_scheduler: Switch = False
+    """With --load: take the schedule from the flags where the checkpoint has another, without a warning."""
+    use_checkpoint_opt_param_scheduler: Switch = False
+    """With --load: take the schedule of learning rate and weight decay from the checkpoint, whatever the flags say."""
+    weight_decay: NotNegative = 0.01
+    """Weight decay of matrices; norms and biases have none."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """constant: --weight-decay in every step. Others: from --start-weight-decay to --end-weight-decay over the run."""
+    start_weight_decay: OptionalNotNegative = None
+    """Weight decay of the first step, with --weight-decay-incr-style."""
+    end_weight_decay: OptionalNotNegative = None
+    """Weight decay at the end of the run, with --weight-decay-incr-style."""
+    adam_beta1: BelowOne = 0.9
+    """Decay of the first moment."""
+    adam_beta2: BelowOne = 0.999
+    """Decay of the second moment."""
+    adam_eps: Positive = 1e-8
+    """Term added to the denominator."""
+    clip_grad: NotNegative = 1.0
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+    loss_scale: OptionalPositive = None
+    """Constant loss scale for --precision fp16. Default: a dynamic one."""
+    initial_loss_scale: Positive = 65536.0
+    """First dynamic loss scale. (Megatron starts at 2^32, which overflows for 16 steps until it has halved to this.)"""
+    min_loss_scale: Positive = 1.0
+    """Smallest dynamic loss scale."""
+    loss_scale_window: Count = 1000
+    """Steps without an overflow after which the dynamic loss scale doubles."""
+    hysteresis: Count = 2
+    """Overflows before the dynamic loss scale halves."""
+
+    def decay_counts(self, train_counts: int) -> int:
+        """Where the decay ends, in the counts of the run (`Config.train_counts`), with the default filled in."""
+        given = self.lr_decay_samples if self.lr_decay_iters is None else self.lr_decay_iters
+        return train_counts if given is None else given
+
+    def warmup_counts(self, counts_samples: bool) -> int:
+        """The warm-up that was asked for without a fraction, in the counts of the run."""
+        return self.lr_warmup_samples if counts_samples else self.lr_warmup_iters

@@ -1,0 +1,126 @@
+"""The sections of the configuration about what a run writes: checkpoints, logs, profiles.
+
+`schema` says how fields become flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from .fields import UNSET, Count, CountOrZero, OptionalCount, Switch, Text, Words
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: Text = None
+    """Folder to save checkpoints into."""
+    load: Text = None
+    """Folder to resume from, at its latest checkpoint, or one of its folders iter_*. It must hold one, unless --load
+    equals --save: the first start of such a run begins from scratch, with a warning."""
+    exit_on_missing_checkpoint: Switch = False
+    """With --load: a folder without a checkpoint is an error even if it equals --save."""
+    allow_foreign_checkpoints: Switch = False
+    """Save into a folder that holds another run's checkpoints. Each stays until this run saves the same iteration."""
+    save_interval: OptionalCount = None
+    """Steps between checkpoints. With --save, the end of training and SIGTERM always save one."""
+    keep_last: OptionalCount = None
+    """Keep only this many of the newest checkpoints. Default: all; 1 with --save-retain-interval."""
+    save_retain_interval: OptionalCount = None
+    """Always keep checkpoints whose iteration is a multiple of this, whatever --keep-last is."""
+    async_save: Switch = False
+    """Copy the state and write it in the background while training continues."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Format of checkpoints: megatron-core's, which any parallel layout can read."""
+    ckpt_state_dtype: Literal["native", "fp32"] = "native"
+    """native: masters and moments in the dtypes that training stores them in. fp32: for megatron-core's own readers."""
+    ckpt_step: OptionalCount = None
+    """Load the checkpoint of this iteration. Default: the latest complete one."""
+    finetune: Switch = False
+    """Load only the weights from --load: no optimizer, schedule, data position or random state."""
+    load_optim: Switch = True
+    """On: load moments and step count from --load. Off: start them at zero, at the same data position."""
+    load_rng: Switch = True
+    """On: load the states of random generators from --load."""
+    save_optim: Switch = True
+    """On: save moments and step count. Off: weights alone, which need --no-load-optim or --finetune to be loaded."""
+    save_rng: Switch = True
+    """On: save the states of random generators."""
+    pretrained_checkpoint: Text = None
+    """Folder to take the first weights from, as --finetune does, until --load holds a checkpoint of this run."""
+    use_checkpoint_args: Switch = False
+    """Take the model's settings and the tokenizer from the checkpoint of --load, where flags and files give none."""
+    use_tokenizer_model_from_checkpoint_args: Switch = True
+    """On: --use-checkpoint-args takes the tokenizer too."""
+    non_persistent_save_interval: OptionalCount = None
+    """Steps between checkpoints of which only the newest is kept, beside all those of --save-interval."""
+    non_persistent_ckpt_type: Annotated[Literal["global"] | None, UNSET] = None
+    """Where those are: global is --save."""
+
+    def saves_at(self, iteration: int) -> bool:
+        """Whether an interval ends with this step."""
+        intervals = (self.save_interval, self.non_persistent_save_interval)
+        return any(interval is not None and iteration % interval == 0 for interval in intervals)
+
+    @property
+    def saves_by_interval(self) -> bool:
+        """Whether checkpoints are saved before the end."""
+        return self.save_interval is not None or self.non_persistent_save_interval is not None
+
+    @property
+    def num_newest_kept(self) -> int | None:
+        """How many of the newest checkpoints are kept; None: all, if no interval is retained."""
+        return 1 if self.non_persistent_save_interval is not None else self.keep_last
+
+    @property
+    def retained_interval(self) -> int | None:
+        """Checkpoints whose iteration is a multiple of this are kept for good."""
+        return self.save_interval if self.non_persistent_save_interval is not None else self.save_retain_interval
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Console output, metrics and log files."""
+
+    output_dir: Text = None
+    """Folder for config.yaml, metrics.jsonl, loss.png and tensorboard/. Default: --save, else runs/<time>."""
+    log_interval: Count = 100
+    """Steps between the console's step lines. metrics.jsonl has every step."""
+    fp8_health_interval: CountOrZero = 100
+    """Steps between samples of what every layer's casts to FP8 lose (health.jsonl); 0: none."""
+    log_params_norm: Switch = False
+    """Report the norm of all master weights of every step (one more pass over them)."""
+    log_num_zeros_in_grad: Switch = False
+    """Report how many elements of every step's averaged gradients are 0 (one more pass over them)."""
+    tensorboard: Switch = True
+    """On: write TensorBoard events."""
+    tensorboard_dir: Text = None
+    """Folder of TensorBoard's events. Default: output-dir/tensorboard."""
+    wandb_project: Text = None
+    """Log to this W&B project (WANDB_MODE=offline works)."""
+    wandb_exp_name: Text = None
+    """Name of the W&B run."""
+    wandb_entity: Text = None
+    """User or team that the W&B project belongs to. Default: that of the login."""
+    wandb_save_dir: Text = None
+    """Folder of W&B's files. Default: output-dir."""
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Progress bar with ETA; auto shows it on a terminal."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Profiles of where a step's time goes (torch.profiler)."""
+
+    profile: Switch = False
+    """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json."""
+    profile_step_start: Count = 10
+    """First profiled step."""
+    profile_step_end: Count = 12
+    """Step at which profiling ends. This step is not profiled."""
+    profile_ranks: Words = ("0",)
+    """Global ranks that are profiled."""
+    profile_trace: Switch = False
+    """Also record the host and write trace_rank*.json.gz for Perfetto (slower). Makes --cuda-graph-impl auto none."""
