@@ -27,11 +27,16 @@ COMPUTED = (
     "position_embedding_type",
     "rotary_percent",
     "rotary_base",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
     "window_size",
     "window_attn_skip_freq",
 )
-#: Of these, the ones that only RoPE reads.
-_ROTARY = ("rotary_percent", "rotary_base")
+#: Of these, the ones that only RoPE reads, and of those the ones that a longer context may change.
+_SCALES = ("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
+_ROTARY = ("rotary_percent", "rotary_interleaved", *_SCALES)
 #: Megatron's arguments that change what a model computes and that no setting here stands for, each with the values
 #: under which it changes nothing. A setting that comes to stand for one replaces its row by a name in `COMPUTED`.
 NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -50,12 +55,8 @@ NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "no_rope_freq": (None,),
         "num_experts": (None, 0),
         "qk_l2_norm": (None, False),
-        "qk_layernorm": (None, False),
-        "rotary_interleaved": (None, False),
-        "rotary_seq_len_interpolation_factor": (None, 1),
         "softmax_type": (None, "vanilla"),
         "use_mup": (None, False),
-        "use_rope_scaling": (None, False),
     }
 )
 
@@ -107,6 +108,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         known.setdefault("norm_epsilon", known["layernorm_epsilon"])
     if isinstance(known.get("add_bias_linear"), bool):
         known["disable_bias_linear"] = not known["add_bias_linear"]
+    if known.get("rotary_seq_len_interpolation_factor", 1) is None:
+        known["rotary_seq_len_interpolation_factor"] = 1
     window, skips = known.get("window_size"), known.get("window_attn_skip_freq")
     if isinstance(window, tuple | list):
         known["window_size"] = ",".join(map(str, window))
@@ -136,10 +139,12 @@ def first_difference(saved: Mapping[str, Any], model: ModelConfig, *, finetune: 
 
     Args:
         saved: from `model_settings` or `settings_of_arguments`; a setting that is not in it counts as equal.
-        finetune: allow another rotary base, for a longer context.
+        finetune: allow another base and scaling of RoPE, for a longer context.
     """
     unread = () if model.position_embedding_type == "rope" else _ROTARY
-    allowed = ("rotary_base",) if finetune else ()
+    if not model.use_rope_scaling:
+        unread = (*unread, "rope_scaling_factor")
+    allowed = _SCALES if finetune else ()
     for name in COMPUTED:
         if name not in saved or name in (*unread, *allowed):
             continue

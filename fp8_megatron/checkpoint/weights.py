@@ -26,6 +26,8 @@ FINAL_NORM = "decoder.final_layernorm."
 ATTENTION_NORM = LAYERS + "self_attention.linear_qkv.layer_norm_"
 QKV = LAYERS + "self_attention.linear_qkv."
 PROJECTION = LAYERS + "self_attention.linear_proj."
+QUERY_NORM = LAYERS + "self_attention.q_layernorm."
+KEY_NORM = LAYERS + "self_attention.k_layernorm."
 MLP_NORM = LAYERS + "mlp.linear_fc1.layer_norm_"
 FC1 = LAYERS + "mlp.linear_fc1."
 FC2 = LAYERS + "mlp.linear_fc2."
@@ -87,6 +89,8 @@ def weight_shapes(model: ModelConfig, padded_vocab_size: int) -> dict[str, tuple
         shapes[linear + "weight"] = (layers, *linears[linear])
         if not model.disable_bias_linear or (linear == QKV and model.add_qkv_bias):
             shapes[linear + "bias"] = (layers, linears[linear][0])
+        if linear == QKV and model.qk_layernorm:
+            shapes |= {norm + part: (layers, model.head_dim) for norm in (QUERY_NORM, KEY_NORM) for part in norm_parts}
     shapes |= {FINAL_NORM + part: (hidden,) for part in norm_parts}
     if model.untie_embeddings_and_output_weights:
         shapes[OUTPUT_LAYER] = (padded_vocab_size, hidden)

@@ -51,6 +51,7 @@ Positive = Annotated[float, Gt(0), Le(MAX_REAL)]
 NotNegative = Annotated[float, Ge(0), Le(MAX_REAL)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 UpToOne = Annotated[float, Gt(0), Le(1)]
+AtLeastOne = Annotated[float, Ge(1), Le(MAX_REAL)]
 
 OptionalCount = Annotated[Count | None, UNSET]
 OptionalIndex = Annotated[CountOrZero | None, UNSET]

@@ -57,6 +57,10 @@ def _no_rope(config: Config) -> str | None:
     return None if kind == "rope" else f"under position_embedding_type({kind})"
 
 
+def _no_rope_scaling(config: Config) -> str | None:
+    return "without use_rope_scaling" if _no_rope(config) is None and not config.model.use_rope_scaling else None
+
+
 def _not_fp16(config: Config) -> str | None:
     precision = config.precision.precision
     return None if precision == "fp16" else f"under precision({precision})"
@@ -127,7 +131,19 @@ def _no_profile(config: Config) -> str | None:
 
 
 _RULES = (
-    Ignored(("rotary_base", "rotary_percent"), _no_rope, "give --position-embedding-type rope"),
+    Ignored(
+        (
+            "rotary_base",
+            "rotary_percent",
+            "rotary_interleaved",
+            "rotary_seq_len_interpolation_factor",
+            "use_rope_scaling",
+            "rope_scaling_factor",
+        ),
+        _no_rope,
+        "give --position-embedding-type rope",
+    ),
+    Ignored(("rope_scaling_factor",), _no_rope_scaling, "give --use-rope-scaling"),
     Ignored(("opt_level",), _not_fp8, "choose --precision fp8"),
     Ignored(
         ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16"),

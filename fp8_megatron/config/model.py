@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .fields import BelowOne, Count, Layers, OptionalSize, Positive, Size, Switch, Text, UpToOne
+from .fields import AtLeastOne, BelowOne, Count, Layers, OptionalSize, Positive, Size, Switch, Text, UpToOne
 from .windows import has_window, layer_pattern, window_sizes
 
 
@@ -38,6 +38,14 @@ class ModelConfig:
     """Base period of RoPE."""
     rotary_percent: UpToOne = 1.0
     """Fraction of each head that RoPE rotates."""
+    rotary_interleaved: Switch = False
+    """RoPE's pairs are neighbouring columns of a head. Otherwise the first half belongs to the second."""
+    rotary_seq_len_interpolation_factor: Size = 1
+    """Divides the positions of RoPE (linear scaling, arXiv 2306.15595)."""
+    use_rope_scaling: Switch = False
+    """Scale RoPE's frequencies as Llama 3.1, from an original context of 8192."""
+    rope_scaling_factor: AtLeastOne = 8.0
+    """Of --use-rope-scaling: how many times longer the context becomes (Llama 3.1: 8; Llama 3.2: 32)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm."""
     norm_epsilon: Positive = 1e-5
@@ -52,6 +60,8 @@ class ModelConfig:
     """Leave out the biases of every linear layer."""
     add_qkv_bias: Switch = False
     """Keep the bias of the QKV projection with --disable-bias-linear."""
+    qk_layernorm: Switch = False
+    """Normalise every head of query and key before RoPE, with the model's kind of norm (Qwen3)."""
     untie_embeddings_and_output_weights: Switch = False
     """Give the LM head its own weight instead of the word embedding's."""
     attention_dropout: BelowOne = 0.1

@@ -238,6 +238,7 @@ def family_of(model: ModelConfig) -> Family:
                 ),
                 (model.normalization != "LayerNorm", f"normalization({model.normalization})"),
                 (model.activation != "gelu", model.activation),
+                (model.qk_layernorm, "qk_layernorm"),
                 (model.window_size is not None, f"window_size({model.window_size})"),
                 (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
                 (
@@ -255,6 +256,10 @@ def family_of(model: ModelConfig) -> Family:
                 (not model.swiglu, "no swiglu"),
                 (model.window_size is not None, f"window_size({model.window_size})"),
                 (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
+                (model.rotary_interleaved, "rotary_interleaved"),
+                (model.qk_layernorm, "qk_layernorm"),
+                (model.use_rope_scaling, "use_rope_scaling"),
+                (model.rotary_seq_len_interpolation_factor != 1, "rotary_seq_len_interpolation_factor"),
             )
             if wrong
         ],

@@ -74,7 +74,7 @@ def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
     )
     module = GPTModel(
         fp32,
-        block_submodules([None], [None], "math", model.activation),
+        block_submodules([None], [None], "math", model.activation, qk_layernorm=model.qk_layernorm),
         vocab_size=num_rows,
         max_sequence_length=model.max_position_embeddings or model.seq_length,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,

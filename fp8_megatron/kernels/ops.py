@@ -32,6 +32,7 @@ from .reference import decode as decode
 from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
 from .reference import scale_from_amax as scale_from_amax
+from .rope.normed import QKNorm as QKNorm
 from .rope.reference import Rotation as Rotation
 from .rounding import Places as Places
 from .rounding import seed_of as seed_of
@@ -306,6 +307,20 @@ def quantize_rotated_qkv_grad(
     """`rope.reference.quantize_rotated_qkv_grad`: payload [T, N], transpose [N, T], column sums [N], scale taken."""
     _check_rotated(grads, rotation)
     return _OPS.quantize_rotated_qkv_grad(grads, rotation, dtype, scale, power_of_two, amax_out, column_sums)
+
+
+def norm_rotate_qk(y: Tensor, rotation: Rotation, norm: QKNorm, *, heads_per_group: int) -> tuple[Tensor, Tensor]:
+    """`rope.normed.norm_rotate_qk`: query [T, groups · heads · d] and key [T, groups · d]."""
+    _check_projection(y, rotation, heads_per_group)
+    return _OPS.norm_rotate_qk(y, rotation, norm, heads_per_group)
+
+
+def norm_rotate_qk_backward(
+    grads: list[Tensor], y: Tensor, rotation: Rotation, norm: QKNorm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope.normed.norm_rotate_qk_backward`: gradients of y [T, N], of the weights and of the biases [2, d]."""
+    _check_rotated(grads, rotation)
+    return _OPS.norm_rotate_qk_backward(grads, y, rotation, norm)
 
 
 def _check_projection(y: Tensor, rotation: Rotation, heads_per_group: int) -> None:

@@ -111,6 +111,8 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         activation_func=_activation(model, is_fused=fuses_activation),
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        rotary_interleaved=model.rotary_interleaved,
         attention_dropout=model.attention_dropout,
         hidden_dropout=model.hidden_dropout,
         init_method_std=model.init_method_std,
@@ -243,7 +245,12 @@ def rotary_table(model: ModelConfig, device: torch.device) -> RotaryTable | None
     """The angles of a model's RoPE, for all its chunks; None without RoPE."""
     if model.position_embedding_type != "rope":
         return None
-    frequencies = rope_frequencies(int(model.head_dim * model.rotary_percent), model.rotary_base)
+    frequencies = rope_frequencies(
+        int(model.head_dim * model.rotary_percent),
+        model.rotary_base,
+        interpolation=model.rotary_seq_len_interpolation_factor,
+        llama3_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
+    )
     return RotaryTable(frequencies, model.seq_length, device)
 
 
@@ -267,12 +274,17 @@ def _build_chunk(
     assert not layers or get_transformer_layer_offset(*place) == layers[0], (layers, place)
     links: list[LayerLinks | None] = []
     if config.precision.precision == "te":
-        submodules = te_block_submodules(len(layers))
+        submodules = te_block_submodules(len(layers), qk_layernorm=model.qk_layernorm)
     else:
         recipes = [recipe if config.is_fp8_layer(layer) else None for layer in layers]
         links = model_links([own is not None for own in recipes], num_kept_transposes=num_kept_transposes)
         submodules = block_submodules(
-            recipes, links, model.attention_backend, model.activation, defers_final_norm=config.precision.fp8_lm_head
+            recipes,
+            links,
+            model.attention_backend,
+            model.activation,
+            qk_layernorm=model.qk_layernorm,
+            defers_final_norm=config.precision.fp8_lm_head,
         )
     model_class = MegatronGPT if config.precision.precision == "te" else GPT
     module = model_class(
@@ -286,6 +298,9 @@ def _build_chunk(
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         pg_collection=topology.groups,
         vp_stage=vp_stage,
     )

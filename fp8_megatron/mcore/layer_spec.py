@@ -20,7 +20,7 @@ from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
 from .mlp import FP8MLP
-from .norm import DeferredNorm, Norm
+from .norm import DeferredNorm, HeadNorm, Norm
 from .self_attention import FP8SelfAttention, RotarySelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from .transformer_layer import FP8TransformerLayer
@@ -33,14 +33,21 @@ CHECKPOINT_KEYS = {
 
 
 def layer_spec(
-    recipe: Recipe | None, links: LayerLinks | None, attention_backend: AttentionBackend, activation: str
+    recipe: Recipe | None,
+    links: LayerLinks | None,
+    attention_backend: AttentionBackend,
+    activation: str,
+    *,
+    qk_layernorm: bool = False,
 ) -> ModuleSpec:
     """One transformer layer. Linear layers are FP8 with `recipe`, or megatron-core's own in BF16 if it is None.
 
     Args:
         links: the layer's links; None in BF16.
         activation: of the MLP, as `kernels.activation` names it.
+        qk_layernorm: the heads of query and key have norms.
     """
+    head_norm = HeadNorm if qk_layernorm else IdentityOp
     core_attention = ModuleSpec(module=CoreAttention, params={"backend": attention_backend})
     if recipe is None or links is None:
         assert recipe is None and links is None, (recipe, links)
@@ -51,7 +58,7 @@ def layer_spec(
                 ModuleSpec(
                     module=RotarySelfAttention,
                     params={"attn_mask_type": AttnMaskType.causal},
-                    submodules=_attention(column, core_attention, row),
+                    submodules=_attention(column, core_attention, row, head_norm),
                 ),
                 ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
                 (Norm, Norm),
@@ -73,7 +80,9 @@ def layer_spec(
                 module=FP8SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal, "links": links},
                 # Core attention keeps its output for backward anyway.
-                submodules=_attention(column_of(links.qkv), core_attention, row_of(links.proj, keeps_input=True)),
+                submodules=_attention(
+                    column_of(links.qkv), core_attention, row_of(links.proj, keeps_input=True), head_norm
+                ),
             ),
             ModuleSpec(
                 module=FP8MLP,
@@ -89,13 +98,15 @@ def _norm_before(receiver: EarlyCast | None) -> ModuleSpec:
     return ModuleSpec(module=Norm, params={"receiver": receiver})
 
 
-def _attention(column: ModuleSpec, core_attention: ModuleSpec, row: ModuleSpec) -> SelfAttentionSubmodules:
+def _attention(
+    column: ModuleSpec, core_attention: ModuleSpec, row: ModuleSpec, head_norm: type
+) -> SelfAttentionSubmodules:
     return SelfAttentionSubmodules(
         linear_qkv=column,
         core_attention=core_attention,
         linear_proj=row,
-        q_layernorm=IdentityOp,
-        k_layernorm=IdentityOp,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
     )
 
 
@@ -113,14 +124,15 @@ def _submodules(
     )
 
 
-def te_block_submodules(num_layers: int) -> TransformerBlockSubmodules:
+def te_block_submodules(num_layers: int, *, qk_layernorm: bool = False) -> TransformerBlockSubmodules:
     """Transformer Engine's layers: the norm fused into the linear layer, its FP8 recipes, its attention."""
     # Imported here: importing Transformer Engine loads CUDA libraries that other precisions do not need.
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     return TransformerBlockSubmodules(
-        layer_specs=[get_gpt_layer_with_transformer_engine_spec() for _ in range(num_layers)], layer_norm=TENorm
+        layer_specs=[get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm) for _ in range(num_layers)],
+        layer_norm=TENorm,
     )
 
 
@@ -130,11 +142,13 @@ def block_submodules(
     attention_backend: AttentionBackend,
     activation: str,
     *,
+    qk_layernorm: bool = False,
     defers_final_norm: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk, each with its own recipe and links, and the final norm.
 
     Args:
+        qk_layernorm: the heads of query and key have norms.
         defers_final_norm: the LM head computes it (see `nn.lm_head`).
     """
     final_norm: ModuleSpec | type = Norm
@@ -144,7 +158,7 @@ def block_submodules(
         final_norm = ModuleSpec(module=DeferredNorm, params={"receiver": receiver})
     return TransformerBlockSubmodules(
         layer_specs=[
-            layer_spec(recipe, own, attention_backend, activation)
+            layer_spec(recipe, own, attention_backend, activation, qk_layernorm=qk_layernorm)
             for recipe, own in zip(layer_recipes, links, strict=True)
         ],
         layer_norm=final_norm,

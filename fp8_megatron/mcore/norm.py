@@ -55,3 +55,16 @@ class DeferredNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """`x` itself."""
         return x
+
+
+class HeadNorm(Norm):
+    """The norm of every query head, or of every key head, over the head's columns (``q_layernorm``, ``k_layernorm``).
+
+    Tensor-parallel ranks share its parameters, and each has the gradient of its own heads. The parameters are therefore
+    tagged ``sequence_parallel`` with and without sequence parallelism: their gradients are summed over that group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        for param in self.parameters():
+            param.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from ..kernels.ops import Rotation
+from ..kernels.ops import QKNorm, Rotation
 from ..nn.links import LayerLinks
 from ..nn.qkv import fp8_norm_qkv
 from ..nn.rope import split_rotated
-from .norm import Norm
+from .norm import HeadNorm, Norm
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 
 
 class RotarySelfAttention(SelfAttention):
-    """megatron-core's SelfAttention in 16 bits. It rotates query and key where the QKV projection wrote them.
+    """megatron-core's SelfAttention in 16 bits. Query and key are normalised and rotated as `nn.rope` does.
 
     Its ``rotary_pos_emb`` is `Rotation.cos_sin` of the sequence; None rotates nothing.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: Modules whose parameters the forward reads without calling them.
+        self.reads_weights_of: tuple[torch.nn.Module, ...] = self._head_norms()
 
     def forward(
         self,
@@ -31,7 +37,7 @@ class RotarySelfAttention(SelfAttention):
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, h] → output [s, b, h], and the bias still to add."""
-        query, key, value = self.query_key_value(hidden_states, self._rotation(rotary_pos_emb))
+        query, key, value = self.query_key_value(hidden_states, self._rotation(rotary_pos_emb, hidden_states))
         attend = self.core_attention
         if self.checkpoint_core_attention and self.training:
             attend = self._checkpointed_attention_forward
@@ -52,13 +58,26 @@ class RotarySelfAttention(SelfAttention):
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             return query, key, value
         y, _ = self.linear_qkv(hidden_states)
-        query, key, value = split_rotated(y, rotation, self._widths())
+        query, key, value = split_rotated(y, rotation, self._widths(), self._qk_norm())
         return query.reshape(*query.shape[:2], -1, rotation.head_dim), key, value
 
-    def _rotation(self, rotary_pos_emb: Tensor | None) -> Rotation | None:
+    def _rotation(self, rotary_pos_emb: Tensor | None, hidden_states: Tensor) -> Rotation | None:
+        """Norms of query and key without RoPE have a rotation without angles."""
         if rotary_pos_emb is None:
-            return None
+            if not self.config.qk_layernorm:
+                return None
+            parts = self.world_size if self.config.sequence_parallel else 1
+            rotary_pos_emb = hidden_states.new_empty((parts * hidden_states.shape[0], 2, 0), dtype=torch.float32)
         return Rotation(rotary_pos_emb, self.hidden_size_per_attention_head, self.config.rotary_interleaved)
+
+    def _head_norms(self) -> tuple[HeadNorm, ...]:
+        return tuple(norm for norm in (self.q_layernorm, self.k_layernorm) if isinstance(norm, HeadNorm))
+
+    def _qk_norm(self) -> QKNorm | None:
+        if not self.config.qk_layernorm:
+            return None
+        query, key = self._head_norms()
+        return QKNorm(query.weight, key.weight, query.bias, key.bias, query.eps, query.is_rms)
 
     def _widths(self) -> tuple[int, int, int]:
         """Columns of query, key and value in one group of the projection's output."""
@@ -82,14 +101,14 @@ class FP8SelfAttention(RotarySelfAttention):
 
     def fuse_norm(self, norm: Norm) -> None:
         """Compute the norm in front of this layer here. It is not registered: its parameters stay where they are."""
-        #: Modules whose parameters the forward reads without calling them.
-        self.reads_weights_of = (norm, self.linear_qkv)
+        self.reads_weights_of = (norm, self.linear_qkv, *self._head_norms())
 
     def query_key_value(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states [s, b, h] (before the norm) → query [s, b, heads, d], key and value [s, b, groups, d]."""
-        norm, linear = self.reads_weights_of
+        norm, linear, *_ = self.reads_weights_of
+        assert isinstance(norm, Norm) and isinstance(linear, FP8ColumnParallelLinear)
         query, key, value, residual = fp8_norm_qkv(
-            hidden_states, norm.norm_params(), linear.linear_params(), self._widths(), rotation
+            hidden_states, norm.norm_params(), linear.linear_params(), self._widths(), rotation, self._qk_norm()
         )
         self._residual.put(residual)
         return query.reshape(*query.shape[:2], -1, key.shape[3]), key, value

@@ -1,10 +1,11 @@
-"""Rotary position embedding (RoPE): the angles of a model, and the query and key of a layer in 16 bits.
+"""Rotary position embedding (RoPE) and query-key norms: the angles of a model, and the query and key of 16-bit layers.
 
-An FP8 layer rotates inside its QKV projection (`nn.qkv`).
+An FP8 layer computes both inside its QKV projection (`nn.qkv`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,13 +13,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels import ops
-from ..kernels.ops import Rotation
+from ..kernels.ops import QKNorm, Rotation
+from .operands import delivered
+
+#: Of Llama 3.1's scaling: the original context, and how often a pair turns within it where blending begins and ends.
+_LLAMA3_CONTEXT, _LLAMA3_FEW_TURNS, _LLAMA3_MANY_TURNS = 8192, 1.0, 4.0
 
 
-def rope_frequencies(rotary_dim: int, base: float) -> Tensor:
+def rope_frequencies(
+    rotary_dim: int, base: float, *, interpolation: float = 1.0, llama3_factor: float | None = None
+) -> Tensor:
     """base^(−2i / R) for each pair i of the R = `rotary_dim` rotated columns, float64 [R / 2] (arXiv 2104.09864,
-    section 3.2.2)."""
-    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    section 3.2.2).
+
+    Args:
+        interpolation: divides every frequency (linear scaling, arXiv 2306.15595).
+        llama3_factor: scale as Llama 3.1, whose original context is 8,192. Frequencies with wavelengths above 8,192
+            positions are divided by this factor, those below 2,048 are kept, and those between are blended. None: no
+            scaling.
+    """
+    frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    if llama3_factor is not None:
+        turns = _LLAMA3_CONTEXT * frequencies / (2 * math.pi)  # within the original context
+        kept = ((turns - _LLAMA3_FEW_TURNS) / (_LLAMA3_MANY_TURNS - _LLAMA3_FEW_TURNS)).clamp(0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / llama3_factor)
+    return frequencies / interpolation
 
 
 def cos_sin_table(frequencies: Tensor, num_positions: int) -> Tensor:
@@ -55,19 +74,62 @@ def rotated_parts(y: Tensor, rotation: Rotation, widths: tuple[int, int, int]) -
     return query, key, value
 
 
-def split_rotated(y: Tensor, rotation: Rotation, widths: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """`rotated_parts` of a 16-bit QKV projection's output. Nobody else may need the values of `y`."""
-    query, key, value = _SplitRotated.apply(y, rotation, widths)
+def normed_parts(
+    y: Tensor, rotation: Rotation, norm: QKNorm, widths: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query and key, normalised and rotated into memory of their own, and value, a view of `y`; without autograd.
+
+    Backward needs `y` unchanged (`qk_norm_backward`). The rest is as in `rotated_parts`.
+    """
+    heads_per_group = widths[0] // rotation.head_dim
+    shape = (*y.shape[:2], y.shape[-1] // sum(widths))
+    query, key = ops.norm_rotate_qk(y.view(-1, y.shape[-1]), rotation, norm, heads_per_group=heads_per_group)
+    value = y.view(*shape, -1)[..., -widths[2] :]
+    return query.view(*shape, -1), key.view(*shape, -1), value
+
+
+def qk_norm_backward(
+    grads: list[Tensor], y: Tensor, rotation: Rotation, norm: QKNorm
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The gradient of y [T, N], and those of query's and key's weight and bias (see `operands.delivered`)."""
+    grad, of_weights, of_biases = ops.norm_rotate_qk_backward(grads, y.view(-1, y.shape[-1]), rotation, norm)
+    summed = [*of_weights.unbind(), *(of_biases.unbind() if len(of_biases) else (None, None))]
+    return grad, tuple(delivered(one, param) for one, param in zip(summed, norm[:4], strict=True))
+
+
+def split_rotated(
+    y: Tensor, rotation: Rotation, widths: tuple[int, int, int], norm: QKNorm | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rotated_parts` of a 16-bit QKV projection's output, or with `norm` its `normed_parts`.
+
+    Nobody else may need the values of `y`: they are overwritten or kept.
+    """
+    params = (None,) * 4 if norm is None else norm[:4]
+    query, key, value = _SplitRotated.apply(y, rotation, widths, norm, *params)
     return query, key, value
 
 
 class _SplitRotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, rotation: Rotation, widths: tuple[int, int, int]) -> tuple[Tensor, ...]:
-        ctx.rotation, ctx.shape = rotation, y.shape
-        return rotated_parts(y.detach(), rotation, widths)
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        rotation: Rotation,
+        widths: tuple[int, int, int],
+        norm: QKNorm | None,
+        *params: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.rotation, ctx.shape, ctx.norm = rotation, y.shape, norm
+        if norm is None:
+            return rotated_parts(y.detach(), rotation, widths)
+        ctx.save_for_backward(y)
+        return normed_parts(y.detach(), rotation, norm, widths)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ops.unrotate_qkv_grad(list(grads), ctx.rotation).view(ctx.shape), None, None
+        if ctx.norm is None:
+            return ops.unrotate_qkv_grad(list(grads), ctx.rotation).view(ctx.shape), *[None] * 7
+        (y,) = ctx.saved_tensors
+        grad, of_params = qk_norm_backward(list(grads), y, ctx.rotation, ctx.norm)
+        return grad.view(ctx.shape), None, None, None, *of_params

@@ -87,9 +87,10 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     """Bytes that one layer keeps of each token of the micro-batch for its backward, on one rank.
 
     An FP8 layer keeps the two residual streams, queries, keys, values, attention's output and the MLP's input to its
-    activation in 16 bits. A 16-bit layer also keeps the outputs of both norms and of the activation. What
-    --recompute-modules names is left out; attention's output stays, as the projection needs it. Transformer Engine's
-    layers keep FP8 copies of some of these; they are counted as a 16-bit layer, which is an upper bound.
+    activation in 16 bits. Norms of query and key keep their inputs, RoPE nothing. A 16-bit layer also keeps the outputs
+    of both norms and of the activation. What --recompute-modules names is left out; attention's output stays, as the
+    projection needs it. Transformer Engine's layers keep FP8 copies of some of these; they are counted as a 16-bit
+    layer, which is an upper bound.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     recomputed = config.training.recomputed_modules
@@ -97,6 +98,7 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     streams = 2 * model.hidden_size * (1 if is_fp8 else 2)
     split = 2 * queries + 2 * model.query_groups * model.head_dim
     split += 0 if "mlp" in recomputed else _mlp_columns(config, is_fp8=is_fp8)
+    split += (queries + model.query_groups * model.head_dim) if model.qk_layernorm else 0
     masks = 2 * model.hidden_size if model.hidden_dropout > 0 else 0
     over_sequence = tp if config.parallel.sequence_parallel else 1
     log_sums = 4 * model.num_attention_heads / tp

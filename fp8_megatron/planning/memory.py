@@ -48,6 +48,8 @@ def count_parameters(
     vector = 2 * norm + has_bias * (qkv // tp + hidden + up // tp + hidden)
     if model.add_qkv_bias and not has_bias:
         vector += qkv // tp
+    if model.qk_layernorm:
+        vector += 2 * model.head_dim * (1 if model.normalization == "RMSNorm" else 2)
     layers = model.num_layers if num_layers is None else num_layers
     embedding = padded_vocab_size // tp * hidden
     matrix = 0

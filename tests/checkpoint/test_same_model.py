@@ -32,6 +32,7 @@ SHOWN = {
     "max_position_embeddings",
     "disable_bias_linear",
     "add_qkv_bias",
+    "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "vocab_size",
 }
@@ -84,6 +85,14 @@ def test_a_value_that_the_setting_does_not_take(name: str, value: object) -> Non
         ({"swiglu": False}, LLAMA_STYLE, "--no-swiglu"),
         ({"position_embedding_type": "rope"}, GPT3_STYLE, "--position-embedding-type rope"),
         ({"rotary_percent": 0.25, "rotary_base": 500_000}, LLAMA_STYLE, "--rotary-percent 0.25"),
+        ({"rotary_interleaved": True}, LLAMA_STYLE, "--rotary-interleaved"),
+        ({"rotary_seq_len_interpolation_factor": 4}, LLAMA_STYLE, "--rotary-seq-len-interpolation-factor 4"),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, LLAMA_STYLE, "--use-rope-scaling"),
+        (
+            {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+            replace(LLAMA_STYLE, use_rope_scaling=True),
+            "--rope-scaling-factor 32.0",
+        ),
         ({"window_size": (128, 0), "window_attn_skip_freq": 2}, GPT3_STYLE, "--window-size 128,0"),
     ],
 )
@@ -102,6 +111,12 @@ def test_what_does_not_differ() -> None:
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE, finetune=True) is None
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE) is not None
     assert first_difference({}, LLAMA_STYLE) is None
+    unscaled = {"rope_scaling_factor": 32.0, "rotary_seq_len_interpolation_factor": None}
+    assert first_difference(settings_of_arguments(unscaled), LLAMA_STYLE) is None
+    longer = replace(LLAMA_STYLE, use_rope_scaling=True, rotary_seq_len_interpolation_factor=2)
+    for saved in ({"use_rope_scaling": False}, settings_of_arguments(unscaled)):
+        assert first_difference(saved, longer) is not None
+        assert first_difference(saved, longer, finetune=True) is None
     own = replace(LLAMA_STYLE, num_layers=2, window_size="(8, 0)", window_attn_skip_freq="[1, 0]")
     theirs = settings_of_arguments({"window_size": (8, 0), "window_attn_skip_freq": 2})
     assert theirs == {"window_size": "8,0", "window_attn_skip_freq": "2"} and first_difference(theirs, own) is None

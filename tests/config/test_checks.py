@@ -579,6 +579,19 @@ def test_transformer_engines_layers_are_not_recorded() -> None:
 IGNORED = [
     ("rotary_base", "--rotary-base 5", "under position_embedding_type(learned_absolute)"),
     ("rotary_percent", "--rotary-percent 0.5", "under position_embedding_type(learned_absolute)"),
+    ("rotary_interleaved", "--rotary-interleaved", "under position_embedding_type(learned_absolute)"),
+    (
+        "rotary_seq_len_interpolation_factor",
+        "--rotary-seq-len-interpolation-factor 2",
+        "under position_embedding_type(learned_absolute)",
+    ),
+    ("use_rope_scaling", "--use-rope-scaling", "under position_embedding_type(learned_absolute)"),
+    ("rope_scaling_factor", "--rope-scaling-factor 4", "under position_embedding_type(learned_absolute)"),
+    (
+        "rope_scaling_factor",
+        "--position-embedding-type rope --rope-scaling-factor 4",
+        "without use_rope_scaling",
+    ),
     ("opt_level", "--bf16 --opt-level O2", "under precision(bf16); drop it or choose --precision fp8"),
     ("first_last_layers_bf16", "--fp16 --first-last-layers-bf16", "under precision(fp16)"),
     ("fp8_power_of_two_scales", "--bf16 --fp8-power-of-two-scales", "under precision(bf16)"),

@@ -40,6 +40,8 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     grads, z = torch.randn(2, T, K).bfloat16(), torch.randn(T, 2 * K).bfloat16()
     qkv = [torch.randn(8, 4, 2, width).bfloat16() for width in (32, 16, 16)]
     rotations = ops.Rotation(torch.randn(8, 2, 4), 16, False), ops.Rotation(torch.randn(8, 2, 8), 16, True)
+    small = torch.rand(16).bfloat16()
+    qk_norms = ops.QKNorm(small, small, None, None, 1e-5, True), ops.QKNorm(small, small, small, small, 1e-5, False)
     labels, none = torch.randint(K, (T,)), torch.empty(0)
     state = ops.AdamState(_flat(E4M3, 128), _flat(torch.int8, 256), _flat(torch.uint8, 256), _flat(torch.float16, 256))
     state.master.payload.div_(4.0)  # below its scale: the step writes another scale, for any update
@@ -61,6 +63,10 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "transpose": [(_fp8(T, K),)],
         "rotate_qk_": [(torch.randn(T, 128).bfloat16(), one_rotation, 2) for one_rotation in rotations],
         "split_rotated_qkv": [(torch.randn(T, 128).bfloat16(), one_rotation, 2) for one_rotation in rotations],
+        "norm_rotate_qk": [(torch.randn(T, 128).bfloat16(), *one, 2) for one in zip(rotations, qk_norms, strict=True)],
+        "norm_rotate_qk_backward": [
+            (qkv, torch.randn(T, 128).bfloat16(), *one) for one in zip(rotations, qk_norms, strict=True)
+        ],
         "unrotate_qkv_grad": [(qkv, one_rotation) for one_rotation in rotations],
         "rotated_qkv_grad_amax": [(qkv, one_rotation) for one_rotation in rotations],
         "quantize_rotated_qkv_grad": [

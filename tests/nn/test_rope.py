@@ -27,6 +27,46 @@ def test_the_table_holds_megatrons_angles(rotary_dim: int, base: int) -> None:
     torch.testing.assert_close(table[:4, 1], sin[:4], rtol=0, atol=2e-6)
 
 
+SCALINGS = {
+    "llama3.1": ({"rope_type": "llama3", "factor": 8.0}, {"llama3_factor": 8.0}),
+    "llama3.2": ({"rope_type": "llama3", "factor": 32.0}, {"llama3_factor": 32.0}),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, {"interpolation": 4.0}),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_frequencies_are_transformers_and_megatrons(name: str) -> None:
+    """Both compute in FP32: some rounding errors of 2⁻²⁴ each."""
+    transformers = pytest.importorskip("transformers", reason="frequencies are compared with transformers'")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs, ours = SCALINGS[name]
+    frequencies = rope_frequencies(128, 500_000, **ours)
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    settings = transformers.LlamaConfig(
+        hidden_size=1024,
+        num_attention_heads=8,
+        max_position_embeddings=131_072,
+        rope_parameters={"rope_theta": 500_000.0, **theirs, **(llama3 if name.startswith("llama3") else {})},
+    )
+    inverse, factor = ROPE_INIT_FUNCTIONS[str(theirs["rope_type"])](settings, torch.device("cpu"))
+    assert factor == 1.0
+    torch.testing.assert_close(frequencies.float(), inverse, rtol=1e-6, atol=0)
+    megatron = RotaryEmbedding(
+        128,
+        1.0,
+        rotary_base=500_000,
+        rope_scaling="llama3_factor" in ours,
+        rope_scaling_factor=ours.get("llama3_factor", 8.0),
+        seq_len_interpolation_factor=ours.get("interpolation"),  # type: ignore[arg-type]
+        use_cpu_initialization=True,
+    )
+    expected = megatron.get_freqs_non_repeated(2)[1]
+    torch.testing.assert_close(frequencies.float(), expected, rtol=1e-6, atol=0)
+    plain = rope_frequencies(128, 500_000)
+    assert (frequencies <= plain).all() and (frequencies < plain).sum() > 20
+
+
 def exact(y: Tensor, rotation: Rotation) -> list[Tensor]:
     """Query, key and value of y [s, b, N] in float64; complex numbers turn the pairs."""
     angle = torch.complex(rotation.cos_sin[:, 0].double(), rotation.cos_sin[:, 1].double())[:, None, None, None]

@@ -30,7 +30,7 @@ VOCAB = 1024
 #: No part is so small that its padding counts.
 MODELS = {
     "gpt3": replace(GPT3_STYLE, hidden_size=256, num_layers=2),
-    "llama": replace(LLAMA_STYLE, hidden_size=256, num_layers=2, add_qkv_bias=True),
+    "llama": replace(LLAMA_STYLE, hidden_size=256, num_layers=2, add_qkv_bias=True, qk_layernorm=True),
     "llama-4": replace(LLAMA_STYLE, hidden_size=256, num_layers=4),
 }
 

@@ -51,7 +51,7 @@ def load_pairs(x, rows, mask, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TIL
 
 
 @triton.jit
-def _store_pairs(out, rows, mask, first, second, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TILE_P: tl.constexpr):
+def store_pairs(out, rows, mask, first, second, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TILE_P: tl.constexpr):
     dtype: tl.constexpr = out.dtype.element_ty
     if INTERLEAVED:
         columns = tl.arange(0, 2 * TILE_P)[None, :]
@@ -97,7 +97,7 @@ def _rotate_rows(
             sin = -sin
         first, second = load_pairs(x, source, mask, HALF, INTERLEAVED, TILE_P)
         first, second = rotate(first, second, cos, sin)
-        _store_pairs(out, target, mask, first, second, HALF, INTERLEAVED, TILE_P)
+        store_pairs(out, target, mask, first, second, HALF, INTERLEAVED, TILE_P)
     if COPIES_REST:
         rest = 2 * HALF + tl.arange(0, TILE_REST)[None, :]
         inside = mask & (rest < HEAD_DIM)
@@ -207,13 +207,13 @@ def split_rotated_qkv(y: Tensor, rotation: Rotation, heads_per_group: int) -> tu
     _rotate_and_split[(query_blocks + 2 * key_blocks,)](
         y, query, key, value, cos_sin, query_blocks, key_blocks,
         T, T // cos_sin.shape[0], heads_per_group, groups, width, group_width,
-        head_dim, half, interleaved, tile_r, tile_p, _tile_of_rest(head_dim, half), triton.next_power_of_2(head_dim),
+        head_dim, half, interleaved, tile_r, tile_p, tile_of_rest(head_dim, half), triton.next_power_of_2(head_dim),
         num_warps=_NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return query, key, value
 
 
-def _tile_of_rest(head_dim: int, half: int) -> int:
+def tile_of_rest(head_dim: int, half: int) -> int:
     """Columns of a tile of what is not rotated."""
     tile: int = triton.next_power_of_2(max(1, head_dim - 2 * half))
     return tile
@@ -234,7 +234,7 @@ def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:
         query, key, value, out, cos_sin, query_blocks, key_blocks,
         T, batch, heads, groups, out.shape[1], group_width,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        head_dim, half, interleaved, tile_r, tile_p, _tile_of_rest(head_dim, half), triton.next_power_of_2(head_dim),
+        head_dim, half, interleaved, tile_r, tile_p, tile_of_rest(head_dim, half), triton.next_power_of_2(head_dim),
         num_warps=_NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
