@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import attention_cases
 import block_cases
 import fused_cases
 import kernel_cases
@@ -39,9 +40,11 @@ CAST_SHAPES = ((16384, 4096), (4096, 16384))
 GEMMS = ((TOKENS, 3 * HIDDEN, HIDDEN), (TOKENS, HIDDEN, HIDDEN), (TOKENS, FFN, HIDDEN), (TOKENS, HIDDEN, FFN))
 #: Outputs and inputs of Llama-3-8B's QKV, FC1 and FC2; its projection is GPT-7B's.
 LLAMA_LAYERS = ((6144, HIDDEN), (28672, HIDDEN), (HIDDEN, 14336))
+#: Sequences of a micro-batch, and tokens of each.
+ATTENTION_SHAPES = ((4, 2048), (1, 8192))
 LINEAR = "linear"
 SECTIONS = (
-    *("quantization", "norms", "gradients", "activations", "loss", "blockwise", "optimizer", "gemms"),
+    *("quantization", "norms", "gradients", "activations", "attention", "loss", "blockwise", "optimizer", "gemms"),
     *("block_casts", "block_gemms", LINEAR),
 )
 
@@ -61,6 +64,10 @@ def cases(section: str, device: torch.device, log2_elements: int) -> Iterator[Ca
         case "activations":
             yield from fused_cases.activations(device, TOKENS, FFN, "gelu")
             yield from fused_cases.activations(device, TOKENS, LLAMA_FFN, "swiglu")
+            yield from fused_cases.activations(device, TOKENS, FFN, "squared_relu")
+        case "attention":
+            for batch, seq in ATTENTION_SHAPES:
+                yield from attention_cases.attention(device, batch, seq)
         case "loss":
             yield from fused_cases.cross_entropy(device, TOKENS, VOCAB_SIZE)
         case "blockwise":

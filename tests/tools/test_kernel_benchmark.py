@@ -32,7 +32,15 @@ TOUCHED = {("rotate_qk_", "y"): (2, 3)}
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the benchmark, which import each other as scripts of one folder do."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("kernel_timing", "kernel_cases", "block_cases", "fused_cases", "linear_cases", "kernels")
+    names = (
+        "kernel_timing",
+        "kernel_cases",
+        "block_cases",
+        "fused_cases",
+        "attention_cases",
+        "linear_cases",
+        "kernels",
+    )
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name, None)
@@ -79,6 +87,7 @@ def all_cases(benchmark: Any) -> Iterator[Any]:
     yield from fused.rotations(CPU, 512, 128, head_dim=32)
     yield from fused.activations(CPU, 512, 512, "gelu")
     yield from fused.activations(CPU, 512, 256, "swiglu")
+    yield from fused.activations(CPU, 512, 512, "squared_relu")
     yield from fused.cross_entropy(CPU, 64, 2048)
     yield from kernels.blockwise(CPU, 2**16)
     yield from kernels.optimizer(CPU, 2**16)
@@ -104,6 +113,15 @@ def test_gemm_cases_run(benchmark: Any) -> None:
     for case in benchmark["kernel_cases"].gemms(CPU, 32, 48, 64):
         case.call(0)
         assert case.num_flops == 2 * 32 * 48 * 64
+
+
+def test_attention_cases_run(benchmark: Any) -> None:
+    """A document of 512 tokens is the whole of a short sequence; a causal GEMM counts half."""
+    cases = list(benchmark["attention_cases"].attention(CPU, 2, 64, heads=2))
+    assert len({case.name for case in cases}) == len(cases) == 8
+    for forward, both in zip(cases[::2], cases[1::2], strict=True):
+        assert forward.num_flops == 2 * 2 * 2 * (64 * 64 / 2) * 2 * 128 and both.num_flops == 3.5 * forward.num_flops
+        assert forward.call(0).shape == (64, 2, 256) and [grad.shape[2:] for grad in both.call(0)] == [(2, 128)] * 3
 
 
 def test_block_scaled_gemm_cases_run(benchmark: Any) -> None:
