@@ -236,10 +236,12 @@ def _stage_seconds(config: Config, stage: int, vocab: int, num_micro_batches: in
     layers = config.layers_of_stage(stage)
     rows = vocab if stage == parallel.pipeline_model_parallel_size - 1 else 0
     num_fp8 = sum(config.is_fp8_layer(layer) for layer in layers)
-    forwards = 4 / 3 if config.training.recompute_granularity == "full" else 1.0
+    training = config.training
+    forwards = 4 / 3 if training.recompute_granularity == "full" else 1.0
+    attended = 4 / 3 if "core_attn" in training.recomputed_modules else forwards
     gemms = num_micro_batches * _gemms(config, rows, tokens, len(layers), num_fp8, forwards, rates)
     per_layer = 6 * tokens * model.seq_length * model.num_attention_heads * model.head_dim / tp
-    attention = num_micro_batches * len(layers) * forwards * per_layer / _attention_flops(model.head_dim, rates)
+    attention = num_micro_batches * len(layers) * attended * per_layer / _attention_flops(model.head_dim, rates)
     elements = num_micro_batches * (
         forwards * _elements(config, tokens, len(layers), num_fp8, rates)
         + _transposes(config, len(layers), num_fp8, num_micro_batches, rates)
@@ -255,6 +257,8 @@ def _gemms(
     """Seconds of the GEMMs of one micro-batch: forward, input gradient and weight gradient."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     layer = forwards * 6 * tokens * linear_params_per_layer(model) / tp
+    if "mlp" in config.training.recomputed_modules:  # 16-bit layers also compute the MLP's second GEMM again
+        layer += 2 * tokens * model.hidden_size * model.padded_ffn_hidden_size * (2 if model.is_gated else 1) / tp
     head = 6 * tokens * model.hidden_size * vocab / tp
     head_flops = rates.fp8_gemm_flops if config.precision.fp8_lm_head else rates.half_gemm_flops
     fp8, half = num_fp8 * layer / rates.fp8_gemm_flops, (num_layers - num_fp8) * layer / rates.half_gemm_flops

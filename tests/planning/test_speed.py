@@ -173,6 +173,20 @@ def test_a_slow_network_shows() -> None:
     assert slow.data_parallel > 5 and fast.data_parallel == 0
 
 
+def test_recomputed_parts_take_time_again() -> None:
+    """One GEMM of [tokens, h] · [h, 4h] a layer on top of 3 · 12h², head included; attention's forward, of three."""
+    plain = _config("--config configs/gpt_7b.yaml")
+    mlps, attention = (
+        replace(plain, training=replace(plain.training, recompute_granularity="selective", recompute_modules=(module,)))
+        for module in ("mlp", "core_attn")
+    )
+    base, again, core = (predict_step(config, 50304, world_size=1) for config in (plain, mlps, attention))
+    tokens, micro_batches = 4 * 2048, plain.num_micro_batches(1)
+    added = micro_batches * 32 * 2 * tokens * 4096 * 16384 / H200.fp8_gemm_flops
+    assert again.gemms - base.gemms == pytest.approx(added, rel=1e-9) and again.attention == base.attention
+    assert core.gemms == base.gemms and core.attention == pytest.approx(base.attention * 4 / 3)
+
+
 def test_what_was_not_measured_is_said() -> None:
     llama = _config("--config configs/llama_7b.yaml")
     assert unmeasured(llama, world_size=16, gpus_per_node=8) == ["more than one node", "SwiGLU"]
