@@ -10,10 +10,13 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..config.pipeline_layout import PipelineLayout, pipeline_layout
+from ..config.schema import ParallelConfig
 from .files import CheckpointError
 from .megatron_checkpoint import MegatronCheckpoint
 from .megatron_files import mapping, read_megatron_file
@@ -31,20 +34,20 @@ from .megatron_layout import (
 from .placement import Shape
 from .torch_dist import TorchDistReader, Wanted
 from .torch_dist_weights import TorchDistWeights
-from .weights import OUTPUT_LAYER, WORD_EMBEDDING
+from .weights import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING
 
 _STATES = ("exp_avg", "exp_avg_sq")
 _FLAT = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
-#: Settings of another division of layers over stages than an even one.
-_UNEVEN = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
+#: Megatron's arguments that divide layers over stages otherwise than evenly, with the types of their values.
+_DIVISION = {
+    "pipeline_model_parallel_layout": str,
+    "decoder_first_pipeline_num_layers": int,
+    "decoder_last_pipeline_num_layers": int,
+    "account_for_embedding_in_pipeline_split": bool,
+    "account_for_loss_in_pipeline_split": bool,
+}
 #: Where a parameter is in the buffers: (stage, model chunk, bucket, first element).
 Place = tuple[int, int, int, int]
 
@@ -119,14 +122,9 @@ class _FlatBuffers:
 
     def __init__(self, checkpoint: TorchDist, reader: TorchDistReader) -> None:
         self._checkpoint, self._reader = checkpoint, reader
-        arguments, folder = checkpoint.arguments, checkpoint.folder
-        uneven = next((name for name in _UNEVEN if arguments.get(name)), None)
-        if uneven is not None or not {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= arguments.keys():
-            reason = f"stages of different sizes ({uneven})" if uneven else "unknown parallel sizes"
-            raise CheckpointError(
-                f"{folder} holds the optimizer's buffers of {reason}; save it again with "
-                f"--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
-            )
+        arguments = checkpoint.arguments
+        if not {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= arguments.keys():
+            raise self._unknown("unknown parallel sizes")
         self._tensor_size: int = arguments["tensor_model_parallel_size"]
         self._stages: int = arguments["pipeline_model_parallel_size"]
         keys: dict[tuple[int, int], dict[int, str]] = {}
@@ -137,6 +135,7 @@ class _FlatBuffers:
                 buckets[int(match[3])] = key.removesuffix(".param")
         self._buckets = {place: [found[index] for index in sorted(found)] for place, found in keys.items()}
         self._num_chunks = len({buffer for _, buffer in keys})
+        self._layout = self._layout_of(arguments)
         self._places = self._with_known_order()
 
     def read(self, kind: str, name: Name) -> Tensor:
@@ -146,6 +145,28 @@ class _FlatBuffers:
         if kind == "master":
             self._checkpoint.checked(self._checkpoint.in_model_dtype(whole), self._checkpoint.weight(name), name)
         return whole
+
+    def _unknown(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._checkpoint.folder} holds the optimizer's buffers of {what}; save it again with "
+            f"--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
+        )
+
+    def _layout_of(self, arguments: Mapping[str, Any]) -> PipelineLayout:
+        """The layers of every stage and model chunk, by Megatron's arguments."""
+        division = {name: arguments[name] for name in _DIVISION if arguments.get(name)}
+        unread = next((name for name, value in division.items() if not isinstance(value, _DIVISION[name])), None)
+        if unread is not None:
+            raise self._unknown(f"unknown stages ({unread} cannot be read)")
+        parallel = ParallelConfig(
+            pipeline_model_parallel_size=self._stages,
+            num_virtual_stages_per_pipeline_rank=self._num_chunks if self._num_chunks > 1 else None,
+            **division,
+        )
+        try:
+            return pipeline_layout(parallel, _num_layers(self._checkpoint.shapes))
+        except ValueError as error:
+            raise self._unknown(f"unknown stages ({error})") from None
 
     def _ranks_of(self, name: Name) -> int:
         return 1 if shared_axis(name.key) is None else self._tensor_size
@@ -189,14 +210,11 @@ class _FlatBuffers:
 
     def _all_places(self, order: tuple[str, ...]) -> Iterator[tuple[Name, Place]]:
         shapes = self._checkpoint.shapes
-        num_layers = next(shape[0] for key, shape in shapes.items() if key.startswith("decoder.layers."))
-        width = num_layers // (self._stages * self._num_chunks)
         for stage in range(self._stages):
             for chunk in range(self._num_chunks):
-                first = (chunk * self._stages + stage) * width
                 names = chunk_names(
                     list(shapes),
-                    range(first, first + width),
+                    self._layout.chunks[stage][chunk],
                     order,
                     is_first=stage == chunk == 0,
                     is_last=stage == self._stages - 1 and chunk == self._num_chunks - 1,
@@ -217,3 +235,7 @@ class _FlatBuffers:
         """Where the shape stands: the last stage's copy of the embedding has none of its own."""
         is_copy = name.key == OUTPUT_LAYER and name.key not in self._checkpoint.shapes
         return WORD_EMBEDDING if is_copy else name.key
+
+
+def _num_layers(shapes: Mapping[str, Shape]) -> int:
+    return next(shape[0] for key, shape in shapes.items() if key.startswith(LAYERS))
