@@ -27,6 +27,7 @@ MODEL = {
     "global_batch_size": 8,
     "train_iters": 12,
 }
+RECOMPUTED_MLPS = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 LAYOUTS = {
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
@@ -118,6 +119,16 @@ def test_rows_by_copy_engines_train_as_rows_by_nccl(tmp_path: Path, settings: di
     assert measured[0] == pytest.approx(measured[1], rel=2e-3)
 
 
+@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
+def test_recomputed_mlps_train_bit_for_bit(tmp_path: Path, transport: str) -> None:
+    """Backward gathers the MLP's input once more, into memory that the next gather uses again."""
+    settings = {"precision": "fp8", "deterministic_mode": True, "tp_transport": transport, **LAYOUTS["tp2_sp"]}
+    measured = [
+        losses(tmp_path / name, 2, **settings, **own) for name, own in (("kept", {}), ("again", RECOMPUTED_MLPS))
+    ]
+    assert measured[0] == measured[1]
+
+
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("precision", list(TOLERANCE))
 def test_layout_trains_as_one_gpu(tmp_path: Path, one_gpu: dict[str, list[float]], precision: str, layout: str) -> None:
@@ -136,8 +147,12 @@ def test_layout_trains_as_one_gpu(tmp_path: Path, one_gpu: dict[str, list[float]
         ("dp2", {"fp8_grad_reduce": "hierarchical", "grad_accumulation": "local"}),
         ("tp2_sp", {"fp8_recipe": "delayed", "fp8_lm_head": True}),
         ("tp2_sp", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+        ("tp2_sp", {"fp8_recipe": "delayed", **RECOMPUTED_MLPS}),
     ],
-    ids=["dp2", "dp2-delayed", "dp2-bf16-layers", "dp2-native", "dp2-stages", "tp2_sp", "tp2_sp-dropout"],
+    ids=[
+        *("dp2", "dp2-delayed", "dp2-bf16-layers", "dp2-native", "dp2-stages"),
+        *("tp2_sp", "tp2_sp-dropout", "tp2_sp-recomputed-mlps"),
+    ],
 )
 def test_recorded_steps_train_bit_for_bit(tmp_path: Path, layout: str, settings: dict, transport: str) -> None:
     """One CUDA graph a step, with the exchanges in it, beside Python's launches; validation between the steps."""
