@@ -2,10 +2,12 @@
 
     fp8-megatron plan --gpus 8 --memory-gb 80 -- --config configs/gpt_13b.yaml configs/fast.yaml
     fp8-megatron plan --gpus 128 --levels bf16 O3 5-byte -- --config configs/gpt_175b.yaml
+    fp8-megatron plan --gpus 128 --build --levels bf16 O3 -- --config configs/gpt_175b.yaml
     fp8-megatron plan --largest 8 32 128 --output largest.png
 
 All flags after -- describe the run, as for training. Tensor- and pipeline-parallel sizes, the micro-batch and full
-recomputation are varied; the global batch and all else stay. Step times come from rates measured on H200.
+recomputation are varied; the global batch and all else stay. Step times come from rates measured on H200. --build
+varies nothing: it builds a rank of every kind of pipeline stage of the run, without a GPU, and counts its memory.
 """
 
 from __future__ import annotations
@@ -44,6 +46,15 @@ def _main(words: list[str], prog: str) -> int:
     args = parser.parse_args(own)
     if args.output is not None and args.largest is None:
         parser.error("--output is for --largest; drop it")
+    if args.build and args.largest is not None:
+        parser.error("--build is for --gpus; drop it")
+    if args.build:
+        from .plan_build import report_build
+
+        levels = args.levels or [None]
+        runs = {level: _configuration([*flags, *(LEVELS[level] if level else [])], prog) for level in levels}
+        report_build({level or config.precision.level: config for level, config in runs.items()}, args.gpus)
+        return 0
     if args.largest is not None:
         from .plan_largest import report_largest
 
@@ -81,6 +92,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         type=whole(most=_MOST_GPUS),
         metavar="N",
         help="instead: the largest GPT that fits on each of these numbers of GPUs, by level",
+    )
+    parser.add_argument(
+        "--build",
+        action="store_true",
+        help="instead: build a rank of every kind of pipeline stage of the run and count its memory (minutes)",
     )
     parser.add_argument("--output", type=output_file, metavar="FILE", help="draw --largest as an image")
     parser.add_argument(

@@ -93,7 +93,8 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
     """megatron-core's view of the configuration."""
     model, parallel, training = config.model, config.parallel, config.training
     layout = config.pipeline_layout
-    on_gpu = device.type == "cuda"
+    # The meta device stands for a GPU whose memory is counted (`training.rank_build`).
+    on_gpu = device.type != "cpu"
     dtype = torch.float16 if config.precision.precision == "fp16" else torch.bfloat16
     # megatron-core fuses these with torch.compile, which needs a C++ toolchain on a CPU.
     fuses_activation = on_gpu and (model.swiglu or (model.activation == "gelu" and not model.disable_bias_linear))

@@ -88,7 +88,8 @@ def initial_values(
         dim = param.partition_dim if is_sharded else 0  # type: ignore[attr-defined]
         shape = list(param.shape)
         shape[dim] *= tensor_parallel_size if is_sharded else 1
-        generator = torch.Generator(param.device).manual_seed(_seed_of(name, seed))
+        # A meta tensor has no values to draw, and its device no generator.
+        generator = None if param.is_meta else torch.Generator(param.device).manual_seed(_seed_of(name, seed))
         num_padding = 0
         if vocab_size is not None and name in _VOCABULARY_WEIGHTS:
             num_padding, shape[0] = shape[0] - vocab_size, vocab_size

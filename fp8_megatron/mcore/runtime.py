@@ -1,8 +1,8 @@
 """Runs megatron-core on a device: redirects its CUDA calls on a CPU, and seeds random states.
 
 megatron-core names CUDA on code paths that a CPU run takes (``schedules.py`` allocates with ``device="cuda"``). Nothing
-is patched at import. On a CPU, `runtime` maps these calls to the CPU inside its block and restores them afterwards. On
-CUDA it only selects the device.
+is patched at import. On a CPU, `runtime` maps these calls to the CPU inside its block and restores them afterwards; on
+the meta device, whose tensors have shapes and no values, to that. On CUDA it only selects the device.
 """
 
 from __future__ import annotations
@@ -18,22 +18,32 @@ _MATMULS = (torch.matmul, torch.Tensor.matmul)
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-class _CudaOnCpu(TorchFunctionMode):
-    """Sends ``device="cuda"`` and ``.cuda()`` to the CPU, and multiplies 16-bit matrices in FP32 there.
+class _CudaElsewhere(TorchFunctionMode):
+    """Sends ``device="cuda"`` and ``.cuda()`` to another device, and multiplies 16-bit matrices in FP32 on a CPU.
 
     A CPU without BF16 instructions takes three times as long for a BF16 product as for an FP32 one. In both cases
     operands and result are 16-bit and the sum is FP32, as on a GPU.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._in_fp32 = _MATMULS if device.type == "cpu" else ()
+
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.cuda:
             return args[0]
-        if func in _MATMULS and len(args) == 2 and args[0].dtype == args[1].dtype and args[0].dtype in _SIXTEEN_BITS:
+        if (
+            func in self._in_fp32
+            and len(args) == 2
+            and args[0].dtype == args[1].dtype
+            and args[0].dtype in _SIXTEEN_BITS
+        ):
             return (args[0].float() @ args[1].float()).to(args[0].dtype)
         if kwargs:
             device = kwargs.get("device")
             if device is not None and str(device).startswith("cuda"):
-                kwargs = {**kwargs, "device": "cpu"}
+                kwargs = {**kwargs, "device": self._device}
             return func(*args, **kwargs)
         return func(*args)
 
@@ -87,7 +97,7 @@ def runtime(device: torch.device) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
-            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (torch.cuda, "current_device", lambda: device),
             (mcore_random, "_CUDA_RNG_STATE_TRACKER", CpuRngTracker()),
             (mcore_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
             (mcore_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
@@ -95,7 +105,7 @@ def runtime(device: torch.device) -> Iterator[None]:
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement)
-        stack.enter_context(_CudaOnCpu())
+        stack.enter_context(_CudaElsewhere(device))
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -126,7 +126,12 @@ def is_embedding_or_output(param: torch.nn.Parameter) -> bool:
 
 @contextmanager
 def initialized(
-    parallel: ParallelConfig, num_layers: int, device: torch.device, *, records_graphs: bool = False
+    parallel: ParallelConfig,
+    num_layers: int,
+    device: torch.device,
+    *,
+    records_graphs: bool = False,
+    join: Callable[[timedelta], None] | None = None,
 ) -> Iterator[Topology]:
     """Join the process group that torchrun describes (or a world of one) and lay the ranks out.
 
@@ -134,18 +139,13 @@ def initialized(
 
     Args:
         records_graphs: see `transports.share_rows`.
+        join: makes the process group of all ranks, given the time limit of its collectives; None: as torchrun says.
     """
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    torch.distributed.init_process_group(
-        distributed_backend(device),
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-        **process_group_arguments(timeout),
-    )
+    if join is None:
+        _join_launched(device, timeout)
+    else:
+        join(timeout)
     _make_communicators_when_used()
     try:
         layout = parallel.pipeline_layout(num_layers)
@@ -180,6 +180,20 @@ def initialized(
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def _join_launched(device: torch.device, timeout: timedelta) -> None:
+    """Join the process group that torchrun describes, or make a world of one."""
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    torch.distributed.init_process_group(
+        distributed_backend(device),
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+        **process_group_arguments(timeout),
+    )
 
 
 def _make_communicators_when_used() -> None:

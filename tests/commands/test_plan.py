@@ -30,6 +30,21 @@ def test_the_best_layouts_and_what_they_need(capsys: pytest.CaptureFixture[str])
     assert "never measured" not in out
 
 
+def test_ranks_are_built(capsys: pytest.CaptureFixture[str]) -> None:
+    """The peak is the sum of its parts, and near the prediction."""
+    run = "--num-layers 3 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --global-batch-size 64"
+    words = f"--gpus 4 --build --levels bf16 O3 -- --config {CONFIGS}/gpt_125m.yaml --micro-batch-size 4 {run}"
+    assert plan.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "as built, bf16: TP 1 × PP 2 × DP 2, micro-batch 4" in out and "as built, O3" in out
+    rows = [row for row in _rows(out) if row[0].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1"] * 2
+    for row in rows:
+        parts, (peak, predicted) = map(float, row[1:9]), map(float, row[9:11])
+        assert sum(parts) == pytest.approx(peak, abs=0.05)
+        assert peak == pytest.approx(predicted, rel=0.25)  # small layers: buffers and what a backward needs count more
+
+
 def test_levels_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     """BF16 does not fit where O3 does; the 5-byte form needs less still; TE has no step times."""
     words = (
@@ -78,6 +93,8 @@ def test_the_largest_models_by_level(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--gpus 8 -- --num-layrs 3", "--num-layrs"),
         ("--gpus 8 --largest 8", "not allowed with argument --gpus"),
         ("--gpus 8 --output a.png -- --config {}/gpt_7b.yaml", "--output is for --largest; drop it"),
+        ("--largest 8 --build", "--build is for --gpus; drop it"),
+        ("--gpus 4 --build --levels te -- --config {}/gpt_7b.yaml", "Transformer Engine's layers, which need a GPU"),
         ("--largest 8 --output a.doc", "figures cannot be drawn as doc"),
         ("--gpus 8", "not given: --num-layers"),
     ],

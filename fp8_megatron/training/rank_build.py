@@ -1,0 +1,192 @@
+"""The memory of one rank of any cluster, counted while the rank is built and trains, on a CPU without the cluster.
+
+Everything is the run's own: megatron-core's groups, the model, the buffers, the optimizer and megatron-core's schedule.
+Tensors lie on the meta device and have no values, and a fake process group stands for the other ranks. Each storage is
+counted from its first use until it is freed.
+
+Operators count by their outputs. Memory that a GPU's kernel takes inside of it is not seen, nor are the CUDA context,
+NCCL's buffers and the fragments between the allocator's blocks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..config.checks import ConfigError
+from ..config.schema import Config
+from ..formats import GradReduceMode
+from ..mcore.runtime import runtime, seed_everything
+from ..mcore.topology import initialized
+from ..planning.vocabulary import padded_vocab_size, vocab_size
+from ..quantization.scaled_tensor import ScaledTensor
+from ..reporting.memory_report import StorageBytes
+from .batches import Batch
+from .build import build_training_state, measured_storage
+from .train_step import train_step
+
+_META = torch.device("meta")
+#: The second step also waits for the weights that the first one sent.
+_NUM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        stage: its pipeline stage.
+        state: weights, gradients, optimizer state and their scales.
+        wire_buffers: send and receive buffers of gradients.
+        built: all that is held between two steps.
+        peak: the most that is held within a step.
+    """
+
+    stage: int
+    state: StorageBytes
+    wire_buffers: int
+    built: int
+    peak: int
+
+
+def check_buildable(config: Config) -> None:
+    """Raise `ConfigError` for what cannot be built without a GPU or other ranks."""
+    if config.precision.precision == "te":
+        raise ConfigError("precision(te) builds Transformer Engine's layers, which need a GPU; choose bf16 or fp8")
+    mode = config.parallel.fp8_grad_reduce
+    if mode is GradReduceMode.HIERARCHICAL:
+        raise ConfigError(f"fp8_grad_reduce({mode.value}) asks other ranks for their nodes; choose all_to_all")
+
+
+def build_rank(config: Config, *, world_size: int, stage: int) -> RankMemory:
+    """Build the first rank of a pipeline stage, train two steps, and count.
+
+    A step has as many micro-batches as fill the pipeline, if the run's has more.
+
+    Args:
+        config: a configuration that passed its checks for `world_size` ranks.
+
+    Raises:
+        ConfigError: as `check_buildable`.
+    """
+    check_buildable(config)
+    num_micro_batches = min(config.num_micro_batches(world_size), _micro_batches_that_fill(config))
+    rows, tokens = padded_vocab_size(config), vocab_size(config)
+    live = LiveBytes()
+    with (
+        _stand_in_for_a_gpu(),
+        initialized(
+            config.parallel, config.model.num_layers, _META, join=_joining(config, world_size, stage)
+        ) as topology,
+        live,
+    ):
+        state = build_training_state(config, rows, topology, _META, unpadded_vocab_size=tokens)
+        seed_everything(config.training.seed, _META, tensor_parallel_rank=0, pipeline_rank=stage)
+        live.peak = 0
+        for _ in range(_NUM_STEPS):
+            batches = iter([_batch(config)] * num_micro_batches)
+            train_step(state, batches, wants_stop=False, num_micro_batches=num_micro_batches)
+        held = measured_storage(state)
+        return RankMemory(stage, held.linear + held.rest, state.staging.nbytes, live.now, live.peak)
+
+
+def _micro_batches_that_fill(config: Config) -> int:
+    """Micro-batches with which the first stage holds as many as it ever does (`planning.activations`)."""
+    layout = config.pipeline_layout
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or layout.num_stages
+    return 2 * group if layout.is_interleaved else max(layout.num_stages, 2)
+
+
+def _batch(config: Config) -> Batch:
+    shape = (config.training.micro_batch_size, config.model.seq_length)
+    tokens = torch.empty(shape, dtype=torch.int64, device=_META)
+    return {
+        "tokens": tokens,
+        "labels": tokens,
+        "position_ids": tokens,
+        "loss_mask": torch.empty(shape, device=_META),
+    }
+
+
+def _joining(config: Config, world_size: int, stage: int) -> Callable[[timedelta], None]:
+    """What makes a process group of `world_size` ranks in this process alone. Collectives do nothing."""
+    # Imported here: they register fake collectives for the whole process.
+    import torch.distributed._tools.fake_collectives
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)
+
+    def join(timeout: timedelta) -> None:
+        torch.distributed.init_process_group(
+            "cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world_size, timeout=timeout
+        )
+
+    return join
+
+
+@contextmanager
+def _stand_in_for_a_gpu() -> Iterator[None]:
+    """Let the meta device keep the tensors that a GPU would keep."""
+    with ExitStack() as stack:
+        # megatron-core compiles its fused functions; run by Python they keep the same tensors.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(runtime(_META))
+        stack.enter_context(_FlashAttention())
+        yield
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Attention as a GPU computes it. PyTorch would choose the matrix of all scores on the meta device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            *args, kwargs["dropout_p"], kwargs["is_causal"], scale=kwargs["scale"]
+        )[0]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the meta device's storages that operators make inside the block.
+
+    Attributes:
+        now: bytes of all storages that are alive.
+        peak: the most that `now` has been.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            # A scaled tensor wraps others, which have the bytes.
+            if isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, ScaledTensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        self._alive.add(key)
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key, num_bytes)
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._alive.discard(key)
+        self.now -= num_bytes
