@@ -1,4 +1,4 @@
-"""Maps between weights of this project's model ("ours") and of Hugging Face's GPT-2 and Llama ("theirs").
+"""Maps between weights of this project's model ("ours") and of Hugging Face's GPT-2, Llama and its kin ("theirs").
 
 Each weight of ours has a `Rule`: the tensors of theirs that it is made of, and the conversion both ways. The layouts
 differ as follows:
@@ -9,7 +9,8 @@ differ as follows:
 - SwiGLU: ours stacks gate over up ([2 · ffn, hidden]); Llama has two weights.
 - RoPE: both rotate the two halves of a head against each other (not interleaved pairs), so heads are copied.
 - Llama's attention has biases of both QKV and projection, or none. If ours has QKV biases only, the projection's are
-  zero in theirs; non-zero ones are refused.
+  zero in theirs; non-zero ones are refused. Qwen2 has QKV biases alone.
+- Qwen3 has norms of query and key heads. The rest of Mistral, Qwen2 and Qwen3 is Llama's.
 - A tied head is stored once, as the embedding. Only ours pads the vocabulary.
 """
 
@@ -29,6 +30,7 @@ from ..checkpoint.weights import (
     FC1,
     FC2,
     FINAL_NORM,
+    KEY_NORM,
     LAYERS,
     LINEAR_WEIGHTS,
     MLP_NORM,
@@ -36,6 +38,7 @@ from ..checkpoint.weights import (
     POSITION_EMBEDDING,
     PROJECTION,
     QKV,
+    QUERY_NORM,
     WORD_EMBEDDING,
 )
 from ..config.schema import ModelConfig
@@ -48,6 +51,9 @@ class Family(str, Enum):
 
     GPT2 = "gpt2"
     LLAMA = "llama"
+    MISTRAL = "mistral"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,14 @@ def rules_of(
     """
     if family is Family.GPT2:
         return _gpt2_rules(model, vocab_size)
-    return _llama_rules(model, vocab_size, attention_bias=attention_bias, mlp_bias=mlp_bias)
+    has_projection_bias = family is not Family.QWEN2
+    return _llama_rules(
+        model,
+        vocab_size,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        has_projection_bias=has_projection_bias,
+    )
 
 
 def _vocabulary_rule(key: str, name: str, vocab_size: int) -> Rule:
@@ -180,7 +193,9 @@ def _gpt2_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
     return rules
 
 
-def _llama_rules(model: ModelConfig, vocab_size: int, *, attention_bias: bool, mlp_bias: bool) -> list[Rule]:
+def _llama_rules(
+    model: ModelConfig, vocab_size: int, *, attention_bias: bool, mlp_bias: bool, has_projection_bias: bool
+) -> list[Rule]:
     heads, layer = Heads.of(model), "model.layers.{}."
 
     def linear(key_prefix: str, modules: Sequence[str], has_bias: bool, *functions: Callable) -> list[Rule]:
@@ -203,13 +218,24 @@ def _llama_rules(model: ModelConfig, vocab_size: int, *, attention_bias: bool, m
         return (*heads.split(bias), bias.new_zeros(model.hidden_size))
 
     projections = [f"self_attn.{name}_proj" for name in "qkv"]
-    qkv_bias_names = tuple(f"{layer}{name}.bias" for name in (*projections, "self_attn.o_proj"))
-    has_qkv_bias_alone = model.add_qkv_bias and not attention_bias
+    qkv_bias: list[Rule] = []
+    if model.add_qkv_bias and not attention_bias:
+        names = tuple(f"{layer}{name}.bias" for name in projections)
+        qkv_bias = [Rule(QKV + "bias", names, heads.join, heads.split)]
+        if has_projection_bias:
+            names = (*names, f"{layer}self_attn.o_proj.bias")
+            qkv_bias = [Rule(QKV + "bias", names, join_qkv_bias, split_qkv_bias)]
+    head_norms = [
+        rule
+        for prefix, name in ((QUERY_NORM, "q_norm"), (KEY_NORM, "k_norm"))
+        for rule in _norm_rules(prefix, f"{layer}self_attn.{name}", ("weight",) if model.qk_layernorm else ())
+    ]
     rules = [
         _vocabulary_rule(WORD_EMBEDDING, "model.embed_tokens.weight", vocab_size),
         *_norm_rules(ATTENTION_NORM, f"{layer}input_layernorm", ("weight",)),
         *linear(QKV, projections, attention_bias, heads.join, heads.split),
-        *([Rule(QKV + "bias", qkv_bias_names, join_qkv_bias, split_qkv_bias)] if has_qkv_bias_alone else []),
+        *qkv_bias,
+        *head_norms,
         *linear(PROJECTION, ("self_attn.o_proj",), attention_bias),
         *_norm_rules(MLP_NORM, f"{layer}post_attention_layernorm", ("weight",)),
         *linear(FC1, ("mlp.gate_proj", "mlp.up_proj"), mlp_bias, join_gate_and_up, split_gate_and_up),

@@ -1,4 +1,4 @@
-"""``config.json`` of Hugging Face's GPT-2 and Llama ↔ the model section of a configuration.
+"""``config.json`` of Hugging Face's GPT-2, Llama and its kin ↔ the model section of a configuration.
 
 A setting that changes what a model computes and that this project does not implement is refused. The error names the
 setting, its value and what to do.
@@ -12,6 +12,7 @@ from typing import Any
 from ..checkpoint.files import CheckpointError
 from ..config.schema import ModelConfig
 from .hugging_face import Family, Rule, rules_of
+from .hugging_face_rope import rope_of, scaling_json, scaling_of, scaling_problems
 from .hugging_face_values import (
     MAX_ROWS,
     count,
@@ -30,6 +31,15 @@ Json = Mapping[str, Any]
 #: Hugging Face's names of GELU with the tanh approximation.
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
+_LIKE_LLAMA: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish"), "the gated MLP is SwiGLU"),
+    "partial_rotary_factor": ((None, 1, 1.0), "transformers' Llama rotates whole heads"),
+    "num_local_experts": ((None, 0, 1), "only dense MLPs are supported"),
+}
+_LIKE_QWEN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_sliding_window": ((None, False), "attention sees the whole context"),
+}
+
 # Settings that change the computation: the supported values, and what other values would need.
 _ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
     Family.GPT2: {
@@ -39,14 +49,34 @@ _ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
         "add_cross_attention": ((False,), "only decoders without an encoder are supported"),
     },
     Family.LLAMA: {
-        "hidden_act": (("silu", "swish"), "the gated MLP is SwiGLU"),
+        **_LIKE_LLAMA,
         "sliding_window": ((None, False), "attention sees the whole context"),
         "use_qk_norm": ((None, False), "queries and keys are not normalised"),
         "qk_layernorm": ((None, False), "queries and keys are not normalised"),
-        "partial_rotary_factor": ((None, 1, 1.0), "transformers' Llama rotates whole heads"),
-        "num_local_experts": ((None, 0, 1), "only dense MLPs are supported"),
+    },
+    Family.MISTRAL: {**_LIKE_LLAMA, "sliding_window": ((None, False), "attention sees the whole context")},
+    Family.QWEN2: {**_LIKE_LLAMA, **_LIKE_QWEN},
+    Family.QWEN3: {
+        **_LIKE_LLAMA,
+        **_LIKE_QWEN,
+        "attention_bias": ((None, False), "a model with norms of query and key has no biases"),
     },
 }
+
+
+def _same_as_llama(max_position_embeddings: int) -> tuple[tuple[str, str, Any], ...]:
+    return (
+        ("num_hidden_layers", "num_layers", None),
+        ("hidden_size", "hidden_size", None),
+        ("intermediate_size", "ffn_hidden_size", None),
+        ("num_attention_heads", "num_attention_heads", None),
+        ("max_position_embeddings", "max_position_embeddings", max_position_embeddings),
+        ("vocab_size", "vocab_size", None),
+        ("rms_norm_eps", "norm_epsilon", 1e-6),
+        ("initializer_range", "init_method_std", 0.02),
+        ("attention_dropout", "attention_dropout", 0.0),
+    )
+
 
 # (their name, our name, their default) of settings that differ only in name. None: there is no default.
 _SAME: dict[Family, tuple[tuple[str, str, Any], ...]] = {
@@ -61,17 +91,10 @@ _SAME: dict[Family, tuple[tuple[str, str, Any], ...]] = {
         ("attn_pdrop", "attention_dropout", 0.1),
         ("resid_pdrop", "hidden_dropout", 0.1),
     ),
-    Family.LLAMA: (
-        ("num_hidden_layers", "num_layers", None),
-        ("hidden_size", "hidden_size", None),
-        ("intermediate_size", "ffn_hidden_size", None),
-        ("num_attention_heads", "num_attention_heads", None),
-        ("max_position_embeddings", "max_position_embeddings", 2048),
-        ("vocab_size", "vocab_size", None),
-        ("rms_norm_eps", "norm_epsilon", 1e-6),
-        ("initializer_range", "init_method_std", 0.02),
-        ("attention_dropout", "attention_dropout", 0.0),
-    ),
+    Family.LLAMA: _same_as_llama(2048),
+    Family.MISTRAL: _same_as_llama(131_072),
+    Family.QWEN2: _same_as_llama(32_768),
+    Family.QWEN3: _same_as_llama(32_768),
 }
 
 
@@ -88,6 +111,17 @@ _CHECKS = {
     "attention_dropout": number(least=0, below=1),
     "hidden_dropout": number(least=0, below=1),
 }
+_LLAMA_CHECKS = (
+    ("num_key_value_heads", count(), True),
+    ("head_dim", count(), True),
+    ("attention_bias", truth, True),
+    ("mlp_bias", truth, True),
+    ("rope_theta", number(least=1), False),
+    ("rope_parameters", mapping, True),
+    ("rope_scaling", mapping, True),
+    ("tie_word_embeddings", truth, False),
+    ("quantization_config", mapping, True),
+)
 #: Checks of the other settings, and whether null stands for the default.
 _OTHER_CHECKS = {
     Family.GPT2: (
@@ -96,18 +130,10 @@ _OTHER_CHECKS = {
         ("tie_word_embeddings", truth, False),
         ("quantization_config", mapping, True),
     ),
-    Family.LLAMA: (
-        ("num_key_value_heads", count(), True),
-        ("head_dim", count(), True),
-        ("attention_bias", truth, True),
-        ("mlp_bias", truth, True),
-        ("rope_theta", number(least=1), False),
-        ("rope_parameters", mapping, True),
-        ("rope_scaling", mapping, True),
-        ("tie_word_embeddings", truth, False),
-        ("quantization_config", mapping, True),
-    ),
+    **dict.fromkeys((Family.LLAMA, Family.MISTRAL, Family.QWEN2, Family.QWEN3), _LLAMA_CHECKS),
 }
+#: The width of a head where the file does not give it; otherwise it is hidden_size / num_attention_heads.
+_HEAD_DIM = {Family.QWEN3: 128}
 
 
 def family_of_json(settings: Json) -> Family:
@@ -147,29 +173,23 @@ def model_from_json(settings: Json) -> ModelConfig:
             ffn_hidden_size=settings.get("n_inner") or 4 * values["hidden_size"],
             untie_embeddings_and_output_weights=not tied,
         )
-    heads = values["num_attention_heads"]
-    groups = settings.get("num_key_value_heads") or heads
-    attention_bias, mlp_bias = _biases(settings)
+    _, heads, groups, head_dim = _heads(family, settings)
+    attention_bias, mlp_bias = _biases(family, settings)
     return ModelConfig(
         **values,
-        kv_channels=settings.get("head_dim"),
+        kv_channels=head_dim,
         group_query_attention=groups != heads,
         num_query_groups=groups if groups != heads else 1,
         position_embedding_type="rope",
-        rotary_base=int(_rope(settings)["rope_theta"]),
+        rotary_base=int(rope_of(settings)["rope_theta"]),
+        **scaling_of(rope_of(settings)),
+        qk_layernorm=family is Family.QWEN3,
         normalization="RMSNorm",
         swiglu=True,
         disable_bias_linear=not mlp_bias,
         add_qkv_bias=attention_bias and not mlp_bias,
         untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", False),
     )
-
-
-def _rope(settings: Json) -> dict[str, Any]:
-    """RoPE's settings. Transformers 5 nests them; transformers 4 does not."""
-    nested = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    theta = nested.get("rope_theta", settings.get("rope_theta", 10000.0))
-    return {**nested, "rope_theta": theta, "rope_type": nested.get("rope_type", nested.get("type", "default"))}
 
 
 def _problems(family: Family, settings: Json) -> Iterator[str]:
@@ -187,12 +207,8 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
             yield f"embd_pdrop({embedding}) and resid_pdrop({residual}) are one setting here; make them equal"
         return
     yield from rope_contradictions(settings)
-    rope = _rope(settings)
-    if rope["rope_type"] != "default":
-        yield (
-            f"rope_scaling({plain(rope['rope_type'])}) is not supported: positions would be rotated at other "
-            f"frequencies; only models with plain RoPE convert"
-        )
+    rope = rope_of(settings)
+    yield from scaling_problems(rope)
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         factor = shown(rope["partial_rotary_factor"])
         yield f"partial_rotary_factor({factor}) is not supported (whole heads are rotated)"
@@ -200,7 +216,12 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
         yield f"rope_theta({shown(rope['rope_theta'])}) is wrong: {expected}; correct it"
     elif rope["rope_theta"] != int(rope["rope_theta"]):
         yield f"rope_theta({rope['rope_theta']}) is not a whole number, which rotary_base is"
-    attention_bias, mlp_bias = _biases(settings)
+    kinds = settings.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        yield f"layer_types({shown(kinds)}) is not supported (attention sees the whole context); only full_attention"
+    if family is Family.MISTRAL and "sliding_window" not in settings:
+        yield "sliding_window is missing, which means 4096 to transformers; write null if there is none"
+    attention_bias, mlp_bias = _biases(family, settings)
     if mlp_bias and not attention_bias:
         yield (
             f"mlp_bias({mlp_bias}) with attention_bias({attention_bias}) is not supported: linear layers have biases "
@@ -214,12 +235,22 @@ def _heads(family: Family, settings: Json) -> tuple[int, int, int, int | None]:
     hidden_size, heads = (settings.get(*names[name]) for name in ("hidden_size", "num_attention_heads"))
     if family is Family.GPT2:
         return hidden_size, heads, heads, None
-    return hidden_size, heads, settings.get("num_key_value_heads") or heads, settings.get("head_dim")
+    head_dim = settings.get("head_dim") or _HEAD_DIM.get(family)
+    return hidden_size, heads, settings.get("num_key_value_heads") or heads, head_dim
 
 
-def _biases(settings: Json) -> tuple[bool, bool]:
-    """Whether a Llama's attention and MLP have biases."""
+def _biases(family: Family, settings: Json) -> tuple[bool, bool]:
+    """Whether attention and MLP have biases."""
+    if family is not Family.LLAMA:
+        return family is Family.QWEN2, False
     return bool(settings.get("attention_bias")), bool(settings.get("mlp_bias"))
+
+
+_ARCHITECTURES = {
+    Family.GPT2: "GPT2LMHeadModel",
+    Family.LLAMA: "LlamaForCausalLM",
+    Family.QWEN3: "Qwen3ForCausalLM",
+}
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -249,19 +280,13 @@ def family_of(model: ModelConfig) -> Family:
             if wrong
         ],
         Family.LLAMA: [
-            text
-            for wrong, text in (
-                (model.position_embedding_type != "rope", f"position_embedding_type({model.position_embedding_type})"),
-                (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
-                (not model.swiglu, "no swiglu"),
-                (model.window_size is not None, f"window_size({model.window_size})"),
-                (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
-                (model.rotary_interleaved, "rotary_interleaved"),
-                (model.qk_layernorm, "qk_layernorm"),
-                (model.use_rope_scaling, "use_rope_scaling"),
-                (model.rotary_seq_len_interpolation_factor != 1, "rotary_seq_len_interpolation_factor"),
-            )
-            if wrong
+            *([] if not model.qk_layernorm else ["qk_layernorm"]),
+            *_against_llama(model),
+        ],
+        Family.QWEN3: [
+            *([] if model.qk_layernorm else ["no qk_layernorm"]),
+            *_against_llama(model),
+            *([] if model.disable_bias_linear and not model.add_qkv_bias else ["biases"]),
         ],
     }
     for family, reasons in against.items():
@@ -271,6 +296,24 @@ def family_of(model: ModelConfig) -> Family:
         "no Hugging Face architecture computes what this model does. "
         + "; ".join(f"Against {family.value}: {', '.join(reasons)}" for family, reasons in against.items())
     )
+
+
+def _against_llama(model: ModelConfig) -> list[str]:
+    """What stands against Llama, and against the architectures like it."""
+    scales_twice = model.use_rope_scaling and model.rotary_seq_len_interpolation_factor != 1
+    return [
+        text
+        for wrong, text in (
+            (model.position_embedding_type != "rope", f"position_embedding_type({model.position_embedding_type})"),
+            (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
+            (not model.swiglu, "no swiglu"),
+            (model.window_size is not None, f"window_size({model.window_size})"),
+            (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
+            (model.rotary_interleaved, "rotary_interleaved"),
+            (scales_twice, "use_rope_scaling beside rotary_seq_len_interpolation_factor"),
+        )
+        if wrong
+    ]
 
 
 def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str, Any]:
@@ -288,7 +331,7 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
     values["vocab_size"] = vocab_size
     positions = model.max_position_embeddings or model.seq_length
     common = {
-        "architectures": ["GPT2LMHeadModel" if family is Family.GPT2 else "LlamaForCausalLM"],
+        "architectures": [_ARCHITECTURES[family]],
         "model_type": family.value,
         "torch_dtype": dtype,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
@@ -304,7 +347,7 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
             "embd_pdrop": model.hidden_dropout,
             "scale_attn_weights": True,
         }
-    return {
+    theirs = {
         **common,
         **values,
         "intermediate_size": model.padded_ffn_hidden_size,
@@ -313,10 +356,12 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
         "head_dim": model.head_dim,
         "hidden_act": "silu",
         "rope_theta": float(model.rotary_base),
-        "rope_scaling": None,
+        "rope_scaling": scaling_json(model),
         "attention_bias": not model.disable_bias_linear or model.add_qkv_bias,
-        "mlp_bias": not model.disable_bias_linear,
     }
+    if family is Family.QWEN3:
+        return {**theirs, "use_sliding_window": False}
+    return {**theirs, "mlp_bias": not model.disable_bias_linear}
 
 
 def export_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:

@@ -29,7 +29,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".input_s
 
 
 class HuggingFaceWeights:
-    """The weights of a GPT-2 or Llama folder under this project's keys, without vocabulary padding, in FP32.
+    """The weights of a Hugging Face folder under this project's keys, without vocabulary padding, in FP32.
 
     FP8 weights of either layout of `hugging_face_fp8` are dequantised.
 
@@ -184,7 +184,7 @@ def write_hugging_face(
     settings = json_from_model(model, vocab_size, str(export.dtype).removeprefix("torch."))
     settings |= {"bos_token_id": None, "eos_token_id": None, **(token_ids or {})}
     if export.fp8_layout is not None:
-        if settings["model_type"] != Family.LLAMA.value:
+        if settings["model_type"] == Family.GPT2.value:
             raise CheckpointError(
                 f"--fp8 {export.fp8_layout.value} quantises Linear modules, and {settings['model_type']} has Conv1D "
                 f"instead, which no reader of that layout takes; export it in 16 bits"

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 and Llama and this project's model: the same numbers both ways, and what cannot be converted."""
+"""Hugging Face's models and this project's: the same numbers both ways, and what cannot be converted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fp8_megatron.conversion.hugging_face_fp8 import FP8Layout
 from fp8_megatron.conversion.logits import logits_of_folder, logits_of_weights, random_tokens
 from fp8_megatron.conversion.torch_dist_writer import write_torch_dist
 from fp8_megatron.formats import E4M3
-from tests.harness.hugging_face_models import MODELS, VOCAB_SIZE, load_logits, make_model, save_model
+from tests.harness.hugging_face_models import MODELS, READ_MODELS, VOCAB_SIZE, load_logits, make_model, save_model
 
 TOKENS = random_tokens(VOCAB_SIZE, batch_size=2, length=32, seed=1)
 # FP32 sums of 96 to 160 terms in another order, logits near 2: measured 1.5e-6. Another GELU gives 5e-4.
@@ -63,6 +63,18 @@ def test_logits_equal_those_of_transformers(folders: dict[str, Path], name: str)
     expected = load_logits(folders[name], TOKENS)
     assert differ_by(logits_of_weights(weights, weights.model, TOKENS), expected) < FP32_TOLERANCE
     assert differ_by(logits_of_folder(folders[name], TOKENS), expected) < FP32_TOLERANCE, "one layer at a time"
+
+
+@pytest.mark.parametrize("name", READ_MODELS)
+def test_models_that_are_written_as_a_llama(tmp_path: Path, name: str) -> None:
+    theirs = save_model(make_model(name), tmp_path / "theirs")
+    weights = HuggingFaceWeights(theirs)
+    expected = load_logits(theirs, TOKENS)
+    assert differ_by(logits_of_weights(weights, weights.model, TOKENS), expected) < FP32_TOLERANCE
+    assert differ_by(logits_of_folder(theirs, TOKENS), expected) < FP32_TOLERANCE
+    write_hugging_face(tmp_path / "llama", weights, weights.model, VOCAB_SIZE, Export(torch.float32))
+    assert json.loads((tmp_path / "llama" / "config.json").read_text())["model_type"] == "llama"
+    assert differ_by(load_logits(tmp_path / "llama", TOKENS), expected) < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -161,8 +173,18 @@ NO_NUMBERS = ("1e-5", None, True, -1.0, 0, float("nan"), float("inf"), [], 10**4
         ({**LLAMA_JSON, "hidden_act": "gelu"}, r"hidden_act\(gelu\)"),
         ({**LLAMA_JSON, "sliding_window": 4096}, r"sliding_window\(4096\)"),
         ({**LLAMA_JSON, "mlp_bias": True}, r"mlp_bias\(True\) with attention_bias\(False\)"),
-        ({**LLAMA_JSON, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling\(llama3\)"),
-        ({**LLAMA_JSON, "rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling\(linear\)"),
+        (
+            {**LLAMA_JSON, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
+            r"low_freq_factor\(2.0\) of rope_scaling\(llama3\) is not supported; only 1.0",
+        ),
+        ({**LLAMA_JSON, "rope_scaling": {"type": "linear", "factor": 2.5}}, r"factor\(2.5\) of rope_scaling\(linear\)"),
+        ({**LLAMA_JSON, "rope_scaling": {"type": "linear"}}, r"factor\(None\) of rope_scaling\(linear\) is wrong"),
+        ({**LLAMA_JSON, "model_type": "mistral", "sliding_window": 4096}, r"sliding_window\(4096\)"),
+        ({**LLAMA_JSON, "model_type": "mistral"}, r"sliding_window is missing, which means 4096"),
+        ({**LLAMA_JSON, "model_type": "qwen2", "use_sliding_window": True}, r"use_sliding_window\(True\)"),
+        ({**LLAMA_JSON, "model_type": "qwen3", "attention_bias": True}, r"attention_bias\(True\)"),
+        ({**LLAMA_JSON, "model_type": "qwen3", "layer_types": ["sliding_attention"]}, r"layer_types\(\['sliding"),
+        ({**LLAMA_JSON, "model_type": "qwen3", "layer_types": 7}, r"layer_types\(7\)"),
         ({**LLAMA_JSON, "rope_parameters": {"rope_type": "yarn"}}, r"rope_scaling\(yarn\)"),
         ({**LLAMA_JSON, "rope_theta": 10000.5}, r"rope_theta\(10000.5\)"),
         ({key: value for key, value in LLAMA_JSON.items() if key != "hidden_size"}, "hidden_size is missing"),
@@ -215,6 +237,12 @@ def test_a_model_between_the_architectures_says_what_stands_against_each() -> No
     model = replace(model_from_json({"model_type": "gpt2"}), normalization="RMSNorm", swiglu=True)
     with pytest.raises(CheckpointError, match=r"gpt2: normalization\(RMSNorm\), swiglu; Against llama: position"):
         family_of(model)
+    qwen = model_from_json({**LLAMA_JSON, "model_type": "qwen3"})
+    with pytest.raises(CheckpointError, match=r"Against llama: qk_layernorm; Against qwen3: biases$"):
+        family_of(replace(qwen, add_qkv_bias=True))
+    both = replace(model_from_json(LLAMA_JSON), use_rope_scaling=True, rotary_seq_len_interpolation_factor=2)
+    with pytest.raises(CheckpointError, match=r"llama: use_rope_scaling beside rotary_seq_len_interpolation_factor"):
+        family_of(both)
 
 
 @pytest.mark.parametrize("tied", [True, False])

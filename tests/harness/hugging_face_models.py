@@ -19,6 +19,8 @@ _LLAMA = {
     "max_position_embeddings": 64,
 }
 
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
 #: Name → (class of transformers, settings): tied and untied; multi-head, grouped and multi-query; biases; head width.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_tied": ("GPT2", {**_GPT2, "layer_norm_epsilon": 1e-4}),
@@ -28,6 +30,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_gqa_tied": ("Llama", {**_LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "llama_mqa_wide_heads": ("Llama", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 32}),
     "llama_biases": ("Llama", {**_LLAMA, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+    "llama_3.1": (
+        "Llama",
+        {
+            **_LLAMA,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 16384,
+            "rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, **_LLAMA3},
+        },
+    ),
+    "llama_linear": (
+        "Llama",
+        {**_LLAMA, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}},
+    ),
+    "qwen3": (
+        "Qwen3",
+        {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 1e6, "attention_bias": False},
+    ),
+}
+#: Read alone: written as a Llama, which computes the same.
+READ_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": None}),
+    "qwen2": ("Qwen2", {**_LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
 }
 
 
@@ -35,9 +59,9 @@ def make_model(name: str) -> Any:
     """A transformers model in FP32, every parameter moved away from its initial 0 or 1."""
     import transformers
 
-    kind, settings = MODELS[name]
+    kind, settings = (MODELS | READ_MODELS)[name]
     config = getattr(transformers, f"{kind}Config")(**settings, bos_token_id=None, eos_token_id=None)
-    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else "LlamaForCausalLM")(config)
+    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
