@@ -187,7 +187,7 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
             str(config.data_parallel_size(cluster.gpus)),
             str(training.micro_batch_size),
             str(config.num_micro_batches(cluster.gpus)),
-            training.recompute_granularity or "none",
+            " ".join(training.recomputed_modules) or training.recompute_granularity or "none",
             "yes" if layout.records else "no",
             f"{layout.peak.total / 1e9:.1f}",
             "-" if seconds is None else f"{1e3 * seconds:,.0f}",

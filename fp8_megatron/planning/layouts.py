@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from ..config.checks import ConfigError, check_config
 from ..config.schema import Config, ParallelConfig
@@ -14,6 +16,21 @@ from .vocabulary import padded_vocab_size
 #: The largest share of a GPU's memory that a predicted peak may take. Prediction and peak differ by up to 2.5%, and the
 #: CUDA context, NCCL and fragmentation take memory that the prediction does not count.
 ROOM = 0.9
+
+_NONE: Mapping[str, Any] = MappingProxyType(
+    {
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_modules": (),
+    }
+)
+#: Settings of what is recomputed: nothing, the MLPs, whole layers.
+_RECOMPUTATIONS: tuple[Mapping[str, Any], ...] = (
+    _NONE,
+    MappingProxyType({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
+    MappingProxyType({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+)
 
 
 @dataclass(frozen=True)
@@ -61,8 +78,8 @@ class Layout:
 def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], bool]) -> list[Layout]:
     """The layouts that fit, the fastest first; without measured rates, the one with the smallest peak first.
 
-    The configuration's own layout is one. Tensor- and pipeline-parallel sizes, the micro-batch and full recomputation
-    vary. All else is the configuration's, the global batch too.
+    The configuration's own layout is one. Tensor- and pipeline-parallel sizes, the micro-batch and recomputation (of
+    nothing, MLPs, or whole layers) vary. All else is the configuration's, the global batch too.
 
     Args:
         records: whether a configuration's steps are recorded as a CUDA graph, if there is memory for it.
@@ -103,8 +120,8 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
             if cluster.gpus % (tp * pp):
                 continue
             for micro_batch in _powers_of_two(batch * tp * pp // cluster.gpus):
-                for recomputes in (False, True):
-                    yield _laid_out(config, tp, pp, micro_batch, batch, recomputes=recomputes)
+                for recomputation in _RECOMPUTATIONS:
+                    yield _laid_out(config, tp, pp, micro_batch, batch, recomputation)
 
 
 def _with_stages(config: Config, size: int) -> ParallelConfig:
@@ -131,15 +148,15 @@ def _divides_layers(config: Config, size: int) -> bool:
     return True
 
 
-def _laid_out(config: Config, tp: int, pp: int, micro_batch: int, batch: int, *, recomputes: bool) -> Config:
+def _laid_out(
+    config: Config, tp: int, pp: int, micro_batch: int, batch: int, recomputation: Mapping[str, Any]
+) -> Config:
     parallel = replace(_with_stages(config, pp), tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
     training = replace(
         config.training,
         micro_batch_size=micro_batch,
         global_batch_size=batch,
-        recompute_granularity="full" if recomputes else None,
-        recompute_method="uniform" if recomputes else None,
-        recompute_num_layers=1 if recomputes else None,
+        **{**_NONE, **recomputation},
     )
     layout = parallel.pipeline_layout(config.model.num_layers)
     most = max(len(layout.layers_of(stage)) for stage in range(pp))

@@ -35,7 +35,8 @@ def test_layouts_fit_and_are_sorted() -> None:
         assert largest_peak(layout.config, 4) == (layout.stage, layout.peak)
     sizes = {layout.config.parallel.tensor_model_parallel_size for layout in layouts}
     assert sizes == {1, 2, 4}
-    assert {layout.config.training.recompute_granularity for layout in layouts} == {None, "full"}
+    recomputed = {(one.config.training.recompute_granularity, one.config.training.recompute_modules) for one in layouts}
+    assert recomputed == {(None, ()), ("selective", ("mlp",)), ("full", ())}
 
 
 def test_the_measured_layout_of_gpt_7b_precedes_tensor_parallelism() -> None:
