@@ -34,12 +34,14 @@ _SHARED_AXES = {
 #: part of the linear layer behind them, and with its own.
 _NORM = ("layer_norm_weight", "layer_norm_bias")
 _WEIGHTS = ("weight", "bias")
+_HEAD_NORMS = (("self_attention.q_layernorm", _WEIGHTS), ("self_attention.k_layernorm", _WEIGHTS))
 LAYER_ORDERS = tuple(
     tuple(f"{module}.{name}" for module, names in modules for name in names)
     for modules in (
         (
             ("self_attention.linear_proj", _WEIGHTS),
             ("self_attention.linear_qkv", _NORM + _WEIGHTS),
+            *_HEAD_NORMS,
             ("mlp.linear_fc1", _NORM + _WEIGHTS),
             ("mlp.linear_fc2", _WEIGHTS),
         ),
@@ -47,6 +49,7 @@ LAYER_ORDERS = tuple(
             ("self_attention.linear_qkv", _NORM),
             ("self_attention.linear_proj", _WEIGHTS),
             ("self_attention.linear_qkv", _WEIGHTS),
+            *_HEAD_NORMS,
             ("mlp.linear_fc1", _NORM + _WEIGHTS),
             ("mlp.linear_fc2", _WEIGHTS),
         ),

@@ -27,6 +27,8 @@ MODULES = (
     "self_attention.linear_qkv.layer_norm_",
     "self_attention.linear_proj.",
     "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
     "mlp.linear_fc1.layer_norm_",
     "mlp.linear_fc1.",
     "mlp.linear_fc2.",
@@ -129,8 +131,9 @@ def ranges(*stages: list[int]) -> list[list[range]]:
         (GPT3_STYLE, 1, ranges([1], [2], [3]), {FIRST: 1, "decoder_last_pipeline_num_layers": 3}),
         (LLAMA_STYLE, 1, ranges([2], [3]), {"account_for_embedding_in_pipeline_split": True}),
         (replace(LLAMA_STYLE, swiglu=False, quick_geglu=True), 2, ranges([4], [1]), {LAYOUT: "Et*4|tL"}),
+        (replace(GPT3_STYLE, qk_layernorm=True), 2, ranges([1], [1]), {}),
     ],
-    ids=["even", "virtual", "ends", "embedding", "layout"],
+    ids=["even", "virtual", "ends", "embedding", "layout", "head norms"],
 )
 def test_masters_and_moments_are_found(
     tmp_path: Path, style: ModelConfig, tensor_size: int, chunks: list[list[range]], arguments: dict[str, Any]
