@@ -20,7 +20,7 @@ from functools import partial
 
 from ..config.io import own_and_run_flags
 from ..config.schema import Config
-from ..planning.layouts import ROOM, Cluster, Layout, best_layouts
+from ..planning.layouts import ROOM, Cluster, Layout, best_layouts, better_accumulation
 from ..planning.vocabulary import padded_vocab_size
 from .arguments import Parser, output_file, real, whole
 from .levels import levels_of
@@ -154,6 +154,12 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
     if best.step is not None:
         parts = ", ".join(f"{part.replace('_', ' ')} {1e3 * value:,.1f}" for part, value in vars(best.step).items())
         lines.append(f"the first: ms of a step: {parts}")
+        other = better_accumulation(best, cluster)
+        if other is not None and other.step is not None:
+            lines.append(
+                f"the first with --grad-accumulation {other.config.precision.grad_accumulation}: a step of "
+                f"{1e3 * other.step.total:,.0f} ms, peak {other.peak.total / 1e9:.1f} GB"
+            )
         lacking = unmeasured(config, world_size=cluster.gpus, gpus_per_node=cluster.gpus_per_node)
         if not best.records and waits_for_host(config):
             lacking.append("launches by Python, which may be slower than these kernels")

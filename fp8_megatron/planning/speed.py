@@ -13,6 +13,7 @@ from ..formats import StorageDtype
 from ..reporting.flops import layer_flops, linear_params_per_layer
 from ..sharding.partition import StorageClass
 from .memory import parameters_by_class
+from .storage import model_storage
 from .wire import predict_wire_bytes
 
 
@@ -45,6 +46,7 @@ class GpuRates:
         half_stream: the same of a 16-bit layer, of all kernels but GEMMs and attention.
         loss: seconds per logit.
         received: seconds per element of a gradient shard that a reduction adds.
+        copied: bytes/s that a copy reads and writes, for gradients that a rank adds up itself.
         transpose: seconds per element of an FP8 weight.
         fp8_update: seconds per FP8 weight of the optimizer, with its new payload.
         moments_update: the same with 8-bit moments.
@@ -64,6 +66,7 @@ class GpuRates:
     half_stream: float
     loss: float
     received: float
+    copied: float
     transpose: float
     fp8_update: float
     moments_update: float
@@ -88,6 +91,7 @@ H200 = GpuRates(
     half_stream=57.3e-12,
     loss=1.59e-12,
     received=2.81e-12,
+    copied=4261e9,
     transpose=0.55e-12,
     fp8_update=3.43e-12,
     moments_update=8.42e-12,
@@ -99,6 +103,8 @@ H200 = GpuRates(
 )
 
 
+#: Bytes of an element of the weight gradient that a GEMM writes.
+_GRADIENT_BYTES = 2
 #: Below this, GPT-345M's steps of 4 sequences took 23 to 27% longer than predicted (docs/planning.md).
 _SMALL_LAYER_FLOPS = 1e12
 
@@ -315,13 +321,18 @@ def _exposed(gradients: int, weights: int, compute: float, data_bytes: float) ->
 def _update(
     config: Config, padded_vocab_size: int, stage: int, replicas: int, num_micro_batches: int, rates: GpuRates
 ) -> float:
-    """Seconds of the update of a rank's shard, and of adding what arrives to its gradients."""
-    seconds = 0.0
+    """Seconds of the update of a rank's shard, and of adding up gradients of FP8 weights: what arrives, or each
+    micro-batch's own."""
+    stored, seconds = model_storage(config.precision, num_micro_batches), 0.0
     for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage).items():
         in_fp8 = config.precision.is_fp8 and storage is StorageClass.LINEAR
-        reductions = num_micro_batches if in_fp8 and config.precision.grad_accumulation != "local" else 1
-        received = reductions * rates.received if replicas > 1 else 0.0
+        grads = stored.of_grads(storage, replicas)
+        sends_each = in_fp8 and replicas > 1 and not grads.adds_locally
+        received = (num_micro_batches if sends_each else 1) * rates.received if replicas > 1 else 0.0
         seconds += count / replicas * ((_fp8_update(config, rates) if in_fp8 else rates.half_update) + received)
+        if in_fp8 and not sends_each:
+            moved = _GRADIENT_BYTES + 2 * grads.local.itemsize
+            seconds += (num_micro_batches - 1) * count * moved / rates.copied
     return seconds
 
 

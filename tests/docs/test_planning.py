@@ -66,3 +66,26 @@ def test_step_time(start: str, label: str) -> None:
     run = RUNS[label]
     step = predict_step(run.config, padded_vocab_size(run.config), world_size=run.world_size)
     assert 1e3 * step.total == pytest.approx(_quoted("Step time", start), abs=0.5001)
+
+
+@pytest.mark.parametrize(
+    ("start", "world_size", "num_micro_batches", "micro_batch"),
+    [
+        ("8 GPUs of a node, 320 micro-batches of 2,048 tokens", 8, 320, 1),
+        ("64 GPUs, 8 micro-batches of 2,048 tokens", 64, 8, 1),
+        ("64 GPUs, 8 micro-batches of 4,096 tokens", 64, 8, 2),
+        ("64 GPUs, 8 micro-batches of 8,192 tokens", 64, 8, 4),
+    ],
+)
+def test_where_to_add_up_gradients(start: str, world_size: int, num_micro_batches: int, micro_batch: int) -> None:
+    found = []
+    for mode in ("sharded", "local"):
+        flags = f"--config {ROOT}/configs/gpt_13b.yaml --mock-data --grad-accumulation {mode}"
+        batch = num_micro_batches * micro_batch * world_size // 2
+        sizes = ["--micro-batch-size", str(micro_batch), "--global-batch-size", str(batch)]
+        config = parse_config([*flags.split(), *sizes])
+        step = predict_step(config, padded_vocab_size(config), world_size=world_size)
+        found.append((1e3 * step.total, largest_peak(config, world_size)[1].total / 1e9))
+    (sharded, less), (local, more) = found
+    text = (ROOT / "docs" / "planning.md").read_text()
+    assert f"| {start} | {sharded:,.0f} | {local:,.0f} | {more - less:.1f} |" in text

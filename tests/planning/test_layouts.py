@@ -10,7 +10,7 @@ from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
 from fp8_megatron.planning.largest import largest_model, num_parameters
-from fp8_megatron.planning.layouts import ROOM, Cluster, best_layouts, largest_peak
+from fp8_megatron.planning.layouts import ROOM, Cluster, best_layouts, better_accumulation, largest_peak
 from fp8_megatron.planning.vocabulary import padded_vocab_size
 from tests.planning.recorded_runs import ROOT
 
@@ -77,6 +77,22 @@ def test_a_recording_that_does_not_fit_is_not_made() -> None:
         cluster = replace(FOUR_H200, memory_bytes=1.001 * memory / ROOM)
         same = [one for one in best_layouts(config, cluster, lambda _: True) if one.peak.state > 18e9]
         assert [one.records for one in same if one.config.training == config.training] == [records]
+
+
+def test_gradients_that_the_network_delays_are_added_up_on_the_rank() -> None:
+    """Micro-batches of 2,048 tokens hide their gradients inside a node and not between nodes; what does not fit is not
+    proposed."""
+    config = _config("--config configs/gpt_13b.yaml --micro-batch-size 1 --global-batch-size 512")
+    for gpus, memory, found in ((8, 141e9, None), (64, 141e9, "local"), (64, 24e9, None)):
+        cluster = replace(FOUR_H200, gpus=gpus, memory_bytes=memory)
+        own = next(one for one in best_layouts(config, cluster, _never) if one.config == config)
+        other = better_accumulation(own, cluster)
+        assert (None if other is None else other.config.precision.grad_accumulation) == found
+    cluster = replace(FOUR_H200, gpus=8)
+    local = replace(config, precision=replace(config.precision, grad_accumulation="local"))
+    own = next(one for one in best_layouts(local, cluster, _never) if one.config == local)
+    other = better_accumulation(own, cluster)
+    assert other is not None and other.config == config and other.peak.total < own.peak.total
 
 
 def test_the_embedding_is_padded_for_tensor_parallelism() -> None:
