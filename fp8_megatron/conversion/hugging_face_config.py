@@ -54,7 +54,7 @@ _ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
         "use_qk_norm": ((None, False), "queries and keys are not normalised"),
         "qk_layernorm": ((None, False), "queries and keys are not normalised"),
     },
-    Family.MISTRAL: {**_LIKE_LLAMA, "sliding_window": ((None, False), "attention sees the whole context")},
+    Family.MISTRAL: _LIKE_LLAMA,
     Family.QWEN2: {**_LIKE_LLAMA, **_LIKE_QWEN},
     Family.QWEN3: {
         **_LIKE_LLAMA,
@@ -130,8 +130,11 @@ _OTHER_CHECKS = {
         ("tie_word_embeddings", truth, False),
         ("quantization_config", mapping, True),
     ),
-    **dict.fromkeys((Family.LLAMA, Family.MISTRAL, Family.QWEN2, Family.QWEN3), _LLAMA_CHECKS),
+    **dict.fromkeys((Family.LLAMA, Family.QWEN2, Family.QWEN3), _LLAMA_CHECKS),
+    Family.MISTRAL: (*_LLAMA_CHECKS, ("sliding_window", count(), True)),
 }
+#: Tokens that a Mistral's token attends to, itself included, where the file does not say.
+_MISTRALS_WINDOW = 4096
 #: The width of a head where the file does not give it; otherwise it is hidden_size / num_attention_heads.
 _HEAD_DIM = {Family.QWEN3: 128}
 
@@ -183,6 +186,7 @@ def model_from_json(settings: Json) -> ModelConfig:
         position_embedding_type="rope",
         rotary_base=int(rope_of(settings)["rope_theta"]),
         **scaling_of(rope_of(settings)),
+        window_size=_window_of_json(family, settings),
         qk_layernorm=family is Family.QWEN3,
         normalization="RMSNorm",
         swiglu=True,
@@ -219,14 +223,20 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
     kinds = settings.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         yield f"layer_types({shown(kinds)}) is not supported (attention sees the whole context); only full_attention"
-    if family is Family.MISTRAL and "sliding_window" not in settings:
-        yield "sliding_window is missing, which means 4096 to transformers; write null if there is none"
     attention_bias, mlp_bias = _biases(family, settings)
     if mlp_bias and not attention_bias:
         yield (
             f"mlp_bias({mlp_bias}) with attention_bias({attention_bias}) is not supported: linear layers have biases "
             f"all (disable_bias_linear off), none, or of QKV alone (add_qkv_bias)"
         )
+
+
+def _window_of_json(family: Family, settings: Json) -> str | None:
+    """``--window-size``; their window counts the token itself."""
+    if family is not Family.MISTRAL:
+        return None
+    window = settings.get("sliding_window", _MISTRALS_WINDOW)
+    return None if window is None else f"{window - 1},0"
 
 
 def _heads(family: Family, settings: Json) -> tuple[int, int, int, int | None]:
@@ -249,6 +259,7 @@ def _biases(family: Family, settings: Json) -> tuple[bool, bool]:
 _ARCHITECTURES = {
     Family.GPT2: "GPT2LMHeadModel",
     Family.LLAMA: "LlamaForCausalLM",
+    Family.MISTRAL: "MistralForCausalLM",
     Family.QWEN3: "Qwen3ForCausalLM",
 }
 
@@ -281,10 +292,18 @@ def family_of(model: ModelConfig) -> Family:
         ],
         Family.LLAMA: [
             *([] if not model.qk_layernorm else ["qk_layernorm"]),
+            *([] if model.window_size is None else [f"window_size({model.window_size})"]),
             *_against_llama(model),
         ],
         Family.QWEN3: [
             *([] if model.qk_layernorm else ["no qk_layernorm"]),
+            *([] if model.window_size is None else [f"window_size({model.window_size})"]),
+            *_against_llama(model),
+            *([] if model.disable_bias_linear and not model.add_qkv_bias else ["biases"]),
+        ],
+        Family.MISTRAL: [
+            *([] if not model.qk_layernorm else ["qk_layernorm"]),
+            *([] if model.window_size is not None and None not in model.windows else ["layers without a window"]),
             *_against_llama(model),
             *([] if model.disable_bias_linear and not model.add_qkv_bias else ["biases"]),
         ],
@@ -307,7 +326,6 @@ def _against_llama(model: ModelConfig) -> list[str]:
             (model.position_embedding_type != "rope", f"position_embedding_type({model.position_embedding_type})"),
             (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
             (not model.swiglu, "no swiglu"),
-            (model.window_size is not None, f"window_size({model.window_size})"),
             (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
             (model.rotary_interleaved, "rotary_interleaved"),
             (scales_twice, "use_rope_scaling beside rotary_seq_len_interpolation_factor"),
@@ -359,6 +377,10 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
         "rope_scaling": scaling_json(model),
         "attention_bias": not model.disable_bias_linear or model.add_qkv_bias,
     }
+    if family is Family.MISTRAL:
+        del theirs["attention_bias"]
+        (window,) = {left for left in model.windows if left is not None}
+        return {**theirs, "sliding_window": window + 1}
     if family is Family.QWEN3:
         return {**theirs, "use_sliding_window": False}
     return {**theirs, "mlp_bias": not model.disable_bias_linear}

@@ -32,7 +32,7 @@ from fp8_megatron.checkpoint.weights import (
 )
 from fp8_megatron.config.schema import Config
 from fp8_megatron.conversion.conversion import Format, Source, find_format, open_source
-from fp8_megatron.conversion.hugging_face import Heads
+from fp8_megatron.conversion.hugging_face import Family, Heads
 from fp8_megatron.conversion.hugging_face_config import family_of, json_from_model, model_from_json
 from fp8_megatron.conversion.hugging_face_folder import Export, HuggingFaceWeights, write_hugging_face
 from fp8_megatron.conversion.hugging_face_fp8 import FP8Layout
@@ -179,8 +179,7 @@ NO_NUMBERS = ("1e-5", None, True, -1.0, 0, float("nan"), float("inf"), [], 10**4
         ),
         ({**LLAMA_JSON, "rope_scaling": {"type": "linear", "factor": 2.5}}, r"factor\(2.5\) of rope_scaling\(linear\)"),
         ({**LLAMA_JSON, "rope_scaling": {"type": "linear"}}, r"factor\(None\) of rope_scaling\(linear\) is wrong"),
-        ({**LLAMA_JSON, "model_type": "mistral", "sliding_window": 4096}, r"sliding_window\(4096\)"),
-        ({**LLAMA_JSON, "model_type": "mistral"}, r"sliding_window is missing, which means 4096"),
+        ({**LLAMA_JSON, "model_type": "mistral", "sliding_window": 0}, r"sliding_window\(0\) is wrong"),
         ({**LLAMA_JSON, "model_type": "qwen2", "use_sliding_window": True}, r"use_sliding_window\(True\)"),
         ({**LLAMA_JSON, "model_type": "qwen3", "attention_bias": True}, r"attention_bias\(True\)"),
         ({**LLAMA_JSON, "model_type": "qwen3", "layer_types": ["sliding_attention"]}, r"layer_types\(\['sliding"),
@@ -238,8 +237,12 @@ def test_a_model_between_the_architectures_says_what_stands_against_each() -> No
     with pytest.raises(CheckpointError, match=r"gpt2: normalization\(RMSNorm\), swiglu; Against llama: position"):
         family_of(model)
     qwen = model_from_json({**LLAMA_JSON, "model_type": "qwen3"})
-    with pytest.raises(CheckpointError, match=r"Against llama: qk_layernorm; Against qwen3: biases$"):
+    with pytest.raises(CheckpointError, match=r"Against llama: qk_layernorm; Against qwen3: biases; Against mistral: "):
         family_of(replace(qwen, add_qkv_bias=True))
+    mistral = model_from_json({**LLAMA_JSON, "model_type": "mistral", "attention_bias": False})
+    assert mistral.window_size == "4095,0" and family_of(mistral) is Family.MISTRAL
+    with pytest.raises(CheckpointError, match=r"llama: window_size\(4095,0\); .*mistral: layers without a window$"):
+        family_of(replace(mistral, window_attn_skip_freq="2"))
     both = replace(model_from_json(LLAMA_JSON), use_rope_scaling=True, rotary_seq_len_interpolation_factor=2)
     with pytest.raises(CheckpointError, match=r"llama: use_rope_scaling beside rotary_seq_len_interpolation_factor"):
         family_of(both)

@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {**_LLAMA, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}},
     ),
+    "mistral_window": ("Mistral", {**_LLAMA, "num_key_value_heads": 2, "sliding_window": 5}),
     "qwen3": (
         "Qwen3",
         {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 1e6, "attention_bias": False},
