@@ -125,9 +125,9 @@ def _build_model(work: Work, *, is_first: bool, is_last: bool) -> torch.nn.Modul
     model = work.config.model
     uses_te = _has_te() and work.device.type == "cuda"
     spec = (
-        get_gpt_layer_with_transformer_engine_spec()
+        get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
         if uses_te
-        else get_gpt_layer_local_spec(normalization=model.normalization)
+        else get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm)
     )
     gpt = GPTModel(
         _transformer_config(work),
@@ -139,6 +139,9 @@ def _build_model(work: Work, *, is_first: bool, is_last: bool) -> torch.nn.Modul
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
     )
     # On a CPU megatron-core leaves the position table in FP32.
@@ -167,6 +170,8 @@ def _transformer_config(work: Work) -> Any:
         activation_func=activation,
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        rotary_interleaved=model.rotary_interleaved,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
