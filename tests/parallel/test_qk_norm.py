@@ -72,6 +72,6 @@ def test_recomputation_changes_nothing(ranks: RankPool, settings: dict[str, bool
     for training in (full, TrainingConfig(seed=1, recompute_granularity="selective")):
         (again,) = ranks.run(train_tiny_gpt, replace(config, training=training), batches, num_ranks=1)
         reorders = precision == "bf16" and training is full
-        assert (again.losses[0], again.grad_norms[0]) == (kept.losses[0], kept.grad_norms[0])
+        assert again.losses[0] == kept.losses[0]
         assert again.losses == pytest.approx(kept.losses, rel=0.0, abs=5e-4 if reorders else 0.0)
         assert again.grad_norms == pytest.approx(kept.grad_norms, rel=1e-3 if reorders else 0.0, abs=0.0)
