@@ -1,4 +1,4 @@
-"""Cases of `kernels.py` for core attention: whole sequences in each backend, documents, and a window.
+"""Cases of `kernels.py` for core attention: whole sequences in each backend and in FP8, documents, and a window.
 
 FLOP/s count the pairs of tokens that attend to each other: two GEMMs forward, five backward (arXiv 2205.14135).
 """
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8_megatron.data.document_bounds import DocumentBounds
+from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.kernels import ops
 from fp8_megatron.nn.masked_attention import dense_attention, flash_attention
 
 HEADS, WIDTH = 32, 128
@@ -31,6 +33,7 @@ def attention(device: torch.device, batch: int, seq: int, heads: int = HEADS) ->
     whole = batch * seq * seq / 2
     for backend in backends:
         yield from _both(f"whole, {backend.name}", partial(_whole, backend=backend), device, batch, seq, heads, whole)
+    yield from _fp8(device, batch, seq, heads, whole)
     masked = partial(flash_attention if on_gpu else dense_attention, scale=SCALE, dropout=0.0)
     ends = torch.ones(batch, seq, dtype=torch.int64)
     ends[:, DOCUMENT - 1 :: DOCUMENT] = 0
@@ -65,6 +68,27 @@ def _both(
 
     yield Case(f"attention forward, {name} {at}", forward, num_flops=flops)
     yield Case(f"attention forward and backward, {name} {at}", backward, num_flops=3.5 * flops)
+
+
+def _fp8(device: torch.device, batch: int, seq: int, heads: int, pairs: float) -> Iterator[Case]:
+    """The kernels alone, on FP8 operands."""
+    at = f"{batch}×{seq}×{heads}×{WIDTH}"
+    one = torch.ones(4, device=device)[:1]
+    operands = [torch.randn(seq, batch, heads, WIDTH, device=device).to(E4M3) for _ in range(3)]
+    inputs = ops.AttentionInputs(*operands, one, one, one)
+    casts = ops.AttentionGradCasts(*(ops.WrittenCast(one, one, torch.zeros(4, device=device)[:1]) for _ in range(4)))
+    grad = torch.randn(seq, batch, heads, WIDTH, device=device).to(E5M2)
+    out, log_sum_exp = ops.fp8_attention(inputs, one, softmax_scale=SCALE)
+    flops = 2 * 2 * pairs * heads * WIDTH
+
+    def forward(_: int) -> tuple[Tensor, Tensor]:
+        return ops.fp8_attention(inputs, one, softmax_scale=SCALE)
+
+    def backward(_: int) -> tuple[Tensor, ...]:
+        return ops.fp8_attention_backward(inputs, grad, one, out, one, log_sum_exp, casts, softmax_scale=SCALE)
+
+    yield Case(f"attention forward, whole, FP8 {at}", forward, num_flops=flops)
+    yield Case(f"attention backward, whole, FP8 {at}", backward, num_flops=2.5 * flops)
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, *, backend: SDPBackend) -> Tensor:

@@ -47,6 +47,7 @@ MODELS = {
     "13b": "gpt_13b",
     "18b": "gpt_18b",
     "llama-7b": "llama_7b",
+    "llama-8b": "llama_8b",
 }
 _LEAN = [
     *("--precision", "fp8", "--fp8-recipe", "delayed"),
@@ -60,6 +61,7 @@ RUNS = {
     "O3-blockwise": ["--precision", "fp8", "--fp8-recipe", "blockwise"],
     "O3-lean": _LEAN,
     "O3-fast": _FAST,
+    "O3-fp8-attention": [*_FAST, "--fp8-dot-product-attention"],
     "O3-graph": [*_FAST, *_GRAPH],
     "O3-no-graph": [*_FAST, *_NO_GRAPH],
     "O3-nccl": ["--precision", "fp8", "--fp8-recipe", "delayed", "--dp-transport", "nccl"],

@@ -37,16 +37,6 @@ COMPUTED = (
 #: Of these, the ones that only RoPE reads, and of those the ones that a longer context may change.
 _SCALES = ("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
 _ROTARY = ("rotary_percent", "rotary_interleaved", *_SCALES)
-#: Settings that are younger than some checkpoints. One that describes its model without them has their defaults.
-_YOUNG = (
-    "squared_relu",
-    "quick_geglu",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "window_size",
-    "window_attn_skip_freq",
-)
 #: Megatron's arguments that change what a model computes and that no setting here stands for, each with the values
 #: under which it changes nothing. A setting that comes to stand for one replaces its row by a name in `COMPUTED`.
 NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -93,12 +83,7 @@ class Difference:
 
 
 def model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the model among unchecked values. Leaves out what is no value of its setting.
-
-    Values that describe a model without a setting of `_YOUNG` were saved before there was one: it has its default.
-    """
-    if "num_attention_heads" in values:
-        values = {**{name: getattr(ModelConfig(), name) for name in _YOUNG}, **values}
+    """The settings of the model among unchecked values. Leaves out what is no value of its setting."""
     found = {name: _as_setting(kind, values[name]) for name, kind in field_types(ModelConfig).items() if name in values}
     return {name: known[0] for name, known in found.items() if known}
 

@@ -39,6 +39,9 @@ class PrecisionConfig:
     fp8_lm_head: Switch = False
     """Run the three GEMMs of the LM head in FP8 too. Its weight is stored in 16 bits and cast for each GEMM;
     cross-entropy casts the gradient of the logits to FP8. Needs --precision fp8."""
+    fp8_dot_product_attention: Switch = False
+    """Run attention in FP8 too, forward and backward, in the layers that are in FP8: for long sequences. Needs
+    --fp8-recipe delayed, heads of 128 columns and no attention dropout; on a GPU a Hopper and nvidia-cudnn-frontend."""
     first_last_layers_bf16: Switch = False
     """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
     num_layers_at_start_in_bf16: LayersOrZero = 1

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from ..storage import StorageDtype
 from .schema import Config, PrecisionConfig
 
+#: Columns of a head in FP8 attention (`kernels.attention`).
+_ATTENTION_WIDTH = 128
+
 
 def precision_problems(config: Config, *, on_this_machine: bool = True) -> Iterator[str]:
     """One line for each problem: what cannot work, the values, the fix.
@@ -55,6 +58,8 @@ def precision_problems(config: Config, *, on_this_machine: bool = True) -> Itera
                 f"fp8_lm_head runs this project's FP8 GEMMs, which precision({precision.precision}) does not use; "
                 f"drop it or choose --precision fp8"
             )
+    if precision.fp8_dot_product_attention:
+        yield from _check_fp8_attention(config)
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     if precision.first_last_layers_bf16:
         if start + end > num_layers:
@@ -67,6 +72,36 @@ def precision_problems(config: Config, *, on_this_machine: bool = True) -> Itera
             f"num_layers_at_start_in_bf16({start}) and num_layers_at_end_in_bf16({end}) have no effect alone; "
             f"add --first-last-layers-bf16"
         )
+
+
+def _check_fp8_attention(config: Config) -> Iterator[str]:
+    name, model, precision = "fp8_dot_product_attention", config.model, config.precision
+    if not precision.is_fp8:
+        yield (
+            f"{name} runs this project's FP8 attention, which precision({precision.precision}) does not use; "
+            f"drop it or choose --precision fp8"
+        )
+    elif precision.fp8_recipe != "delayed":
+        yield (
+            f"{name} needs scales before its kernels run, fp8_recipe({precision.fp8_recipe}) takes them from the "
+            f"values; choose --fp8-recipe delayed"
+        )
+    if model.attention_dropout > 0:
+        yield f"{name} has no dropout, attention_dropout is {model.attention_dropout}; give --attention-dropout 0"
+    if model.attention_backend != "auto":
+        yield f"{name} has a kernel of its own, not attention_backend({model.attention_backend}); drop one of them"
+    if config.data.reset_attention_mask:
+        yield f"{name} reads no documents; drop it or reset_attention_mask"
+    if model.window_size is not None:
+        yield f"{name} has no windows; drop it or window_size({model.window_size})"
+    width = model.head_dim
+    if width != _ATTENTION_WIDTH:
+        yield (
+            f"{name} takes heads of {_ATTENTION_WIDTH} columns, not {width}; give --kv-channels {_ATTENTION_WIDTH}, or "
+            f"choose another num_attention_heads"
+        )
+    if "core_attn" in config.training.recomputed_modules:
+        yield f"{name} keeps no scores to recompute; drop it, or name other modules than core_attn in recompute_modules"
 
 
 def _check_split(config: Config) -> Iterator[str]:

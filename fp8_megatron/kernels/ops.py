@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device.device import UnsupportedDeviceError
 from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
 from . import registration
 from .activation import reference as activation
@@ -16,6 +17,9 @@ from .adamw.operands import AdamHyper, AdamState, FlatState, SplitAdamState
 from .adamw.split_master import join_master as join_master
 from .adamw.split_master import next_weight_scales as next_weight_scales
 from .adamw.split_master import split_master as split_master
+from .attention.reference import AttentionGradCasts as AttentionGradCasts
+from .attention.reference import AttentionInputs as AttentionInputs
+from .attention.reference import WrittenCast as WrittenCast
 from .cross_entropy import reference as _cross_entropy  # noqa: F401
 from .gemm.block_scaled import check_block_scaled_mm
 from .gemm.block_scaled_cublaslt import check_device
@@ -342,6 +346,28 @@ def _check_rotation(rotation: Rotation) -> None:
     assert 2 * cos_sin.shape[2] <= rotation.head_dim and rotation.head_dim % 2 == 0, (cos_sin.shape, rotation.head_dim)
 
 
+def fp8_attention(inputs: AttentionInputs, inverse_out: Tensor, *, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """`attention.reference.fp8_attention`: the output in E4M3 [s, b, heads, d], and FP32 [b, heads, s]."""
+    assert all(x.dtype == E4M3 for x in inputs[:3]), [x.dtype for x in inputs[:3]]
+    return _OPS.fp8_attention(inputs, inverse_out, softmax_scale)
+
+
+def fp8_attention_backward(
+    inputs: AttentionInputs,
+    grad: Tensor,
+    scale_grad: Tensor,
+    out: Tensor,
+    scale_out: Tensor,
+    log_sum_exp: Tensor,
+    casts: AttentionGradCasts,
+    *,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention.reference.fp8_attention_backward`: gradients of query, key and value in the dtype of `grad`."""
+    assert grad.dtype in FP8_DTYPES and grad.shape == out.shape, (grad.dtype, grad.shape)
+    return _OPS.fp8_attention_backward(inputs, grad, scale_grad, out, scale_out, log_sum_exp, casts, softmax_scale)
+
+
 def transpose(payload: Tensor) -> Tensor:
     """`quantize.reference.transpose`: FP8 [M, K] → contiguous [K, M]."""
     assert payload.ndim == 2 and payload.dtype in FP8_DTYPES, (payload.shape, payload.dtype)
@@ -484,6 +510,24 @@ def block_scaled_mm(
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     block_scaled_mm_into_(out, a, b, scales_a, scales_b, bias=bias)
     return out
+
+
+def check_fp8_attention(device: torch.device) -> None:
+    """Refuse a GPU that `fp8_attention` cannot run on; a CPU runs its specification.
+
+    Raises:
+        UnsupportedDeviceError: no Hopper, or the package nvidia-cudnn-frontend is not installed.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        from .attention.cudnn import check_device as check
+    except ImportError as error:
+        raise UnsupportedDeviceError(
+            f"fp8_dot_product_attention runs in cuDNN's kernels through a package that is not installed ({error}): pip "
+            "install nvidia-cudnn-frontend"
+        ) from error
+    check(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def check_block_scaling(device: torch.device) -> None:

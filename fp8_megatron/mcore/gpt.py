@@ -286,6 +286,7 @@ def _build_chunk(
             model.activation,
             qk_layernorm=model.qk_layernorm,
             defers_final_norm=config.precision.fp8_lm_head,
+            fp8_attention=config.precision.fp8_dot_product_attention,
         )
     model_class = MegatronGPT if config.precision.precision == "te" else GPT
     module = model_class(

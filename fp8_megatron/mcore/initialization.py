@@ -14,10 +14,11 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from ..quantization.attention import AttentionQuantizers
 from ..quantization.recipe import HeadQuantizers, LinearQuantizers
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
-_IN_A_LAYER = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_IN_A_LAYER = ("linear_qkv", "core_attention", "linear_proj", "linear_fc1", "linear_fc2")
 _TIED_WEIGHT = "embedding.word_embeddings.weight"
 _VOCABULARY_WEIGHTS = (_TIED_WEIGHT, "output_layer.weight")
 
@@ -31,13 +32,15 @@ def named_parameters_of_model(chunk: torch.nn.Module) -> dict[str, torch.nn.Para
     return named
 
 
-def named_quantizers_of_model(chunk: torch.nn.Module) -> dict[str, LinearQuantizers | HeadQuantizers]:
+def named_quantizers_of_model(
+    chunk: torch.nn.Module,
+) -> dict[str, LinearQuantizers | HeadQuantizers | AttentionQuantizers]:
     """The quantisers of one model chunk's FP8 layers by the layers' names in the whole model, in the order in which
     forward runs them."""
     found = {
         _name_in_model(name, chunk): module.quantizers
         for name, module in chunk.named_modules()
-        if isinstance(getattr(module, "quantizers", None), (LinearQuantizers, HeadQuantizers))
+        if isinstance(getattr(module, "quantizers", None), (LinearQuantizers, HeadQuantizers, AttentionQuantizers))
     }
     return dict(sorted(found.items(), key=lambda item: _forward_order(item[0])))
 

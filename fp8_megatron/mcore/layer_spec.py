@@ -19,6 +19,7 @@ from ..nn.links import LayerLinks, LinearLinks
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
+from .fp8_attention import FP8CoreAttention
 from .mlp import FP8MLP
 from .norm import DeferredNorm, HeadNorm, Norm
 from .self_attention import FP8SelfAttention, RotarySelfAttention
@@ -39,6 +40,7 @@ def layer_spec(
     activation: str,
     *,
     qk_layernorm: bool = False,
+    fp8_attention: bool = False,
 ) -> ModuleSpec:
     """One transformer layer. Linear layers are FP8 with `recipe`, or megatron-core's own in BF16 if it is None.
 
@@ -46,6 +48,7 @@ def layer_spec(
         links: the layer's links; None in BF16.
         activation: of the MLP, as `kernels.activation` names it.
         qk_layernorm: the heads of query and key have norms.
+        fp8_attention: attention is in FP8 where the linear layers are.
     """
     head_norm = HeadNorm if qk_layernorm else IdentityOp
     core_attention = ModuleSpec(module=CoreAttention, params={"backend": attention_backend})
@@ -64,6 +67,9 @@ def layer_spec(
                 (Norm, Norm),
             ),
         )
+
+    if fp8_attention:
+        core_attention = ModuleSpec(module=FP8CoreAttention, params={"recipe": recipe})
 
     def column_of(own: LinearLinks) -> ModuleSpec:
         return ModuleSpec(module=FP8ColumnParallelLinear, params={"recipe": recipe, "links": own})
@@ -144,11 +150,13 @@ def block_submodules(
     *,
     qk_layernorm: bool = False,
     defers_final_norm: bool = False,
+    fp8_attention: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk, each with its own recipe and links, and the final norm.
 
     Args:
         qk_layernorm: the heads of query and key have norms.
+        fp8_attention: see `layer_spec`.
         defers_final_norm: the LM head computes it (see `nn.lm_head`).
     """
     final_norm: ModuleSpec | type = Norm
@@ -158,7 +166,9 @@ def block_submodules(
         final_norm = ModuleSpec(module=DeferredNorm, params={"receiver": receiver})
     return TransformerBlockSubmodules(
         layer_specs=[
-            layer_spec(recipe, own, attention_backend, activation, qk_layernorm=qk_layernorm)
+            layer_spec(
+                recipe, own, attention_backend, activation, qk_layernorm=qk_layernorm, fp8_attention=fp8_attention
+            )
             for recipe, own in zip(layer_recipes, links, strict=True)
         ],
         layer_norm=final_norm,

@@ -20,16 +20,21 @@ class Role(IntEnum):
     WEIGHT_GRAD = 2
     HEAD_INPUT = 3
     """The LM head's input."""
+    ATTENTION_INPUT = 4
+    """Query, key or value of FP8 attention."""
+    ATTENTION_GRAD = 5
+    """A gradient inside FP8 attention: of its output, scores, query, key or value."""
 
     @property
     def text(self) -> str:
         """The role in a message."""
-        return {Role.GRAD_OUTPUT: "output gradient", Role.WEIGHT_GRAD: "weight gradient"}.get(self, "input")
+        texts = {Role.GRAD_OUTPUT: "output gradient", Role.WEIGHT_GRAD: "weight gradient"}
+        return texts.get(self, "gradient" if self is Role.ATTENTION_GRAD else "input")
 
     @property
     def is_forward(self) -> bool:
         """Whether forward makes the tensor."""
-        return self in (Role.INPUT, Role.HEAD_INPUT)
+        return self in (Role.INPUT, Role.HEAD_INPUT, Role.ATTENTION_INPUT)
 
 
 #: Sums of a report: `kernels.scales.reference.REPORT_SUMS` for each role.

@@ -80,6 +80,8 @@ class Trainer:
             devices.check_fp8_support(device)
             if self.config.precision.fp8_recipe == "blockwise":
                 ops.check_block_scaling(device)
+            if self.config.precision.fp8_dot_product_attention:
+                ops.check_fp8_attention(device)
         graph_choice = choose(has_gpu=device.type == "cuda")
         if graph_choice.records:
             devices.check_cuda_graph_support(device)

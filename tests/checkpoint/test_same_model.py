@@ -111,10 +111,6 @@ def test_what_does_not_differ() -> None:
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE, finetune=True) is None
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE) is not None
     assert first_difference({}, LLAMA_STYLE) is None
-    windowed = replace(LLAMA_STYLE, window_size="8,0")
-    assert first_difference(model_settings({"num_layers": 2}), windowed) is None, "not the description of a model"
-    found = first_difference(settings_of_arguments({"num_attention_heads": 4}), windowed)
-    assert found is not None and found.flag == "--window-size none", "saved before there were windows"
     unscaled = {"rope_scaling_factor": 32.0, "rotary_seq_len_interpolation_factor": None}
     assert first_difference(settings_of_arguments(unscaled), LLAMA_STYLE) is None
     longer = replace(LLAMA_STYLE, use_rope_scaling=True, rotary_seq_len_interpolation_factor=2)

@@ -26,6 +26,7 @@ def problems(config: Config, world_size: int) -> list[str]:
     return []
 
 
+FP8_ATTENTION = "--fp8-dot-product-attention --attention-dropout 0 --fp8-recipe delayed --kv-channels 128 "
 VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 8 "
 
 
@@ -70,6 +71,7 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (1, "--first-last-layers-bf16 --num-layers-at-start-in-bf16 20 --num-layers-at-end-in-bf16 4"),
         (2, "--fp8-lm-head --fp8-recipe delayed --tensor-model-parallel-size 2"),
         (1, "--fp8-lm-head --make-vocab-size-divisible-by 1"),  # of 512 tokens
+        (1, FP8_ATTENTION + "--first-last-layers-bf16 --recompute-granularity selective --recompute-modules mlp"),
         (2, "--check-weight-hash-across-dp-replicas-interval 10 --tensor-model-parallel-size 2"),
     ],
 )
@@ -320,6 +322,14 @@ FULL = "--recompute-granularity full "
             "tensor_model_parallel_size(2) ranks a multiple of 16 rows; choose a make_vocab_size_divisible_by that is "
             "one (16 or 32)",
         ),
+        (1, FP8_ATTENTION.replace("delayed", "tensorwise"), "needs scales before its kernels run"),
+        (1, FP8_ATTENTION.replace("--fp8-recipe delayed", "--bf16"), "which precision(bf16) does not use; drop it"),
+        (1, FP8_ATTENTION.replace("--attention-dropout 0", ""), "has no dropout, attention_dropout is 0.1"),
+        (1, FP8_ATTENTION + "--attention-backend flash", "has a kernel of its own, not attention_backend(flash)"),
+        (1, FP8_ATTENTION + "--window-size 8,0", "has no windows; drop it or window_size(8,0)"),
+        (1, FP8_ATTENTION + "--reset-attention-mask", "reads no documents; drop it or reset_attention_mask"),
+        (1, FP8_ATTENTION + "--recompute-granularity selective", "keeps no scores to recompute"),
+        (1, FP8_ATTENTION + "--kv-channels 64", "takes heads of 128 columns, not 64"),
         (1, "--bf16 --params-dtype fp8", "params_dtype(fp8) has no effect under precision(bf16)"),
         (1, "--bf16 --exp-avg-sq-dtype fp16", "exp_avg_sq_dtype(fp16) has no effect under precision(bf16)"),
         (

@@ -54,6 +54,10 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     records, places = (torch.rand(3, 4), torch.rand(3, 2, 4)), torch.arange(3, dtype=torch.int32)
     gradient = (grads, None, *norm, True), (grads[:1], x, x, weight, none, vector, False)
     rows = _flat(E4M3, 128)
+    heads = [torch.randn(64, 2, n, 128).to(E4M3) for n in (4, 2, 2)]
+    attention = ops.AttentionInputs(*heads, scale, scale, scale)
+    written = ops.AttentionGradCasts(*(ops.WrittenCast(one, one, torch.zeros(1)) for _ in range(4)))
+    of_heads, log_sums = torch.randn(64, 2, 4, 128), 5 * torch.ones(2, 4, 64)
     return {
         "amax": [(x,)],
         "quantize_current": [(x, E4M3, False, True, True), (x, E5M2, True, False, True)],
@@ -114,6 +118,10 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "scaled_mm_to_fp8_": [
             (torch.empty(T, 16, dtype=E4M3), amax.clone(), _fp8(T, K), _fp8(16, K), scale, scale, one)
+        ],
+        "fp8_attention": [(attention, scale.reciprocal(), 0.125)],
+        "fp8_attention_backward": [
+            (attention, of_heads.to(E5M2), scale, of_heads.to(E4M3), scale, log_sums, written, 0.125)
         ],
         "quantize_blockwise_": [(torch.rand(N - 3), *_flat(E4M3, 128)), (x.view(-1), *_flat(torch.int8, 256))],
         "dequantize_blockwise": [tuple(_flat(E4M3, 128))],

@@ -1,0 +1,1 @@
+"""Attention on FP8 operands."""
