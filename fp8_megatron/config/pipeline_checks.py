@@ -8,10 +8,14 @@ from .schema import Config
 def layout_problem(config: Config) -> str | None:
     """Why the layers cannot be divided over the stages as asked for; None if they can."""
     try:
-        assert config.pipeline_layout
+        layout = config.pipeline_layout
     except ValueError as error:
         return str(error)
-    return None
+    inner = range(1, layout.num_stages - 1)
+    empty = next((stage for stage in inner if not layout.layers_of(stage)), None)
+    if empty is None:
+        return None
+    return f"{layout.text} leaves nothing for stage {empty} (counted from 0); give it a layer, or choose fewer stages"
 
 
 def interleaving_problem(config: Config, num_micro_batches: int) -> str | None:

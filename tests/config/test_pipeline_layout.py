@@ -170,6 +170,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage "
             "has 3 stages, which pipeline_model_parallel_size(2)",
         ),
         (2, PP2 + "--pipeline-model-parallel-layout Et*12|t*11L", "has 23 layers (t), but num_layers is 24"),
+        (4, PP4 + "--pipeline-model-parallel-layout E|t*12||t*12L", "E|t*12||t*12L leaves nothing for stage 2"),
         (2, PP2 + "--pipeline-model-parallel-layout t*12|Et*12L", "the first stage begins with the only E"),
         (2, PP2 + "--pipeline-model-parallel-layout Et*12|t*999999999L", "is longer than a model of 100000 layers"),
         (
@@ -209,7 +210,7 @@ def test_what_cannot_be_divided(world_size: int, flags: str, said: str) -> None:
         (4, PP4 + VIRTUAL + GROUP + "8"),
         (2, PP2 + "--pipeline-model-parallel-layout Et*11|t*13L --num-virtual-stages-per-pipeline-rank 1"),
         (1, "--pipeline-model-parallel-layout Et*24L"),
-        (4, PP4 + "--pipeline-model-parallel-layout E|t*12||t*12L"),
+        (2, PP2 + "--pipeline-model-parallel-layout E|t*12||t*12L --global-batch-size 8"),
     ],
 )
 def test_what_can_be_divided(world_size: int, flags: str) -> None:

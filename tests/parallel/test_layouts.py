@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.mcore.gpt import ModelChunk
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.grad_buffer import GradBuffer
 from tests.harness.ranks import RankError, RankPool
@@ -73,7 +74,7 @@ LAYOUTS = {
             microbatch_group_size_per_virtual_pipeline_stage=4,
         ),
     ),
-    "pp3_empty": (3, ParallelConfig(pipeline_model_parallel_size=3, pipeline_model_parallel_layout="Et*2||t*2L")),
+    "pp2_empty": (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*2||t|tL")),
 }
 
 
@@ -203,7 +204,7 @@ def test_layout_trains_as_one_rank(ranks: RankPool, single: Single, model: str, 
         ("gpt3", "pp2", "head"),
         ("llama", "tp2", "head_delayed"),
         ("llama", "pp3_vpp2_ends", "head_delayed"),
-        slow("gpt3", "pp3_empty", "delayed"),
+        slow("gpt3", "pp2_empty", "delayed"),
         *[
             slow(model, layout, precision)
             for model in MODELS
@@ -275,3 +276,23 @@ def test_the_comparison_notices(
     with pytest.raises((AssertionError, RankError), match=what_is_seen):
         run = train(ranks, "gpt3", layout, "bf16", break_it)
         assert_same(run, *single("gpt3", layout, "bf16"), tolerance_of(layout, "bf16"))
+
+
+@pytest.mark.parametrize(("num_kept", "expected"), [(1, [4, 0]), (2, [8, 0]), (3, [8, 4])])
+def test_virtual_stages_share_what_a_stage_keeps(ranks: RankPool, num_kept: int, expected: list[int]) -> None:
+    """Transposes of a layer's four weights; a stage has two virtual stages of two layers."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    model = replace(GPT3_STYLE, num_layers=8)
+    config = tiny_config(model, parallel=parallel, precision=PrecisionConfig(keep_fp8_transpose_cache=num_kept))
+    assert ranks.run(_num_kept_transposes, config, num_ranks=2) == [expected] * 2
+
+
+def _num_kept_transposes(config: Config) -> list[int]:
+    kept: list[int] = []
+    tokens = random_batches(0, 1)
+    train_tiny_gpt(config, tokens, before_training=lambda gpt: kept.extend(map(_kept_of, gpt.chunks)))
+    return kept
+
+
+def _kept_of(chunk: ModelChunk) -> int:
+    return len(chunk.kept_transposes())
