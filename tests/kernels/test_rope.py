@@ -24,6 +24,7 @@ SHAPES = [
     (64, 4, 8, 4, 128, 128),
     (20, 1, 3, 2, 80, 80),
     (20, 2, 3, 5, 96, 24),
+    (16, 2, 2, 2, 80, 20),
     (40, 2, 2, 2, 256, 256),
 ]
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
