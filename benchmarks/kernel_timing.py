@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -68,8 +69,14 @@ def seconds_per_call(call: Callable[[int], object], *, graph: bool = True) -> fl
 
 def _captured(run: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    # An older graph that is collected during the capture would end it.
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    finally:
+        gc.enable()
     return graph.replay
 
 

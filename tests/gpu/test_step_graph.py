@@ -102,7 +102,8 @@ def test_recorded_steps_with_documents_train_bit_for_bit(tmp_path: Path, micro_b
     expected = fit(tmp_path / "python", **settings, **PYTHON)
     assert fit(tmp_path / "graph", **settings, **GRAPH) == expected
     crossed = fit(tmp_path / "crossed", **{**settings, "reset_attention_mask": False}, **PYTHON)
-    assert crossed[0]["loss"] != expected[0]["loss"]
+    # A batch may hold one document alone.
+    assert [step["loss"] for step in crossed] != [step["loss"] for step in expected]
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import MAX_FINITE
-from ..quantize.grad_output_triton import check_layouts, dense, quantize_grad_output, quantize_grad_tiles
+from ..quantize.grad_output_triton import check_layouts, dense, quantize_grad_tiles
 from ..quantize.triton import (
     MAX_PARTIALS,
     add_cast,
@@ -38,24 +38,26 @@ from ..quantize.triton import (
 )
 from ..sizes import cdiv
 from .reference import Rotation
-from .triton import heads_of_rows, join_rotated_back, load_angles, load_pairs, rotate, tile_of
+from .triton import heads_of_rows, load_angles, load_pairs, rotate, tile_of
 
 _TILE_M = 64
 _MAX_TILE_P = 64
+#: Divides the pairs of any head. ptxas 12.8 miscompiles masked stores of single bytes, which interleaved pairs need.
+_WHOLE_TILE_P = 8
 #: Heads that share a program's angles. More read fewer angles; fewer fill the multiprocessors more evenly.
 _HEADS_A_PROGRAM = 4
 _NUM_WARPS = 8
 _AMAX_WARPS = 4
 _VALUE_TILE_K = 128
-#: FP8 columns that a store writes at least: ptxas 12.8 miscompiles narrower ones.
-_STORED_TOGETHER = 4
 _VALUE_WARPS = 4
 
 
 @triton.jit
-def _columns_of_pairs(pairs, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
-    """The two columns of each pair of a head's halves. The columns that are not rotated make pairs, too."""
-    if 2 * HALF == HEAD_DIM:
+def _columns_of_pairs(pairs, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two columns of each pair of a head. The columns that are not rotated make pairs, too."""
+    if INTERLEAVED:
+        return 2 * pairs, 2 * pairs + 1
+    elif 2 * HALF == HEAD_DIM:
         return pairs, pairs + HALF
     else:
         first = tl.where(pairs < HALF, pairs, HALF + pairs)
@@ -64,66 +66,36 @@ def _columns_of_pairs(pairs, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _load_rotated_back(
-    x, offsets, cos, sin, p0, has_rows,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TILE_P: tl.constexpr,
-):  # fmt: skip
-    """The pairs [p0, p0 + TILE_P) of one head in the rows that begin at x + offsets [R, 1], rotated back: two FP32
-    [R, TILE_P]."""
-    pairs = p0 + tl.arange(0, TILE_P)[None, :]
-    if INTERLEAVED:
-        columns = 2 * p0 + tl.arange(0, 2 * TILE_P)[None, :]
-        both = tl.load(x + offsets + columns, mask=has_rows & (columns < HEAD_DIM), other=0.0).to(tl.float32)
-        x1, x2 = tl.split(tl.reshape(both, (both.shape[0], TILE_P, 2)))
-    else:
-        first, second = _columns_of_pairs(pairs, HEAD_DIM, HALF)
-        mask = has_rows & (pairs < HEAD_DIM // 2)
-        x1 = tl.load(x + offsets + first, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x + offsets + second, mask=mask, other=0.0).to(tl.float32)
+    x, offsets, first, second, cos, sin, mask, is_rotated, HEAD_DIM: tl.constexpr, HALF: tl.constexpr
+):
+    """The pairs of one head in the rows that begin at x + offsets [R, 1], rotated back: two FP32 [R, TILE_P]."""
+    x1 = tl.load(x + offsets + first, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x + offsets + second, mask=mask, other=0.0).to(tl.float32)
     y1, y2 = rotate(x1, x2, cos, -sin)
     if 2 * HALF < HEAD_DIM:  # chosen, because an inf beside it times a sine of 0 is a NaN
-        y1, y2 = tl.where(pairs < HALF, y1, x1), tl.where(pairs < HALF, y2, x2)
+        y1, y2 = tl.where(is_rotated, y1, x1), tl.where(is_rotated, y2, x2)
     return y1, y2
 
 
 @triton.jit
-def _store_tile(
-    payload, payload_t, sums, y0, y1, y2, y3, m0, columns, inside, T, columns_total, inverse,
-    FP_MAX: tl.constexpr, SUM_COLUMNS: tl.constexpr, TILE_M: tl.constexpr,
-):  # fmt: skip
-    """Cast rows 4i, 4i + 1, 4i + 2 and 4i + 3 of a tile, each [TILE_M / 4, C], to `columns` [C] of both payloads."""
+def _store_rows(payload, y0, y1, y2, y3, rows, columns, mask, columns_total, inverse, FP_MAX: tl.constexpr):
+    """Cast four interleaved sets of rows [R, TILE_P], store them, and return the casts."""
     dtype: tl.constexpr = payload.dtype.element_ty
     q0 = encode(y0, inverse, FP_MAX, dtype)
     q1 = encode(y1, inverse, FP_MAX, dtype)
     q2 = encode(y2, inverse, FP_MAX, dtype)
     q3 = encode(y3, inverse, FP_MAX, dtype)
-    if SUM_COLUMNS:
-        tl.store(sums + columns, tl.sum((y0 + y1) + (y2 + y3), axis=0), mask=inside)
-    rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
-    mask = (rows < T) & inside[None, :]  # T is a multiple of 4: four rows are in or out together
-    target = payload + rows.to(tl.int64) * columns_total + columns[None, :]
+    target = payload + rows.to(tl.int64) * columns_total + columns
     tl.store(target, q0, mask=mask)
     tl.store(target + columns_total, q1, mask=mask)
     tl.store(target + 2 * columns_total, q2, mask=mask)
     tl.store(target + 3 * columns_total, q3, mask=mask)
-    words = m0 // 4 + tl.arange(0, TILE_M // 4)[None, :]
-    corner = payload_t.to(tl.pointer_type(tl.int32)) + columns[:, None].to(tl.int64) * (T // 4)
-    tl.store(corner + words, transposed_words(q0, q1, q2, q3), mask=(words < T // 4) & inside[:, None])
+    return q0, q1, q2, q3
 
 
 @triton.jit
 def _largest_of(largest, y0, y1, y2, y3):
     return larger_magnitude(larger_magnitude(larger_magnitude(larger_magnitude(largest, y0), y1), y2), y3)
-
-
-@triton.jit
-def _neighbours(first, second):
-    """Two [R, P] → [R, 2P] with columns first₀, second₀, first₁, …"""
-    return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
-
-
-@triton.jit
-def _offsets(rows, batch, stride_s, stride_b):
-    return (rows // batch).to(tl.int64) * stride_s + (rows % batch).to(tl.int64) * stride_b
 
 
 @triton.jit
@@ -138,53 +110,49 @@ def _quantize_rotated_tiles(
     """x [s, b, groups, heads · d] → columns [group · group_width + first_column, + heads · d) of the payload."""
     tiles_a_head: tl.constexpr = (HEAD_DIM // 2 + TILE_P - 1) // TILE_P
     chunk = tl.program_id(0) // tiles_a_head
-    p0 = tl.program_id(0) % tiles_a_head * TILE_P
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     m0 = block * TILE_M
     rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
-    has_rows = rows < T
-    pair = p0 + tl.arange(0, TILE_P)
-    pairs = pair[None, :]
-    with_angle = has_rows & (pairs < HALF)
-    cos0, sin0 = load_angles(cos_sin, rows // batch, pairs, with_angle, HALF)
-    cos1, sin1 = load_angles(cos_sin, (rows + 1) // batch, pairs, with_angle, HALF)
-    cos2, sin2 = load_angles(cos_sin, (rows + 2) // batch, pairs, with_angle, HALF)
-    cos3, sin3 = load_angles(cos_sin, (rows + 3) // batch, pairs, with_angle, HALF)
-    at0 = _offsets(rows, batch, stride_s, stride_b)
-    at1 = _offsets(rows + 1, batch, stride_s, stride_b)
-    at2 = _offsets(rows + 2, batch, stride_s, stride_b)
-    at3 = _offsets(rows + 3, batch, stride_s, stride_b)
-    sums = column_sums + block.to(tl.int64) * columns_total
+    pair = tl.program_id(0) % tiles_a_head * TILE_P + tl.arange(0, TILE_P)
+    first_of_head, second_of_head = _columns_of_pairs(pair, HEAD_DIM, HALF, INTERLEAVED)
+    first, second = first_of_head[None, :], second_of_head[None, :]
+    in_head, is_rotated = (pair < HEAD_DIM // 2)[None, :], (pair < HALF)[None, :]
+    mask = (rows < T) & in_head  # T is a multiple of 4: four rows are in or out together
+    with_angle = (rows < T) & is_rotated
+    cos0, sin0 = load_angles(cos_sin, rows // batch, pair[None, :], with_angle, HALF)
+    cos1, sin1 = load_angles(cos_sin, (rows + 1) // batch, pair[None, :], with_angle, HALF)
+    cos2, sin2 = load_angles(cos_sin, (rows + 2) // batch, pair[None, :], with_angle, HALF)
+    cos3, sin3 = load_angles(cos_sin, (rows + 3) // batch, pair[None, :], with_angle, HALF)
+    at0 = (rows // batch).to(tl.int64) * stride_s + (rows % batch).to(tl.int64) * stride_b
+    at1 = ((rows + 1) // batch).to(tl.int64) * stride_s + ((rows + 1) % batch).to(tl.int64) * stride_b
+    at2 = ((rows + 2) // batch).to(tl.int64) * stride_s + ((rows + 2) % batch).to(tl.int64) * stride_b
+    at3 = ((rows + 3) // batch).to(tl.int64) * stride_s + ((rows + 3) % batch).to(tl.int64) * stride_b
+    words = tl.arange(0, TILE_M // 4)[None, :]
+    words_mask = (m0 // 4 + words < T // 4) & (pair < HEAD_DIM // 2)[:, None]
     largest = tl.zeros([TILE_M // 4, TILE_P], tl.float32)
     end = tl.minimum((chunk + 1) * HEADS, num_groups * heads)
     for index in range(chunk * HEADS, end):
         source = x + (index // heads).to(tl.int64) * stride_g + index % heads * HEAD_DIM
         k0 = index // heads * group_width + first_column + index % heads * HEAD_DIM
-        a0, b0 = _load_rotated_back(source, at0, cos0, sin0, p0, has_rows, HEAD_DIM, HALF, INTERLEAVED, TILE_P)
-        a1, b1 = _load_rotated_back(source, at1, cos1, sin1, p0, has_rows, HEAD_DIM, HALF, INTERLEAVED, TILE_P)
-        a2, b2 = _load_rotated_back(source, at2, cos2, sin2, p0, has_rows, HEAD_DIM, HALF, INTERLEAVED, TILE_P)
-        a3, b3 = _load_rotated_back(source, at3, cos3, sin3, p0, has_rows, HEAD_DIM, HALF, INTERLEAVED, TILE_P)
+        a0, b0 = _load_rotated_back(source, at0, first, second, cos0, sin0, mask, is_rotated, HEAD_DIM, HALF)
+        a1, b1 = _load_rotated_back(source, at1, first, second, cos1, sin1, mask, is_rotated, HEAD_DIM, HALF)
+        a2, b2 = _load_rotated_back(source, at2, first, second, cos2, sin2, mask, is_rotated, HEAD_DIM, HALF)
+        a3, b3 = _load_rotated_back(source, at3, first, second, cos3, sin3, mask, is_rotated, HEAD_DIM, HALF)
         if RECORD:
             largest = _largest_of(_largest_of(largest, a0, a1, a2, a3), b0, b1, b2, b3)
-        if INTERLEAVED:
-            columns = 2 * p0 + tl.arange(0, 2 * TILE_P)
-            _store_tile(
-                payload, payload_t, sums,
-                _neighbours(a0, b0), _neighbours(a1, b1), _neighbours(a2, b2), _neighbours(a3, b3),
-                m0, k0 + columns, columns < HEAD_DIM, T, columns_total, inverse, FP_MAX, SUM_COLUMNS, TILE_M,
-            )  # fmt: skip
-        else:
-            first, second = _columns_of_pairs(pair, HEAD_DIM, HALF)
+        if SUM_COLUMNS:
+            sums = column_sums + block.to(tl.int64) * columns_total + k0
             inside = pair < HEAD_DIM // 2
-            _store_tile(
-                payload, payload_t, sums, a0, a1, a2, a3, m0, k0 + first, inside, T, columns_total, inverse,
-                FP_MAX, SUM_COLUMNS, TILE_M,
-            )  # fmt: skip
-            _store_tile(
-                payload, payload_t, sums, b0, b1, b2, b3, m0, k0 + second, inside, T, columns_total, inverse,
-                FP_MAX, SUM_COLUMNS, TILE_M,
-            )  # fmt: skip
+            tl.store(sums + first_of_head, tl.sum((a0 + a1) + (a2 + a3), axis=0), mask=inside)
+            tl.store(sums + second_of_head, tl.sum((b0 + b1) + (b2 + b3), axis=0), mask=inside)
+        corner = payload_t.to(tl.pointer_type(tl.int32)) + m0 // 4 + words
+        p0, p1, p2, p3 = _store_rows(payload, a0, a1, a2, a3, rows, k0 + first, mask, columns_total, inverse, FP_MAX)
+        target = corner + (k0 + first_of_head)[:, None].to(tl.int64) * (T // 4)
+        tl.store(target, transposed_words(p0, p1, p2, p3), mask=words_mask)
+        q0, q1, q2, q3 = _store_rows(payload, b0, b1, b2, b3, rows, k0 + second, mask, columns_total, inverse, FP_MAX)
+        target = corner + (k0 + second_of_head)[:, None].to(tl.int64) * (T // 4)
+        tl.store(target, transposed_words(q0, q1, q2, q3), mask=words_mask)
     if RECORD:
         bits = tl.max(magnitude_bits(largest))
         raise_amax(amax_out, bits)
@@ -194,11 +162,10 @@ def _quantize_rotated_tiles(
                 for index in range(chunk * HEADS, end):
                     source = x + (index // heads).to(tl.int64) * stride_g + index % heads * HEAD_DIM
                     for row in range(0, 4):
-                        at = _offsets(rows + row, batch, stride_s, stride_b)
-                        cos, sin = load_angles(cos_sin, (rows + row) // batch, pairs, with_angle, HALF)
-                        a, b = _load_rotated_back(
-                            source, at, cos, sin, p0, has_rows, HEAD_DIM, HALF, INTERLEAVED, TILE_P
-                        )
+                        at = ((rows + row) // batch).to(tl.int64) * stride_s
+                        at += ((rows + row) % batch).to(tl.int64) * stride_b
+                        cos, sin = load_angles(cos_sin, (rows + row) // batch, pair[None, :], with_angle, HALF)
+                        a, b = _load_rotated_back(source, at, first, second, cos, sin, mask, is_rotated, HEAD_DIM, HALF)
                         count += num_clamped(a, inverse, FP_MAX) + num_clamped(b, inverse, FP_MAX)
                 add_clamped(amax_out, tl.sum(count))
             if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -268,16 +235,12 @@ def quantize_rotated_qkv_grad(
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.quantize_rotated_qkv_grad`: a launch for each of query, key and value; under current scaling, three
-    more for their amaxes. Halves of other than multiples of 4 columns are written in FP32 in between.
+    more for their amaxes.
 
     Raises:
         ValueError: the number of tokens is not a multiple of 4, or a width not a multiple of 16.
     """
     cos_sin, head_dim, interleaved = rotation
-    if not interleaved and cos_sin.shape[2] % _STORED_TOGETHER:
-        whole = join_rotated_back(grads, rotation, torch.float32)
-        payload, payload_t, totals, taken = quantize_grad_output(whole, dtype, scale, power_of_two, amax_out, True)
-        return payload, payload_t, totals if column_sums else totals.new_empty(0), taken
     query, key, value = grads = [dense(grad) for grad in grads]
     seq, batch, groups, query_width = query.shape
     T, group_width, device = seq * batch, query_width + 2 * head_dim, query.device
@@ -294,6 +257,8 @@ def quantize_rotated_qkv_grad(
     sums = torch.empty((1, blocks, total) if column_sums else (1, 1, 0), dtype=torch.float32, device=device)
     casts = MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums
     tile_p = min(_MAX_TILE_P, triton.next_power_of_2(head_dim // 2))
+    if interleaved and head_dim // 2 % tile_p:
+        tile_p = _WHOLE_TILE_P
     for grad, first_column in ((query, 0), (key, query_width)):
         heads = grad.shape[3] // head_dim
         chunks = cdiv(groups * heads, _HEADS_A_PROGRAM)
