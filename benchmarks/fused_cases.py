@@ -146,6 +146,32 @@ def rotations(device: torch.device, tokens: int, hidden: int, *, head_dim: int =
         yield _rotated_qkv(title, by_head, rotation, scale, (2 * passes + 2) * 3 * n + passes * angles.nbytes)
 
 
+def grouped_rotations(device: torch.device, tokens: int, hidden: int, *, head_dim: int = 128) -> Iterator[Case]:
+    """RoPE of four query heads a group into memory of their own, without and with norms of query and key, at b = 1."""
+    groups = hidden // head_dim // 4
+    width, at = 6 * groups * head_dim, f"{tokens}×{6 * groups * head_dim}"
+    rotation = ops.Rotation(torch.rand(tokens, 2, head_dim // 2, device=device), head_dim, False)
+    y, n, angles = _rotating(device, tokens, width), tokens * width, rotation.cos_sin.nbytes
+    yield Case(
+        f"RoPE of grouped queries, split {at}",
+        lambda i: ops.split_rotated_qkv(y(i), rotation, heads_per_group=4),
+        4 * n + angles,
+    )
+    weight = torch.ones(head_dim, device=device, dtype=torch.bfloat16)
+    norm = ops.QKNorm(weight, weight, None, None, 1e-6, True)
+    yield Case(
+        f"RMSNorm of query and key and RoPE {at}",
+        lambda i: ops.norm_rotate_qk(y(i), rotation, norm, heads_per_group=4),
+        2 * n * 5 // 6 * 2 + angles,
+    )
+    grads = [torch.randn(tokens, 1, groups, own * head_dim, device=device).bfloat16() for own in (4, 1, 1)]
+    yield Case(
+        f"RMSNorm of query and key and RoPE, backward {at}",
+        lambda i: ops.norm_rotate_qk_backward(grads, y(i), rotation, norm),
+        4 * n + 2 * n * 5 // 6 + angles,
+    )
+
+
 def _rotation(name: str, y: Rotating, rotation: ops.Rotation, num_bytes: float) -> Case:
     return Case(name, lambda i: ops.rotate_qk_(y(i), rotation, heads_per_group=1), num_bytes)
 

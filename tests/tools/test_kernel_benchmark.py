@@ -24,8 +24,12 @@ WRITE_ONLY = {
     "adamw_split_step_": {"chunk_amax"},
     "derive_fp8_weights_": {"payload"},
 }
-#: Part of an operand that an operator touches, where it is not all: a multi-head projection's query and key.
-TOUCHED = {("rotate_qk_", "y"): (2, 3)}
+#: Part of an operand that an operator touches, where it is not all: query and key, of one head or four a group.
+TOUCHED = {
+    ("rotate_qk_", "y"): (2, 3),
+    ("norm_rotate_qk", "y"): (5, 6),
+    ("norm_rotate_qk_backward", "y"): (5, 6),
+}
 
 
 @pytest.fixture
@@ -85,6 +89,7 @@ def all_cases(benchmark: Any) -> Iterator[Any]:
     yield from fused.gradients(CPU, 512, 512)
     yield from fused.qkv_gradients(CPU, 512, 128, head_dim=32)
     yield from fused.rotations(CPU, 512, 128, head_dim=32)
+    yield from fused.grouped_rotations(CPU, 512, 256, head_dim=32)
     yield from fused.activations(CPU, 512, 512, "gelu")
     yield from fused.activations(CPU, 512, 256, "swiglu")
     yield from fused.activations(CPU, 512, 512, "squared_relu")
