@@ -150,3 +150,16 @@ def test_gpt_175b_on_128_gpus(flags: str, stage: int, row: str | None) -> None:
     assert memory.peak < (40.3e9 if config.precision.is_fp8 else 66.1e9)
     if row is not None:
         assert memory.peak / 1e9 == pytest.approx(_quoted(row), abs=0.05001)
+
+
+@pytest.mark.slow
+def test_what_the_prediction_leaves_out_without_tensor_parallelism() -> None:
+    """Llama-3-8B over two stages with four virtual ones, as docs/planning.md quotes it. Nine micro-batches are in
+    flight of a chunk each, and each keeps its output of 2 · 8,192 · 4,096 bytes."""
+    flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4 --global-batch-size 512"
+    words = f"--config {ROOT}/configs/llama_8b.yaml --mock-data --micro-batch-size 1 {flags}".split()
+    config = parse_config(words)
+    memory = build_rank(config, world_size=128, stage=0)
+    predicted = predict_peak(config, padded_vocab_size(config), world_size=128).total
+    assert memory.peak / 1e9 == pytest.approx(37.4, abs=0.05001)
+    assert 9 * 2 * 8192 * 4096 < memory.peak - predicted < 0.06 * predicted
