@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import MAX_FINITE
-from ..quantize.grad_output_triton import check_layouts, dense, quantize_grad_tiles
+from ..quantize.grad_output_triton import check_layouts, dense, quantize_grad_output, quantize_grad_tiles
 from ..quantize.triton import (
     MAX_PARTIALS,
     add_cast,
@@ -38,11 +38,13 @@ from ..quantize.triton import (
 )
 from ..sizes import cdiv
 from .reference import Rotation
-from .triton import heads_of_rows, load_angles, load_pairs, rotate, tile_of
+from .triton import heads_of_rows, join_rotated_back, load_angles, load_pairs, rotate, tile_of
 
 _TILE_M = 64
 _MAX_TILE_P = 64
-#: Divides the pairs of any head. ptxas 12.8 miscompiles masked stores of single bytes, which interleaved pairs need.
+#: FP8 columns that a store of a half writes at least: ptxas 12.8 miscompiles narrower ones.
+_STORED_TOGETHER = 4
+#: Divides the pairs of any head. ptxas 12.8 also miscompiled masked stores of single bytes, as interleaved pairs need.
 _WHOLE_TILE_P = 8
 #: Heads that share a program's angles. More read fewer angles; fewer fill the multiprocessors more evenly.
 _HEADS_A_PROGRAM = 4
@@ -235,12 +237,16 @@ def quantize_rotated_qkv_grad(
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.quantize_rotated_qkv_grad`: a launch for each of query, key and value; under current scaling, three
-    more for their amaxes.
+    more for their amaxes. Halves of other than multiples of 4 columns are written in FP32 in between.
 
     Raises:
         ValueError: the number of tokens is not a multiple of 4, or a width not a multiple of 16.
     """
     cos_sin, head_dim, interleaved = rotation
+    if not interleaved and cos_sin.shape[2] % _STORED_TOGETHER:
+        whole = join_rotated_back(grads, rotation, torch.float32)
+        payload, payload_t, totals, taken = quantize_grad_output(whole, dtype, scale, power_of_two, amax_out, True)
+        return payload, payload_t, totals if column_sums else totals.new_empty(0), taken
     query, key, value = grads = [dense(grad) for grad in grads]
     seq, batch, groups, query_width = query.shape
     T, group_width, device = seq * batch, query_width + 2 * head_dim, query.device

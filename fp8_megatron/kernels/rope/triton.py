@@ -9,6 +9,7 @@ fused multiply-add, so that results are bitwise those of the specification.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -221,12 +222,17 @@ def tile_of_rest(head_dim: int, half: int) -> int:
 
 def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:
     """`reference.unrotate_qkv_grad`."""
+    return join_rotated_back(grads, rotation, grads[0].dtype)
+
+
+def join_rotated_back(grads: list[Tensor], rotation: Rotation, dtype: torch.dtype) -> Tensor:
+    """`unrotate_qkv_grad` in `dtype`."""
     cos_sin, head_dim, interleaved = rotation
     query, key, value = (dense(grad) for grad in grads)
     seq, batch, groups, query_width = query.shape
     T, heads = seq * batch, query_width // head_dim
     group_width = query_width + 2 * head_dim
-    out = query.new_empty((T, groups * group_width))
+    out = query.new_empty((T, groups * group_width), dtype=dtype)
     half = cos_sin.shape[2]
     tile_r, tile_p = tile_of(rotation)
     query_blocks, key_blocks = cdiv(T * groups * heads, tile_r), cdiv(T * groups, tile_r)
