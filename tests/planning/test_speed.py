@@ -30,6 +30,10 @@ OFF = {
     "gpt345m_micro4_graph_h200.json: bf16-graph": 0.87,
     # Exchanges over NCCL that older code did not hide, counted as copy engines.
     "gpt13b_4h200_tp2_micro4x4.json: O3-fast": 0.82,
+    # RoPE by megatron-core's elementwise kernels.
+    "llama7b_2h200.json: O3-fast, RoPE by elementwise kernels": 0.90,
+    # Attention in FP8, counted at BF16's rate.
+    "llama8b_2h200.json: O3-fp8-attention": 1.108,
     # Copy engines between four ranks, counted as NCCL.
     "gpt7b_4h200_scaling.json: tp-4gpus-tp4, a graph, copy engines, O3-graph": 1.145,
 }
