@@ -51,8 +51,6 @@ _HEADS_A_PROGRAM = 4
 _NUM_WARPS = 8
 _AMAX_WARPS = 4
 _VALUE_TILE_K = 128
-#: FP8 columns of one half that a store writes at least: ptxas 12.8 miscompiles narrower masked ones.
-_STORED_TOGETHER = 4
 _VALUE_WARPS = 4
 
 
