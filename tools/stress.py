@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> int:
     samples: list[HealthSample] = []
     plain_loader, plain_step, plain_sampled = RunData.train_loader, trainer.train_step, SpikeGuard.sampled
 
-    def loader(data: RunData, consumed_samples: int) -> Iterator[Any]:
-        batches = plain_loader(data, consumed_samples)
+    def loader(data: RunData, consumed_samples: int, **settings: Any) -> Iterator[Any]:
+        batches = plain_loader(data, consumed_samples, **settings)
         if options.burst is None:
             return batches
         per_step = config.num_micro_batches(data.topology.world_size)

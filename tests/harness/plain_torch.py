@@ -19,7 +19,7 @@ import torch
 
 ROOMS = ("formats", "device", "kernels", "quantization", "collectives", "sharding", "optimizer", "nn")
 #: What a machine without its library may miss, each behind the door that looks for it first.
-OPTIONAL = {"triton"}
+OPTIONAL = {"triton", "cudnn"}
 NUM_STEPS = 30
 CPU = torch.device("cpu")
 

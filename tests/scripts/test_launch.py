@@ -38,7 +38,8 @@ def write_command(path: Path, body: str) -> Path:
 def launched(tmp_path: Path, *words: str, status: int = 0, **variables: str) -> list[str]:
     """The words that a script hands to Python; after an error its lines on stderr."""
     python = write_command(tmp_path / "python", 'printf "%s\\n" "$@"')
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    # A trainer in this process leaves the place of its rendezvous behind.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))}
     environment |= {"PY": str(python), "PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
     run = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == status, run.stderr

@@ -126,9 +126,9 @@ def test_a_run_rolls_back_and_leaves_the_data_out(tmp_path: Path, monkeypatch: p
     started_at: list[int] = []
     plain_loader, plain_result = RunData.train_loader, PendingStep.result
 
-    def loader(data: RunData, consumed_samples: int) -> Any:
+    def loader(data: RunData, consumed_samples: int, **settings: Any) -> Any:
         started_at.append(consumed_samples)
-        return plain_loader(data, consumed_samples)
+        return plain_loader(data, consumed_samples, **settings)
 
     def result(step: PendingStep) -> StepResult:
         found = plain_result(step)

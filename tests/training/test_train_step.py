@@ -19,7 +19,7 @@ HEADS = [
     [[3.0, 0.75, 2.0], [1.0, 0.0, 0.0]],
 ]
 #: Of each role the saturated and cast elements and the saturated tensors; rank 1 has no FP8 layer.
-SUMS = [[2.0, 100.0, 1.0], [0.0, 50.0, 0.0], [0.0, 0.0, 3.0], [0.0, 0.0, 0.0]]
+SUMS = [[2.0, 100.0, 1.0], [0.0, 50.0, 0.0], [0.0, 0.0, 3.0], *3 * [[0.0, 0.0, 0.0]]]
 NAMES = [SlotName("fc1", Role.INPUT), SlotName("qkv", Role.INPUT), SlotName("qkv", Role.GRAD_OUTPUT)]
 
 
