@@ -40,7 +40,9 @@ class GpuRates:
 
     Attributes:
         fp8_gemm_flops, half_gemm_flops: FLOP/s of GEMMs in a training step.
-        attention_flops: FLOP/s of causal attention by the width of a head; forward and backward count three forwards.
+        attention_flops: FLOP/s of causal attention by the width of a head and the tokens of a sequence; forward and
+            backward count three forwards.
+        fp8_attention_flops: the same in FP8.
         delayed, tensorwise: kernels of FP8 layers by recipe.
         fp8_other: seconds per element of the residual stream of what a profile calls other kernels and copies.
         half_stream: the same of a 16-bit layer, of all kernels but GEMMs and attention.
@@ -59,7 +61,8 @@ class GpuRates:
 
     fp8_gemm_flops: float
     half_gemm_flops: float
-    attention_flops: dict[int, float]
+    attention_flops: dict[tuple[int, int], float]
+    fp8_attention_flops: dict[tuple[int, int], float]
     delayed: ElementRates
     tensorwise: ElementRates
     fp8_other: float
@@ -79,12 +82,14 @@ class GpuRates:
 
 #: Figures of benchmarks/results; `tests/planning/test_speed.py` derives them again. GEMMs, attention and node_bytes are
 #: of profiled steps: FP8 and width 128 of GPT-7B (gpt7b_4h200_residual_in_gemm.json), width 64 of GPT-345M
-#: (gpt345m_speed_h200.json), 16 bits and other kernels of GPT-1.3B (gpt1.3b_h200.json). The remaining kernels are of
-#: kernels_h200.json, exchanges of tensor_parallel_7b_h200.json: those of a forward, and as much again for backward.
+#: (gpt345m_speed_h200.json), longer sequences of Llama (llama7b_2h200.json, llama8b_2h200.json), 16 bits and other
+#: kernels of GPT-1.3B (gpt1.3b_h200.json). The remaining kernels are of kernels_h200.json, exchanges of
+#: tensor_parallel_7b_h200.json: those of a forward, and as much again for backward.
 H200 = GpuRates(
     fp8_gemm_flops=1322e12,
     half_gemm_flops=750e12,
-    attention_flops={64: 208e12, 128: 301e12},
+    attention_flops={(64, 1024): 208e12, (128, 2048): 301e12, (128, 4096): 349.4e12, (128, 8192): 379.4e12},
+    fp8_attention_flops={(128, 8192): 473.1e12},
     delayed=ElementRates(stream=11.8e-12, qkv=1.26e-12, gelu=2.72e-12, swiglu=4.44e-12),
     tensorwise=ElementRates(stream=15.7e-12, qkv=2.00e-12, gelu=4.89e-12, swiglu=7.19e-12),
     fp8_other=8.7e-12,
@@ -155,7 +160,10 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[s
             ("quick GEGLU", config.model.quick_geglu),
             ("a window, of which attention saves nothing here", config.model.window_size is not None),
             ("documents, of which attention saves nothing here", config.data.reset_attention_mask),
-            (f"heads of width {config.model.head_dim}", config.model.head_dim not in H200.attention_flops),
+            (
+                f"heads of width {config.model.head_dim}",
+                config.model.head_dim not in {width for width, _ in H200.attention_flops},
+            ),
         )
         if applies
     ]
@@ -247,7 +255,7 @@ def _stage_seconds(config: Config, stage: int, vocab: int, num_micro_batches: in
     attended = 4 / 3 if "core_attn" in training.recomputed_modules else forwards
     gemms = num_micro_batches * _gemms(config, rows, tokens, len(layers), num_fp8, forwards, rates)
     per_layer = 6 * tokens * model.seq_length * model.num_attention_heads * model.head_dim / tp
-    attention = num_micro_batches * len(layers) * attended * per_layer / _attention_flops(model.head_dim, rates)
+    attention = num_micro_batches * len(layers) * attended * per_layer / _attention_flops(config, rates)
     elements = num_micro_batches * (
         forwards * _elements(config, tokens, len(layers), num_fp8, rates)
         + _transposes(config, len(layers), num_fp8, num_micro_batches, rates)
@@ -271,9 +279,11 @@ def _gemms(
     return fp8 + half + head / head_flops
 
 
-def _attention_flops(head_dim: int, rates: GpuRates) -> float:
-    """The rate of the nearest width that was measured."""
-    return rates.attention_flops[min(rates.attention_flops, key=lambda width: abs(width - head_dim))]
+def _attention_flops(config: Config, rates: GpuRates) -> float:
+    """The rate of the nearest width that was measured, and of the nearest length there."""
+    model = config.model
+    measured = rates.fp8_attention_flops if config.precision.fp8_dot_product_attention else rates.attention_flops
+    return measured[min(measured, key=lambda at: (abs(at[0] - model.head_dim), abs(at[1] - model.seq_length)))]
 
 
 def _elements(config: Config, tokens: int, num_layers: int, num_fp8: int, rates: GpuRates) -> float:
