@@ -22,8 +22,11 @@ LAYOUTS = {
 NUM_STEPS = 4
 
 
+STYLE = pytest.mark.parametrize("style", ["llama", pytest.param("gpt3", marks=pytest.mark.slow)])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("style", STYLES)
+@STYLE
 def test_layouts_agree(ranks: RankPool, style: str, layout: str) -> None:
     """Ranks sum in another order, in BF16, and each rank's part of a weight has its own scale. With 16-bit attention
     that moves losses of these models by up to 0.017 in four steps, in which they fall by half of one, and norms by 4%.
@@ -38,7 +41,7 @@ def test_layouts_agree(ranks: RankPool, style: str, layout: str) -> None:
     assert alone.losses[0] - alone.losses[-1] > 0.5
 
 
-@pytest.mark.parametrize("style", STYLES)
+@STYLE
 def test_beside_16_bit_attention(ranks: RankPool, style: str) -> None:
     """The noise of attention's casts moves a loss by far less than the four steps do, but it does move it."""
     batches = random_batches(1, 2).expand(NUM_STEPS, -1, -1, -1)
