@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,27 +73,33 @@ class AttentionQuantizers:
         log_sum_exp: Tensor,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV in the dtype of `grad` [s, b, heads, d].
-
-        Before the history has scales, two passes find them: the first gives the amax of dS, the second those of the
-        others.
-        """
+        """dQ, dK and dV in the dtype of `grad` [s, b, heads, d]."""
         cast = self.grad_output.quantize(TensorSource(_as_matrix(grad)))
-        arguments = (inputs, cast.payload.view(grad.shape), cast.scale, out, inputs.scale_value, log_sum_exp)
-        casts = self._casts() if self.history.is_warm else self._first_casts(inputs.query.device)
-        if not self.history.is_warm:
-            for _ in range(2):
-                ops.fp8_attention_backward(*arguments, casts, softmax_scale=softmax_scale)
-                casts = ops.AttentionGradCasts(*(self._from_amax(amax) for _, _, amax in casts))
-        grads = ops.fp8_attention_backward(*arguments, casts, softmax_scale=softmax_scale)
+
+        def compute(casts: ops.AttentionGradCasts) -> tuple[Tensor, Tensor, Tensor]:
+            return ops.fp8_attention_backward(
+                inputs,
+                cast.payload.view(grad.shape),
+                cast.scale,
+                out,
+                inputs.scale_value,
+                log_sum_exp,
+                casts,
+                softmax_scale=softmax_scale,
+            )
+
+        casts = self._delayed_casts() if self.history.is_warm else self._first_casts(compute, grad.device)
+        query, key, value = compute(casts)
         if not self.history.is_warm:
             for slot, (_, _, amax) in zip(self.written, casts, strict=True):
                 self.history.raise_amax(slot, amax)
-        return tuple(  # type: ignore[return-value]
-            payload.to(grad.dtype).mul_(scale) for payload, (scale, _, _) in zip(grads, casts[1:], strict=True)
+        return (
+            query.to(grad.dtype).mul_(casts.query.scale),
+            key.to(grad.dtype).mul_(casts.key.scale),
+            value.to(grad.dtype).mul_(casts.value.scale),
         )
 
-    def _casts(self) -> ops.AttentionGradCasts:
+    def _delayed_casts(self) -> ops.AttentionGradCasts:
         history = self.history
         return ops.AttentionGradCasts(
             *(
@@ -102,9 +108,19 @@ class AttentionQuantizers:
             )
         )
 
-    def _first_casts(self, device: torch.device) -> ops.AttentionGradCasts:
-        ones = torch.ones(4, 4, device=device)  # cuDNN's numbers are 16 bytes apart
-        return ops.AttentionGradCasts(*(ops.WrittenCast(one[:1], one[:1], one.clone()[:1]) for one in ones))
+    def _first_casts(
+        self, compute: Callable[[ops.AttentionGradCasts], object], device: torch.device
+    ) -> ops.AttentionGradCasts:
+        """Casts before the history has scales.
+
+        Two passes find the scales: the first gives the amax of dS, the second those of the others.
+        """
+        one = torch.ones(1, device=device)
+        casts = ops.AttentionGradCasts(*(ops.WrittenCast(one, one, torch.empty_like(one)) for _ in self.written))
+        for _ in range(2):
+            compute(casts)
+            casts = ops.AttentionGradCasts(*(self._from_amax(amax) for _, _, amax in casts))
+        return casts
 
     def _from_amax(self, amax: Tensor) -> ops.WrittenCast:
         scale = ops.scale_from_amax(amax * WRITTEN_HEADROOM, E5M2, power_of_two=self.history.power_of_two)
