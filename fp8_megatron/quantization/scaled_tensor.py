@@ -9,6 +9,8 @@ makes the cost of the copy visible.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -18,6 +20,19 @@ from ..kernels import ops
 from .operand import Format, Quantized, quantize, with_one_scale
 
 _aten = torch.ops.aten
+
+
+class WeightOwner(Protocol):
+    """Holds the value that a `ScaledTensor` is derived from: an optimizer with its master weight."""
+
+    def write(self, value: Tensor) -> None:
+        """Make `value` (any float dtype, the tensor's shape) the tensor's value, and derive payload and scale from it.
+
+        Every replica calls it with the same value.
+        """
+
+    def value(self) -> Tensor:
+        """The tensor's value in FP32, in its shape. Every replica calls it."""
 
 
 class ScaledTensor(torch.Tensor):
@@ -32,6 +47,8 @@ class ScaledTensor(torch.Tensor):
 
     _payload: Tensor
     _scale: Tensor
+    #: Who derives payload and scale. Views (`detach`) have the same one, copies have none.
+    owner: WeightOwner | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -75,6 +92,10 @@ class ScaledTensor(torch.Tensor):
             return ops.decode(self._payload, self._scale).to(dtype)
         return ops.dequantize_blockwise(self._payload.view(-1), self._scale).view(self.shape).to(dtype)
 
+    def master_value(self) -> Tensor:
+        """The tensor's value in FP32: its owner's, which may be more precise than the payload, or the payload's."""
+        return self.dequantize() if self.owner is None else self.owner.value()
+
     def gemm_operand(self, format: Format) -> Quantized:
         """The weight [N, K] in `format`, for an FP8 GEMM.
 
@@ -86,7 +107,10 @@ class ScaledTensor(torch.Tensor):
         return quantize(self.dequantize(), format)
 
     def _assign(self, value: Tensor) -> None:
-        """Take on new values, quantised in the tensor's own storage format, in place."""
+        """Take on new values in place, quantised in the tensor's own storage format; an owner does so itself."""
+        if self.owner is not None:
+            self.owner.write(value.master_value() if isinstance(value, ScaledTensor) else value)
+            return
         if isinstance(value, ScaledTensor) and value._payload.dtype == self._payload.dtype:
             self._payload.copy_(value._payload)
             self._scale.copy_(value._scale)
@@ -116,7 +140,9 @@ class ScaledTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
         self = args[0]
         if func in (_aten.detach.default, _aten.alias.default):
-            return self._like(self._payload, self._scale)
+            view = self._like(self._payload, self._scale)
+            view.owner = self.owner
+            return view
         if func is _aten.clone.default:
             return self._like(self._payload.clone(), self._scale.clone())
         if func is _aten.empty_like.default:

@@ -193,3 +193,32 @@ def test_set_storage_points_at_a_flat_buffer() -> None:
     assert scales[0] == 1.0 and torch.equal(scales[1:], expected.scale)
     with pytest.raises(AssertionError):
         param.set_storage(flat[:2048].view(32, 64), scales[:1])
+
+
+class _Owner:
+    """Keeps the last value written, as an optimizer's master does."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.written = value
+
+    def write(self, value: Tensor) -> None:
+        self.written = value.clone()
+
+    def value(self) -> Tensor:
+        return self.written
+
+
+def test_a_written_value_goes_to_the_owner() -> None:
+    weight = torch.nn.Parameter(ScaledTensor.quantize(random_matrix(32, 16)))
+    weight.owner = owner = _Owner(weight.dequantize())  # type: ignore[attr-defined]
+    before, value = bits(weight), random_matrix(32, 16, seed=1)  # type: ignore[arg-type]
+    with torch.no_grad():
+        weight.copy_(value)
+    assert torch.equal(owner.written, value)
+    weight.data.copy_(2 * value)
+    assert torch.equal(owner.written, 2 * value)
+    assert bits(weight) == before, "the owner derives the payload, nobody else"  # type: ignore[arg-type]
+    assert torch.equal(weight.master_value(), 2 * value)  # type: ignore[attr-defined]
+    copied = weight.detach().clone()
+    copied.copy_(value)
+    assert torch.equal(owner.written, 2 * value), "a copy has no owner"
