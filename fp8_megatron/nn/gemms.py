@@ -35,11 +35,11 @@ class LinearParams(NamedTuple):
     parallelism: Local = LOCAL
     links: LinearLinks | None = None
 
-    def cast_grad(self, grad_output: Tensor) -> tuple[OperandRows, Tensor | None]:
+    def cast_grad(self, grad_output: Tensor, *, transposed: bool = True) -> tuple[OperandRows, Tensor | None]:
         """See `Local.cast_grad`."""
         early_cast = None if self.links is None else self.links.early_cast
-        quantizer = self.quantizers.grad_output
-        return self.parallelism.cast_grad(grad_output, quantizer, early_cast, has_bias=self.bias is not None)
+        quantizer, has_bias = self.quantizers.grad_output, self.bias is not None
+        return self.parallelism.cast_grad(grad_output, quantizer, early_cast, has_bias=has_bias, transposed=transposed)
 
 
 class Product:

@@ -20,20 +20,33 @@ from .gemms import LinearParams, fprop, start_dgrad, wgrad
 from .operands import delivered
 
 
-def fp8_linear(x: Tensor, linear: LinearParams, *, keeps_input: bool = False, addend: Tensor | None = None) -> Tensor:
+def fp8_linear(
+    x: Tensor,
+    linear: LinearParams,
+    *,
+    keeps_input: bool = False,
+    addend: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """y = x·Wᵀ + b (+ addend) in FP8; the weight gradient goes to ``weight.main_grad`` (see `wgrad`).
 
+    A GEMM whose result nobody needs is left out: that of a frozen weight's gradient, and that of the gradient of an
+    input without one. A frozen weight keeps nothing for backward.
+
     Args:
-        x: BF16 [..., K]; with `SequenceColumn` [s/tp, b, K].
+        x: any float dtype [..., K]; with `SequenceColumn` [s/tp, b, K].
         linear: weight [N, K], bias [N] or None; with its quantisers and how ranks share it.
         keeps_input: keep `x` itself and cast it again in backward. Use it if something else keeps x anyway.
         addend: the residual branch, of y's shape and dtype; the GEMM, or the sum over ranks, adds it.
+        dtype: of the output and of the GEMMs in backward, BF16 or FP16; None: x's.
 
     Returns:
-        BF16 [..., N]; with `SequenceColumn` [s, b, N]; with `SequenceRow` [s/tp, b, N], and the bias's gradient then
-        covers this rank's part of the sequence.
+        [..., N] in `dtype`; with `SequenceColumn` [s, b, N]; with `SequenceRow` [s/tp, b, N], and the bias's gradient
+        then covers this rank's part of the sequence.
     """
-    return _FP8Linear.apply(x, linear.weight, linear.bias, addend, linear, keeps_input, torch.is_grad_enabled())
+    return _FP8Linear.apply(
+        x, linear.weight, linear.bias, addend, linear, dtype or x.dtype, keeps_input, torch.is_grad_enabled()
+    )
 
 
 class _FP8Linear(torch.autograd.Function):
@@ -45,18 +58,25 @@ class _FP8Linear(torch.autograd.Function):
         bias: Tensor | None,
         addend: Tensor | None,
         linear: LinearParams,
+        dtype: torch.dtype,
         keeps_input: bool,
-        needs_backward: bool,
+        has_backward: bool,
     ) -> Tensor:
         quantizer, parallelism = linear.quantizers.input, linear.parallelism
         keeps_columns = parallelism.casts_columns(quantizer.format)
+        keeps_operand = has_backward and ctx.needs_input_grad[1]
         source = TensorSource(
-            x.reshape(-1, x.shape[-1]), transposed=needs_backward and keeps_columns and not keeps_input
+            x.reshape(-1, x.shape[-1]), transposed=keeps_operand and keeps_columns and not keeps_input
         )
         operand = quantizer.quantize(source, sync=parallelism.sync)
-        y = fprop(parallelism.gather(operand), linear, x.dtype, addend)
-        if needs_backward:
-            if keeps_input:
+        if bias is not None and bias.dtype is not dtype:  # the GEMM adds a bias of its output's dtype
+            y = fprop(parallelism.gather(operand), linear._replace(bias=bias.to(dtype)), dtype, addend)
+        else:
+            y = fprop(parallelism.gather(operand), linear, dtype, addend)
+        if has_backward:
+            if not keeps_operand:
+                ctx.save_for_backward(None, None)
+            elif keeps_input:
                 ctx.save_for_backward(x, operand.shared_scale)
             else:
                 kept = operand.t if keeps_columns else operand
@@ -70,6 +90,7 @@ class _FP8Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved, scale = ctx.saved_tensors
         linear, keeps_columns = ctx.linear, ctx.keeps_columns
+        needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
         format = linear.quantizers.input.format
 
         def part_of_input() -> Quantized:
@@ -79,10 +100,14 @@ class _FP8Linear(torch.autograd.Function):
             kept = Quantized(saved, None, scale, format)
             return kept.t if keeps_columns else kept
 
-        columns = linear.parallelism.gather_columns(part_of_input)
-        g, grad_bias = linear.cast_grad(grad_output)
-        grad_input = start_dgrad(g, linear, grad_output.dtype)
-        grad_weight = wgrad(g, columns(), linear, grad_output.dtype)
+        grad_input = grad_weight = None
+        columns = linear.parallelism.gather_columns(part_of_input) if needs_grad_weight else None
+        g, grad_bias = linear.cast_grad(grad_output, transposed=needs_grad_weight)
+        pending = start_dgrad(g, linear, grad_output.dtype) if needs_grad_input else None
+        if columns is not None:
+            grad_weight = wgrad(g, columns(), linear, grad_output.dtype)
         grad_bias = delivered(grad_bias, linear.bias)
         grad_addend = grad_output if ctx.needs_input_grad[3] else None
-        return grad_input.wait().view(ctx.input_shape), grad_weight, grad_bias, grad_addend, None, None, None
+        if pending is not None:
+            grad_input = pending.wait().view(ctx.input_shape)
+        return grad_input, grad_weight, grad_bias, grad_addend, None, None, None, None

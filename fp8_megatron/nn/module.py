@@ -1,25 +1,34 @@
-"""`FP8Linear`: the FP8 linear layer as a plain module, for any PyTorch model on one tensor-parallel rank."""
+"""`FP8Linear`: the FP8 linear layer as a `torch.nn.Linear`, for any PyTorch model on one tensor-parallel rank."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..formats import FP8_GEMM_MULTIPLE
+from ..formats import STATE_BLOCK, StorageDtype
+from ..kernels import ops
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
 from .gemms import LinearParams
 from .linear import fp8_linear
 
+#: Tensorwise current scaling.
+DEFAULT_RECIPE = Recipe("tensorwise", power_of_two=False)
 
-class FP8Linear(torch.nn.Module):
-    """y = x·Wᵀ + b with W at rest in FP8 and all three GEMMs in FP8.
 
-    The weight has no 16-bit copy. Its gradient goes to ``weight.main_grad`` if that exists (`sharding` sets it and
+class FP8Linear(torch.nn.Linear):
+    """y = x·Wᵀ + b with all three GEMMs in FP8 and W at rest in FP8, or in FP16 with block scales.
+
+    The weight has no other copy. Its gradient goes to ``weight.main_grad`` if that exists (`sharding` sets it and
     `optimizer` reads it), otherwise to ``weight.grad`` in the output's dtype. torch's own optimizers cannot update an
     FP8 weight: `ScaledTensor` raises an error if they compute with it.
+
+    ``state_dict`` holds the weight as a plain tensor in `weight_dtype`, and takes plain tensors. The layer follows
+    ``.to(device)``. A cast such as ``.half()`` changes the bias and `weight_dtype`, not how the weight is stored.
 
     Example:
         >>> recipe = Recipe("tensorwise", power_of_two=False)
@@ -28,18 +37,26 @@ class FP8Linear(torch.nn.Module):
 
     Args:
         in_features, out_features: multiples of 16; multiples of 128 under the blockwise recipe.
-        bias: whether the layer has a bias, in BF16.
+        bias: whether the layer has a bias.
         recipe: formats and scaling of the operands; the default is tensorwise current scaling. For delayed scaling
             give all layers one recipe with a history. Build the layers, then call
             ``recipe.history.allocate(device)`` once and ``recipe.history.update(group)`` after each step.
         device: where the parameters are.
+        dtype: of the bias; the weight advertises it.
+        weight: how the weight is stored, fp8 or fp16.
+
+    Attributes:
+        name: in the model, for errors.
+        weight_dtype: of the weight in a state dict.
 
     Raises:
         ValueError: an FP8 GEMM does not take this size.
     """
 
     weight: ScaledTensor
-    bias: torch.nn.Parameter | None
+    quantizers: LinearQuantizers
+    weight_dtype: torch.dtype
+    name: str
 
     def __init__(
         self,
@@ -49,45 +66,143 @@ class FP8Linear(torch.nn.Module):
         *,
         recipe: Recipe | None = None,
         device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        weight: StorageDtype = StorageDtype.FP8,
     ) -> None:
-        super().__init__()
-        multiple = FP8_GEMM_MULTIPLE if recipe is None else recipe.size_multiple
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if size % multiple:
-                raise ValueError(f"FP8Linear: {name}({size}) is not a multiple of {multiple}; choose one")
-        self.in_features, self.out_features = in_features, out_features
+        torch.nn.Module.__init__(self)
+        recipe = recipe or DEFAULT_RECIPE
+        for size_name, size in (("in_features", in_features), ("out_features", out_features)):
+            if size % recipe.size_multiple:
+                raise ValueError(
+                    f"FP8Linear: {size_name}({size}) is not a multiple of {recipe.size_multiple}; choose one"
+                )
         bound = 1.0 / math.sqrt(in_features)  # the same distribution as torch.nn.Linear
         value = torch.empty(out_features, in_features, device=device).uniform_(-bound, bound)
-        self.weight = torch.nn.Parameter(ScaledTensor.quantize(value))  # type: ignore[assignment]
-        if bias:
-            drawn = torch.empty(out_features, device=device).uniform_(-bound, bound)
-            self.bias = torch.nn.Parameter(drawn.bfloat16())
-        else:
-            self.register_parameter("bias", None)
-        recipe = Recipe("tensorwise", power_of_two=False) if recipe is None else recipe
-        self.quantizers: LinearQuantizers = recipe.linear_quantizers()
+        drawn = torch.empty(out_features, device=device).uniform_(-bound, bound).to(dtype) if bias else None
+        value = value.to(dtype).requires_grad_()
+        self.take(value, None if drawn is None else torch.nn.Parameter(drawn), recipe=recipe, weight=weight)
 
     @classmethod
-    def from_linear(cls, linear: torch.nn.Linear, *, recipe: Recipe | None = None) -> FP8Linear:
-        """A layer with the values of `linear`; the weight is rounded to FP8."""
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            recipe=recipe,
-            device=linear.weight.device,
-        )
-        with torch.no_grad():
-            layer.weight.copy_(linear.weight)
-            if layer.bias is not None:
-                layer.bias.copy_(linear.bias)
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        *,
+        recipe: Recipe | None = None,
+        weight: StorageDtype = StorageDtype.FP8,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> FP8Linear:
+        """A layer with the values of `linear`; the weight is rounded, and the bias is in `dtype`."""
+        bias = None if linear.bias is None else torch.nn.Parameter(linear.bias.detach().to(dtype, copy=True))
+        layer = cls.__new__(cls)
+        torch.nn.Module.__init__(layer)
+        layer.take(linear.weight, bias, recipe=recipe or DEFAULT_RECIPE, weight=weight)
         return layer
 
+    def take(
+        self, value: Tensor, bias: torch.nn.Parameter | None, *, recipe: Recipe, weight: StorageDtype, name: str = ""
+    ) -> None:
+        """Become the layer with the weight `value` [out_features, in_features], rounded, and this very bias.
+
+        The weight requires a gradient if `value` does.
+        """
+        self.out_features, self.in_features = value.shape
+        self.weight_dtype = value.dtype
+        self.name = name or type(self).__name__
+        self.weight = torch.nn.Parameter(stored(value, weight), value.requires_grad)  # type: ignore[assignment]
+        self.register_parameter("bias", bias)
+        self.quantizers = recipe.linear_quantizers()
+        self._row_multiple = recipe.size_multiple
+
     def forward(self, x: Tensor) -> Tensor:
-        """BF16 [..., in_features] → BF16 [..., out_features]. The leading sizes' product is a multiple of 16."""
-        return fp8_linear(x, LinearParams(self.weight, self.bias, self.quantizers))
+        """[..., in_features] → [..., out_features], of any leading shape.
+
+        Under `torch.autocast` the output has autocast's dtype, otherwise x's. The GEMMs of an FP32 input write BF16.
+
+        Raises:
+            TypeError: x is not FP32, BF16 or FP16.
+            ValueError: the last size of x is not `in_features`.
+        """
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{self.name}: an FP8 layer takes FP32, BF16 or FP16, not {x.dtype}; cast the input")
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"{self.name}: the input's last size is not {self.in_features}: {tuple(x.shape)}")
+        device_type = x.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+        y = self._multiply(x, torch.bfloat16 if dtype is torch.float32 else dtype)
+        return y.float() if dtype is torch.float32 else y
+
+    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output in `dtype`. The GEMMs take rows in multiples; zeros are added up to the next one."""
+        linear = LinearParams(self.weight, self.bias, self.quantizers)
+        rows = x.numel() // self.in_features
+        padding = -rows % self._row_multiple if rows else self._row_multiple
+        if not padding:
+            return fp8_linear(x, linear, dtype=dtype)
+        padded = torch.nn.functional.pad(x.reshape(-1, self.in_features), (0, 0, 0, padding))
+        y = fp8_linear(padded, linear, dtype=dtype)
+        return y[:rows].view(*x.shape[:-1], self.out_features)
+
+    def plain_weight(self) -> Tensor:
+        """The weight as a plain tensor of `weight_dtype`; a new copy."""
+        return self.weight.dequantize(self.weight_dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars and isinstance(self.weight, ScaledTensor):
+            destination[prefix + "weight"] = self.plain_weight()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        # `assign=True` would put a plain weight in place of this one.
+        super()._load_from_state_dict(
+            state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *others
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
+        weight: Any = self._parameters.pop("weight")
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters = {"weight": weight, **self._parameters}
+        if isinstance(weight, ScaledTensor):
+            self._follow(weight, fn)
+        return self
+
+    def _follow(self, weight: ScaledTensor, fn: Callable[[Tensor], Tensor]) -> None:
+        """Do to the weight what `fn` does to a plain tensor: take on its device. Its dtype is that of state dicts."""
+        with torch.no_grad():
+            example = fn(torch.empty(0, dtype=self.weight_dtype, device=weight.device))
+        self.weight_dtype = example.dtype
+        if example.device == weight.device:
+            return
+        if hasattr(weight, "main_grad") or self.quantizers.input.history is not None:
+            raise RuntimeError(
+                f"{self.name}: its optimizer or its delayed scales are on {weight.device}; move the model to "
+                f"{example.device} before its layers become FP8"
+            )
+        moved = torch.nn.Parameter(weight.detach().to(example.device), weight.requires_grad)
+        torch.utils.swap_tensors(weight, moved)  # optimizers and tied layers know this parameter
 
     def extra_repr(self) -> str:
         """Sizes and casts."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, {self.quantizers}"
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def stored(value: Tensor, storage: StorageDtype) -> ScaledTensor:
+    """A weight [N, K] at rest: E4M3 with one scale, or FP16 with a scale for each `STATE_BLOCK` elements.
+
+    It advertises the dtype of `value`.
+    """
+    value = value.detach().contiguous()
+    if storage is StorageDtype.FP8:
+        return ScaledTensor.quantize(value, dtype=value.dtype)
+    assert storage is StorageDtype.FP16, storage
+    payload = torch.empty(value.numel(), dtype=torch.float16, device=value.device)
+    scales = torch.empty(value.numel() // STATE_BLOCK, device=value.device)
+    ops.quantize_blockwise_(value.reshape(-1), payload, scales)
+    return ScaledTensor(payload.view(value.shape), scales, dtype=value.dtype)

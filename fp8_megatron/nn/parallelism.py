@@ -98,11 +98,21 @@ class Local:
         return PendingSum(grad_input.compute())
 
     def cast_grad(
-        self, grad_output: Tensor, quantizer: Quantizer, early_cast: EarlyCast | None, *, has_bias: bool
+        self,
+        grad_output: Tensor,
+        quantizer: Quantizer,
+        early_cast: EarlyCast | None,
+        *,
+        has_bias: bool,
+        transposed: bool = True,
     ) -> tuple[OperandRows, Tensor | None]:
         """The output's gradient [T, N] in FP8 from this rank's part [..., N], and that part's bias gradient, FP32
-        [N]."""
-        cast = cast_grad(grad_output, quantizer, early_cast, has_bias=has_bias)
+        [N].
+
+        Args:
+            transposed: wgrad takes its columns.
+        """
+        cast = cast_grad(grad_output, quantizer, early_cast, has_bias=has_bias, transposed=transposed)
         return LocalRows(cast.operand), cast.column_sums
 
     def casts_grad_columns(self, format: Format) -> bool:
@@ -163,9 +173,15 @@ class SequenceRow(Local):
         return sum_rows(output.write, output.shape, output.dtype, output.device, self.group).wait(addend)
 
     def cast_grad(
-        self, grad_output: Tensor, quantizer: Quantizer, early_cast: EarlyCast | None, *, has_bias: bool
+        self,
+        grad_output: Tensor,
+        quantizer: Quantizer,
+        early_cast: EarlyCast | None,
+        *,
+        has_bias: bool,
+        transposed: bool = True,
     ) -> tuple[OperandRows, Tensor | None]:
-        transposed = self.casts_grad_columns(quantizer.format)
+        transposed = transposed and self.casts_grad_columns(quantizer.format)
         cast = cast_grad(
             grad_output, quantizer, early_cast, has_bias=has_bias, transposed=transposed, sync=self._grad_sync
         )

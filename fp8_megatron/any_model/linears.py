@@ -1,0 +1,182 @@
+"""Which linear layers of a model become `FP8Linear`, and how."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import get_args
+
+import torch
+from torch.nn.utils import parametrize
+
+from ..formats import StorageDtype
+from ..nn.conv1d import FP8Conv1D
+from ..nn.module import FP8Linear
+from ..quantization.amax_history import AmaxHistory
+from ..quantization.recipe import Recipe, RecipeName
+from .report import STAYS, report
+
+logger = logging.getLogger(__name__)
+
+#: (the layer's name in the model, the layer) → whether it becomes FP8.
+LinearFilter = Callable[[str, torch.nn.Module], bool]
+
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def replace_linears(
+    model: torch.nn.Module,
+    *,
+    recipe: Recipe | RecipeName = "tensorwise",
+    weight: StorageDtype = StorageDtype.FP8,
+    filter: LinearFilter | None = None,
+) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+    """Turn the linear layers of `model` into `FP8Linear`, in place. Returns old weight → new weight.
+
+    `torch.nn.Linear` and transformers' ``Conv1D`` are linear layers. A layer keeps its identity: its name, its hooks,
+    and its bias, which stays the same parameter. Its weight is a new parameter, of shape [out_features, in_features].
+    Layers that share a weight share the new one.
+
+    A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, another kind of module has its
+    weight too, or it is a parametrised, patched or derived class. One line in the log says what stayed; `report` gives
+    the reasons.
+
+    Args:
+        recipe: how operands are scaled. With ``delayed`` the model is on its device already.
+        weight: how trained weights are stored, fp8 or fp16. Frozen weights are FP8.
+        filter: which layers may become FP8; None: all.
+
+    Raises:
+        ValueError: a weight is float64 or complex; an unknown recipe.
+    """
+    recipe = build_recipe(recipe)
+    stays = _reasons_to_stay(model, recipe, filter)
+    replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    slots: dict[str, list[int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Linear) or not is_linear(module):
+            continue
+        if name in stays:
+            setattr(module, STAYS, stays[name])
+            continue
+        _convert(name, module, replaced, recipe, weight)
+        assert isinstance(module, FP8Linear)
+        slots[name] = list(module.quantizers.slots())
+    _close_fast_paths(model)
+    if recipe.history is not None and slots:
+        recipe.history.name_layers(slots)
+        recipe.history.allocate(next(iter(replaced.values())).device)
+    logger.info("%s", report(model))
+    return replaced
+
+
+def build_recipe(recipe: Recipe | RecipeName) -> Recipe:
+    """The recipe of a name; a recipe as it is. ``delayed`` takes the largest amax of 16 steps.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in get_args(RecipeName):
+        raise ValueError(f"recipe({recipe!r}) is none of {', '.join(get_args(RecipeName))}")
+    history = AmaxHistory(16, "max", power_of_two=False) if recipe == "delayed" else None
+    return Recipe(recipe, False, history)
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    """Whether `module` is a linear layer: `torch.nn.Linear`, a class derived from it, or transformers' ``Conv1D``."""
+    return isinstance(module, torch.nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: torch.nn.Module) -> bool:
+    # By name, because transformers need not be installed.
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilter | None) -> dict[str, str]:
+    """Name → reason of every linear layer that does not become FP8."""
+    adapters = _adapters(model)
+    stays: dict[str, str] = {}
+    willing: dict[str, torch.nn.Module] = {}
+    holders: dict[torch.nn.Parameter, dict[str, torch.nn.Module]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders[parameter][name] = module
+        if isinstance(module, FP8Linear) or not is_linear(module):
+            continue
+        reason = "it is an adapter" if module in adapters else _reason(name, module, recipe, filter)
+        if reason is None:
+            willing[name] = module
+        else:
+            stays[name] = reason
+    for name, module in willing.items():
+        for other, holder in holders[module.weight].items():  # type: ignore[index]
+            if type(holder) is not type(module) or (other in stays and other not in willing):
+                stays[name] = f"its weight is also that of {other or 'the model'}"
+    return stays
+
+
+def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Modules beside the ``base_layer`` of a PEFT layer: small, and trained while the base is frozen."""
+    found: set[torch.nn.Module] = set()
+    for module in model.modules():
+        base = module._modules.get("base_layer")
+        if base is not None:
+            found |= set(module.modules()) - set(base.modules()) - {module}
+    return found
+
+
+def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFilter | None) -> str | None:
+    """Why this layer stays as it is; None if nothing speaks against FP8."""
+    if parametrize.is_parametrized(module):
+        return "it is parametrised"
+    if type(module) is not torch.nn.Linear and not _is_conv1d(module):
+        return f"{type(module).__name__} is a class of its own"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed by a hook"
+    if "forward" in module.__dict__:
+        return "its forward is patched"
+    if filter is not None and not filter(name, module):
+        return "the filter refuses it"
+    if weight.dtype not in _WEIGHT_DTYPES:
+        raise ValueError(f"{name}.weight is {weight.dtype}; FP8 layers take FP32, BF16 or FP16 weights: cast the model")
+    for size in weight.shape:
+        if size % recipe.size_multiple or not size:
+            return f"its size {size} is not a multiple of {recipe.size_multiple}"
+    return None
+
+
+def _convert(
+    name: str,
+    module: torch.nn.Module,
+    replaced: dict[torch.nn.Parameter, torch.nn.Parameter],
+    recipe: Recipe,
+    weight: StorageDtype,
+) -> None:
+    """Turn `module` into an FP8 layer, with the new weight of its old one in `replaced`."""
+    old, bias = module._parameters.pop("weight"), module._parameters.pop("bias", None)
+    assert old is not None
+    is_conv1d = _is_conv1d(module)
+    module.__class__ = FP8Conv1D if is_conv1d else FP8Linear
+    assert isinstance(module, FP8Linear)
+    storage = weight if old.requires_grad else StorageDtype.FP8
+    value = old.detach().t() if is_conv1d else old.detach()
+    module.take(value.requires_grad_(old.requires_grad), bias, recipe=recipe, weight=storage, name=name)
+    if old in replaced:
+        module._parameters["weight"] = replaced[old]
+        return
+    new = module._parameters["weight"]
+    assert new is not None
+    # What other code has noted on the parameter, such as that it has no decay.
+    new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
+    replaced[old] = new
+
+
+def _close_fast_paths(model: torch.nn.Module) -> None:
+    """Keep torch's transformer layers from the kernel that reads their linear layers' weights in evaluation."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer) and isinstance(module.linear1, FP8Linear):
+            module.activation_relu_or_gelu = 0

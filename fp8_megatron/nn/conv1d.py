@@ -1,0 +1,28 @@
+"""`FP8Conv1D`: transformers' ``Conv1D`` (GPT-2's linear layer) in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .module import FP8Linear
+
+
+class FP8Conv1D(FP8Linear):
+    """An `FP8Linear` whose weight is [in_features, out_features] in a state dict, as GPT-2's checkpoints have it.
+
+    The parameter itself is [out_features, in_features], as the GEMM takes it.
+    """
+
+    def plain_weight(self) -> Tensor:
+        """The weight [in_features, out_features] as a plain tensor of `weight_dtype`; a new copy."""
+        return super().plain_weight().t().contiguous()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        key = prefix + "weight"
+        if key in state_dict:
+            state_dict = {**state_dict, key: state_dict[key].t()}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
