@@ -1,0 +1,1 @@
+"""MS-AMP's names over fp8_megatron."""

@@ -1,0 +1,1 @@
+"""Explicit FP8 operations on `ScalingTensor`."""

@@ -1,0 +1,5 @@
+"""Sums with FP8 tensors."""
+
+from .arithmetic import Arithmetic
+
+__all__ = ["Arithmetic"]

@@ -1,0 +1,5 @@
+"""FP8 matrix products."""
+
+from .gemm import Gemm
+
+__all__ = ["Gemm"]

@@ -1,0 +1,1 @@
+"""A stand-in for torchvision, for scripts whose data set cannot be downloaded."""
