@@ -144,7 +144,7 @@ class FP8Linear(torch.nn.Linear):
 
     def plain_weight(self) -> Tensor:
         """The weight as a plain tensor of `weight_dtype`; a new copy."""
-        return self.weight.dequantize(self.weight_dtype)
+        return self.weight.master_value().to(self.weight_dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

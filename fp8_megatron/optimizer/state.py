@@ -10,14 +10,14 @@ weights of the layers are derived from it and from nothing else.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
-from ..formats import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
+from ..formats import E4M3, GRAD_BLOCK, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.grad_buffer import GradBuffer
@@ -283,6 +283,25 @@ class SpaceState:
         self._step(shard, buffer, written, hyperparameters(group, config), grad_factor, step_count)
         self._publish_weights(written)
 
+    def update_parts(
+        self,
+        buffer: GradBuffer,
+        parts: Sequence[tuple[int, int, Tensor]],
+        hyper: ops.AdamHyper,
+        grad_factor: Tensor,
+    ) -> None:
+        """`update` for parts of this rank's shard that lie on borders of fragments; the rest of it stays as it is.
+
+        Args:
+            parts: (start, stop, FP32 [1] number of this step of their parameters).
+        """
+        written = self._weights_to_write()
+        for start, stop, step_count in parts:
+            scales = None if buffer.scales is None else buffer.scales[start // GRAD_BLOCK : stop // GRAD_BLOCK]
+            grad = ops.FlatState(buffer.payload[start:stop], scales)
+            self._step(Fragment(start, 0, stop - start), grad, written, hyper, grad_factor, step_count)
+        self._publish_weights(written)
+
     def update_slot(
         self,
         grad: ReleasedGrad,
@@ -306,7 +325,7 @@ class SpaceState:
     def _step(
         self,
         place: Fragment,
-        grad: GradBuffer | ReleasedGrad,
+        grad: GradBuffer | ReleasedGrad | ops.FlatState,
         written: Tensor | None,
         hyper: ops.AdamHyper,
         grad_factor: Tensor,

@@ -174,6 +174,7 @@ class ParamSpace:
     Attributes:
         sharing: the replicas that the space is cut over, and the other ranks that share it.
         has_decoupled_lr: whether the optimizer gives it the decoupled learning rate.
+        dtype: the dtype that its plain parameters keep; None: `ModelStorage` says how they are stored.
     """
 
     storage: StorageClass
@@ -183,6 +184,7 @@ class ParamSpace:
     numel: int
     device: torch.device
     has_decoupled_lr: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def replicas(self) -> Replicas:
@@ -308,6 +310,7 @@ def partition(
     takes_decoupled_lr: Callable[[torch.nn.Parameter], bool] | None = None,
     bucket_numel: int = 1 << 30,
     whole_linears: bool = False,
+    keeps_dtype: bool = False,
 ) -> list[ParamSpace]:
     """Lay parameters out in spaces, in the order given, and cut each space over its replicas.
 
@@ -317,21 +320,24 @@ def partition(
         takes_decoupled_lr: whether a parameter has the decoupled learning rate, and so a space apart; None: none has.
         bucket_numel: elements of a bucket, rounded to what the cut needs.
         whole_linears: no linear weight lies in two buckets. A weight larger than a bucket makes a larger bucket.
+        keeps_dtype: plain parameters keep their dtypes. Those of each dtype have a space apart.
     """
-    grouped: dict[tuple[StorageClass, Sharing, bool], list[Slot]] = {}
+    grouped: dict[tuple[StorageClass, Sharing, bool, torch.dtype | None], list[Slot]] = {}
     for name, param in named_params:
         storage = storage_class(param)
+        dtype = param.dtype if keeps_dtype and storage is not StorageClass.LINEAR else None
         sharing = Sharing(Replicas.of(None, param.device)) if sharing_of is None else sharing_of(param)
         decoupled = takes_decoupled_lr is not None and takes_decoupled_lr(param)
-        slots = grouped.setdefault((storage, sharing, decoupled), [])
+        slots = grouped.setdefault((storage, sharing, decoupled, dtype), [])
         start = slots[-1].offset + slots[-1].padded if slots else 0
         slots.append(Slot(name, param, start, storage.alignment, None if cut_of is None else cut_of(param)))
     return [
         replace(
             _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears),
             has_decoupled_lr=decoupled,
+            dtype=dtype,
         )
-        for (storage, sharing, decoupled), slots in grouped.items()
+        for (storage, sharing, decoupled, dtype), slots in grouped.items()
     ]
 
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..formats import LEVELS, StorageDtype, StorageFormats
 from .partition import StorageClass
 
 #: The most micro-batches that are added in BF16 by default. Sums of 32 equal gradients, the worst case, keep 36 dB, of
 #: 64 they keep 30 dB, of 256 21 dB (`tools/compare_reductions.py`). FP32 keeps 150 dB of 1,024.
 MAX_BF16_MICRO_BATCHES = 32
+
+#: How plain parameters that keep their dtype are stored.
+_STORAGE_OF = {
+    torch.float32: StorageDtype.FP32,
+    torch.bfloat16: StorageDtype.BF16,
+    torch.float16: StorageDtype.FP16,
+}
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,16 @@ class ModelStorage:
     accumulator: StorageDtype | None = None
     releases_gradients: bool = False
 
-    def of_grads(self, storage: StorageClass, num_replicas: int) -> GradFormats:
-        """Storage of the gradients of one space that `num_replicas` ranks replicate."""
+    def of_grads(self, storage: StorageClass, num_replicas: int, dtype: torch.dtype | None = None) -> GradFormats:
+        """Storage of the gradients of one space that `num_replicas` ranks replicate.
+
+        Args:
+            dtype: the dtype that the space's parameters keep (`ParamSpace.dtype`). Their gradients have it too.
+        """
+        if dtype is not None:
+            own = _STORAGE_OF[dtype]
+            wire = StorageDtype.BF16 if storage is StorageClass.MATRIX else StorageDtype.FP32
+            return GradFormats(own, StorageDtype.FP32, wire, adds_locally=True, is_released=False)
         is_linear = storage is StorageClass.LINEAR
         return GradFormats(
             local=self._local_grad(storage, num_replicas),
@@ -65,22 +82,38 @@ class ModelStorage:
             is_released=self.releases_gradients and is_linear,
         )
 
-    def of_state(self, storage: StorageClass) -> StorageFormats:
+    def of_state(self, storage: StorageClass, dtype: torch.dtype | None = None) -> StorageFormats:
         """Storage of weights, masters and moments of one space.
 
         Linear weights are stored as `formats` says. The 16-bit rest is stored in 16 bits beside a master: matrices keep
         the moments of `formats`; norms and biases, under 0.1% of a model, keep FP32 state.
+
+        Args:
+            dtype: the dtype that the space's parameters keep (`ParamSpace.dtype`). FP32 is its own master.
         """
         fp32, bf16 = StorageDtype.FP32, StorageDtype.BF16
         formats = self.formats
         if storage is StorageClass.LINEAR:
             return formats
+        if dtype is not None:
+            return self._of_kept(storage, _STORAGE_OF[dtype])
         if storage is StorageClass.VECTOR or not self.has_fp8_layers:
             return StorageFormats(bf16 if self.has_fp8_layers else formats.weight, fp32, fp32, fp32, fp32)
-        master = formats.master_weight or StorageDtype.FP16
-        if master is StorageDtype.SPLIT:  # there is no FP8 weight to split it with
-            master = StorageDtype.FP16
-        return StorageFormats(bf16, bf16, master, formats.exp_avg, formats.exp_avg_sq)
+        return StorageFormats(bf16, bf16, self._master_of_matrix(), formats.exp_avg, formats.exp_avg_sq)
+
+    def _master_of_matrix(self) -> StorageDtype:
+        """Storage of the master of a matrix in 16 bits."""
+        master = self.formats.master_weight
+        # A split master needs an FP8 weight beside it.
+        return StorageDtype.FP16 if master is None or master is StorageDtype.SPLIT else master
+
+    def _of_kept(self, storage: StorageClass, own: StorageDtype) -> StorageFormats:
+        """Storage of a space whose parameters keep their dtype `own`."""
+        is_matrix = storage is StorageClass.MATRIX
+        fp32 = StorageDtype.FP32
+        master = None if own is fp32 else self._master_of_matrix() if is_matrix else fp32
+        moments = (self.formats.exp_avg, self.formats.exp_avg_sq) if is_matrix else (fp32, fp32)
+        return StorageFormats(own, own, master, *moments)
 
     def _adds_locally(self, storage: StorageClass) -> bool:
         """Whether several replicas add a space's micro-batches up before one reduction a step.

@@ -1,0 +1,197 @@
+"""`GradTensor`: what ``p.grad`` is where the gradient is not stored in the parameter's own dtype and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+_aten = torch.ops.aten
+
+
+class GradSource(Protocol):
+    """One parameter's gradient, wherever and however it is stored.
+
+    If replicas share it, all of them call these methods, in the same order.
+    """
+
+    def values(self) -> Tensor:
+        """The gradient in FP32, in the parameter's shape (a copy)."""
+
+    def squared_norm(self) -> Tensor:
+        """Σ x², FP32 [1]; NaN or inf if any element is."""
+
+    def scale_(self, factor: Tensor | float) -> None:
+        """Multiply it by a number."""
+
+    def zero_(self) -> None:
+        """Make it zero."""
+
+    def add_(self, grad: Tensor) -> None:
+        """Add a plain tensor of the parameter's shape."""
+
+    def assign_(self, grad: Tensor) -> None:
+        """Replace it by a plain tensor of the parameter's shape."""
+
+
+class GradTensor(torch.Tensor):
+    """A gradient in FP8, in a wider accumulator, or in shards, as a tensor that torch's own tools take.
+
+    It has the shape and dtype of its parameter. Norms, products with a number, sums, `zero_` and the check for numbers
+    that are not finite work on the storage itself. Any other function that returns new values gets the gradient as a
+    plain tensor. A function that writes into the gradient gets the plain tensor too, and its result is stored.
+
+    Raises:
+        NotImplementedError: for views, because no memory holds the values as plain elements.
+    """
+
+    source: GradSource
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, source: GradSource, param: Tensor) -> GradTensor:
+        self = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+        self.source = source
+        return self
+
+    def dense(self) -> Tensor:
+        """The gradient as a plain tensor (a copy)."""
+        return self.source.values().to(self.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GradTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        if func._schema.is_mutable:
+            return _store_result(func, args, kwargs)
+        if any(result.alias_info is not None for result in func._schema.returns):
+            raise NotImplementedError(
+                f"{func} is a view, and a gradient in FP8 or in shards has no plain elements to view: call it on "
+                f"p.grad.clone(), and write changes back with p.grad.copy_(…)"
+            )
+        return func(*_densified(args), **_densified(kwargs))
+
+
+def _densified(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.dense() if isinstance(leaf, GradTensor) else leaf, tree)
+
+
+def _store_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a function that writes into its first argument, on plain copies, and store what it wrote."""
+    target, others = args[0], args[1:]
+    mutated = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+    if any(mutated[1:]):
+        raise NotImplementedError(f"{func} would write into a gradient in FP8 or in shards: give it p.grad.clone()")
+    plain = _densified(target)
+    func(plain, *_densified(others), **_densified(kwargs))
+    targets, results = ([target], [plain]) if isinstance(target, Tensor) else (target, plain)
+    for grad, result in zip(targets, results, strict=True):
+        if isinstance(grad, GradTensor):
+            grad.source.assign_(result)
+    return target
+
+
+def _detach(grad: GradTensor) -> GradTensor:
+    return GradTensor(grad.source, grad)
+
+
+def _scaled_by(invert: bool) -> Callable[..., Any]:
+    """In-place multiplication, or division if `invert`, of one gradient or a list of tensors by a number."""
+    whole = _aten.div_.Tensor if invert else _aten.mul_.Tensor
+
+    def scale(target: Any, factor: Any) -> Any:
+        for index, grad in enumerate([target] if isinstance(target, Tensor) else target):
+            own = factor[index] if isinstance(factor, list | tuple) else factor
+            if not isinstance(grad, GradTensor):
+                grad.div_(own) if invert else grad.mul_(own)
+            elif isinstance(own, Tensor) and own.numel() > 1:
+                _store_result(whole, (grad, own), {})
+            else:
+                grad.source.scale_(1.0 / own if invert else own)
+        return target if isinstance(target, Tensor) else None
+
+    return scale
+
+
+def _zero(target: Any) -> Any:
+    for grad in [target] if isinstance(target, Tensor) else target:
+        grad.source.zero_() if isinstance(grad, GradTensor) else grad.zero_()
+    return target if isinstance(target, Tensor) else None
+
+
+def _add(target: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
+    plain = _densified(other)
+    if not isinstance(target, GradTensor):
+        return target.add_(plain, alpha=alpha)
+    if not isinstance(plain, Tensor):
+        plain = torch.full_like(target.dense(), plain)
+    plain = plain.expand(target.shape)
+    target.source.add_(plain if alpha == 1 else plain * alpha)
+    return target
+
+
+def _copy(target: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
+    plain = _densified(other)
+    if not isinstance(target, GradTensor):
+        return target.copy_(plain, non_blocking)
+    target.source.assign_(plain.to(target.device).expand(target.shape))
+    return target
+
+
+def _vector_norm(
+    grad: GradTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    if ord != 2 or dim is not None or keepdim:
+        return torch.linalg.vector_norm(grad.dense(), ord, dim, keepdim, dtype=dtype)
+    norm = grad.source.squared_norm().sqrt().reshape(())
+    return norm if dtype is None else norm.to(dtype)
+
+
+def _foreach_norm(grads: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(grad, ord, dtype=dtype) for grad in grads]
+
+
+def _check_and_unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """GradScaler's: `found_inf` [1] becomes 1 if an element is not finite; all gradients are multiplied."""
+    plain = [grad for grad in grads if not isinstance(grad, GradTensor)]
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+    for grad in grads:
+        if isinstance(grad, GradTensor):
+            is_bad = ~torch.isfinite(grad.source.squared_norm())
+            found_inf.copy_(torch.maximum(found_inf, is_bad.to(found_inf.dtype).view_as(found_inf)))
+            grad.source.scale_(inv_scale)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _detach,
+    _aten.alias.default: _detach,
+    _aten.mul_.Tensor: _scaled_by(False),
+    _aten.mul_.Scalar: _scaled_by(False),
+    _aten.div_.Tensor: _scaled_by(True),
+    _aten.div_.Scalar: _scaled_by(True),
+    _aten._foreach_mul_.Scalar: _scaled_by(False),
+    _aten._foreach_mul_.ScalarList: _scaled_by(False),
+    _aten._foreach_mul_.Tensor: _scaled_by(False),
+    _aten._foreach_mul_.List: _scaled_by(False),
+    _aten._foreach_div_.Scalar: _scaled_by(True),
+    _aten._foreach_div_.ScalarList: _scaled_by(True),
+    _aten._foreach_div_.Tensor: _scaled_by(True),
+    _aten._foreach_div_.List: _scaled_by(True),
+    _aten.zero_.default: _zero,
+    _aten._foreach_zero_.default: _zero,
+    _aten.add_.Tensor: _add,
+    _aten.copy_.default: _copy,
+    _aten.linalg_vector_norm.default: _vector_norm,
+    _aten._foreach_norm.Scalar: _foreach_norm,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
+}

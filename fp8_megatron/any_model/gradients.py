@@ -1,0 +1,290 @@
+"""Gradients of a model in flat storage that users read as ``p.grad``.
+
+Each space (`sharding.partition`) keeps its gradients in one buffer, so that norms, clipping and the optimizer step take
+a few kernels. ``p.grad`` is the parameter's slot of it:
+
+- a plain parameter on one replica: a view in the parameter's own dtype. Autograd adds to it in place.
+- a linear weight in FP8 storage: a `GradTensor`. The first gradient of a step is stored in FP8; a second one widens the
+  storage (`sharding.growing_grads`).
+
+``p.grad`` is the truth about what the next step sees. If it is None, the parameter is not updated, and its next
+gradient starts anew. If it is another tensor, that tensor's values are taken.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..quantization.weight_grad import WeightGrad
+from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
+from ..sharding.growing_grads import GrowingGradBuffer
+from ..sharding.partition import ParamSpace, Slot
+from .grad_tensor import GradTensor
+
+
+class ParamGrad:
+    """One parameter's gradient: its `main_grad`, and the source of its `GradTensor`.
+
+    Attributes:
+        tensor: what ``p.grad`` is while there is a gradient.
+    """
+
+    tensor: Tensor
+
+    def __init__(self, space: SpaceGrads, slot: Slot) -> None:
+        self.space = space
+        self.slot = slot
+        self.param = slot.param
+
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
+        """Add one micro-batch's gradient (any float dtype, the parameter's shape)."""
+        if self.param.requires_grad:
+            self.space.accumulate_(self, grad)
+
+    def is_own(self, grad: Tensor) -> bool:
+        """Whether `grad` is this gradient."""
+        return grad is self.tensor or (isinstance(grad, GradTensor) and grad.source is self)
+
+    def take_autograds(self, param: Tensor) -> None:
+        """After autograd has written ``p.grad``: move it to its storage."""
+        if param.grad is not None and not self.is_own(param.grad):
+            self.assign_(param.grad)
+            param.grad = self.tensor
+
+    def values(self) -> Tensor:
+        """See `GradSource`."""
+        return self.space.values(self.slot)
+
+    def squared_norm(self) -> Tensor:
+        """See `GradSource`."""
+        return self.space.squared_norm(self.slot)
+
+    def scale_(self, factor: Tensor | float) -> None:
+        """See `GradSource`."""
+        self.space.scale_(factor, self.slot)
+
+    def zero_(self) -> None:
+        """See `GradSource`."""
+        self.space.zero_(self.slot)
+
+    def add_(self, grad: Tensor) -> None:
+        """See `GradSource`."""
+        self.space.add_(self.slot, grad)
+
+    def assign_(self, grad: Tensor) -> None:
+        """See `GradSource`."""
+        if grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of {self.slot.name} is {grad.layout}: use dense gradients (Embedding(sparse=False))"
+            )
+        self.space.forget(self.slot)
+        self.space.add_(self.slot, grad.detach())
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copied or pickled parameter has no gradient: this becomes None."""
+        return type(None), ()
+
+
+class SpaceGrads(ABC):
+    """The gradients of one space."""
+
+    buffer: GradBuffer
+
+    def __init__(self, space: ParamSpace) -> None:
+        self.space = space
+        self.grads = [ParamGrad(self, slot) for slot in space.slots]
+
+    def _attach(self) -> None:
+        for grad in self.grads:
+            grad.param.grad = None
+            grad.param.main_grad = grad  # type: ignore[attr-defined]
+            grad.param.register_post_accumulate_grad_hook(grad.take_autograds)
+
+    def settle(self) -> list[bool]:
+        """Make the storage agree with ``p.grad``: for each slot, whether it has a gradient. Others become zero."""
+        used = []
+        for own in self.grads:
+            grad = own.param.grad
+            used.append(grad is not None)
+            if grad is None:
+                self.zero_(own.slot)
+            elif not own.is_own(grad):
+                own.assign_(grad)
+                own.param.grad = own.tensor
+        return used
+
+    def accumulate_(self, own: ParamGrad, grad: Tensor | WeightGrad) -> None:
+        """Add a gradient that a layer wrote, to the parameter's ``grad``."""
+        present = own.param.grad
+        if present is None:
+            self.forget(own.slot)
+        elif not own.is_own(present):
+            own.assign_(present)
+        self.add_(own.slot, grad)
+        if present is not own.tensor:
+            own.param.grad = own.tensor
+
+    @abstractmethod
+    def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        """Write or add a gradient."""
+
+    @abstractmethod
+    def forget(self, slot: Slot) -> None:
+        """The next gradient of `slot` overwrites what is stored."""
+
+    @abstractmethod
+    def zero_(self, slot: Slot) -> None:
+        """Make the gradient of `slot` zero. Nothing happens where it is zero already."""
+
+    @abstractmethod
+    def values(self, slot: Slot) -> Tensor:
+        """The gradient of `slot`, FP32 in the parameter's shape (a copy)."""
+
+    @abstractmethod
+    def squared_norm(self, slot: Slot) -> Tensor:
+        """Σ x² of the gradient of `slot`, FP32 [1]."""
+
+    @abstractmethod
+    def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
+        """Multiply the gradient of `slot`, or all gradients, by a number."""
+
+
+class LinearGrads(SpaceGrads):
+    """Gradients of linear weights on one replica.
+
+    Args:
+        num_gradients: gradients that each parameter is expected to receive per step.
+    """
+
+    buffer: GrowingGradBuffer
+
+    def __init__(self, space: ParamSpace, num_gradients: int = 1) -> None:
+        super().__init__(space)
+        self.buffer = GrowingGradBuffer(space, num_gradients)
+        for grad in self.grads:
+            grad.tensor = GradTensor(grad, grad.param)
+        self._attach()
+
+    def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        self.buffer.accumulate_(slot, grad)
+
+    def forget(self, slot: Slot) -> None:
+        self.buffer.forget(slot)
+
+    def zero_(self, slot: Slot) -> None:
+        if self.buffer.is_written(slot):
+            self.buffer.forget(slot)
+            self.buffer.zero_if_unwritten(slot)
+
+    def values(self, slot: Slot) -> Tensor:
+        return self.buffer.values(slot)
+
+    def squared_norm(self, slot: Slot) -> Tensor:
+        return self.buffer.squared_norm_of(slot)
+
+    def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
+        self.buffer.scale_(factor, slot)
+
+
+class PlainGrads(SpaceGrads):
+    """Gradients of plain parameters on one replica, in their own dtype.
+
+    A slot is written where ``p.grad`` is its view, so autograd and users write to the storage without being seen.
+
+    Args:
+        buffer: of the parameters' dtype.
+    """
+
+    buffer: LocalGradBuffer
+
+    def __init__(self, space: ParamSpace, buffer: LocalGradBuffer) -> None:
+        super().__init__(space)
+        self.buffer = buffer
+        self._views = {grad.slot.offset: grad.slot.slice(buffer.payload) for grad in self.grads}
+        #: Offsets of the slots that may hold something else than zeros.
+        self._filled: set[int] = set()
+        for grad in self.grads:
+            grad.tensor = self._views[grad.slot.offset]
+        self._attach()
+
+    def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        view, values = self._views[slot.offset], grad.wide() if isinstance(grad, WeightGrad) else grad
+        if slot.offset in self._filled:
+            view.add_(values)
+        else:
+            view.copy_(values)
+            self._filled.add(slot.offset)
+
+    def forget(self, slot: Slot) -> None:
+        self._filled.discard(slot.offset)
+
+    def zero_(self, slot: Slot) -> None:
+        if slot.offset in self._filled:
+            self._views[slot.offset].zero_()
+            self._filled.discard(slot.offset)
+
+    def values(self, slot: Slot) -> Tensor:
+        return self._views[slot.offset].to(torch.float32, copy=True)
+
+    def squared_norm(self, slot: Slot) -> Tensor:
+        return self._views[slot.offset].float().square().sum().reshape(1)
+
+    def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
+        (self.buffer.payload if slot is None else self._views[slot.offset]).mul_(factor)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: torch.nn.Module | Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clip the gradients of a model, or of some parameters, to a joint L2 norm; returns the norm before, FP32 [].
+
+    One pass over the gradients in their own storage, without waiting for the device. A factor on FP8 gradients changes
+    their scales alone. Over replicas the norm is that of the mean gradient, and all replicas call this. Parameters that
+    the FP8 optimizer does not hold are clipped as torch does. A norm that is not finite makes all gradients NaN; the
+    optimizer then skips its step.
+
+    Args:
+        parameters: a module, a parameter, or parameters; those without a gradient are left out.
+    """
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = [param for param in params if param.grad is not None]
+    if not params:
+        return torch.zeros(())
+    whole, single, plain = _sorted_by_storage(params)
+    device = params[0].device
+    squares = [space.buffer.squared_norm() for space in whole]
+    squares += [grad.squared_norm() for grad in single]
+    squares += [grad.float().square().sum().reshape(1) for grad in plain]
+    norm = torch.cat([square.to(device) for square in squares]).sum().sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for space in whole:
+        space.scale_(factor)
+    for own in single:
+        own.scale_(factor)
+    for grad in plain:
+        grad.mul_(factor.to(grad.device))
+    return norm
+
+
+def _sorted_by_storage(params: Sequence[Tensor]) -> tuple[list[SpaceGrads], list[ParamGrad], list[Tensor]]:
+    """Spaces whose gradients are all meant, single gradients of other spaces, and gradients in no space."""
+    wanted: dict[SpaceGrads, list[ParamGrad]] = {}
+    plain: list[Tensor] = []
+    for param in params:
+        own = getattr(param, "main_grad", None)
+        if isinstance(own, ParamGrad):
+            wanted.setdefault(own.space, []).append(own)
+        elif param.grad is not None:
+            plain.append(param.grad)
+    whole, single = [], []
+    for space, grads in wanted.items():
+        if sum(space.settle()) == len(grads):
+            whole.append(space)
+        else:
+            single += grads
+    return whole, single, plain

@@ -1,0 +1,308 @@
+"""`FP8Optimizer`: Adam and AdamW over FP8 state for any model, as a `torch.optim.Optimizer`.
+
+How it fits together:
+
+- The trainable parameters of each of the user's param groups lie in a few spaces (`sharding.partition`): FP8 linear
+  weights, and plain matrices and vectors by dtype. A space has one gradient buffer (`gradients`) and one optimizer
+  state (`optimizer.state.SpaceState`), and a step is one kernel a space.
+- Linear weights are stored as the level says. Other parameters keep the user's dtype: FP32 is its own master, 16 bits
+  have a master beside them. Moments of matrices are stored as the level says, of vectors in FP32. Frozen parameters are
+  in no space.
+- The group's numbers are read at every step. Parameters without a gradient are not updated, as in torch: their part of
+  the kernel's range is left out, and they have step numbers of their own (`step_numbers`).
+- The master is the truth. Values written to a weight reach it at once (`ScaledTensor.owner`), values written to a plain
+  parameter at the next step (its version counter, or its memory, has changed).
+- Nothing in a step waits for the device. A step with a gradient that is not finite is skipped there, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import LEVELS
+from ..kernels import ops
+from ..nn.conv1d import FP8Conv1D
+from ..optimizer.state import SpaceState
+from ..optimizer.written_weights import MasterWeight, write_weight
+from ..quantization.amax_history import AmaxHistory
+from ..quantization.scaled_tensor import ScaledTensor
+from ..sharding.grad_buffer import LocalGradBuffer
+from ..sharding.partition import ParamSpace, StorageClass, partition
+from ..sharding.storage import ModelStorage
+from .gradients import LinearGrads, PlainGrads, SpaceGrads
+from .step_numbers import StepNumbers
+from .torch_optimizers import OptimizerError, check_optimizer, check_params, use_params
+
+
+@dataclass
+class _Space:
+    """One space of a param group.
+
+    Attributes:
+        group: the user's param group, read at every step.
+        seen: by slot, the memory and the version of a plain parameter when its value was last the master's.
+    """
+
+    grads: SpaceGrads
+    state: SpaceState
+    group: dict[str, Any]
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def space(self) -> ParamSpace:
+        """The parameters."""
+        return self.state.space
+
+
+class FP8Optimizer(torch.optim.Optimizer):
+    """AdamW or Adam with state in FP8, for the parameters of one model. `build_optimizer` makes it.
+
+    ``param_groups`` are the user's: ``lr``, ``betas``, ``eps``, ``weight_decay`` are read at every step. `GradScaler`
+    works without waiting for the device.
+
+    Args:
+        param_groups: torch's param groups, with ``decoupled_weight_decay`` (AdamW) or without (Adam's L2 term).
+        defaults: for options that a group does not have.
+        names: the names of the model's parameters, for errors and for random numbers.
+        values: initial values of parameters that are not to start from the value that they have.
+        storage: what is stored in which format.
+        histories: delayed scales of the model's casts; `step` advances them.
+        num_gradients: gradients that each parameter is expected to receive per step.
+    """
+
+    #: GradScaler leaves unscaling and the check for inf to `step`.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        names: Mapping[torch.nn.Parameter, str],
+        values: Mapping[torch.nn.Parameter, Tensor],
+        storage: ModelStorage,
+        histories: Sequence[AmaxHistory] = (),
+        num_gradients: int = 1,
+    ) -> None:
+        self._names = names
+        self._values = values
+        self._storage = storage
+        self._histories = [history for history in histories if history.num_slots]
+        self._num_gradients = num_gradients
+        self._spaces: list[_Space] = []
+        self._frozen: list[torch.nn.Parameter] = []
+        device = next(iter(names)).device
+        self._numbers = StepNumbers(device)
+        self._num_skipped = torch.zeros(1, device=device)
+        super().__init__(param_groups, defaults)
+        self._values = {}  # the masters hold them
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters; its trainable parameters get state.
+
+        Raises:
+            OptimizerError: a parameter is not the model's, or has a dtype that the optimizer does not take.
+        """
+        super().add_param_group(param_group)
+        check_params(param_group, self._names)
+        params = [param for param in param_group["params"] if param.numel()]
+        self._frozen += [param for param in params if not param.requires_grad]
+        named = [(self._names[param], param) for param in params if param.requires_grad]
+        for space in partition(named, keeps_dtype=True):
+            self._spaces.append(self._build(space, param_group))
+
+    @torch.no_grad()
+    def _build(self, space: ParamSpace, group: dict[str, Any]) -> _Space:
+        """State and gradients of a new space, with the values that its parameters have."""
+        values = [self._values.get(slot.param, _value(slot.param)) for slot in space.slots]
+        state = SpaceState(space, self._storage.of_state(space.storage, space.dtype))
+        for slot, value in zip(space.slots, values, strict=True):
+            state.set_master(slot, value)
+        state.derive_weights()
+        for slot in space.slots:
+            if isinstance(slot.param, ScaledTensor):
+                slot.param.owner = MasterWeight(state, slot)
+        built = _Space(self._build_grads(space), state, group)
+        self._numbers.add_space(space)
+        self._see(built)
+        return built
+
+    def _build_grads(self, space: ParamSpace) -> SpaceGrads:
+        if space.storage is StorageClass.LINEAR:
+            return LinearGrads(space, self._num_gradients)
+        return PlainGrads(space, LocalGradBuffer(space, self._storage.of_grads(space.storage, 1, space.dtype).local))
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that changed nothing, because a gradient was not finite. Reading it waits for the device."""
+        return int(self._num_skipped.item())
+
+    @property
+    def storage_bytes(self) -> dict[str, int]:
+        """Bytes held on this rank, by kind: weight, master_weight, exp_avg, exp_avg_sq, main_grad, and scales (with
+        other small tensors). Frozen parameters are not counted."""
+        total: dict[str, int] = {}
+        for space in self._spaces:
+            buffer = space.grads.buffer
+            counts = space.state.byte_counts() | {"main_grad": buffer.nbytes}
+            counts["scales"] += buffer.scale_bytes
+            for kind, count in counts.items():
+                total[kind] = total.get(kind, 0) + count
+        return total
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's result.
+
+        A gradient that is not finite skips the step on the device.
+
+        Args:
+            closure: computes the loss and its gradients once more.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._update()
+        return result
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        self._check_frozen()
+        self.take_written_values()
+        used = [space.grads.settle() for space in self._spaces]
+        if not any(any(flags) for flags in used):
+            return
+        factor = self._grad_factor()
+        moved = torch.isfinite(factor).float()
+        self._num_skipped += 1.0 - moved
+        parts = self._numbers.advance(used, moved)
+        for space, own_parts in zip(self._spaces, parts, strict=True):
+            if own_parts:
+                space.state.update_parts(space.grads.buffer, own_parts, _hyperparameters(space.group), factor)
+        for history in self._histories:
+            history.update(None, factor)
+
+    def _grad_factor(self) -> Tensor:
+        """What gradients are multiplied by, FP32 [1]: 1 / GradScaler's scale, or NaN if the step is skipped."""
+        total = torch.cat([space.grads.buffer.squared_norm() for space in self._spaces]).sum().reshape(1)
+        for history in self._histories:
+            history.examine(total)
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        factor = torch.ones_like(total) if grad_scale is None else 1.0 / grad_scale.to(total).reshape(1)
+        is_good = torch.isfinite(total)
+        if found_inf is not None:
+            is_good = is_good & (found_inf.to(total.device).reshape(1) == 0)
+        return torch.where(is_good, factor, torch.nan)
+
+    def _check_frozen(self) -> None:
+        for param in self._frozen:
+            if param.grad is not None:
+                raise OptimizerError(
+                    f"{self._names[param]} was frozen when the optimizer was built and has a gradient now: "
+                    f"set requires_grad before initialize, or do not unfreeze it"
+                )
+
+    def take_written_values(self) -> None:
+        """Give the masters of plain parameters the values that were written to the parameters since the last step.
+
+        `step` does so. Memory that was exchanged (``param.data = …``) is exchanged back, with its values.
+        """
+        for space in self._spaces:
+            for index, (slot, seen) in enumerate(zip(space.space.slots, space.seen, strict=False)):
+                param = slot.param
+                if (param.data_ptr(), param._version) == seen:
+                    continue
+                if param.dtype != space.space.dtype or param.device != space.space.device:
+                    raise OptimizerError(
+                        f"{slot.name} was {space.space.dtype} on {space.space.device} when the optimizer was built and "
+                        f"is {param.dtype} on {param.device}: convert or move the model before initialize"
+                    )
+                value = param.detach()
+                if param.data_ptr() != seen[0]:
+                    param.data = slot.slice(space.state.weight.payload)
+                write_weight(space.state, slot, value)
+                space.seen[index] = (param.data_ptr(), param._version)
+
+    def _see(self, space: _Space) -> None:
+        """The values that plain parameters have are their masters'."""
+        if space.space.storage is not StorageClass.LINEAR:
+            space.seen = [(slot.param.data_ptr(), slot.param._version) for slot in space.space.slots]
+
+
+def build_optimizer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter],
+    opt_level: str,
+    *,
+    gradient_accumulation_steps: int | None = None,
+) -> FP8Optimizer:
+    """The FP8 optimizer in place of the user's, with its param groups and hyperparameters.
+
+    Args:
+        optimizer: torch's Adam or AdamW over parameters of the model, before its first step.
+        replaced: weights that were replaced in the model → the new ones. The new ones start with the old ones' values.
+        opt_level: O1, O2 or O3.
+        gradient_accumulation_steps: backward passes per step, if known; else the first step with several finds out.
+
+    Raises:
+        OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
+    """
+    check_optimizer(optimizer)
+    names = {param: name for name, param in model.named_parameters()}
+    if not names:
+        raise OptimizerError("the model has no parameters")
+    return FP8Optimizer(
+        use_params(optimizer, replaced),
+        dict(optimizer.defaults),
+        names=names,
+        values=_initial_values(model, replaced),
+        storage=ModelStorage(LEVELS[opt_level]),
+        histories=delayed_scales(model, next(iter(names)).device),
+        num_gradients=gradient_accumulation_steps or 1,
+    )
+
+
+def delayed_scales(model: torch.nn.Module, device: torch.device) -> list[AmaxHistory]:
+    """The delayed scales of a model's FP8 layers, ready for the first step."""
+    layers: dict[AmaxHistory, dict[str, list[int]]] = {}
+    for name, module in model.named_modules():
+        quantizers = getattr(module, "quantizers", None)
+        history = getattr(getattr(quantizers, "input", None), "history", None)
+        if quantizers is not None and history is not None:
+            layers.setdefault(history, {})[name] = list(quantizers.slots())
+    for history, slots in layers.items():
+        if history.record is None:
+            history.name_layers(slots)
+            history.allocate(device)
+    return list(layers)
+
+
+def _initial_values(
+    model: torch.nn.Module, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]
+) -> dict[torch.nn.Parameter, Tensor]:
+    """The value of every new weight before it was rounded."""
+    transposed = {module.weight for module in model.modules() if isinstance(module, FP8Conv1D)}
+    return {new: old.detach().t() if new in transposed else old.detach() for old, new in replaced.items()}
+
+
+def _value(param: torch.nn.Parameter) -> Tensor:
+    return param.dequantize() if isinstance(param, ScaledTensor) else param.detach()
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> ops.AdamHyper:
+    """The numbers of a group's next step."""
+    beta1, beta2 = group["betas"]
+    return ops.AdamHyper(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=bool(group.get("decoupled_weight_decay")),
+    )

@@ -1,0 +1,81 @@
+"""What is read of the user's ``torch.optim`` optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW
+
+from ..errors import UserError
+
+#: Options of torch's Adam that change the update and that the FP8 optimizer does not have.
+_UNKNOWN_OPTIONS = ("amsgrad", "maximize", "differentiable", "capturable")
+#: Dtypes that a parameter may have beside FP8 weights.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class OptimizerError(UserError):
+    """The optimizer, or a parameter that it holds, cannot be used with FP8."""
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Check that `optimizer` is torch's Adam or AdamW, unused, with options that the FP8 optimizer has.
+
+    Raises:
+        OptimizerError: it is not.
+    """
+    kind = type(optimizer)
+    if kind not in (Adam, AdamW):
+        raise OptimizerError(
+            f"optimizer is {kind.__module__}.{kind.__qualname__}: FP8 state needs torch.optim.AdamW or torch.optim.Adam"
+        )
+    if optimizer.state:
+        raise OptimizerError(
+            f"the optimizer has state of {len(optimizer.state)} parameters: call initialize before the first step, and "
+            f"load the state into the optimizer that it returns"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for option in _UNKNOWN_OPTIONS:
+            if group.get(option):
+                raise OptimizerError(
+                    f"param_groups[{index}] has {option}={group[option]}, which the FP8 optimizer does not have: "
+                    f"build {kind.__name__} without {option}"
+                )
+
+
+def use_params(
+    optimizer: torch.optim.Optimizer, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]
+) -> list[dict[str, Any]]:
+    """The optimizer's own param groups, with replaced parameters in place of the old ones.
+
+    The dicts are the same objects, so a learning-rate scheduler that holds the old optimizer sets the rates of the new
+    one too.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(param, param) for param in group["params"]]
+    return optimizer.param_groups
+
+
+def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Check the parameters of one group.
+
+    Raises:
+        OptimizerError: one is not the model's, or has a dtype or device that the FP8 optimizer does not take.
+    """
+    for param in group["params"]:
+        if param not in names:
+            raise OptimizerError(
+                f"the optimizer holds a parameter of shape {tuple(param.shape)} that the model does not have: "
+                f"build it from model.parameters() of this model"
+            )
+        if param.dtype not in _DTYPES:
+            known = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise OptimizerError(f"{names[param]} is {param.dtype}: parameters are {known}; convert the model first")
+        if param.is_meta:
+            raise OptimizerError(f"{names[param]} is on the meta device: give the model values first (to_empty, init)")
+    devices = {param.device: names[param] for param in names if param.requires_grad}
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise OptimizerError(f"the model's parameters are on several devices ({places}): move it to one")

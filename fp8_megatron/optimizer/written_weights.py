@@ -1,0 +1,80 @@
+"""Values that somebody else writes into a parameter: they reach its master, and the weight is derived from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import E4M3, STATE_BLOCK
+from ..kernels import ops
+from ..sharding.partition import CHUNK, Slot
+from .state import SpaceState
+
+
+class MasterWeight:
+    """The master of one `ScaledTensor`: its `quantization.scaled_tensor.WeightOwner`."""
+
+    def __init__(self, state: SpaceState, slot: Slot) -> None:
+        self._state = state
+        self._slot = slot
+
+    def write(self, value: Tensor) -> None:
+        """See `WeightOwner.write`."""
+        write_weight(self._state, self._slot, value)
+
+    def value(self) -> Tensor:
+        """See `WeightOwner.value`."""
+        return self._state.get_master(self._slot)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copied or pickled weight has no master: this becomes None."""
+        return type(None), ()
+
+
+@torch.no_grad()
+def write_weight(state: SpaceState, slot: Slot, value: Tensor) -> None:
+    """Give a parameter a new value (any float dtype, its shape) and derive its weight; called by every replica.
+
+    An element of the master that rounds to the element of `value` in the dtype of `value` keeps its bits. So a weight
+    that was saved in 16 bits and comes back does not take precision from its master.
+
+    Raises:
+        ValueError: another shape, with both shapes.
+    """
+    if value.shape != slot.param.shape:
+        raise ValueError(
+            f"{slot.name}: the model's shape is {tuple(slot.param.shape)}, the value's {tuple(value.shape)}"
+        )
+    if state.gather is not None:
+        state.gather.wait()
+    flat = value.detach().reshape(-1).to(state.space.device)
+    for fragment in state.space.fragments(slot):
+        given = flat[fragment.slot_start : fragment.slot_start + fragment.length]
+        master = state.master.part(fragment)
+        stored = master.load()
+        present = stored[: given.numel()]
+        present.copy_(torch.where(present.to(given.dtype) == given, present, given.float()))
+        master.store_(stored)
+    _derive_weight(state, slot)
+
+
+def _derive_weight(state: SpaceState, slot: Slot) -> None:
+    """Derive one parameter's weight from its new master, on every replica."""
+    stored = torch.nn.functional.pad(state.get_master(slot).view(-1), (0, slot.padded - slot.numel))
+    weight = slot.padded_slice(state.weight.payload)
+    if state.weight_scales is not None:
+        assert state.chunk_amax is not None
+        for fragment in state.space.fragments(slot):
+            chunks = stored[fragment.slot_start : fragment.slot_start + fragment.length].abs().view(-1, CHUNK)
+            first = fragment.shard_start // CHUNK
+            state.chunk_amax[first : first + len(chunks)] = chunks.amax(dim=1)
+        amax = stored.abs().amax().reshape(1)
+        scale = state.weight_scales[state.space.slots.index(slot), :1]
+        usable = torch.isfinite(amax) & (amax > 0)
+        scale.copy_(torch.where(usable, ops.scale_from_amax(amax, E4M3, power_of_two=False), scale))
+        same_tensor = torch.zeros(slot.padded // CHUNK, dtype=torch.int32, device=state.space.device)
+        ops.derive_fp8_weights_(stored, None, weight, scale, same_tensor)
+    elif state.weight.scales is not None:
+        ops.quantize_blockwise_(stored, weight, slot.padded_slice(state.weight.scales, STATE_BLOCK))
+    else:
+        weight.copy_(stored)

@@ -1,0 +1,328 @@
+"""FP8Optimizer on one rank: torch's Adam(W), param groups, unused parameters, written values, GradScaler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.any_model.optimizer import FP8Optimizer, build_optimizer
+from fp8_megatron.any_model.torch_optimizers import OptimizerError
+from fp8_megatron.nn.module import FP8Linear
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.quantization.stats import snr_db
+
+LEVELS = ["O1", "O2", "O3"]
+
+
+class Plain(torch.nn.Module):
+    """Parameters that stay as they are: a matrix, vectors, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in {"matrix": (48, 40), "bias": (200,), "norm": (90,), "scalar": ()}.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape, generator=generator)))
+
+
+class Linears(torch.nn.Module):
+    """Two FP8 linear layers and a norm; `old` are the FP32 weights that they replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        linears = [torch.nn.Linear(64, 96), torch.nn.Linear(96, 32)]
+        self.first, self.second = (FP8Linear.from_linear(linear) for linear in linears)
+        self.norm = torch.nn.LayerNorm(96)
+        self.old = {linear.weight: self[index].weight for index, linear in enumerate(linears)}
+
+    def __getitem__(self, index: int) -> FP8Linear:
+        return (self.first, self.second)[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.norm(self.first(x.bfloat16()).float()).bfloat16()).float()
+        return y
+
+
+def linears(level: str, *, lr: float = 1e-2, **settings: float) -> tuple[Linears, FP8Optimizer]:
+    module = Linears()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, **settings)  # type: ignore[arg-type]
+    # The user's optimizer holds the weights that are in the model before they are replaced.
+    back = {new: old for old, new in module.old.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [back.get(param, param) for param in group["params"]]
+    return module, build_optimizer(module, optimizer, module.old, level)
+
+
+def inputs(seed: int = 1) -> Tensor:
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(module: Linears, seed: int = 1) -> Tensor:
+    cotangent = torch.randn(32, 32, generator=torch.Generator().manual_seed(1000 + seed))
+    return (module(inputs(seed)) * cotangent).sum() / 32
+
+
+def gradients(module: torch.nn.Module, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(10 + step)
+    return {name: torch.randn(param.shape, generator=generator) for name, param in module.named_parameters()}
+
+
+def train(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, is_used: Callable[[str, int], bool], num_steps: int = 12
+) -> None:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        given = gradients(module, step)
+        for name, param in module.named_parameters():
+            if is_used(name, step):
+                param.grad = given[name]
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("skips", [False, True], ids=["all_used", "some_unused"])
+def test_fp32_parameters_are_updated_as_by_torch(kind: type[torch.optim.Adam], skips: bool) -> None:
+    """At O1 all state of FP32 parameters is FP32. Both sides round each of 12 updates of at most lr (0.1 in sum
+    0.1 · Σ 1/n = 0.31) a few times: 12 · 4 · 2⁻²⁴ · (|p| ≤ 4) = 1.1e-5."""
+
+    def is_used(name: str, step: int) -> bool:
+        return not skips or ((name != "norm" or step > 3) and (name != "matrix" or step % 3 > 0))
+
+    ours, theirs = Plain(), Plain()
+    outcomes = []
+    for module in (ours, theirs):
+        groups = [
+            {"params": [module.matrix, module.norm], "weight_decay": 0.5},
+            {"params": [module.bias, module.scalar], "lr": 3e-2, "betas": (0.8, 0.99), "weight_decay": 0.0},
+        ]
+        optimizer: torch.optim.Optimizer = kind(groups, lr=0.1)
+        if module is ours:
+            optimizer = build_optimizer(module, optimizer, {}, "O1")
+        train(module, optimizer, is_used)
+        outcomes.append({name: param.detach().clone() for name, param in module.named_parameters()})
+    for name, expected in outcomes[1].items():
+        assert torch.allclose(outcomes[0][name], expected, rtol=0, atol=1.1e-5), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_keep_their_dtype_beside_a_master(dtype: torch.dtype) -> None:
+    """Steps of 2⁻¹² · |p| are lost in BF16 weights, not in masters: 40 equal ones move the weight by 1%."""
+    module = Plain().to(dtype)
+    before = {name: param.detach().clone() for name, param in module.named_parameters()}
+    optimizer = build_optimizer(module, torch.optim.AdamW(module.parameters(), lr=2.0**-12, weight_decay=0.0), {}, "O3")
+    for _ in range(40):
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    for name in ("matrix", "bias"):
+        param = module.get_parameter(name)
+        assert param.dtype == dtype
+        # Adam's steps with a constant gradient are lr each, 40 · 2⁻¹² = 2⁻⁶·⁷ in all. Each of 200 or more weights
+        # rounds by 2⁻⁹ of itself at most, so their mean by 2⁻⁹ / √200 = 2⁻¹³, 1.3% of the sum.
+        moved = (before[name].float() - param.detach().float()).mean().item()
+        assert moved == pytest.approx(40 * 2.0**-12, rel=0.05), name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_linear_weights_follow_adamw_in_float64(level: str) -> None:
+    """Gradients enter in E4M3 with a scale for each 128: an error of 2⁻⁴/√3 at most of each, 31 dB. Adam's first
+    update is lr · sign(g) whatever g's rounding, and moments in FP8 keep 2 to 3 bits: 20 dB of the total change."""
+    module, optimizer = linears(level, lr=1e-3, weight_decay=0.1)
+    names = ["first.weight", "second.weight"]
+    params = dict(module.named_parameters())
+    start = {name: params[name].owner.value().double() for name in names}  # type: ignore[attr-defined]
+    copies = [torch.nn.Parameter(start[name].clone()) for name in names]
+    reference = torch.optim.AdamW(copies, lr=1e-3, weight_decay=0.1)
+    for step in range(10):
+        given = gradients(module, step)
+        for name, copied in zip(names, copies, strict=True):
+            copied.grad = given[name].double()
+            params[name].grad = given[name].to(params[name].dtype)
+        for param in (module.norm.weight, module.first.bias):
+            param.grad = torch.zeros_like(param)
+        reference.step()
+        optimizer.step()
+    for name, copied in zip(names, copies, strict=True):
+        change = params[name].owner.value().double() - start[name]  # type: ignore[attr-defined]
+        assert snr_db(change, copied.detach() - start[name]) > 15.0, name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_masters_start_from_the_replaced_weights(level: str) -> None:
+    module, _ = linears(level)
+    for old, new in module.old.items():
+        # FP16 with block scales: 11 bits.
+        assert torch.allclose(new.owner.value(), old.detach(), rtol=2.0**-11, atol=1e-6)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_learns(level: str) -> None:
+    module, optimizer = linears(level, lr=3e-2)
+    target = (inputs() @ torch.randn(64, 32, generator=torch.Generator().manual_seed(5))).tanh()
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (module(inputs()) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0], losses
+
+
+def test_a_closure_computes_the_loss() -> None:
+    module, optimizer = linears("O2")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(module)
+        loss.backward()
+        return loss
+
+    before = module.first.weight.dequantize()
+    assert torch.is_tensor(optimizer.step(closure))
+    assert not torch.equal(module.first.weight.dequantize(), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(level: str) -> None:
+    module, optimizer = linears(level)
+    loss_of(module).backward()
+    optimizer.step()
+    before = [optimizer_values(param) for param in module.parameters()]
+    optimizer.zero_grad()
+    (loss_of(module) * math.inf).backward()
+    optimizer.step()
+    assert optimizer.num_skipped_steps == 1
+    for param, expected in zip(module.parameters(), before, strict=True):
+        assert torch.equal(optimizer_values(param), expected)
+    optimizer.zero_grad()
+    loss_of(module).backward()
+    optimizer.step()
+    assert optimizer.num_skipped_steps == 1
+    assert not torch.equal(optimizer_values(module.first.weight), before[0])
+
+
+def optimizer_values(param: Tensor) -> Tensor:
+    return param.master_value() if isinstance(param, ScaledTensor) else param.detach().clone()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_written_values_are_not_reverted(level: str, dtype: torch.dtype) -> None:
+    """A written value is the next step's start. With a learning rate of 0 the step changes nothing."""
+    module, optimizer = linears(level, lr=0.0)
+    if dtype is torch.bfloat16:
+        module = Plain().bfloat16()  # type: ignore[assignment]
+        optimizer = build_optimizer(module, torch.optim.AdamW(module.parameters(), lr=0.0), {}, level)
+    written = {}
+    for index, (name, param) in enumerate(module.named_parameters()):
+        value = torch.randn(param.shape, generator=torch.Generator().manual_seed(index))
+        # Numbers that every storage holds: 1, 1.25, 1.5, 1.75 times powers of two, of both signs.
+        value = torch.ldexp(torch.round(value * 4) / 4, torch.tensor(-2)).to(param.dtype)
+        written[name] = value
+        if index % 3 == 2 and not isinstance(param, ScaledTensor):
+            param.data = value.clone()
+            continue
+        with torch.no_grad():
+            param.copy_(value)
+    for param in module.parameters():
+        param.grad = torch.ones_like(param.dequantize() if isinstance(param, ScaledTensor) else param).to(param.dtype)
+    optimizer.step()
+    for name, param in module.named_parameters():
+        assert torch.equal(optimizer_values(param).to(written[name].dtype), written[name]), name
+
+
+def test_a_value_that_comes_back_in_16_bits_keeps_the_master() -> None:
+    module, _ = linears("O3")
+    master = module.first.weight.owner.value()  # type: ignore[union-attr]
+    before = module.first.weight.dequantize()
+    assert not torch.equal(master, master.bfloat16().float())
+    with torch.no_grad():
+        module.first.weight.copy_(master.bfloat16())
+    assert torch.equal(module.first.weight.owner.value(), master)  # type: ignore[union-attr]
+    assert torch.equal(module.first.weight.dequantize(), before)
+
+
+def test_frozen_parameters_have_no_state() -> None:
+    module = Linears()
+    module.first.weight.requires_grad_(False)
+    params = [module.first.weight, module.second.weight, module.norm.weight]
+    optimizer = build_optimizer(module, torch.optim.AdamW(params), {}, "O3")
+    counts = optimizer.storage_bytes
+    # 96 · 32 elements end inside the first chunk of 4,096; the norm's 96 take 128.
+    assert counts["weight"] == 4096 + 128 * 4
+    assert counts["exp_avg"] == 4096 + 128 * 4
+    before = module.first.weight.dequantize()
+    loss_of(module).backward()
+    optimizer.step()
+    assert torch.equal(module.first.weight.dequantize(), before)
+    module.first.weight.requires_grad_(True)
+    loss_of(module).backward()
+    with pytest.raises(OptimizerError, match=r"first\.weight was frozen"):
+        optimizer.step()
+
+
+def test_a_group_can_be_added() -> None:
+    module = Plain()
+    optimizer = build_optimizer(module, torch.optim.AdamW([module.matrix], lr=0.1), {}, "O1")
+    module.matrix.grad = torch.ones_like(module.matrix)
+    optimizer.step()
+    optimizer.add_param_group({"params": [module.bias], "lr": 0.5})
+    before = module.bias.detach().clone()
+    module.bias.grad = torch.ones_like(module.bias)
+    optimizer.step()
+    # Its first update, so all of it is lr; the decay is 0.5 · 0.01 of the value. FP32 rounds values up to 4.
+    assert torch.allclose(module.bias, before * (1 - 0.5 * 0.01) - 0.5, rtol=0, atol=1e-6)
+
+
+def test_grad_scaler_divides_and_skips() -> None:
+    """A power-of-two scale changes no bit of BF16 and FP8 gradients."""
+    outcomes = []
+    for scale in (1.0, 1024.0):
+        module, optimizer = linears("O3")
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(module, step)).backward()
+            if step == 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        outcomes.append([optimizer_values(param) for param in module.parameters()])
+    for plain, scaled in zip(*outcomes, strict=True):
+        assert torch.equal(plain, scaled)
+    optimizer.zero_grad()
+    (scaler.scale(loss_of(module)) * math.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert optimizer.num_skipped_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda params: torch.optim.SGD(params), "torch.optim.sgd.SGD: FP8 state needs torch.optim.AdamW"),
+        (lambda params: torch.optim.AdamW(params, amsgrad=True), "amsgrad=True"),
+        (lambda params: torch.optim.Adam(params, maximize=True), "build Adam without maximize"),
+        (lambda _: torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]), "shape \\(3,\\) that the model does not"),
+    ],
+)
+def test_what_cannot_be_is_refused(build: Callable[..., torch.optim.Optimizer], message: str) -> None:
+    module = Plain()
+    with pytest.raises(OptimizerError, match=message):
+        build_optimizer(module, build(module.parameters()), {}, "O2")
+
+
+def test_float64_is_refused_by_name() -> None:
+    module = Plain()
+    module.norm = torch.nn.Parameter(module.norm.detach().double())
+    with pytest.raises(OptimizerError, match=r"norm is torch\.float64"):
+        build_optimizer(module, torch.optim.AdamW(module.parameters()), {}, "O2")
