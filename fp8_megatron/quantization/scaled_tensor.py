@@ -1,15 +1,19 @@
 """ScaledTensor: a weight that is stored only as a low-precision payload and FP32 scales.
 
 It is a ``torch.Tensor`` wrapper subclass. It can be an ``nn.Parameter`` with ``requires_grad=True``, and it passes
-through megatron-core's attribute tagging and ``state_dict``. It advertises BF16, so that ``.bfloat16()``,
-``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy. Arithmetic on it
-raises an error: layers call `gemm_operand` for the FP8 operand of a GEMM, and other code calls `dequantize`, which
-makes the cost of the copy visible.
+through megatron-core's attribute tagging and ``state_dict``. It advertises BF16 unless told otherwise, so that
+``.bfloat16()``, ``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy.
+Arithmetic on it raises an error: layers call `gemm_operand` for the FP8 operand of a GEMM, and other code calls
+`dequantize`, which makes the cost of the copy visible.
+
+Views of whole rows are ScaledTensors too, and share memory with their base. torch's ``fully_shard`` cuts a weight into
+such parts and gathers them as they are stored (`weight_shards`): one byte an element for E4M3.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,28 +22,20 @@ from torch.utils._pytree import tree_leaves
 from ..formats import E4M3, FP8_DTYPES
 from ..kernels import ops
 from .operand import Format, Quantized, quantize, with_one_scale
+from .weight_shards import Gathered, OwnerOfView, Part, WeightOwner, gather_inputs
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _aten = torch.ops.aten
-
-
-class WeightOwner(Protocol):
-    """Holds the value that a `ScaledTensor` is derived from: an optimizer with its master weight."""
-
-    def write(self, value: Tensor) -> None:
-        """Make `value` (any float dtype, the tensor's shape) the tensor's value, and derive payload and scale from it.
-
-        Every replica calls it with the same value.
-        """
-
-    def value(self) -> Tensor:
-        """The tensor's value in FP32, in its shape. Every replica calls it."""
 
 
 class ScaledTensor(torch.Tensor):
     """x ≈ payload · scale.
 
     Args:
-        payload: E4M3 or FP16 (with --params-dtype any 16- or 32-bit dtype), of the tensor's shape, contiguous.
+        payload: E4M3 or FP16 (with --params-dtype any 16- or 32-bit dtype), of the tensor's shape. Contiguous, but for
+            views.
         scale: FP32, [1] for the whole tensor (its value is 1 if the tensor is unscaled), or [numel / block] for blocks
             of the flattened tensor (FP16).
         dtype: the dtype it advertises.
@@ -47,21 +43,33 @@ class ScaledTensor(torch.Tensor):
 
     _payload: Tensor
     _scale: Tensor
-    #: Who derives payload and scale. Views (`detach`) have the same one, copies have none.
+    #: Who derives payload and scale. Views write through it, copies have none.
     owner: WeightOwner | None = None
+    _part: Part | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, payload: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False
+        cls,
+        payload: Tensor,
+        scale: Tensor,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        requires_grad: bool = False,
     ) -> ScaledTensor:
-        assert payload.is_contiguous() and scale.dtype == torch.float32, (payload.stride(), scale.dtype)
+        assert scale.dtype == torch.float32, scale.dtype
         self = torch.Tensor._make_wrapper_subclass(
-            cls, payload.shape, dtype=dtype, device=payload.device, requires_grad=requires_grad
+            cls,
+            payload.shape,
+            strides=payload.stride(),
+            dtype=dtype,
+            device=payload.device,
+            requires_grad=requires_grad,
         )
         self._payload = payload
         self._scale = scale
+        self._part = None
         return self
 
     @classmethod
@@ -85,6 +93,8 @@ class ScaledTensor(torch.Tensor):
         assert payload.shape == self.shape and payload.is_contiguous(), (payload.shape, self.shape)
         self._payload = payload
         self._scale = scale
+        if self._part is not None:
+            self._part.scales_alone = False
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """payload · scale as a plain tensor; a new high-precision copy."""
@@ -111,21 +121,83 @@ class ScaledTensor(torch.Tensor):
         if self.owner is not None:
             self.owner.write(value.master_value() if isinstance(value, ScaledTensor) else value)
             return
-        if isinstance(value, ScaledTensor) and value._payload.dtype == self._payload.dtype:
+        if isinstance(value, ScaledTensor) and value._payload.dtype == self._payload.dtype and self._owns_scale():
             self._payload.copy_(value._payload)
             self._scale.copy_(value._scale)
+            if self._part is not None:
+                self._part.is_zero = False
+                self._part.scales_alone = value._part is not None and value._part.scales_alone
             return
-        plain = value.dequantize() if isinstance(value, ScaledTensor) else value
+        plain = value.dequantize() if isinstance(value, ScaledTensor) else value.to(self._payload.device)
         if self._scale.numel() > 1:
-            ops.quantize_blockwise_(plain.reshape(-1).to(self._payload.device), self._payload.view(-1), self._scale)
-            return
-        if self._payload.dtype not in FP8_DTYPES:
+            ops.quantize_blockwise_(plain.reshape(-1), self._payload.view(-1), self._scale)
+        elif self._payload.dtype not in FP8_DTYPES:
             self._payload.copy_(plain)
             self._scale.fill_(1.0)
+        elif self._part is None:
+            self._quantize_(self._payload, plain, power_of_two=False)
+        else:
+            self._write_part(self._part, plain)
+
+    @property
+    def part(self) -> Part | None:
+        """What the tensor is a part of, if it is a view of rows or was made from one."""
+        return self._part
+
+    def _owns_scale(self) -> bool:
+        """Whether no other elements are scaled by this tensor's scales."""
+        part = self._part
+        return part is None or part.is_zero or self._scale.numel() > 1 or part.root.numel() == self._payload.numel()
+
+    def _write_part(self, part: Part, plain: Tensor) -> None:
+        """Write rows of an FP8 weight. Rows that share their memory and their scale move to the new scale."""
+        if self._owns_scale():
+            self._quantize_(self._payload, plain, power_of_two=True)
+        else:
+            values = ops.decode(part.root, self._scale)
+            start = self._payload.storage_offset() - part.root.storage_offset()
+            values.as_strided(self._payload.shape, self._payload.stride(), start).copy_(plain)
+            self._quantize_(part.root, values, power_of_two=True)
+        part.is_zero = False
+        part.scales_alone = True
+
+    def _quantize_(self, payload: Tensor, plain: Tensor, *, power_of_two: bool) -> None:
+        if plain.numel() == 0:
             return
-        payload, _, scale = ops.quantize_current(plain.to(self._payload.device), self._payload.dtype)
-        self._payload.copy_(payload)
+        flat = plain.reshape(1, -1)
+        quantized, _, scale = ops.quantize_current(flat, payload.dtype, power_of_two=power_of_two)
+        payload.copy_(quantized.view(payload.shape))
         self._scale.copy_(scale)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], Gathered]:
+        """What ``fully_shard`` gathers of this part of a weight (`weight_shards.gather_inputs`)."""
+        return gather_inputs(self, mesh, outer_size)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Gathered,
+        param_dtype: torch.dtype,
+        *,
+        out: ScaledTensor | None = None,
+    ) -> tuple[ScaledTensor, tuple[Tensor, ...]] | None:
+        """The whole weight, in the memory that was gathered into; it advertises `param_dtype`.
+
+        Args:
+            out: the whole weight of an earlier gather; its payload is that memory already.
+        """
+        payload, scale = metadata.whole(all_gather_outputs)
+        if out is not None:
+            out._scale = scale
+            return None
+        return ScaledTensor(payload, scale, dtype=param_dtype), ()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -134,31 +206,146 @@ class ScaledTensor(torch.Tensor):
         )
 
     def _like(self, payload: Tensor, scale: Tensor) -> ScaledTensor:
-        return ScaledTensor(payload, scale, dtype=self.dtype)
+        """A tensor with other storage. As a part it scales alone only after a write of its own."""
+        made = ScaledTensor(payload, scale, dtype=self.dtype)
+        made._part = None if self._part is None else Part(payload, scales_alone=self._part.scales_alone)
+        return made
+
+    def _view(self, payload: Tensor) -> ScaledTensor:
+        """A view with this view of the payload. It shares the scale, or has its own blocks' scales."""
+        scale = self._scale
+        if scale.numel() > 1 and payload.numel() < self._payload.numel():
+            block = self._payload.numel() // scale.numel()
+            start = payload.storage_offset() - self._payload.storage_offset()
+            if not payload.is_contiguous() or start % block or payload.numel() % block:
+                raise NotImplementedError(
+                    f"{payload.numel()} elements from {start} of a weight {tuple(self.shape)} are no whole blocks of "
+                    f"{block} that share a scale: shard it over fewer ranks, or store it in FP8"
+                )
+            scale = scale[start // block : (start + payload.numel()) // block]
+        made = ScaledTensor(payload, scale, dtype=self.dtype)
+        made._part = self._part
+        if self.owner is not None:
+            is_whole = payload.shape == self.shape
+            made.owner = self.owner if is_whole else OwnerOfView(self.owner, self._payload, payload)
+        return made
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
-        self = args[0]
-        if func in (_aten.detach.default, _aten.alias.default):
-            view = self._like(self._payload, self._scale)
-            view.owner = self.owner
-            return view
-        if func is _aten.clone.default:
-            return self._like(self._payload.clone(), self._scale.clone())
-        if func is _aten.empty_like.default:
-            return self._like(torch.empty_like(self._payload), torch.empty_like(self._scale))
-        if func is _aten._to_copy.default:
-            device = (kwargs or {}).get("device") or self._payload.device
-            return self._like(self._payload.to(device, copy=True), self._scale.to(device, copy=True))
-        if func is _aten.copy_.default:
-            destination, source = args[:2]
-            if isinstance(destination, ScaledTensor):
-                destination._assign(source)
-                return destination
-            return destination.copy_(source.dequantize())
+        function = _FUNCTIONS.get(func)
+        if function is not None and isinstance(args[0], Tensor):
+            return function(func, *args, **(kwargs or {}))
         # The first argument of some functions (cat) is a list of tensors.
         scaled = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ScaledTensor))
         raise NotImplementedError(
             f"{func} is not defined on a ScaledTensor of shape {tuple(scaled.shape)}: call .dequantize() for values or "
             ".gemm_operand() for a GEMM, so that the high-precision copy is visible where it is made"
         )
+
+
+def _same(func: Any, tensor: ScaledTensor) -> ScaledTensor:
+    return tensor._view(tensor._payload)
+
+
+def _view(func: Any, tensor: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
+    return tensor._view(func(tensor._payload, *args, **kwargs))
+
+
+def _rows(func: Any, tensor: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor | list[ScaledTensor]:
+    """Views of parts."""
+    views = func(tensor._payload, *args, **kwargs)
+    parts = [tensor._view(view) for view in (views if isinstance(views, (list, tuple)) else [views])]
+    for part in parts:
+        part._part = tensor._part or Part(tensor._payload)
+    return parts if isinstance(views, (list, tuple)) else parts[0]
+
+
+def _as_strided(
+    func: Any, tensor: ScaledTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> ScaledTensor:
+    if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or offset:
+        raise NotImplementedError(
+            f"as_strided of a ScaledTensor of shape {tuple(tensor.shape)} to {tuple(size)}: only to its own shape"
+        )
+    return tensor._view(tensor._payload)
+
+
+def _clone(func: Any, tensor: ScaledTensor, *, memory_format: Any = None) -> ScaledTensor:
+    return tensor._like(tensor._payload.clone(), tensor._scale.clone())
+
+
+def _empty_like(func: Any, tensor: ScaledTensor, *, device: Any = None, **kwargs: Any) -> ScaledTensor:
+    return tensor._like(
+        torch.empty_like(tensor._payload, device=device), torch.empty_like(tensor._scale, device=device)
+    )
+
+
+def _zeros_like(func: Any, tensor: ScaledTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+    """A plain tensor, as a gradient or an optimizer's state is."""
+    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+
+def _new(func: Any, tensor: ScaledTensor, size: Sequence[int], *, device: Any = None, **kwargs: Any) -> ScaledTensor:
+    """New storage of another size in the same format: FP8 with one scale, FP16 with as many as it takes."""
+    payload = func(tensor._payload, size, device=device)
+    block = max(1, tensor._payload.numel() // tensor._scale.numel())
+    num_scales = 1 if tensor._scale.numel() == 1 else payload.numel() // block
+    made = tensor._like(payload, torch.ones(num_scales, device=payload.device))
+    made._part = Part(payload, is_zero=func is _aten.new_zeros.default)
+    return made
+
+
+def _to_copy(func: Any, tensor: ScaledTensor, *, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    device = device or tensor._payload.device
+    return tensor._like(
+        tensor._payload.to(device, non_blocking=non_blocking, copy=True),
+        tensor._scale.to(device, non_blocking=non_blocking, copy=True),
+    )
+
+
+def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(destination, ScaledTensor):
+        assert isinstance(source, ScaledTensor)
+        return destination.copy_(source.dequantize())
+    destination._assign(source)
+    return destination
+
+
+def _is_pinned(func: Any, tensor: ScaledTensor, device: Any = None) -> bool:
+    return tensor._payload.is_pinned()
+
+
+def _pin_memory(func: Any, tensor: ScaledTensor, device: Any = None) -> ScaledTensor:
+    return tensor._like(tensor._payload.pin_memory(), tensor._scale.pin_memory())
+
+
+def _fill_(func: Any, tensor: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
+    """Functions that overwrite all values, such as those of `torch.nn.init`: rounded once."""
+    if tensor._payload.device.type != "meta":
+        tensor._assign(func(torch.empty(tensor.shape, device=tensor.device), *args, **kwargs))
+    return tensor
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.view.default: _view,
+    _aten._unsafe_view.default: _view,
+    _aten.slice.Tensor: _rows,
+    _aten.split.Tensor: _rows,
+    _aten.split_with_sizes.default: _rows,
+    _aten.as_strided.default: _as_strided,
+    _aten.clone.default: _clone,
+    _aten.empty_like.default: _empty_like,
+    _aten.zeros_like.default: _zeros_like,
+    _aten.new_empty.default: _new,
+    _aten.new_zeros.default: _new,
+    _aten._to_copy.default: _to_copy,
+    _aten.copy_.default: _copy_,
+    _aten.is_pinned.default: _is_pinned,
+    _aten._pin_memory.default: _pin_memory,
+    _aten.uniform_.default: _fill_,
+    _aten.normal_.default: _fill_,
+    _aten.zero_.default: _fill_,
+    _aten.fill_.Scalar: _fill_,
+}

@@ -161,7 +161,7 @@ ARITHMETIC: dict[str, Callable[[Tensor], object]] = {
     "norm": lambda w: w.norm(),
     "list": lambda w: torch.cat([w, w]),
     "foreach": lambda w: torch._foreach_norm([w]),
-    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
 }
 
 

@@ -1,0 +1,133 @@
+"""Weights in parts: what torch's ``fully_shard`` gathers of a `ScaledTensor`, and the scale that all parts share.
+
+``fully_shard`` cuts a weight by rows and gathers it before each use. It asks the part what to send
+(``fsdp_pre_all_gather``) and to make the weight of what arrived (``fsdp_post_all_gather``). An E4M3 weight sends one
+byte an element. Its one scale is the same on all ranks, so it does not travel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..formats import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .scaled_tensor import ScaledTensor
+
+
+class WeightOwner(Protocol):
+    """Holds the value that a `ScaledTensor` is derived from: an optimizer with its master weight."""
+
+    def write(self, value: Tensor) -> None:
+        """Make `value` (any float dtype, the tensor's shape) the tensor's value, and derive payload and scale from it.
+
+        Every replica calls it with the same value.
+        """
+
+    def value(self) -> Tensor:
+        """The tensor's value in FP32, in its shape. Every replica calls it."""
+
+
+class OwnerOfView:
+    """Writes to a view of an owned tensor go to the owner, with the other values as they are.
+
+    Args:
+        owner: of the tensor.
+        base, view: payloads of the tensor and of the view.
+    """
+
+    def __init__(self, owner: WeightOwner, base: Tensor, view: Tensor) -> None:
+        assert base.is_contiguous(), "a view of a view of columns"
+        self._owner = owner
+        self._place = (view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+
+    def write(self, value: Tensor) -> None:
+        """See `WeightOwner.write`; `value` has the view's shape."""
+        whole = self._owner.value().contiguous()
+        whole.as_strided(*self._place).copy_(value)
+        self._owner.write(whole)
+
+    def value(self) -> Tensor:
+        """See `WeightOwner.value`; in the view's shape."""
+        return self._owner.value().contiguous().as_strided(*self._place)
+
+
+class Part:
+    """What the views of one tensor's rows know together.
+
+    Attributes:
+        root: the payload that they are views of. All of it has one scale, if it is FP8.
+        is_zero: nothing was written to it yet.
+        scales_alone: its scale fits it alone, because plain values were written; other ranks' rows may have another.
+    """
+
+    __slots__ = ("is_zero", "root", "scales_alone")
+
+    def __init__(self, root: Tensor, *, is_zero: bool = False, scales_alone: bool = False) -> None:
+        self.root, self.is_zero, self.scales_alone = root, is_zero, scales_alone
+
+
+class Gathered(NamedTuple):
+    """What a gathered weight is.
+
+    Attributes:
+        size: of the whole weight.
+        dtype: of its payload.
+        scale: its scales; None: they were gathered too.
+    """
+
+    size: torch.Size
+    dtype: torch.dtype
+    scale: Tensor | None
+
+    def whole(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Payload [*size], in the memory of the first output, and scales."""
+        payload = outputs[0].view(-1).view(self.dtype)[: self.size.numel()].view(self.size)
+        return payload, outputs[-1].view(-1) if self.scale is None else self.scale
+
+
+def gather_inputs(shard: ScaledTensor, mesh: DeviceMesh, outer_size: torch.Size) -> tuple[tuple[Tensor, ...], Gathered]:
+    """What to gather of a shard: its payload, padded to as many rows as other ranks have; scales of blocks behind it.
+
+    Called by every rank of `mesh`.
+
+    Args:
+        mesh: the ranks that hold the shards, one-dimensional.
+        outer_size: of the whole weight.
+    """
+    agree_on_scale_(shard, mesh.get_group())
+    payload, ranks = shard.payload, mesh.size()
+    num_rows = -(-outer_size[0] // ranks)
+    if payload.shape[1:] == outer_size[1:] and payload.shape[0] < num_rows:
+        payload = payload.new_zeros(num_rows, *outer_size[1:])
+        payload[: shard.shape[0]].copy_(shard.payload)
+    # Bytes: gloo takes no float8.
+    sent = payload.view(torch.uint8) if payload.dtype in FP8_DTYPES else payload
+    if shard.scale.numel() == 1 or ranks == 1:
+        return (sent,), Gathered(outer_size, payload.dtype, shard.scale)
+    return (sent, shard.scale), Gathered(outer_size, payload.dtype, None)
+
+
+def agree_on_scale_(shard: ScaledTensor, group: torch.distributed.ProcessGroup) -> None:
+    """Bring the shards of an FP8 weight to one scale, if plain values were written to them; else do nothing.
+
+    Called by every rank of `group`. The largest scale is taken. All of them are powers of two, so a value changes only
+    where it becomes subnormal.
+    """
+    part = shard.part
+    if part is None or not part.scales_alone:
+        return
+    part.scales_alone = False
+    tiny = torch.finfo(torch.float32).tiny
+    holds_values = (part.root.view(torch.uint8) & 0x7F).any()
+    shared = torch.where(holds_values, shard.scale, tiny)  # zeros fit any scale
+    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
+    shared = torch.where(shared > tiny, shared, 1.0)
+    moved = part.root.float() * torch.where(holds_values, shard.scale / shared, 1.0)
+    part.root.copy_(moved.to(part.root.dtype))
+    shard.scale.copy_(shared)
