@@ -13,6 +13,7 @@ from ..formats import STATE_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.weight_shards import plain_copy, stored_part
 from .gemms import LinearParams
 from .linear import fp8_linear
 
@@ -143,12 +144,14 @@ class FP8Linear(torch.nn.Linear):
         return y[:rows].view(*x.shape[:-1], self.out_features)
 
     def plain_weight(self) -> Tensor:
-        """The weight as a plain tensor of `weight_dtype`; a new copy."""
-        return self.weight.master_value().to(self.weight_dtype)
+        """The weight as a plain tensor of `weight_dtype`; a new copy. Under ``fully_shard`` this rank's rows, as a
+        ``DTensor``.
+        """
+        return plain_copy(self.weight, self.weight_dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars and isinstance(self.weight, ScaledTensor):
+        if not keep_vars and stored_part(self.weight) is not None:
             destination[prefix + "weight"] = self.plain_weight()
 
     def _load_from_state_dict(
@@ -160,28 +163,34 @@ class FP8Linear(torch.nn.Linear):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
-        weight: Any = self._parameters.pop("weight")
+        weight: Any = self._parameters["weight"]
+        part = stored_part(weight)
+        if part is None:
+            super()._apply(fn, recurse)
+            return self
+        with torch.no_grad():
+            example = fn(torch.empty(0, dtype=self.weight_dtype, device=weight.device))
+        self.weight_dtype = example.dtype
+        if part is not weight and example.device != weight.device:
+            super()._apply(fn, recurse)  # torch moves a DTensor's part
+            return self
+        del self._parameters["weight"]
         try:
             super()._apply(fn, recurse)
         finally:
             self._parameters = {"weight": weight, **self._parameters}
-        if isinstance(weight, ScaledTensor):
-            self._follow(weight, fn)
+        if example.device != weight.device:
+            self._move(weight, example.device)
         return self
 
-    def _follow(self, weight: ScaledTensor, fn: Callable[[Tensor], Tensor]) -> None:
-        """Do to the weight what `fn` does to a plain tensor: take on its device. Its dtype is that of state dicts."""
-        with torch.no_grad():
-            example = fn(torch.empty(0, dtype=self.weight_dtype, device=weight.device))
-        self.weight_dtype = example.dtype
-        if example.device == weight.device:
-            return
+    def _move(self, weight: ScaledTensor, device: torch.device) -> None:
+        """Move the weight; it stays the same parameter."""
         if hasattr(weight, "main_grad") or self.quantizers.input.history is not None:
             raise RuntimeError(
                 f"{self.name}: its optimizer or its delayed scales are on {weight.device}; move the model to "
-                f"{example.device} before its layers become FP8"
+                f"{device} before its layers become FP8"
             )
-        moved = torch.nn.Parameter(weight.detach().to(example.device), weight.requires_grad)
+        moved = torch.nn.Parameter(weight.detach().to(device), weight.requires_grad)
         torch.utils.swap_tensors(weight, moved)  # optimizers and tied layers know this parameter
 
     def extra_repr(self) -> str:

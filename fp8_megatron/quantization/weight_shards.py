@@ -7,7 +7,7 @@ byte an element. Its one scale is the same on all ranks, so it does not travel.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -131,3 +131,24 @@ def agree_on_scale_(shard: ScaledTensor, group: torch.distributed.ProcessGroup) 
     moved = part.root.float() * torch.where(holds_values, shard.scale / shared, 1.0)
     part.root.copy_(moved.to(part.root.dtype))
     shard.scale.copy_(shared)
+
+
+def stored_part(weight: Tensor) -> ScaledTensor | None:
+    """The `ScaledTensor` that this rank stores of a weight: the weight, or what a ``DTensor`` has of it; else None."""
+    local: Any = getattr(weight, "_local_tensor", weight)
+    return local if hasattr(local, "gemm_operand") else None
+
+
+def plain_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight's values as a plain tensor of `dtype`; a ``DTensor`` of such tensors, if the weight is one."""
+    part = stored_part(weight)
+    assert part is not None
+    if part is weight:
+        return part.master_value().to(dtype)
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(weight, DTensor)
+    plain = part.master_value().to(dtype)
+    return DTensor.from_local(
+        plain, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
