@@ -47,7 +47,9 @@ MODELS = {
     "13b": "gpt_13b",
     "18b": "gpt_18b",
     "llama-7b": "llama_7b",
+    "llama-1b": "llama_1b",
     "llama-8b": "llama_8b",
+    "qwen3-8b": "qwen3_8b",
 }
 _LEAN = [
     *("--precision", "fp8", "--fp8-recipe", "delayed"),

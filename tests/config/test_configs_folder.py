@@ -29,7 +29,9 @@ WORLD_SIZES = {
     "llama_7b": (1, 4, 8, 16),
     "gpt_30b": (8, 16),
     "llama_8b": (4, 8),
+    "llama_1b": (1, 4, 8),
     "llama_70b": (32, 64),
+    "qwen3_8b": (4, 8),
 }
 
 #: Files that go over a model's.
@@ -48,7 +50,9 @@ BILLIONS = {
     "llama_7b": (6.3, 7.0),
     "gpt_30b": (29.0, 31.0),
     "llama_8b": (6.9, 8.1),
+    "llama_1b": (0.9, 1.0),
     "llama_70b": (68.0, 71.0),
+    "qwen3_8b": (6.9, 7.0),
 }
 
 
@@ -65,7 +69,9 @@ NAMED_GPUS = {
     "llama_7b": (4, 80, "4 GPUs of 80 GB"),
     "gpt_30b": (8, 80, "8 GPUs"),
     "llama_8b": (4, 80, "4 GPUs of 80 GB"),
+    "llama_1b": (1, 80, "one GPU of 80 GB"),
     "llama_70b": (32, 80, "32 GPUs"),
+    "qwen3_8b": (4, 80, "4 GPUs of 80 GB"),
 }
 
 
