@@ -128,6 +128,15 @@ class SpaceGrads(ABC):
         if present is not own.tensor:
             own.param.grad = own.tensor
 
+    @property
+    def most_gradients(self) -> int:
+        """How many gradients of one parameter and step the storage has room for at its full precision."""
+        return 1
+
+    def expect(self, num_gradients: int) -> None:
+        """Make room for `num_gradients` of one parameter and step."""
+        del num_gradients  # any number of them is added in the parameter's own dtype
+
     @abstractmethod
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         """Write or add a gradient."""
@@ -168,6 +177,13 @@ class LinearGrads(SpaceGrads):
         for grad in self.grads:
             grad.tensor = GradTensor(grad, grad.param)
         self._attach()
+
+    @property
+    def most_gradients(self) -> int:
+        return self.buffer.most_gradients
+
+    def expect(self, num_gradients: int) -> None:
+        self.buffer.expect(num_gradients)
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         self.buffer.accumulate_(slot, grad)

@@ -17,6 +17,7 @@ How it fits together:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ from ..sharding.grad_buffer import LocalGradBuffer
 from ..sharding.partition import ParamSpace, StorageClass, partition
 from ..sharding.storage import ModelStorage
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
+from .state_dicts import load_param_state, param_state
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_optimizer, check_params, use_params
 
@@ -63,7 +65,8 @@ class FP8Optimizer(torch.optim.Optimizer):
     """AdamW or Adam with state in FP8, for the parameters of one model. `build_optimizer` makes it.
 
     ``param_groups`` are the user's: ``lr``, ``betas``, ``eps``, ``weight_decay`` are read at every step. `GradScaler`
-    works without waiting for the device.
+    works without waiting for the device. State is read through `state_dict`; ``state`` has an empty entry for each
+    parameter.
 
     Args:
         param_groups: torch's param groups, with ``decoupled_weight_decay`` (AdamW) or without (Adam's L2 term).
@@ -130,6 +133,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         built = _Space(self._build_grads(space), state, group)
         self._numbers.add_space(space)
         self._see(built)
+        for slot in space.slots:
+            self.state[slot.param] = {}  # torch's tools take an empty `state` for an optimizer that needs a first step
         return built
 
     def _build_grads(self, space: ParamSpace) -> SpaceGrads:
@@ -154,6 +159,85 @@ class FP8Optimizer(torch.optim.Optimizer):
             for kind, count in counts.items():
                 total[kind] = total.get(kind, 0) + count
         return total
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """torch's ``{"state": …, "param_groups": …}`` with plain tensors (`state_dicts`); called by every replica.
+
+        The first parameter's entry also has the delayed scales, the number of skipped steps, and how many gradients of
+        a step the storage has room for. Before the first step all moments are zero.
+        """
+        self.take_written_values()
+        indices, groups = self._packed_groups()
+        state: dict[int, dict[str, Any]] = {}
+        for place, space in enumerate(self._spaces):
+            for index, slot in enumerate(space.space.slots):
+                number = self._numbers.number_of(place, index).reshape(()).cpu()
+                state[indices[slot.param]] = {"step": number, **param_state(space.state, slot)}
+        state = dict(sorted(state.items()))
+        for entry in [*state.values()][:1]:
+            entry.update(self._run_state())
+        return {"state": state, "param_groups": groups}
+
+    def _packed_groups(self) -> tuple[dict[Tensor, int], list[dict[str, Any]]]:
+        """Parameter → its number over all groups, and the groups with numbers in place of parameters."""
+        indices: dict[Tensor, int] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                indices.setdefault(param, len(indices))
+        groups = [{**group, "params": [indices[param] for param in group["params"]]} for group in self.param_groups]
+        return indices, groups
+
+    def _run_state(self) -> dict[str, Tensor]:
+        """What a resumed run needs that belongs to no parameter."""
+        rooms = [space.grads.most_gradients for space in self._spaces]
+        run = {"gradients_per_step": torch.tensor(max(rooms)), "skipped_steps": self._num_skipped.cpu()}
+        for index, history in enumerate(self._histories):
+            run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in history.state_dict().items()}
+        return run
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take on the result of `state_dict`, of this or another number of replicas, or of torch's Adam; called by
+        every replica with all of the state.
+
+        Masters in it become the weights. Load the model's state before or after: values that are the rounded masters
+        leave the masters as they are.
+
+        Raises:
+            ValueError: groups or shapes differ.
+        """
+        indices, groups = self._packed_groups()
+        saved_groups = state_dict["param_groups"]
+        sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
+        if sizes != saved_sizes:
+            raise ValueError(f"the saved param groups have {saved_sizes} parameters, the optimizer's have {sizes}")
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+        number_of = dict(zip(_numbers(groups), _numbers(saved_groups), strict=True))
+        entries = {
+            slot.param: state_dict["state"].get(number_of[indices[slot.param]], {})
+            for space in self._spaces
+            for slot in space.space.slots
+        }
+        for space in self._spaces:
+            for slot in space.space.slots:
+                load_param_state(space.state, slot, entries[slot.param])
+            space.state.derive_weights()
+            self._see(space)
+        self._numbers.set_numbers(
+            [[float(entries[slot.param].get("step", 0.0)) for slot in space.space.slots] for space in self._spaces]
+        )
+        self._load_run_state(state_dict["state"].get(min(state_dict["state"], default=0), {}))
+
+    def _load_run_state(self, run: Mapping[str, Any]) -> None:
+        for space in self._spaces:
+            space.grads.expect(int(run.get("gradients_per_step", 1)))
+        self._num_skipped.fill_(float(run.get("skipped_steps", 0.0)))
+        for index, history in enumerate(self._histories):
+            prefix = f"delayed_{index}_"
+            saved = {key.removeprefix(prefix): value for key, value in run.items() if key.startswith(prefix)}
+            history.load_state_dict(saved)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's result.
@@ -289,6 +373,11 @@ def _initial_values(
     """The value of every new weight before it was rounded."""
     transposed = {module.weight for module in model.modules() if isinstance(module, FP8Conv1D)}
     return {new: old.detach().t() if new in transposed else old.detach() for old, new in replaced.items()}
+
+
+def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The parameters' numbers in saved groups, in order."""
+    return [number for group in groups for number in group["params"]]
 
 
 def _value(param: torch.nn.Parameter) -> Tensor:

@@ -1,0 +1,123 @@
+"""The optimizer's state by parameter, as plain tensors in torch's shape, and back.
+
+A parameter's entry has its ``step``, and the payloads of ``exp_avg``, ``exp_avg_sq`` and ``master_weight`` in their
+storage dtypes and the parameter's shape. ``…_scale`` (FP32, one for each `STATE_BLOCK` elements) stands beside a dtype
+with scales. The master is left out where the parameter itself holds it (FP32). Over replicas every rank has a part of
+each entry, and the parts are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import STATE_BLOCK, StorageDtype
+from ..optimizer.state import SpaceState, StateTensor
+from ..sharding.partition import Slot
+
+
+def stored_state(state: SpaceState) -> dict[str, StateTensor]:
+    """What a space stores beside its weights, by the names of the entries."""
+    stored = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+    formats = state.formats
+    if formats.master_weight is not None or formats.weight is not StorageDtype.FP32:
+        stored["master_weight"] = state.master
+    return stored
+
+
+def param_state(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
+    """A parameter's entry without its step. Called by every replica.
+
+    One replica gets views of the state, as torch's optimizers give; several get copies on the CPU.
+    """
+    if state.space.num_shards > 1:
+        return _gathered(state, slot)
+    return {
+        key: tensor
+        for name, stored in stored_state(state).items()
+        for key, tensor in _entry(name, slot, stored.payload, stored.scales, slot.offset).items()
+    }
+
+
+def _entry(name: str, slot: Slot, payload: Tensor, scales: Tensor | None, offset: int) -> dict[str, Tensor]:
+    entry = {name: payload[offset : offset + slot.numel].view(slot.param.shape)}
+    if scales is not None:
+        first = offset // STATE_BLOCK
+        entry[f"{name}_scale"] = scales[first : first - (-slot.numel // STATE_BLOCK)]
+    return entry
+
+
+def _gathered(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
+    """A parameter's entry from the fragments of all replicas: one sum of bytes, of which all but one are zero."""
+    stored = stored_state(state)
+    whole = {
+        name: StateTensor(
+            torch.zeros(slot.padded, dtype=own.payload.dtype, device=own.payload.device),
+            None if own.scales is None else own.scales.new_zeros(slot.padded // STATE_BLOCK),
+        )
+        for name, own in stored.items()
+    }
+    for name, own in stored.items():
+        for fragment in state.space.fragments(slot):
+            start, stop = fragment.slot_start, fragment.slot_start + fragment.length
+            whole[name].payload[start:stop] = own.part(fragment).payload
+            scales, part_scales = whole[name].scales, own.part(fragment).scales
+            if scales is not None and part_scales is not None:
+                scales[start // STATE_BLOCK : stop // STATE_BLOCK] = part_scales
+    tensors = [tensor for one in whole.values() for tensor in one if tensor is not None]
+    flat = torch.cat([tensor.view(torch.uint8) for tensor in tensors])
+    torch.distributed.all_reduce(flat, group=state.space.replicas.group)
+    parts = iter(flat.cpu().split([tensor.nbytes for tensor in tensors]))
+    entry: dict[str, Tensor] = {}
+    for name, one in whole.items():
+        payload = next(parts).view(one.payload.dtype)
+        scales = None if one.scales is None else next(parts).clone().view(torch.float32)
+        entry |= {key: tensor.clone() for key, tensor in _entry(name, slot, payload, scales, 0).items()}
+    return entry
+
+
+def load_param_state(state: SpaceState, slot: Slot, entry: Mapping[str, Any]) -> None:
+    """Take on a parameter's entry, whole on every rank; each rank keeps its part. What is missing becomes zero, a
+    missing master stays as it is. Call `SpaceState.derive_weights` when all parameters are loaded.
+
+    Entries of other formats, of torch's Adam too, are rounded to this one's.
+
+    Raises:
+        ValueError: another shape, with both shapes.
+    """
+    for name, stored in stored_state(state).items():
+        value = entry.get(name)
+        if value is None and name == "master_weight":
+            continue
+        payload, scales = _padded_entry(name, slot, stored, value, entry.get(f"{name}_scale"))
+        for fragment in state.space.fragments(slot):
+            start, stop = fragment.slot_start, fragment.slot_start + fragment.length
+            part = stored.part(fragment)
+            own_scales = None if scales is None else scales[start // STATE_BLOCK : stop // STATE_BLOCK]
+            if part.payload.dtype == payload.dtype and (part.scales is None) == (scales is None):
+                part.payload.copy_(payload[start:stop])
+                if part.scales is not None and own_scales is not None:
+                    part.scales.copy_(own_scales)
+            else:
+                part.store_(StateTensor(payload[start:stop], own_scales).load())
+
+
+def _padded_entry(
+    name: str, slot: Slot, stored: StateTensor, value: Tensor | None, scales: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Payload [slot.padded] and scales [slot.padded / 256] of one entry, on the state's device."""
+    device = stored.payload.device
+    if value is None:
+        return torch.zeros(slot.padded, device=device), None
+    if value.shape != slot.param.shape:
+        raise ValueError(f"{slot.name}: {name} has the shape {tuple(value.shape)}, not {tuple(slot.param.shape)}")
+    payload = torch.zeros(slot.padded, dtype=value.dtype, device=device)
+    payload[: slot.numel] = value.reshape(-1).to(device)
+    if scales is None:
+        return payload, None
+    padded = torch.ones(slot.padded // STATE_BLOCK, device=device)
+    padded[: scales.numel()] = scales.to(device)
+    return payload, padded

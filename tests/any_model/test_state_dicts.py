@@ -1,0 +1,146 @@
+"""State of FP8Optimizer: torch's shape, plain tensors, exact round trips."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_megatron.any_model.linears import build_recipe, replace_linears
+from fp8_megatron.any_model.optimizer import FP8Optimizer, build_optimizer
+from fp8_megatron.formats import LEVELS
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+
+
+def build(level: str, dtype: torch.dtype = torch.float32, recipe: str = "tensorwise") -> tuple[Any, FP8Optimizer]:
+    """A small model with everything that is stored in its own way; other values at every call."""
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(40, 48),
+        torch.nn.Linear(48, 80),
+        torch.nn.LayerNorm(80),
+        torch.nn.Linear(80, 16),
+        torch.nn.Linear(16, 3),
+    ).to(dtype)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}], lr=1e-2)
+    replaced = replace_linears(model, recipe=build_recipe(recipe), weight=LEVELS[level].weight)  # type: ignore[arg-type]
+    return model, build_optimizer(model, optimizer, replaced, level)
+
+
+def train(model: Any, optimizer: FP8Optimizer, steps: range, num_micro_batches: int = 1) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        for micro_batch in range(num_micro_batches):
+            generator = torch.Generator().manual_seed(100 * step + micro_batch)
+            tokens = torch.randint(0, 40, (32,), generator=generator)
+            cotangent = torch.randn(32, 3, generator=generator)
+            (model(tokens).float() * cotangent).sum().backward()
+        optimizer.step()
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [
+        param.master_value() if isinstance(param, ScaledTensor) else param.detach().clone()
+        for param in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_resumed_run_goes_on_bit_for_bit(level: str, dtype: torch.dtype, model_first: bool) -> None:
+    recipe = "delayed" if model_first else "tensorwise"
+    torch.manual_seed(1)
+    model, optimizer = build(level, dtype, recipe)
+    train(model, optimizer, range(3), num_micro_batches=2)
+    saved = through_a_file(model.state_dict()), through_a_file(optimizer.state_dict())
+    train(model, optimizer, range(3, 6), num_micro_batches=2)
+    torch.manual_seed(2)
+    resumed, other = build(level, dtype, recipe)
+    parts = [(resumed, saved[0]), (other, saved[1])]
+    for target, state in parts if model_first else reversed(parts):
+        target.load_state_dict(state)
+    train(resumed, other, range(3, 6), num_micro_batches=2)
+    for name, ours, expected in zip(dict(model.named_parameters()), values(resumed), values(model), strict=True):
+        assert torch.equal(ours, expected), name
+
+
+def test_a_state_dict_has_torchs_shape() -> None:
+    model, optimizer = build("O3")
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    plain = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()).state_dict()
+    assert state.keys() == plain.keys()
+    assert [group["params"] for group in state["param_groups"]] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    assert plain["param_groups"][0].keys() <= state["param_groups"][0].keys()
+    assert sorted(state["state"]) == list(range(9))
+    for entry in state["state"].values():
+        assert entry["step"] == 2.0
+        for tensor in entry.values():
+            assert type(tensor) is torch.Tensor
+    weight = state["state"][5]  # of the first linear layer
+    assert weight["exp_avg"].dtype == torch.float8_e4m3fn
+    assert weight["exp_avg"].shape == (80, 48)
+    assert weight["master_weight_scale"].shape == (80 * 48 // 256,)
+
+
+def test_state_of_another_level_is_rounded() -> None:
+    model, optimizer = build("O1")
+    train(model, optimizer, range(2))
+    other_model, other = build("O3")
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    saved, loaded = optimizer.state_dict()["state"], other.state_dict()["state"]
+    exact, rounded = saved[5]["exp_avg"], loaded[5]["exp_avg"].float() * loaded[5]["exp_avg_scale"].repeat_interleave(
+        256
+    ).view(80, 48)
+    # E4M3 has 3 bits after the first: half a unit is 2⁻⁴ of a value, and 2⁻¹⁰ of a scale that is the amax / 448 · 2 at
+    # most where values are subnormal.
+    assert torch.allclose(rounded, exact, rtol=2.0**-4, atol=exact.abs().max().item() * 2.0**-10 / 224)
+
+
+def test_torchs_own_state_is_taken_on() -> None:
+    """The moments of an AdamW run in FP32, at O1, where they are FP32."""
+    plain = torch.nn.Linear(16, 32)
+    reference = torch.optim.AdamW(plain.parameters())
+    plain(torch.randn(4, 16)).square().sum().backward()
+    reference.step()
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32))
+    user = torch.optim.AdamW(model.parameters())
+    optimizer = build_optimizer(model, user, replace_linears(model, weight=LEVELS["O1"].weight), "O1")
+    model[0].load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    state = optimizer.state_dict()["state"]
+    for index, entry in reference.state_dict()["state"].items():
+        assert torch.equal(state[index]["exp_avg"], entry["exp_avg"])
+        assert torch.equal(state[index]["exp_avg_sq"], entry["exp_avg_sq"])
+        assert state[index]["step"] == 1.0
+
+
+def test_other_groups_are_refused() -> None:
+    _, optimizer = build("O2")
+    state = optimizer.state_dict()
+    state["param_groups"] = state["param_groups"][:1]
+    with pytest.raises(ValueError, match=r"\[5\] parameters, the optimizer's have \[5, 4\]"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_scheduler_sees_loaded_rates() -> None:
+    model, optimizer = build("O2")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.25
+    optimizer.load_state_dict(state)
+    train(model, optimizer, range(1))
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.125
