@@ -62,6 +62,12 @@ class GradTensor(torch.Tensor):
         """The gradient as a plain tensor (a copy)."""
         return self.source.values().to(self.dtype)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.dense()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GradTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 

@@ -101,9 +101,10 @@ def test_state_of_another_level_is_rounded() -> None:
     other_model.load_state_dict(model.state_dict())
     other.load_state_dict(optimizer.state_dict())
     saved, loaded = optimizer.state_dict()["state"], other.state_dict()["state"]
-    exact, rounded = saved[5]["exp_avg"], loaded[5]["exp_avg"].float() * loaded[5]["exp_avg_scale"].repeat_interleave(
-        256
-    ).view(80, 48)
+    exact, rounded = (
+        saved[5]["exp_avg"],
+        loaded[5]["exp_avg"].float() * loaded[5]["exp_avg_scale"].repeat_interleave(256).view(80, 48),
+    )
     # E4M3 has 3 bits after the first: half a unit is 2⁻⁴ of a value, and 2⁻¹⁰ of a scale that is the amax / 448 · 2 at
     # most where values are subnormal.
     assert torch.allclose(rounded, exact, rtol=2.0**-4, atol=exact.abs().max().item() * 2.0**-10 / 224)

@@ -1,0 +1,262 @@
+"""p.grad of FP8 weights and plain parameters: accumulation, torch's own clipping, what users write and drop."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.any_model.grad_tensor import GradTensor
+from fp8_megatron.any_model.gradients import clip_grad_norm_
+from fp8_megatron.any_model.linears import replace_linears
+from fp8_megatron.any_model.optimizer import FP8Optimizer, build_optimizer
+from fp8_megatron.formats import LEVELS
+from fp8_megatron.quantization.stats import snr_db
+
+
+class Model(torch.nn.Module):
+    """An FP8 layer that is used `uses` times, a norm, and a layer that stays as it is."""
+
+    def __init__(self, uses: int = 1) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(48, 48)
+        self.norm = torch.nn.LayerNorm(48)
+        self.head = torch.nn.Linear(48, 5)
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            x = self.linear(x)
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+def build(level: str = "O2", *, uses: int = 1, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model = Model(uses).to(dtype)
+    user = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, build_optimizer(model, user, replace_linears(model, weight=LEVELS[level].weight), level, **settings)
+
+
+def backward(model: Any, seed: int = 0, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(32, 48, generator=generator).to(model.norm.weight.dtype)
+    (model(x) * torch.randn(32, 5, generator=generator) * scale).sum().backward()
+
+
+def dense(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.clone().float()
+
+
+def sum_of_single_gradients(dtype: torch.dtype, seeds: range, uses: int = 1) -> dict[str, Tensor]:
+    """Each backward's gradient as FP8Linear computes it, in its 16-bit output dtype, added in FP32."""
+    total: dict[str, Tensor] = {}
+    torch.manual_seed(0)
+    model = Model(uses).to(dtype)
+    replace_linears(model, weight=LEVELS["O2"].weight)
+    for seed in seeds:
+        model.zero_grad()
+        backward(model, seed)
+        for name, param in model.named_parameters():
+            total[name] = total.get(name, torch.zeros(param.shape)) + dense(param.grad)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_gradient_is_kept_in_fp8(dtype: torch.dtype) -> None:
+    """Normal numbers in E4M3: uniform errors of at most 2⁻⁴ of the value keep 10·log₁₀(3 · 4⁴ · 1.5) = 30.6 dB."""
+    model, optimizer = build(dtype=dtype)
+    backward(model)
+    grad = model.linear.weight.grad
+    assert isinstance(grad, GradTensor)
+    assert grad.dtype == dtype and grad.shape == (48, 48)
+    assert optimizer.storage_bytes["main_grad"] == 4096 + dtype.itemsize * (5 * 48 + 16 + 256 + 128 + 128)
+    expected = sum_of_single_gradients(dtype, range(1))
+    assert snr_db(dense(grad), expected["linear.weight"]) > 29.0
+    for name in ("linear.bias", "norm.weight", "head.weight"):
+        own = model.get_parameter(name).grad
+        assert type(own) is Tensor and own.dtype == dtype
+        assert torch.allclose(own.float(), expected[name], rtol=2.0**-7, atol=1e-5), name
+
+
+@pytest.mark.parametrize(("num_micro_batches", "itemsize"), [(2, 2), (32, 2), (33, 4)])
+def test_more_gradients_widen_the_storage(num_micro_batches: int, itemsize: int) -> None:
+    """The first step rounds its first gradient to FP8; later steps add all of them in the wider dtype. BF16 sums of n
+    random gradients round n times by 2⁻⁹/√3 of the sum: 10·log₁₀(3 · 4⁹ / n) = 43 dB at 32."""
+    model, optimizer = build()
+    for step in range(2):
+        optimizer.zero_grad()
+        seeds = range(100 * step, 100 * step + num_micro_batches)
+        for seed in seeds:
+            backward(model, seed)
+        snr = snr_db(dense(model.linear.weight.grad), sum_of_single_gradients(torch.float32, seeds)["linear.weight"])
+        assert snr > (29.0 if step == 0 else 41.0)
+    per_weight = optimizer._spaces[0].grads.buffer.payload.itemsize
+    assert per_weight == itemsize
+    assert optimizer._spaces[0].grads.most_gradients == num_micro_batches
+
+
+def test_a_known_number_of_gradients_is_wide_from_the_start() -> None:
+    model, optimizer = build(gradient_accumulation_steps=4)
+    for seed in range(4):
+        backward(model, seed)
+    expected = sum_of_single_gradients(torch.float32, range(4))["linear.weight"]
+    assert snr_db(dense(model.linear.weight.grad), expected) > 41.0
+    optimizer.step()
+
+
+def test_a_weight_used_twice_gets_the_sum() -> None:
+    model, _ = build(uses=2)
+    backward(model)
+    expected = sum_of_single_gradients(torch.float32, range(1), uses=2)["linear.weight"]
+    assert snr_db(dense(model.linear.weight.grad), expected) > 29.0
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_torchs_clipping_clips(foreach: bool | None, num_micro_batches: int) -> None:
+    model, _ = build()
+    for seed in range(num_micro_batches):
+        backward(model, seed)
+    before = {name: dense(param.grad) for name, param in model.named_parameters()}
+    norm = math.sqrt(sum(grad.square().sum().item() for grad in before.values()))
+    assert torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]).item() == pytest.approx(norm)
+    returned = torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 8, foreach=foreach)
+    # FP32 sums of some thousand squares.
+    assert returned.item() == pytest.approx(norm, rel=1e-5)
+    # A BF16 accumulator rounds the products by 2⁻⁹.
+    tolerance = 1e-5 if num_micro_batches == 1 else 2.0**-8
+    for name, param in model.named_parameters():
+        assert torch.allclose(dense(param.grad), before[name] / 8, rtol=tolerance, atol=1e-7), name
+
+
+def test_our_clipping_is_torchs() -> None:
+    outcomes = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        model, _ = build()
+        backward(model)
+        norm = clip(model.parameters(), 0.5)
+        outcomes.append([norm.reshape(1), *(dense(param.grad) for param in model.parameters())])
+    for ours, theirs in zip(*outcomes, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=0)
+    model, _ = build()
+    backward(model)
+    before = dense(model.norm.weight.grad)
+    norm = clip_grad_norm_([model.norm.weight, model.linear.weight], 0.5)
+    assert torch.allclose(dense(model.norm.weight.grad), before * (0.5 / (norm + 1e-6)), rtol=1e-6, atol=0)
+    assert clip_grad_norm_(model.head.weight, 1e9).item() == pytest.approx(dense(model.head.weight.grad).norm().item())
+
+
+def test_gradients_are_none_before_backward_and_after_zero_grad() -> None:
+    model, optimizer = build()
+    for drop in (lambda: None, optimizer.zero_grad, model.zero_grad, lambda: optimizer.zero_grad(set_to_none=True)):
+        drop()
+        assert all(param.grad is None for param in model.parameters())
+        backward(model)
+        assert all(param.grad is not None for param in model.parameters())
+    expected = sum_of_single_gradients(torch.float32, range(1))["linear.weight"]
+    # None of the four was added to another one.
+    assert snr_db(dense(model.linear.weight.grad), expected) > 29.0
+
+
+def test_zeros_stay_until_the_next_backward() -> None:
+    model, optimizer = build()
+    backward(model)
+    optimizer.zero_grad(set_to_none=False)
+    for param in model.parameters():
+        assert not dense(param.grad).any()
+    backward(model, 1)
+    expected = sum_of_single_gradients(torch.float32, range(1, 2))
+    for name, param in model.named_parameters():
+        assert snr_db(dense(param.grad), expected[name]) > 29.0, name
+    assert optimizer._spaces[0].grads.buffer.payload.itemsize == 1  # zero and one gradient are one gradient
+
+
+def test_what_users_write_is_what_the_step_sees() -> None:
+    model, _ = build()
+    backward(model)
+    weight = model.linear.weight
+    before = dense(weight.grad)
+    weight.grad.clamp_(-0.01, 0.01)
+    assert torch.allclose(dense(weight.grad), before.clamp(-0.01, 0.01), rtol=2.0**-4, atol=1e-6)
+    weight.grad.mul_(4.0).div_(2.0)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.005)
+    assert dense(weight.grad).abs().max() <= 0.005 * (1 + 2.0**-4)
+    weight.grad.add_(torch.ones(48, 48))
+    weight.grad.copy_(before)
+    assert snr_db(dense(weight.grad), before) > 40.0
+    weight.grad = torch.full((48, 48), 0.25)
+    backward(model)
+    assert isinstance(weight.grad, GradTensor)
+    assert snr_db(dense(weight.grad), before + 0.25) > 29.0
+
+
+def test_reading_a_gradient() -> None:
+    model, _ = build()
+    backward(model)
+    grad = model.linear.weight.grad
+    plain = grad.clone()
+    assert type(plain) is Tensor
+    assert torch.equal(grad.float(), plain) and torch.equal(grad.to(torch.bfloat16), plain.bfloat16())
+    assert torch.isfinite(grad).all() and torch.equal(grad.abs(), plain.abs()) and torch.equal(grad * 2, plain * 2)
+    assert grad.norm().item() == pytest.approx(plain.norm().item())
+    assert grad.norm(math.inf) == plain.norm(math.inf)
+    assert torch.equal(torch.stack([grad, plain])[0], plain)
+    assert isinstance(grad.detach(), GradTensor)
+    with pytest.raises(NotImplementedError, match=r"is a view.*p\.grad\.clone"):
+        grad.view(-1)
+
+
+def test_a_model_is_copied_and_pickled_without_its_optimizer() -> None:
+    model, optimizer = build("O3")
+    backward(model)
+    optimizer.step()
+    copied = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copied, loaded):
+        other.zero_grad()
+        backward(other, 1)
+        with torch.no_grad():
+            other.linear.weight.copy_(torch.ones(48, 48))
+        for param in other.parameters():
+            assert not isinstance(param.grad, GradTensor)
+            assert not isinstance(optimizer, type(getattr(param, "main_grad", None)))
+    backward(model)
+    assert model.linear.weight.owner.value().abs().max() < 1.0
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = torch.nn.Embedding(16, 16, sparse=True)
+    build_optimizer(model, torch.optim.AdamW(model.parameters()), {}, "O2")
+    with pytest.raises(ValueError, match=r"weight is torch\.sparse_coo: use dense gradients"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_frozen_for_a_while() -> None:
+    """Parameters that are frozen between steps get no gradients, and no update."""
+    model, optimizer = build("O3")
+    model.linear.requires_grad_(False)
+    before = model.linear.weight.owner.value()
+    backward(model)
+    assert model.linear.weight.grad is None and model.linear.bias.grad is None
+    optimizer.step()
+    assert torch.equal(model.linear.weight.owner.value(), before)
+    model.linear.requires_grad_(True)
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+    assert not torch.equal(model.linear.weight.owner.value(), before)
+
+
+def test_it_is_an_optimizer() -> None:
+    _, optimizer = build()
+    assert isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer, FP8Optimizer)
