@@ -160,7 +160,7 @@ def _define(declared: Operator) -> None:
     name = declared.name
     _operators[name] = declared
     _LIBRARY.define(declared.schema(), tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(name, declared.bundled(declared.reference), "CPU")
+    _LIBRARY.impl(name, _without_autocast(declared.bundled(declared.reference)), "CPU")
     _LIBRARY.impl(name, declared.bundled(_on_first_call(declared)), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", declared.bundled(declared.outputs), lib=_LIBRARY)
 
@@ -168,6 +168,18 @@ def _define(declared: Operator) -> None:
         raise declared.unsupported(_first_tensor(operands).device.type)
 
     _LIBRARY.impl(name, on_another_device, "CompositeExplicitAutograd")
+
+
+def _without_autocast(specification: Callable[..., Any]) -> Callable[..., Any]:
+    """`specification` in the dtypes that it names: a caller's autocast would round its products to 16 bits."""
+
+    def call(*operands: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return specification(*operands)
+        with torch.autocast("cpu", enabled=False):
+            return specification(*operands)
+
+    return call
 
 
 def operators() -> dict[str, Operator]:
