@@ -14,6 +14,7 @@ from ..kernels import ops
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_shards import plain_copy, stored_part
+from .compiled import compiled_linear, new_token
 from .gemms import LinearParams
 from .linear import fp8_linear
 
@@ -58,6 +59,7 @@ class FP8Linear(torch.nn.Linear):
     quantizers: LinearQuantizers
     weight_dtype: torch.dtype
     name: str
+    token: Tensor
 
     def __init__(
         self,
@@ -113,6 +115,7 @@ class FP8Linear(torch.nn.Linear):
         self.register_parameter("bias", bias)
         self.quantizers = recipe.linear_quantizers()
         self._row_multiple = recipe.size_multiple
+        self.token = new_token(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] → [..., out_features], of any leading shape.
@@ -134,13 +137,17 @@ class FP8Linear(torch.nn.Linear):
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The output in `dtype`. The GEMMs take rows in multiples; zeros are added up to the next one."""
-        linear = LinearParams(self.weight, self.bias, self.quantizers)
         rows = x.numel() // self.in_features
         padding = -rows % self._row_multiple if rows else self._row_multiple
-        if not padding:
-            return fp8_linear(x, linear, dtype=dtype)
-        padded = torch.nn.functional.pad(x.reshape(-1, self.in_features), (0, 0, 0, padding))
-        y = fp8_linear(padded, linear, dtype=dtype)
+        if not padding and not torch.compiler.is_compiling():
+            return fp8_linear(x, LinearParams(self.weight, self.bias, self.quantizers), dtype=dtype)
+        x2d = x.reshape(-1, self.in_features)
+        if padding:
+            x2d = torch.nn.functional.pad(x2d, (0, 0, 0, padding))
+        if torch.compiler.is_compiling():
+            y = compiled_linear(x2d, self, dtype)
+        else:
+            y = fp8_linear(x2d, LinearParams(self.weight, self.bias, self.quantizers), dtype=dtype)
         return y[:rows].view(*x.shape[:-1], self.out_features)
 
     def plain_weight(self) -> Tensor:

@@ -12,6 +12,8 @@ such parts and gathers them as they are stored (`weight_shards`): one byte an el
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +207,28 @@ class ScaledTensor(torch.Tensor):
             f"advertises={self.dtype}, device={self.device})"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
+        """A tensor of its own: no owner, and no gradient."""
+        if id(self) not in memo:
+            if self.owner is not None:
+                warnings.warn(
+                    "a copy of an FP8 weight has no master weight: an average (EMA) kept in it loses small updates; "
+                    "average fp8_megatron.any_model.plain_model(model)",
+                    stacklevel=2,
+                )
+            notes = {key: value for key, value in self.__dict__.items() if key not in _STATE}
+            memo[id(self)] = _rebuild(
+                self._payload.clone(), self._scale.clone(), self.dtype, self.requires_grad, copy.deepcopy(notes, memo)
+            )
+        copied: ScaledTensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Cloned: the storage of a view in a flat buffer would be written whole.
+        payload, scale = self._payload.clone(), self._scale.clone()
+        notes = {key: value for key, value in self.__dict__.items() if key not in _STATE}
+        return _rebuild, (payload, scale, self.dtype, self.requires_grad, notes)
+
     def _like(self, payload: Tensor, scale: Tensor) -> ScaledTensor:
         """A tensor with other storage. As a part it scales alone only after a write of its own."""
         made = ScaledTensor(payload, scale, dtype=self.dtype)
@@ -349,3 +373,16 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.zero_.default: _fill_,
     _aten.fill_.Scalar: _fill_,
 }
+
+
+#: Attributes that a copy does not take over: its storage is its own, and nobody else's optimizer holds it.
+_STATE = frozenset(("_payload", "_scale", "_part", "owner", "main_grad"))
+
+
+def _rebuild(
+    payload: Tensor, scale: Tensor, dtype: torch.dtype, requires_grad: bool, notes: dict[str, Any]
+) -> ScaledTensor:
+    """A copied or unpickled tensor. `notes`: attributes that other code has set, such as that it is a parameter."""
+    rebuilt = ScaledTensor(payload, scale, dtype=dtype, requires_grad=requires_grad)
+    rebuilt.__dict__.update(notes)
+    return rebuilt

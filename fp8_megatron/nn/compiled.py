@@ -1,0 +1,162 @@
+"""The FP8 linear layer as two operators, for `torch.compile`: no graph break, and nothing of a layer in the graph.
+
+An operator finds its layer by a number. The number is the value of a tensor on the CPU, the layer's token, so that
+equal layers have equal graphs. The token requires a gradient: that keeps backward in the graph, where it gives the
+weight's gradient to `main_grad`, as `linear` does. A compiler thus never sees a weight or its gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..formats import E4M3, GEMM_BLOCK
+from ..quantization.operand import Quantized
+from ..quantization.sources import TensorSource
+from .gemms import LinearParams, fprop, start_dgrad, wgrad
+from .rows import LocalRows
+
+if TYPE_CHECKING:
+    from .module import FP8Linear
+
+_layers: weakref.WeakValueDictionary[int, FP8Linear] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def new_token(layer: FP8Linear) -> Tensor:
+    """The token of `layer`, FP64 [1] on the CPU."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor([float(number)], dtype=torch.float64, device="cpu", requires_grad=True)
+
+
+def compiled_linear(x: Tensor, layer: FP8Linear, dtype: torch.dtype) -> Tensor:
+    """y [T, N] in `dtype` = x [T, K] · Wᵀ + b, with the bits of `fp8_linear`."""
+    keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
+    has_blocks = not layer.quantizers.input.format.has_one_scale
+    return _linear(x, layer.token, layer.bias, layer.out_features, dtype, keeps_input, has_blocks)[0]
+
+
+@torch.library.custom_op("fp8_megatron::linear", mutates_args=())
+def _linear(
+    x: Tensor,
+    token: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    keeps_input: bool,
+    has_blocks: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and the input's columns for wgrad with their scale; both empty if not `keeps_input`."""
+    linear = _params(token, None if bias is None else bias.to(dtype))
+    operand = linear.quantizers.input.quantize(TensorSource(x, transposed=keeps_input))
+    y = fprop(LocalRows(operand), linear, dtype)
+    if not keeps_input:
+        return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
+    columns = operand.t
+    # The compiler may write to memory that it was given; a delayed scale is not its own.
+    return y, columns.payload, columns.scale.clone() if linear.quantizers.input.history else columns.scale
+
+
+@_linear.register_fake
+def _(
+    x: Tensor,
+    token: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    keeps_input: bool,
+    has_blocks: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    y = x.new_empty((rows, out_features), dtype=dtype)
+    if not keeps_input:
+        return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
+    scales = (rows // GEMM_BLOCK, columns) if has_blocks else (1,)
+    return y, x.new_empty((columns, rows), dtype=E4M3), x.new_empty(scales, dtype=torch.float32)
+
+
+@torch.library.custom_op("fp8_megatron::linear_backward", mutates_args=())
+def _linear_backward(
+    grad_output: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    token: Tensor,
+    in_features: int,
+    has_bias: bool,
+    needs_grad_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the input, of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`."""
+    linear = _params(token, grad_output.new_empty(0) if has_bias else None)
+    has_columns = columns.numel() > 0
+    g, grad_bias = linear.cast_grad(grad_output, transposed=has_columns)
+    grad_input = grad_output.new_empty(0)
+    if needs_grad_input:
+        grad_input = start_dgrad(g, linear, grad_output.dtype).wait()
+    if has_columns:
+        x_t = Quantized(columns, None, scale, linear.quantizers.input.format)
+        grad_weight = wgrad(g, x_t, linear, grad_output.dtype)
+        if grad_weight is not None:
+            _add_to_grad(linear.weight, grad_weight)
+    no_sums = grad_output.new_empty(0, dtype=torch.float32)
+    return grad_input, no_sums if grad_bias is None else grad_bias, torch.zeros_like(token)
+
+
+@_linear_backward.register_fake
+def _(
+    grad_output: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    token: Tensor,
+    in_features: int,
+    has_bias: bool,
+    needs_grad_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, out_features = grad_output.shape
+    return (
+        grad_output.new_empty((rows, in_features) if needs_grad_input else (0,)),
+        grad_output.new_empty((out_features if has_bias else 0,), dtype=torch.float32),
+        torch.zeros_like(token),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, token, bias = inputs[:3]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], output[2], token)
+    ctx.in_features, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad_output: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * 7
+    columns, scale, token = ctx.saved_tensors
+    has_bias, needs_grad_input = ctx.bias_dtype is not None, ctx.needs_input_grad[0]
+    grad_input, grad_bias, grad_token = _linear_backward(
+        grad_output.contiguous(), columns, scale, token, ctx.in_features, has_bias, needs_grad_input
+    )
+    return (
+        grad_input if needs_grad_input else None,
+        grad_token,
+        grad_bias.to(ctx.bias_dtype) if has_bias else None,
+        *(None,) * 4,
+    )
+
+
+_linear.register_autograd(_backward, setup_context=_keep)
+
+
+def _params(token: Tensor, bias: Tensor | None) -> LinearParams:
+    layer = _layers[int(token.item())]  # on the CPU: no wait for the device
+    return LinearParams(layer.weight, bias, layer.quantizers)
+
+
+def _add_to_grad(weight: Tensor, grad: Tensor) -> None:
+    """What autograd does where a weight has no `main_grad`."""
+    grad = grad.to(weight.dtype)
+    weight.grad = grad if weight.grad is None else weight.grad + grad
