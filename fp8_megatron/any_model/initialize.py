@@ -1,0 +1,92 @@
+"""`initialize`: a model and its optimizer in FP8."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from ..device.group import Group
+from ..errors import UserError
+from ..formats import LEVELS
+from ..quantization.recipe import Recipe, RecipeName
+from .linears import LinearFilter, replace_linears
+from .optimizer import FP8Optimizer, build_optimizer
+from .torch_optimizers import check_optimizer, check_params
+
+LEVEL_NAMES = ("O1", "O2", "O3")
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def initialize(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    opt_level: str = "O2",
+    *,
+    recipe: Recipe | RecipeName = "tensorwise",
+    process_group: Group | None = None,
+    filter: LinearFilter | None = None,
+    gradient_accumulation_steps: int | None = None,
+) -> tuple[Model, FP8Optimizer]:
+    """Put a model's linear layers and its optimizer's state in FP8. Returns the same model, and a new optimizer.
+
+    The training loop stays as it is: autocast, gradient accumulation, clipping, GradScaler, learning-rate schedulers,
+    checkpoints. Call it once, after the model is on its device and before the first step. Wrap or compile the model
+    afterwards.
+
+    Args:
+        model: any module; its linear layers become `FP8Linear` in place (`replace_linears`), or are so already.
+        optimizer: torch's AdamW or Adam over the model's parameters, before its first step. Do not use it again; its
+            param groups belong to the returned optimizer.
+        opt_level: storage of a trained linear layer. Bytes a parameter: O1 11 (weight FP16, gradient FP8, moments
+            FP32), O2 6 (moments FP8 and FP16), O3 7 (weight FP8, master FP16, the rest as O2).
+        recipe: how operands of the GEMMs are scaled: tensorwise (by each tensor's own values), delayed (by the last 16
+            steps' values), blockwise (128 values share a scale).
+        process_group: data-parallel ranks; None: all ranks of torch.distributed, if it is initialised.
+        filter: (name, layer) → whether the layer may become FP8; None: all whose sizes an FP8 GEMM takes.
+        gradient_accumulation_steps: backward passes per step. It saves the first step from moving its gradients to
+            wider storage; None: found out.
+
+    Raises:
+        UserError: the model or the optimizer cannot be used, with its name and the fix.
+    """
+    if opt_level not in LEVEL_NAMES:
+        raise UserError(f"opt_level({opt_level!r}) is none of {', '.join(LEVEL_NAMES)}")
+    _check_model(model)
+    if isinstance(optimizer, FP8Optimizer):
+        raise UserError("the optimizer is an FP8Optimizer already: initialize is called once")
+    check_optimizer(optimizer)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        check_params(group, names)
+    if _ranks(process_group) is not None:
+        raise UserError("several data-parallel ranks are not supported: run one process")
+    replaced = replace_linears(model, recipe=recipe, weight=LEVELS[opt_level].weight, filter=filter)
+    built = build_optimizer(
+        model, optimizer, replaced, opt_level, gradient_accumulation_steps=gradient_accumulation_steps
+    )
+    return model, built
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    """Check that the model is neither wrapped nor initialised.
+
+    Raises:
+        UserError: it is.
+    """
+    wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in wrappers and type(module).__module__.startswith("torch."):
+            raise UserError(f"{name or 'the model'} is a {kind}: call initialize first, then wrap the model")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "main_grad"):
+            raise UserError(f"{name} has an FP8 optimizer already: initialize is called once")
+
+
+def _ranks(process_group: Group | None) -> Group | None:
+    """The data-parallel ranks; None if there is one."""
+    if process_group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        process_group = torch.distributed.group.WORLD
+    return None if process_group is None or process_group.size() == 1 else process_group

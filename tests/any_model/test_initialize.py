@@ -1,0 +1,112 @@
+"""`fp8_megatron.initialize`: training by a plain loop, and errors that name the value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fp8_megatron
+from fp8_megatron.any_model.optimizer import FP8Optimizer
+from fp8_megatron.errors import UserError
+from fp8_megatron.formats import LEVELS
+from fp8_megatron.nn.module import FP8Linear
+
+LEVEL_NAMES = ("O1", "O2", "O3")
+
+
+def build_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 32)
+    )
+
+
+def losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 40) -> list[float]:
+    """A plain training loop."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 32, generator=generator)
+    target = (x @ torch.randn(32, 32, generator=generator)).tanh()
+    result = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        result.append(loss.item())
+    return result
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_a_plain_loop_trains(level: str) -> None:
+    model = build_model()
+    expected = losses(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model = build_model()
+    result, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
+    assert result is model and isinstance(optimizer, FP8Optimizer) and isinstance(model[0], FP8Linear)
+    measured = losses(model, optimizer)
+    # It falls to a tenth; FP8's noise moves it by percents (tests/any_model/test_architectures.py), a fault by more.
+    assert expected[-1] < 0.1 * expected[0] and measured[-1] < 1.2 * expected[-1]
+    assert optimizer.num_skipped_steps == 0
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_weights_are_stored_as_the_level_says(level: str) -> None:
+    model = build_model()
+    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), level)
+    assert model[0].weight.payload.dtype is LEVELS[level].weight.torch_dtype
+    assert model[1].weight.dtype is model[0].bias.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_state_dict_holds_the_values_that_the_model_had(level: str) -> None:
+    """FP16 masters and weights: 10 mantissa bits are 2⁻¹¹ of a value."""
+    model = build_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), level)
+    for name, value in model.state_dict().items():
+        assert type(value) is torch.Tensor and value.dtype is torch.float32
+        torch.testing.assert_close(value, before[name], rtol=2**-11, atol=0.0 if value.ndim == 1 else 1e-7)
+
+
+def _second_call(model: torch.nn.Module) -> None:
+    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
+    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
+
+
+def _other_model(model: torch.nn.Module) -> None:
+    fp8_megatron.initialize(model, torch.optim.AdamW(build_model().parameters()))
+
+
+def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
+    return lambda model: fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), **settings)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (_second_call, "0.weight has an FP8 optimizer already: initialize is called once"),
+        (_with(opt_level="O4"), r"opt_level\('O4'\) is none of O1, O2, O3"),
+        (_with(recipe="mxfp8"), r"recipe\('mxfp8'\) is none of"),
+        (_other_model, "a parameter of shape .* that the model does not have"),
+        (
+            lambda model: fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+            "torch.optim.sgd.SGD: FP8 state needs torch.optim.AdamW",
+        ),
+        (lambda model: _with()(torch.nn.DataParallel(model)), "the model is a DataParallel: call initialize first"),
+    ],
+    ids=["twice", "level", "recipe", "other model", "SGD", "wrapped"],
+)
+def test_errors_name_the_value_and_the_fix(call: Callable[[torch.nn.Module], None], message: str) -> None:
+    with pytest.raises((UserError, ValueError), match=message):
+        call(build_model())
+
+
+def test_an_optimizer_that_cannot_be_used_leaves_the_model_alone() -> None:
+    model = build_model()
+    with pytest.raises(UserError):
+        fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert type(model[0]) is torch.nn.Linear
