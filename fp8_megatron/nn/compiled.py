@@ -9,32 +9,45 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..formats import E4M3, GEMM_BLOCK
 from ..quantization.operand import Quantized
+from ..quantization.recipe import LinearQuantizers
+from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import TensorSource
 from .gemms import LinearParams, fprop, start_dgrad, wgrad
 from .rows import LocalRows
 
-if TYPE_CHECKING:
-    from .module import FP8Linear
 
-_layers: weakref.WeakValueDictionary[int, FP8Linear] = weakref.WeakValueDictionary()
+class CompilableLayer(Protocol):
+    """What the operators read of a layer."""
+
+    weight: ScaledTensor
+    quantizers: LinearQuantizers
+    out_features: int
+    token: Tensor
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out_features]."""
+
+
+_layers: weakref.WeakValueDictionary[int, CompilableLayer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def new_token(layer: FP8Linear) -> Tensor:
+def new_token(layer: CompilableLayer) -> Tensor:
     """The token of `layer`, FP64 [1] on the CPU."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor([float(number)], dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-def compiled_linear(x: Tensor, layer: FP8Linear, dtype: torch.dtype) -> Tensor:
+def compiled_linear(x: Tensor, layer: CompilableLayer, dtype: torch.dtype) -> Tensor:
     """y [T, N] in `dtype` = x [T, K] · Wᵀ + b, with the bits of `fp8_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
     has_blocks = not layer.quantizers.input.format.has_one_scale
