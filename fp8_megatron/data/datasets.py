@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import logging
-import math
-import os
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,15 +18,14 @@ from torch.utils.data import Dataset
 from ..config.schema import DataConfig
 from ..errors import UserError
 from .indexed import IndexedSummary, check_indexed_dataset
-from .token_files import Blend, number_in
+from .splits import HOW_TO_DO_WITHOUT, SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, weighted
+from .token_files import Blend
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_SPLITS = ("train", "valid", "test")
 #: An incomplete index file that has not grown for this long is taken as abandoned.
 _ABANDONED_AFTER_SECONDS = 5.0
-_HOW_TO_DO_WITHOUT = {"valid": ", or turn validation off with --eval-interval 0"}
 
 
 @dataclass(frozen=True)
@@ -127,14 +121,15 @@ def build_datasets(
         return Datasets(*mock)
     if not any(sizes):
         return Datasets(None, None, None)
-    blends = _blends(data, sizes)
+    blends = blends_of_splits(data, sizes)
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend.prefixes})
     files = {prefix: check_indexed_dataset(prefix, vocab_size) for prefix in prefixes}
-    blends = tuple(blend and _weighted(blend, files) for blend in blends)
+    num_tokens = {prefix: summary.num_tokens for prefix, summary in files.items()}
+    blends = tuple(blend and weighted(blend, num_tokens) for blend in blends)
     config = _gpt_dataset_config(data, blends, sizes, seq_length, seed, tokenizer)
     _check_enough_text(data, config, blends, files)
     builder = BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, config)
-    with _process_group():
+    with process_group():
         return Datasets(*builder.build())
 
 
@@ -146,7 +141,7 @@ def build_validation_sets(
     Takes the arguments of `build_datasets`, and raises its errors.
     """
     sizes = (0, 1, 0)
-    blend = _blends(data, sizes)[1]
+    blend = blends_of_splits(data, sizes)[1]
     assert blend is not None
     found: list[Dataset] = []
     for prefix in blend.prefixes:
@@ -154,47 +149,10 @@ def build_validation_sets(
         alone = (None, Blend((prefix,), None), None)
         config = _gpt_dataset_config(data, alone, sizes, seq_length, seed, tokenizer)
         _check_enough_text(data, config, alone, files)
-        with _process_group():
+        with process_group():
             dataset = BlendedMegatronDatasetBuilder(GPTDataset, [0, None, 0], lambda: True, config).build()[1]
         found.append(dataset)
     return found
-
-
-def _blends(data: DataConfig, sizes: Sequence[int]) -> tuple[Blend | None, ...]:
-    """The blend of each split; None for a split without samples."""
-    own = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
-    if data.data_path:
-        if any(own.values()):
-            raise UserError("--data-path (cut by --split) and --train-data-path … exclude each other: give one")
-        _check_split(data.split)
-        blend = Blend.parse("--data-path", data.data_path)
-        return tuple(blend if size else None for size in sizes)
-    if not any(own.values()):
-        raise UserError("no data: give --data-path, or --train-data-path and --valid-data-path, or --mock-data")
-    for split, size in zip(_SPLITS, sizes, strict=True):
-        if size and not own[split]:
-            instead = _HOW_TO_DO_WITHOUT.get(split, "")
-            raise UserError(f"{size} {split} samples are wanted, but no --{split}-data-path is given: give it{instead}")
-    return tuple(
-        Blend.parse(f"--{split}-data-path", own[split]) if size else None
-        for split, size in zip(_SPLITS, sizes, strict=True)
-    )
-
-
-def _check_split(split: str) -> None:
-    parts = [number_in(part) for part in split.split(",")]
-    known = [part for part in parts if part is not None and 0 <= part < math.inf]
-    if len(parts) > 3 or len(known) < len(parts) or not 0 < sum(known) < math.inf:
-        raise UserError(f"--split {split}: give up to three weights (train,valid,test), not all 0, e.g. 969,30,1")
-
-
-def _weighted(blend: Blend, files: dict[str, IndexedSummary]) -> Blend:
-    """The blend with token counts as default weights. Without weights the builder would stop after one epoch."""
-    if len(blend.prefixes) == 1:
-        return Blend(blend.prefixes, None)
-    if blend.weights is not None:
-        return blend
-    return Blend(blend.prefixes, tuple(float(files[prefix].num_tokens) for prefix in blend.prefixes))
 
 
 def _gpt_dataset_config(
@@ -209,7 +167,7 @@ def _gpt_dataset_config(
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        path_to_cache=str(_cache_folder(prefixes, data.data_cache_path)),
+        path_to_cache=str(_index_cache(prefixes, data.data_cache_path)),
         tokenizer=tokenizer,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=False,
@@ -217,7 +175,7 @@ def _gpt_dataset_config(
         create_attention_mask=False,
         mmap_bin_files=data.mmap_bin_files,
         num_dataset_builder_threads=data.num_dataset_builder_threads,
-        **_sources(data, blends),
+        **builder_sources(data, blends),
     )
     if config.split_matrix is not None:
         # Drop splits without samples: the builder counts a split's epochs, and never ends if it has no documents.
@@ -225,20 +183,12 @@ def _gpt_dataset_config(
     return config
 
 
-def _sources(data: DataConfig, blends: Sequence[Blend | None]) -> dict[str, object]:
-    """GPTDatasetConfig's arguments that name the token files."""
-    mcore_blends = [blend and (list(blend.prefixes), blend.weights and list(blend.weights)) for blend in blends]
-    if data.data_path:
-        return {"blend": next(blend for blend in mcore_blends if blend), "split": data.split}
-    return {"blend_per_split": mcore_blends}
-
-
 def _check_enough_text(
     data: DataConfig, config: GPTDatasetConfig, blends: Sequence[Blend | None], files: dict[str, IndexedSummary]
 ) -> None:
     """Raise UserError if a file of a needed split has less text than one sample."""
     needed = config.sequence_length + 1
-    for number, (split, blend) in enumerate(zip(_SPLITS, blends, strict=True)):
+    for number, (split, blend) in enumerate(zip(SPLITS, blends, strict=True)):
         if blend is None:
             continue
         part = config.split_matrix[number] if config.split_matrix is not None else (0.0, 1.0)
@@ -251,34 +201,15 @@ def _check_enough_text(
                 raise UserError(
                     f"{where} has {num_tokens} tokens in {end - start} of {len(lengths)} documents, but one {split} "
                     f"sample takes seq_length + 1 = {needed}: give more documents, a larger share in --split, or a "
-                    f"--{split}-data-path of its own{_HOW_TO_DO_WITHOUT.get(split, '')}"
+                    f"--{split}-data-path of its own{HOW_TO_DO_WITHOUT.get(split, '')}"
                 )
 
 
-def _cache_folder(prefixes: Sequence[str], root: str | None) -> Path:
-    """The folder of index caches, named by paths, sizes and times of the token files.
-
-    Megatron-core's caches are keyed on the path alone. If the files are preprocessed again, such a cache would point to
-    replaced text. Rank 0 removes the folder of an earlier state of the same files.
-    """
+def _index_cache(prefixes: Sequence[str], root: str | None) -> Path:
+    """The folder of megatron-core's indices of token files."""
     paths = [Path(prefix + extension).resolve() for prefix in prefixes for extension in (".bin", ".idx")]
-    states = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    family = f"index-{_digest([str(path) for path in paths])}-"
-    parent = Path(root) if root else paths[0].parent / "cache"
-    folder = parent / f"{family}{_digest(states)}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, "Permission denied")
-    except OSError as error:
-        raise UserError(
-            f"cannot write dataset index caches to {parent} ({error.strerror}): "
-            f"give --data-cache-path a folder that can be written"
-        ) from error
+    folder = cache_folder(paths, root, kind="index")
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        for stale in parent.glob(f"{family}*"):
-            if stale != folder:
-                shutil.rmtree(stale, ignore_errors=True)
         _remove_cut_short(folder)
     return folder
 
@@ -307,20 +238,3 @@ def _becomes_whole(path: Path) -> bool:
         if path.stat().st_size != size:
             size, since = path.stat().st_size, time.monotonic()
     return False
-
-
-def _digest(values: Sequence[object]) -> str:
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _process_group() -> Iterator[None]:
-    """A process group of one rank if there is none: BlendedDataset asks for its rank."""
-    if torch.distributed.is_initialized():
-        yield
-        return
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()

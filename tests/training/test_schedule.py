@@ -23,7 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.data.datasets import _process_group
+from fp8_megatron.data.splits import process_group
 from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import trainer as trainer_module
@@ -182,7 +182,7 @@ def megatrons_samples(prefixes: list[str], *, num_samples: int, seq_length: int,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    with _process_group():
+    with process_group():
         train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, [num_samples, 4, 0], lambda: True, config).build()
     return [train[index]["tokens"].tolist() for index in range(num_samples)]
 
