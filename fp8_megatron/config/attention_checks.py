@@ -15,7 +15,7 @@ def attention_problems(config: Config) -> Iterator[str]:
     """One line for each problem of documents and windows."""
     model = config.model
     yield from _window_problems(config)
-    name = "reset_attention_mask" if config.data.reset_attention_mask else None
+    name = ("sft" if config.data.sft else "reset_attention_mask") if config.data.keeps_documents_apart else None
     if name is not None and config.precision.precision == "te":
         yield f"{name}: Transformer Engine's attention reads no documents; drop it, or choose --precision fp8 or bf16"
     if model.window_size is not None:

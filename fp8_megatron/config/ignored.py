@@ -90,6 +90,14 @@ def _random_tokens(config: Config) -> str | None:
     return "with mock_data" if config.data.mock_data else None
 
 
+def _conversations(config: Config) -> str | None:
+    return "with sft" if config.data.sft else None
+
+
+def _no_conversations(config: Config) -> str | None:
+    return None if config.data.sft else "without sft"
+
+
 def _no_tokenizer(config: Config) -> str | None:
     kind = config.data.tokenizer_kind
     return f"under tokenizer_type({kind})" if kind in ("NullTokenizer", "GPT2BPETokenizer") else None
@@ -162,6 +170,18 @@ _RULES = (
     Ignored(
         ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), _random_tokens, "give --data-path instead"
     ),
+    Ignored(
+        (
+            "reset_position_ids",
+            "reset_attention_mask",
+            "eod_mask_loss",
+            "mmap_bin_files",
+            "tokenizer_hf_no_include_special_tokens",
+        ),
+        _conversations,
+        "drop --sft",
+    ),
+    Ignored(("sft_tokenizer_prompt_format", "sft_chat_template", "sft_packing"), _no_conversations, "give --sft"),
     Ignored(("tokenizer_model",), _no_tokenizer, "choose another --tokenizer-type"),
     Ignored(("vocab_file", "merge_file"), _other_tokenizer("GPT2BPETokenizer"), "choose GPT2BPETokenizer"),
     Ignored(

@@ -23,6 +23,7 @@ OTHER_DEFAULTS: Mapping[str, str] = MappingProxyType(
         "exp_avg_sq_dtype": "that of the level",
         "initial_loss_scale": "2^16: Megatron's 2^32 overflows for 16 steps until it has halved to this",
         "cuda_graph_impl": "`auto`: the same numbers, faster",
+        "sft_tokenizer_prompt_format": "`default`, the tokenizer's own template; its answers alone count too",
         "tokenizer_type": "`GPT2BPETokenizer` with `--vocab-file` or `--merge-file`, else `SentencePieceTokenizer`",
     }
 )

@@ -90,8 +90,8 @@ def _check_fp8_attention(config: Config) -> Iterator[str]:
         yield f"{name} has no dropout, attention_dropout is {model.attention_dropout}; give --attention-dropout 0"
     if model.attention_backend != "auto":
         yield f"{name} has a kernel of its own, not attention_backend({model.attention_backend}); drop one of them"
-    if config.data.reset_attention_mask:
-        yield f"{name} reads no documents; drop it or reset_attention_mask"
+    if config.data.keeps_documents_apart:
+        yield f"{name} reads no documents; drop it or {'sft' if config.data.sft else 'reset_attention_mask'}"
     if model.window_size is not None:
         yield f"{name} has no windows; drop it or window_size({model.window_size})"
     width = model.head_dim

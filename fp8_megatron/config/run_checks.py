@@ -36,6 +36,7 @@ def _check_data(config: Config) -> Iterator[str]:
     yield from _check_blends(data)
     yield from _check_evaluation_data(config)
     yield from _check_validation_sets(config)
+    yield from _check_conversations(data)
     if data.tokenizer_kind == "NullTokenizer" or data.mock_data:
         if model.vocab_size is None:
             reason = "mock_data" if data.mock_data else "tokenizer_type(NullTokenizer)"
@@ -46,6 +47,24 @@ def _check_data(config: Config) -> Iterator[str]:
                 yield f"tokenizer_type(GPT2BPETokenizer) needs {name}; give {flag_name(name)}"
     elif data.tokenizer_model is None:
         yield f"tokenizer_type({data.tokenizer_kind}) needs tokenizer_model; give --tokenizer-model"
+
+
+def _check_conversations(data: DataConfig) -> Iterator[str]:
+    if not data.sft:
+        return
+    if data.mock_data:
+        yield "sft reads conversations, and mock_data are random tokens; give --data-path, or drop one of them"
+    elif data.tokenizer_kind != "HuggingFaceTokenizer":
+        yield (
+            f"sft writes conversations by the chat template of a Hugging Face tokenizer, not "
+            f"tokenizer_type({data.tokenizer_kind}); give --tokenizer-type HuggingFaceTokenizer and its folder"
+        )
+    if data.sft_chat_template is not None and data.sft_tokenizer_prompt_format != "default":
+        yield (
+            f"sft_chat_template({data.sft_chat_template}) and "
+            f"sft_tokenizer_prompt_format({data.sft_tokenizer_prompt_format}) both say how to write a conversation; "
+            f"drop one"
+        )
 
 
 def _check_validation_sets(config: Config) -> Iterator[str]:

@@ -181,6 +181,19 @@ class DataConfig:
     """Keep attention within a document."""
     eod_mask_loss: Switch = False
     """Leave end-of-document tokens out of the loss."""
+    sft: Switch = False
+    """Fine-tune on conversations: the data paths are JSON lines of messages, and the loss is taken over answers."""
+    sft_tokenizer_prompt_format: Literal["default", "identity", "nemotron-h-aligned", "nemotron-nano-v2"] = "default"
+    """How --sft writes a conversation. default: the tokenizer's own chat template. identity: the messages alone."""
+    sft_chat_template: Text = None
+    """File of a Jinja chat template for --sft, instead of a format."""
+    sft_packing: Switch = True
+    """On: --sft fills a sample with conversations of any lines. Off: a sample is one line, as in Megatron."""
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether attention stays within the documents of a sample."""
+        return self.reset_attention_mask or self.sft
 
     @property
     def tokenizer_kind(self) -> TokenizerType:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,20 +17,19 @@ from ..errors import UserError
 CU_SEQLENS = "cu_seqlens"
 
 
-@dataclass(frozen=True)
-class DocumentBounds:
-    """Finds the documents of a micro-batch. The token that ends a document belongs to it, as in Megatron.
+class Bounds(ABC):
+    """Finds the documents of a micro-batch.
 
     Attributes:
-        eod: the token that ends a document.
+        key: the tensor of a batch that tells where they start.
         room: documents of a micro-batch, where all results have one shape; None: as many as there are.
     """
 
-    eod: int
-    room: int | None = None
+    key: ClassVar[str]
+    room: int | None
 
-    def of(self, tokens: Tensor) -> Tensor:
-        """Cumulative lengths of the documents in `tokens` int64 [b, s], as `nn.masked_attention` takes them.
+    def of(self, values: Tensor) -> Tensor:
+        """Cumulative lengths of the documents in `values` int64 [b, s], as `nn.masked_attention` takes them.
 
         A document ends with its sequence. Free room is filled with documents without tokens.
 
@@ -36,22 +37,71 @@ class DocumentBounds:
             int32 [n + 1], n the number of documents, or [room + 1].
 
         Raises:
-            UserError: there are more documents than room. The text has its end token inside of documents.
+            UserError: there are more documents than room.
         """
-        batch, seq = tokens.shape
-        starts = torch.zeros(batch, seq, dtype=torch.bool)
+        starts = self._starts(values)
         starts[:, 0] = True
-        starts[:, 1:] = tokens[:, :-1] == self.eod
         found = starts.view(-1).nonzero().view(-1)
         if self.room is not None and len(found) > self.room:
-            raise UserError(
-                f"a micro-batch has {len(found)} documents, and its recorded step has room for {self.room}, as the "
-                f"token files have no more in a sequence: token {self.eod} ends a document and is in its text too; "
-                f"prepare the files anew, or give --cuda-graph-impl none"
-            )
-        bounds = torch.full(((self.room or len(found)) + 1,), batch * seq, dtype=torch.int32)
+            raise UserError(self._too_many(len(found)))
+        bounds = torch.full(((self.room or len(found)) + 1,), values.numel(), dtype=torch.int32)
         bounds[: len(found)] = found
         return bounds
+
+    @abstractmethod
+    def _starts(self, values: Tensor) -> Tensor:
+        """Bool [b, s]: where a document starts, but for the first of each sequence."""
+
+    @abstractmethod
+    def _too_many(self, number: int) -> str:
+        """The error of more documents than room."""
+
+
+@dataclass(frozen=True)
+class DocumentBounds(Bounds):
+    """Finds documents by their end token, which belongs to them, as in Megatron.
+
+    Attributes:
+        eod: the token that ends a document.
+        room: see `Bounds`.
+    """
+
+    key: ClassVar[str] = "tokens"
+    eod: int
+    room: int | None = None
+
+    def _starts(self, values: Tensor) -> Tensor:
+        starts = torch.zeros(values.shape, dtype=torch.bool)
+        starts[:, 1:] = values[:, :-1] == self.eod
+        return starts
+
+    def _too_many(self, number: int) -> str:
+        return (
+            f"a micro-batch has {number} documents, and its recorded step has room for {self.room}, as the "
+            f"token files have no more in a sequence: token {self.eod} ends a document and is in its text too; "
+            f"prepare the files anew, or give --cuda-graph-impl none"
+        )
+
+
+@dataclass(frozen=True)
+class PositionBounds(Bounds):
+    """Finds documents by their first position, 0.
+
+    Attributes:
+        room: see `Bounds`.
+    """
+
+    key: ClassVar[str] = "position_ids"
+    room: int | None = None
+
+    def _starts(self, values: Tensor) -> Tensor:
+        return values == 0
+
+    def _too_many(self, number: int) -> str:
+        return (
+            f"a micro-batch has {number} conversations, and its recorded step has room for {self.room}; give "
+            f"--cuda-graph-impl none"
+        )
 
 
 def most_documents(dataset: Dataset) -> int:

@@ -114,7 +114,7 @@ def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool 
     """
     keys = json_keys if batch.layout == "json_lines" else json_keys[:1]
     parsed = ParsedBatch(texts={key: [] for key in keys})
-    for line, content in _documents(batch):
+    for line, content in documents_of(batch):
         try:
             texts: list[str | list[str]]
             if batch.layout == "json_lines":
@@ -135,7 +135,7 @@ def parse_batch(batch: RawBatch, json_keys: Sequence[str], *, skip_errors: bool 
     return parsed
 
 
-def _documents(batch: RawBatch) -> Iterator[tuple[int, bytes]]:
+def documents_of(batch: RawBatch) -> Iterator[tuple[int, bytes]]:
     """(line number, bytes) of each document in a batch. Blank lines are skipped."""
     if batch.layout == "whole_file":
         yield batch.first_line, batch.content

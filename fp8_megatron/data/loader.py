@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .document_bounds import CU_SEQLENS, DocumentBounds
+from .document_bounds import CU_SEQLENS, Bounds
 
 #: Keys of a sample (each tensor [seq]) and a batch (each [micro_batch, seq]). loss_mask is float32, the others int64.
 #: A batch with documents also has `CU_SEQLENS`.
@@ -170,7 +170,7 @@ def build_loader(
     consumed_samples: int = 0,
     cycle: bool = False,
     shuffles: Literal["sharded", "whole"] | None = None,
-    documents: DocumentBounds | None = None,
+    documents: Bounds | None = None,
 ) -> BatchLoader:
     """One rank's micro-batches on the CPU (pinned if there is a GPU), in the order of `MicroBatchSampler`.
 
@@ -208,12 +208,10 @@ def build_loader(
     return BatchLoader(loader)
 
 
-def _stack(
-    samples: Sequence[dict[str, torch.Tensor]], documents: DocumentBounds | None = None
-) -> dict[str, torch.Tensor]:
+def _stack(samples: Sequence[dict[str, torch.Tensor]], documents: Bounds | None = None) -> dict[str, torch.Tensor]:
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in SAMPLE_KEYS}
     if documents is not None:
-        batch[CU_SEQLENS] = documents.of(batch["tokens"])
+        batch[CU_SEQLENS] = documents.of(batch[documents.key])
     return batch
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from ..config.schema import Config, DataConfig
 from ..config.words import decimal
 from ..errors import UserError
+from .sft_conversations import check_conversation_file
+from .sft_template import template_text
 from .tokenizer_settings import TokenizerOptions, tokenizer_problems
 
 #: What to do with a damaged file, for errors.
@@ -112,7 +114,9 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
         read |= {"--valid-data-path": data.valid_data_path, "--test-data-path": data.test_data_path}
     for flag, words in read.items():
         for prefix in Blend.parse(flag, words).prefixes:
-            yield partial(token_file_pair, prefix)
+            yield partial(check_conversation_file if data.sft else token_file_pair, prefix)
+    if data.sft:
+        yield partial(template_text, data.sft_tokenizer_prompt_format, data.sft_chat_template)
 
 
 def _check_tokenizer(data: DataConfig) -> None:

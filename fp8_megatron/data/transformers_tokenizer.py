@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -72,7 +73,13 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"set eos_token in its tokenizer_config.json"
             )
         self._adds_special_tokens = include_special_tokens
+        self.name = model
         super().__init__(num_tokens, eod, model)
+
+    @property
+    def backend(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:

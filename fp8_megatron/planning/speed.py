@@ -159,7 +159,7 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[s
             ("squared ReLU", config.model.squared_relu),
             ("quick GEGLU", config.model.quick_geglu),
             ("a window, of which attention saves nothing here", config.model.window_size is not None),
-            ("documents, of which attention saves nothing here", config.data.reset_attention_mask),
+            ("documents, of which attention saves nothing here", config.data.keeps_documents_apart),
             (
                 f"heads of width {config.model.head_dim}",
                 config.model.head_dim not in {width for width, _ in H200.attention_flops},

@@ -12,8 +12,9 @@ from ..checkpoint.run_state import Progress
 from ..config.checks import ConfigError
 from ..config.schema import Config, DataConfig
 from ..data.datasets import Datasets, MaskedTail, build_datasets, build_validation_sets
-from ..data.document_bounds import DocumentBounds, most_documents
+from ..data.document_bounds import Bounds, DocumentBounds, PositionBounds, most_documents
 from ..data.loader import build_loader
+from ..data.sft_datasets import build_sft_datasets, build_sft_validation_sets, most_conversations
 from ..data.tokenizer import Tokenizer, padded_vocab_size
 from ..data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from ..mcore.topology import Topology
@@ -76,10 +77,12 @@ class RunData:
         return self._loader(self.datasets.train, "train", consumed_samples, room=room)
 
     def most_documents(self) -> int | None:
-        """Documents that a training micro-batch may have; None without --reset-attention-mask."""
-        if not self.config.data.reset_attention_mask or self.datasets.train is None:
+        """Documents that a training micro-batch may have; None if attention crosses them."""
+        data = self.config.data
+        if not data.keeps_documents_apart or self.datasets.train is None:
             return None
-        return self.config.training.micro_batch_size * most_documents(self.datasets.train)
+        most = (most_conversations if data.sft else most_documents)(self.datasets.train)
+        return self.config.training.micro_batch_size * most
 
     def evaluations(self, split: str) -> Iterator[Evaluation]:
         """The passes over a held-out split, always from its start; none if the run has no such split."""
@@ -105,8 +108,14 @@ class RunData:
             num_workers=self.config.data.num_workers if split == "train" else 0,
             consumed_samples=consumed_samples,
             shuffles=None if is_whole else _shuffles(self.config.data),
-            documents=DocumentBounds(self.eod, room) if self.config.data.reset_attention_mask else None,
+            documents=self._bounds(room),
         )
+
+    def _bounds(self, room: int | None) -> Bounds | None:
+        """What finds the documents of a micro-batch; None if attention crosses them."""
+        if self.config.data.sft:
+            return PositionBounds(room)
+        return DocumentBounds(self.eod, room) if self.config.data.reset_attention_mask else None
 
 
 def _shuffles(data: DataConfig) -> Literal["sharded", "whole"] | None:
@@ -187,16 +196,8 @@ def open_run_data(config: Config, topology: Topology, progress: Progress | None 
     num_eval_samples = training.eval_iters * batch if evaluates else 0
     train_samples = num_train_samples(config, topology, progress or Progress())
     try:
-        datasets = build_datasets(
-            config.data,
-            seq_length=config.model.seq_length,
-            seed=training.seed,
-            num_train_samples=train_samples,
-            num_valid_samples=0 if is_whole else num_eval_samples,
-            num_test_samples=num_eval_samples if has_test else 0,
-            tokenizer=tokenizer,
-            vocab_size=config.model.vocab_size,
-        )
+        sizes = (train_samples, 0 if is_whole else num_eval_samples, num_eval_samples if has_test else 0)
+        datasets = _datasets(config, sizes, tokenizer)
         validation_sets = _validation_sets(config, tokenizer) if is_whole else {}
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -212,16 +213,34 @@ def open_run_data(config: Config, topology: Topology, progress: Progress | None 
     )
 
 
-def _validation_sets(config: Config, tokenizer: Tokenizer) -> dict[str, Dataset]:
-    """The sets of --full-validation by name: one, or with --multiple-validation-sets one for each file."""
-    training = config.training
-    found = build_validation_sets(
+def _datasets(config: Config, sizes: tuple[int, int, int], tokenizer: Tokenizer) -> Datasets:
+    """Datasets of so many training, validation and test samples."""
+    seq_length, seed = config.model.seq_length, config.training.seed
+    if config.data.sft:
+        return build_sft_datasets(config.data, seq_length=seq_length, seed=seed, sizes=sizes, tokenizer=tokenizer)
+    num_train_samples, num_valid_samples, num_test_samples = sizes
+    return build_datasets(
         config.data,
-        seq_length=config.model.seq_length,
-        seed=training.seed,
+        seq_length=seq_length,
+        seed=seed,
+        num_train_samples=num_train_samples,
+        num_valid_samples=num_valid_samples,
+        num_test_samples=num_test_samples,
         tokenizer=tokenizer,
         vocab_size=config.model.vocab_size,
     )
+
+
+def _validation_sets(config: Config, tokenizer: Tokenizer) -> dict[str, Dataset]:
+    """The sets of --full-validation by name: one, or with --multiple-validation-sets one for each file."""
+    training = config.training
+    seq_length, seed = config.model.seq_length, training.seed
+    if config.data.sft:
+        found = build_sft_validation_sets(config.data, seq_length=seq_length, seed=seed, tokenizer=tokenizer)
+    else:
+        found = build_validation_sets(
+            config.data, seq_length=seq_length, seed=seed, tokenizer=tokenizer, vocab_size=config.model.vocab_size
+        )
     if not training.multiple_validation_sets:
         return {"valid": ConcatDataset(found)}
     names = training.validation_set_names or tuple(map(str, range(len(found))))

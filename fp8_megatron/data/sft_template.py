@@ -1,0 +1,174 @@
+"""Conversations to tokens by a chat template, and which of them are answers.
+
+A template is Jinja in transformers' dialect. It may mark answers with ``{% generation %}`` … ``{% endgeneration %}``.
+Otherwise an answer is what a conversation up to it has behind the prompt that the template writes for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from ..errors import UserError
+from .sft_conversations import ANSWERING, Conversation
+from .transformers_tokenizer import HuggingFaceTokenizer
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_EACH = "{% for message in messages %}"
+_ROLE_IS = "message['role'] =="
+_CONTENT = "message['content']"
+_QUIET = "replace('/think', '')|replace('/no_think', '')"
+
+#: Megatron's formats by their names in --sft-tokenizer-prompt-format; ``default`` is the tokenizer's own template.
+FORMATS = MappingProxyType(
+    {
+        "identity": f"{_EACH}{{% if {_ROLE_IS} 'assistant' %}}{{% generation %}}{{{{ {_CONTENT} }}}}"
+        f"{{% endgeneration %}}{{% else %}}{{{{ {_CONTENT} }}}}{{% endif %}}{{% endfor %}}",
+        "nemotron-h-aligned": f"{_EACH}{{% if {_ROLE_IS} 'system' %}}{{{{ '<SPECIAL_10>System\\n' + "
+        f"{_CONTENT}|trim + '\\n' }}}}{{% elif {_ROLE_IS} 'user' %}}{{{{ '<SPECIAL_11>User\\n' + {_CONTENT}|trim + "
+        f"'\\n<SPECIAL_11>Assistant\\n' }}}}{{% elif {_ROLE_IS} 'assistant' %}}{{% generation %}}"
+        f"{{{{ {_CONTENT}|trim + '\\n' }}}}{{% endgeneration %}}{{% endif %}}{{% endfor %}}",
+        "nemotron-nano-v2": f"{_EACH}{{% if {_ROLE_IS} 'system' %}}{{{{ '<SPECIAL_10>System\\n' + "
+        f"({_CONTENT}|{_QUIET}|trim) + '\\n' }}}}{{% elif {_ROLE_IS} 'user' %}}{{{{ '<SPECIAL_11>User\\n' + "
+        f"({_CONTENT}|{_QUIET}|trim) + '\\n' }}}}{{% elif {_ROLE_IS} 'assistant' %}}"
+        f"{{{{ '<SPECIAL_11>Assistant\\n' }}}}{{% generation %}}{{{{ {_CONTENT}|trim + '\\n<SPECIAL_12>\\n' }}}}"
+        f"{{% endgeneration %}}{{% endif %}}{{% endfor %}}",
+    }
+)
+
+
+def template_text(prompt_format: str, file: str | None) -> str | None:
+    """The template that --sft-tokenizer-prompt-format or --sft-chat-template names; None: the tokenizer's own.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if file is None:
+        return FORMATS.get(prompt_format)
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--sft-chat-template {file} cannot be read ({error}); give a Jinja template") from error
+
+
+class ChatTemplate:
+    """A tokenizer with the template that writes conversations.
+
+    Args:
+        tokenizer: a fast one: it says which characters a token comes from.
+        template: Jinja; None: the tokenizer's own.
+
+    Raises:
+        UserError: the tokenizer is slow, or has no template.
+    """
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None):
+        self.tokenizer = tokenizer
+        self._name = tokenizer.name
+        self._backend = tokenizer.backend
+        if not self._backend.is_fast:
+            raise UserError(
+                f"tokenizer {self._name} cannot say which characters a token comes from; give one with a tokenizer.json"
+            )
+        own = self._backend.chat_template
+        if template is None and not isinstance(own, str):
+            kind = "several chat templates" if own else "no chat template"
+            raise UserError(
+                f"tokenizer {self._name} has {kind}; give one as a file: --sft-chat-template FILE, or choose "
+                f"--sft-tokenizer-prompt-format identity"
+            )
+        self.text: str = own if template is None else template
+        self._marks_answers = _MARK.search(self.text) is not None
+
+    def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a conversation, and which of them the loss is taken over.
+
+        The ids are those of transformers' ``apply_chat_template``. A token belongs to an answer if its first character
+        does. If the template has not written the tokenizer's end token behind the last answer, that token is appended
+        and belongs to it.
+
+        Returns:
+            int32 [n], bool [n].
+
+        Raises:
+            UserError: the template refuses the conversation, or does not tell where its answers are.
+        """
+        text, spans = self._marked(conversation) if self._marks_answers else self._compared(conversation)
+        encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        tokens = np.array(encoded["input_ids"], dtype=np.int32)
+        first_characters = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+        is_answer = np.zeros(len(tokens), dtype=bool)
+        for start, end in spans:
+            is_answer |= (first_characters >= start) & (first_characters < end)
+        if not is_answer.any():
+            raise UserError(f"{conversation.place}: the chat template writes no token of the answer; give another")
+        eod = self.tokenizer.eod
+        last_answer = int(first_characters.searchsorted(spans[-1][0]))
+        if eod not in tokens[last_answer:]:
+            tokens, is_answer = np.append(tokens, np.int32(eod)), np.append(is_answer, True)
+        return tokens, is_answer
+
+    def _marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the characters of each answer as the template marks them."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _naming(conversation):
+            texts, spans = render_jinja_template(
+                conversations=[list(conversation.messages)],
+                tools=conversation.tools,
+                chat_template=self.text,
+                return_assistant_tokens_mask=True,
+                **self._backend.special_tokens_map,
+            )
+        found = [(start, end) for start, end in spans[0] if end > start]
+        if not found:
+            raise UserError(f"{conversation.place}: the chat template marks no answer; give another")
+        return texts[0], found
+
+    def _compared(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the characters of each answer: what follows its prompt in the text that ends with it."""
+        text = self._write(conversation, len(conversation.messages))
+        spans: list[tuple[int, int]] = []
+        for index, message in enumerate(conversation.messages):
+            if message["role"] != ANSWERING:
+                continue
+            prompt = self._write(conversation, index, prompts=True)
+            until = self._write(conversation, index + 1)
+            if not until.startswith(prompt) or not text.startswith(until):
+                raise UserError(
+                    f"{conversation.place}, message {index + 1}: the chat template of {self._name} writes this answer "
+                    f"otherwise inside of the conversation than behind its prompt, so its tokens are not known; give "
+                    f"a template that marks answers with {{% generation %}}: --sft-chat-template FILE"
+                )
+            spans.append((len(prompt), len(until)))
+        return text, spans
+
+    def _write(self, conversation: Conversation, num_messages: int, *, prompts: bool = False) -> str:
+        """The first messages as text; `prompts` adds what comes before an answer."""
+        with _naming(conversation):
+            return str(
+                self._backend.apply_chat_template(
+                    list(conversation.messages[:num_messages]),
+                    tools=conversation.tools,
+                    chat_template=self.text,
+                    add_generation_prompt=prompts,
+                    tokenize=False,
+                )
+            )
+
+
+@contextmanager
+def _naming(conversation: Conversation) -> Iterator[None]:
+    """Turn what a template raises into an error that names the conversation. A template may do anything wrong."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(
+            f"{conversation.place}: the chat template refuses it ({reason}); correct one of them"
+        ) from error
