@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 from ..config.schema import DataConfig
 from ..errors import UserError
 from .datasets import Datasets
-from .sft_files import ConversationFile, Encoding, open_conversations
+from .sft_encoding import Encoding
+from .sft_files import ConversationFile, open_conversations
 from .sft_packing import pack_best_fit
 from .splits import HOW_TO_DO_WITHOUT, SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, weighted
 from .token_files import Blend

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -118,14 +119,15 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _naming(conversation):
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[list(conversation.messages)],
                 tools=conversation.tools,
                 chat_template=self.text,
                 return_assistant_tokens_mask=True,
                 **self._backend.special_tokens_map,
             )
-        found = [(start, end) for start, end in spans[0] if end > start]
+        texts, marked = rendered
+        found = [(start, end) for start, end in marked[0] if end > start]
         if not found:
             raise UserError(f"{conversation.place}: the chat template marks no answer; give another")
         return texts[0], found
