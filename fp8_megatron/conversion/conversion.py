@@ -30,7 +30,7 @@ from ..checkpoint.torch_dist_weights import TorchDistWeights
 from ..checkpoint.weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
 from ..config.checks import check_config
 from ..config.io import load_config
-from ..config.schema import Config
+from ..config.schema import Config, DataConfig
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
 from .megatron_weights import config_of, open_weights
 from .torch_dist_writer import fp32_chunks, write_torch_dist
@@ -164,7 +164,7 @@ def check_trainable(config: Config, vocab_size: int) -> None:
         replace(
             config,
             model=replace(config.model, vocab_size=vocab_size),
-            data=replace(config.data, data_path=(), train_data_path=(), valid_data_path=(), mock_data=True),
+            data=DataConfig(mock_data=True),
             training=replace(config.training, eval_interval=0),
         ),
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
