@@ -52,6 +52,7 @@ _NEEDED = {
     f" --tokenizer-model {_QUICKSTART}/tokenizer.model --output-prefix {_QUICKSTART}/corpus",
     "two-runs": f"python pretrain_gpt.py --precision bf16 --output-dir runs/bf16 {_RUN}\n"
     f"python pretrain_gpt.py --output-dir runs/fp8 {_RUN}",
+    "chat-model": "python -c \"from tests.harness.chat_tokenizer import save_chat_model; save_chat_model('runs/sft')\"",
     # Widths that FP8 blocks of 128 × 128 divide.
     "llama": 'python -c "from transformers import LlamaConfig, LlamaForCausalLM; LlamaForCausalLM(LlamaConfig('
     "vocab_size=203, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,"
@@ -112,7 +113,7 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
     done: set[str] = set()
     for language, block in _in_order(page):
         for need in re.findall(r"needs=([\w-]+)", block.tag or ""):
-            if need == "llama":
+            if need in ("llama", "chat-model"):
                 pytest.importorskip("transformers")
             if need not in done:
                 _run_all(_NEEDED[need], tmp_path, shrink=False)

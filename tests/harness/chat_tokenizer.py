@@ -1,4 +1,4 @@
-"""A small tokenizer of transformers with a chat template, made of nothing."""
+"""A small tokenizer of transformers with a chat template, made of nothing; a model and conversations for it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,19 @@ def save_chat_tokenizer(folder: Path, template: str | None = CHATML) -> str:
     made.chat_template = template
     made.save_pretrained(str(folder))
     return str(folder)
+
+
+def save_chat_model(root: str) -> None:
+    """Write a small Llama with its tokenizer, ``model``, and conversations, ``train.jsonl`` and ``valid.jsonl``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = Path(root)
+    save_chat_tokenizer(folder / "model")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCAB_SIZE, **sizes, num_key_value_heads=4, max_position_embeddings=256)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    for name, numbers in {"train": range(60), "valid": range(60, 70)}.items():
+        write_lines(folder / f"{name}.jsonl", [talk(f"{n} + {n}?", f"It is {2 * n}.") for n in numbers])
 
 
 def talk(*turns: str, system: str | None = None) -> dict[str, Any]:

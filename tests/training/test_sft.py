@@ -96,7 +96,6 @@ def test_from_hugging_face_its_loss_is_a_float64_computation(files: dict[str, An
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
-
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(
         LlamaConfig(
