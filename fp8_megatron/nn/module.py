@@ -156,6 +156,10 @@ class FP8Linear(torch.nn.Linear):
         """
         return plain_copy(self.weight, self.weight_dtype)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.token = new_token(self)  # a copy is a layer of its own
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars and stored_part(self.weight) is not None:

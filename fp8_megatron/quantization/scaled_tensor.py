@@ -224,10 +224,10 @@ class ScaledTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Cloned: the storage of a view in a flat buffer would be written whole.
-        payload, scale = self._payload.clone(), self._scale.clone()
+        # Cloned: the storage of a view in a flat buffer would be written whole. Bytes: pickle takes no float8.
+        payload, scale = self._payload.clone().view(torch.uint8), self._scale.clone()
         notes = {key: value for key, value in self.__dict__.items() if key not in _STATE}
-        return _rebuild, (payload, scale, self.dtype, self.requires_grad, notes)
+        return _unpickle, (self._payload.dtype, payload, scale, self.dtype, self.requires_grad, notes)
 
     def _like(self, payload: Tensor, scale: Tensor) -> ScaledTensor:
         """A tensor with other storage. As a part it scales alone only after a write of its own."""
@@ -263,7 +263,8 @@ class ScaledTensor(torch.Tensor):
         scaled = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ScaledTensor))
         raise NotImplementedError(
             f"{func} is not defined on a ScaledTensor of shape {tuple(scaled.shape)}: call .dequantize() for values or "
-            ".gemm_operand() for a GEMM, so that the high-precision copy is visible where it is made"
+            ".gemm_operand() for a GEMM, so that the high-precision copy is visible where it is made. If a module "
+            "reads its layer's weight itself, keep the layer a torch.nn.Linear (filter=…)"
         )
 
 
@@ -386,3 +387,7 @@ def _rebuild(
     rebuilt = ScaledTensor(payload, scale, dtype=dtype, requires_grad=requires_grad)
     rebuilt.__dict__.update(notes)
     return rebuilt
+
+
+def _unpickle(dtype: torch.dtype, payload: Tensor, *others: Any) -> ScaledTensor:
+    return _rebuild(payload.view(dtype), *others)
