@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.compat.conftest import STAND_INS
 
 pytestmark = pytest.mark.slow
 
@@ -24,11 +27,39 @@ UNIT_TESTS = {
 }
 
 
+def run(words: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program that must end well."""
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def with_images(environment: dict[str, str]) -> dict[str, str]:
+    """The stand-in for torchvision in front."""
+    folders = [str(STAND_INS / "images"), environment["PYTHONPATH"]]
+    return {**environment, "PYTHONPATH": os.pathsep.join(folders), "MNIST_IMAGES": "512"}
+
+
+def accuracy(output: str) -> float:
+    """Percent of the test images, of the last epoch that an example printed."""
+    found = re.findall(r"Accuracy: \d+/\d+ \((\d+)%\)", output)
+    return float(found[-1])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_its_mnist_example_learns(original: Path, script_environment: dict[str, str], level: str) -> None:
+    flags = ["--no-cuda", "--epochs", "1", "--test-batch-size", "128", "--enable-msamp", "--opt-level", level]
+    words = [sys.executable, "mnist.py", *flags, "--save-model"]
+    done = run(words, original / "examples", with_images(script_environment))
+    assert accuracy(done.stdout) > 90, done.stdout
+    saved = torch.load(original / "examples" / "mnist_cnn.pt", weights_only=True)
+    assert saved["fc1.weight"].dtype == torch.float32 and type(saved["fc1.weight"]) is torch.Tensor
+
+
 @pytest.mark.parametrize("path", UNIT_TESTS)
 def test_its_unit_tests_pass(original: Path, script_environment: dict[str, str], path: str) -> None:
     environment = {**script_environment, "PYTHONPATH": os.pathsep.join([".", script_environment["PYTHONPATH"]])}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "cuda_on_cpu", "-p", "no:cacheprovider", path]
     command += ["-k", " and ".join(f"not {name}" for name in UNIT_TESTS[path])] if UNIT_TESTS[path] else []
-    done = subprocess.run(command, cwd=original, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    done = run(command, original, environment)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 0

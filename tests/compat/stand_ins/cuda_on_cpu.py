@@ -42,6 +42,11 @@ class _CudaIsTheCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Autocast(torch.autocast):
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_elsewhere(device_type), *args, **kwargs)
+
+
 class _Event:
     """A CUDA event on a CPU: nothing to wait for."""
 
@@ -79,6 +84,7 @@ def install() -> None:
     torch.nn.Module.to = to_cpu  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
     torch.nn.parallel.DistributedDataParallel.__init__ = without_devices  # type: ignore[method-assign]
+    torch.autocast = _Autocast  # type: ignore[misc]
     torch.cuda.set_device = lambda *_: None
     torch.cuda.device_count = lambda: NUM_DEVICES
     torch.cuda.Event = _Event  # type: ignore[misc,assignment]

@@ -272,16 +272,21 @@ class ScalingTensor:
     @torch.no_grad()
     def mul_(self, other: Tensor | float) -> ScalingTensor:
         """Multiply by one number (a float or a tensor of one element), through the scale."""
-        if isinstance(other, Tensor):
-            if other.numel() != 1:
-                raise ValueError(f"mul_ takes one number, not {other.numel()}: multiply .float() and cast it again")
-            other = other.view_as(self.meta.scale_inv)
-        self.meta.scale_inv *= other
+        self.meta.scale_inv *= self._number(other)
         return self
 
+    @torch.no_grad()
     def div_(self, other: Tensor | float) -> ScalingTensor:
         """Divide by one number, as `mul_`."""
-        return self.mul_(1.0 / other)
+        self.meta.scale_inv /= self._number(other)
+        return self
+
+    def _number(self, other: Tensor | float) -> Tensor | float:
+        if not isinstance(other, Tensor):
+            return other
+        if other.numel() != 1:
+            raise ValueError(f"a ScalingTensor is scaled by one number, not by {other.numel()}: scale .float()")
+        return other.view_as(self.meta.scale_inv)
 
     def zero_(self) -> ScalingTensor:
         """Set all values to zero."""

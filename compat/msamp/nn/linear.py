@@ -1,0 +1,48 @@
+"""Linear layers in FP8, in place of a model's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import fp8_megatron
+
+from ..common.dtype import Dtypes, QType
+from ..common.dtype.dtypes import WEIGHT_STORAGE
+
+
+def _takes_fp8(name: str, module: torch.nn.Module) -> bool:
+    """MS-AMP's mark of a layer that stays as it is: ``layer.use_fp32_linear = True``."""
+    return not getattr(module, "use_fp32_linear", False)
+
+
+class LinearReplacer:
+    """MS-AMP's `LinearReplacer` over `fp8_megatron.replace_linears`."""
+
+    @classmethod
+    def replace(
+        cls,
+        model: torch.nn.Module,
+        weight_qtype: QType = Dtypes.kfloat16,
+        src_rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> torch.nn.Module:
+        """Turn the model's linear layers into `FP8Linear`, in place, and return the model.
+
+        Layers whose sizes an FP8 GEMM does not take stay as they are, and the log names them. An optimizer is built
+        from ``model.parameters()`` afterwards. It sends rank 0's weights to the other ranks.
+
+        Args:
+            weight_qtype: how trained weights are stored: kfloat16 with block scales, or kfloat8_e4m3.
+
+        Raises:
+            ValueError: another `weight_qtype`, or a `src_rank` other than 0.
+        """
+        if weight_qtype not in (Dtypes.kfloat16, Dtypes.kfloat8_e4m3):
+            raise ValueError(f"weight_qtype({weight_qtype.name}) is not kfloat16 or kfloat8_e4m3: choose one of them")
+        if src_rank != 0:
+            raise ValueError(f"src_rank({src_rank}) is not 0: models start with rank 0's weights")
+        fp8_megatron.replace_linears(model, weight=WEIGHT_STORAGE[weight_qtype], filter=_takes_fp8)
+        for name, parameter in model.named_parameters():
+            parameter._param_name = name
+        return model

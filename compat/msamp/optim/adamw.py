@@ -1,0 +1,159 @@
+"""Adam and AdamW under MS-AMP's names, for optimizers that a user builds from a model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fp8_megatron import FP8Optimizer
+from fp8_megatron.formats import E4M3, StorageDtype, StorageFormats
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.sharding.storage import ModelStorage
+
+_STATES = {
+    torch.uint8: StorageDtype.FP8,
+    torch.float16: StorageDtype.FP16,
+    torch.bfloat16: StorageDtype.BF16,
+    torch.float32: StorageDtype.FP32,
+}
+
+
+class LBAdamWBase(FP8Optimizer):
+    """AdamW whose moments are stored as asked.
+
+    Args:
+        params: parameters of a model after `LinearReplacer.replace`, or torch's param groups.
+        exp_avg_dtype, exp_avg_sq_dtype: torch.uint8 (E4M3 with block scales), torch.float16 (with block scales),
+            torch.bfloat16 or torch.float32. Vectors always keep FP32.
+        bias_correction: only True. amsgrad, maximize: only False.
+        tensor_scale: no effect; each block of 256 elements has a scale.
+
+    Raises:
+        ValueError: an option that the FP8 optimizer does not have, or another dtype.
+    """
+
+    #: AdamW's decay; False is Adam's L2 term.
+    decoupled_weight_decay = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        exp_avg_dtype: torch.dtype = torch.uint8,
+        exp_avg_sq_dtype: torch.dtype = torch.float16,
+        tensor_scale: bool = True,
+    ) -> None:
+        kind = type(self).__name__
+        for option, value, supported in (
+            ("bias_correction", bias_correction, True),
+            ("amsgrad", amsgrad, False),
+            ("maximize", maximize, False),
+        ):
+            if value is not supported:
+                raise ValueError(f"{kind}({option}={value}): the FP8 optimizer has only {option}={supported}")
+        for option, dtype in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
+            if dtype not in _STATES:
+                known = ", ".join(str(known) for known in _STATES)
+                raise ValueError(f"{kind}({option}={dtype}): moments are stored in {known}; choose one")
+        groups = _groups(params)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(
+            groups,
+            defaults | {"decoupled_weight_decay": self.decoupled_weight_decay},
+            names=_names(groups),
+            values={},
+            storage=ModelStorage(_formats(groups, _STATES[exp_avg_dtype], _STATES[exp_avg_sq_dtype])),
+        )
+
+
+class LBAdamW(LBAdamWBase):
+    """AdamW over FP8 weights, gradients and moments."""
+
+
+class LBAdam(LBAdamW):
+    """Adam: weight decay is an L2 term of the gradient. Other arguments are `LBAdamWBase`'s."""
+
+    decoupled_weight_decay = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, **kwargs)
+
+
+class DSAdam(LBAdamW):
+    """Adam with the arguments of DeepSpeed's FusedAdam. Other arguments are `LBAdamWBase`'s.
+
+    Args:
+        adam_w_mode: decay as AdamW does; otherwise as Adam's L2 term.
+        set_grad_none: no effect; `zero_grad` says what becomes of gradients.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.decoupled_weight_decay = adam_w_mode
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, **kwargs)
+
+
+class FSDPAdamW(LBAdamW):
+    """AdamW over the shards of `msamp.fsdp.FP8FullyShardedDataParallel`."""
+
+
+class FSDPAdam(LBAdam):
+    """Adam over the shards of `msamp.fsdp.FP8FullyShardedDataParallel`."""
+
+
+def named_class(optimizer: torch.optim.Optimizer) -> type[FP8Optimizer]:
+    """MS-AMP's class for a torch optimizer."""
+    return LBAdamW if isinstance(optimizer, torch.optim.AdamW) else LBAdam
+
+
+def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    given = list(params)
+    return given if given and isinstance(given[0], dict) else [{"params": given}]
+
+
+def _names(groups: list[dict[str, Any]]) -> dict[torch.nn.Parameter, str]:
+    """Parameters → their names in the model, where `LinearReplacer` left them, or their places in the groups."""
+    names: dict[torch.nn.Parameter, str] = {}
+    for number, group in enumerate(groups):
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+        for index, param in enumerate(group["params"]):
+            names[param] = getattr(param, "_param_name", f"param_groups[{number}].params[{index}]")
+    return names
+
+
+def _formats(groups: list[dict[str, Any]], exp_avg: StorageDtype, exp_avg_sq: StorageDtype) -> StorageFormats:
+    """The level that weights and moments make: FP8 weights have a master in FP16, others are their own."""
+    weights = [p for group in groups for p in group["params"] if isinstance(p, ScaledTensor) and p.requires_grad]
+    in_fp8 = any(weight.payload.dtype == E4M3 for weight in weights)
+    weight, master = (StorageDtype.FP8, StorageDtype.FP16) if in_fp8 else (StorageDtype.FP16, None)
+    return StorageFormats(weight, StorageDtype.FP8, master, exp_avg, exp_avg_sq)

@@ -1,0 +1,102 @@
+"""Accelerate 1.15 runs FP8 models: with its MS-AMP recipe through `msamp`, and without after our own `initialize`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compat import small_training as small
+
+accelerate = pytest.importorskip("accelerate")
+
+import fp8_megatron  # noqa: E402
+
+LEVELS = ["O1", "O2", "O3"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps the state of a process in singletons."""
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    """Make Accelerate start anew."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def accelerator_of(**arguments: Any) -> Any:
+    """An accelerator on the CPU; its warnings that this backend is deprecated are known."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return accelerate.Accelerator(cpu=True, **arguments)
+
+
+def prepare(accelerator: Any, *objects: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return accelerator.prepare(*objects)
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, data: Any, max_norm: float = 1.0) -> list:
+    """Accelerate's own loop; the loss of each micro-batch."""
+    losses = []
+    for tokens, classes in data:
+        with accelerator.accumulate(model):
+            loss = small.loss_of(model, tokens, classes)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_its_msamp_recipe_is_the_raw_loop(msamp: ModuleType, level: str) -> None:
+    model, optimizer = small.build()
+    scheduler = decay(optimizer)
+    raw_model, raw_optimizer = msamp.initialize(model, optimizer, opt_level=level)
+    expected = small.train(raw_model, raw_optimizer, small.batches(12), accumulate=2, max_norm=1.0, scheduler=scheduler)
+
+    recipe = accelerate.utils.MSAMPRecipeKwargs(opt_level=level)
+    accelerator = accelerator_of(mixed_precision="fp8", kwargs_handlers=[recipe], gradient_accumulation_steps=2)
+    assert accelerator.fp8_backend == "MSAMP"
+    model, optimizer = small.build()
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, decay(optimizer))
+    assert isinstance(optimizer.optimizer, fp8_megatron.FP8Optimizer)
+    losses = train(accelerator, model, optimizer, scheduler, small.batches(12))
+    assert losses == expected
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    for name, value in small.weights_of(raw_model).items():
+        assert torch.equal(value, accelerator.unwrap_model(model).state_dict()[name]), name
+
+
+def test_its_msamp_recipe_leaves_gradients_unscaled(msamp: ModuleType) -> None:
+    """Accelerate's scaler would multiply the loss, and nobody would divide: norms would be 65,536 times too large."""
+    accelerator = accelerator_of(mixed_precision="fp8", kwargs_handlers=[accelerate.utils.MSAMPRecipeKwargs()])
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    model, _ = prepare(accelerator, *small.build())
+    tokens, classes = next(small.batches(1))
+    accelerator.backward(small.loss_of(model, tokens, classes))
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+
+    raw_model, _ = msamp.initialize(*small.build(), opt_level="O2")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = small.loss_of(raw_model, tokens, classes)
+    loss.backward()
+    assert norm.item() == torch.nn.utils.clip_grad_norm_(raw_model.parameters(), 1e9).item()
