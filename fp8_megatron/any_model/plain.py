@@ -1,0 +1,51 @@
+"""`plain_model`: a copy of a model without FP8, for an average of its weights (EMA) or for export."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from importlib import import_module
+from typing import TypeVar
+
+import torch
+
+from ..nn.conv1d import FP8Conv1D
+from ..nn.module import FP8Linear
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+#: Attributes of an `FP8Linear` that a plain layer does not have.
+_FP8_ATTRIBUTES = ("quantizers", "weight_dtype", "name", "token", "_row_multiple")
+
+
+@torch.no_grad()
+def plain_model(model: Model) -> Model:
+    """A copy of `model` whose FP8 layers are plain linear layers again, with the master weights' values.
+
+    Weights have the dtype that they had before FP8. An average of weights needs such a copy, because a small step of it
+    is lost in FP8:
+
+        >>> average = plain_model(model)
+        >>> for ours, new in zip(average.state_dict().values(), model.state_dict().values()):  # after each step
+        ...     ours.lerp_(new, 1 - decay)
+
+    Over several ranks every rank calls it.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a copy of an FP8 weight")
+        copied = copy.deepcopy(model)
+    weights: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for ours, plain in zip(model.modules(), copied.modules(), strict=True):
+        if isinstance(ours, FP8Linear):
+            if ours.weight not in weights:
+                weights[ours.weight] = torch.nn.Parameter(ours.plain_weight(), ours.weight.requires_grad)
+            _become_plain(plain, weights[ours.weight])
+    return copied
+
+
+def _become_plain(layer: torch.nn.Module, weight: torch.nn.Parameter) -> None:
+    is_conv1d = isinstance(layer, FP8Conv1D)
+    layer.__class__ = import_module("transformers.pytorch_utils").Conv1D if is_conv1d else torch.nn.Linear
+    for name in _FP8_ATTRIBUTES:
+        delattr(layer, name)
+    layer._parameters["weight"] = weight
