@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
-from ..formats import E4M3, GRAD_BLOCK, STATE_BLOCK, StorageDtype, StorageFormats
+from ..formats import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.grad_buffer import GradBuffer
@@ -297,9 +297,8 @@ class SpaceState:
         """
         written = self._weights_to_write()
         for start, stop, step_count in parts:
-            scales = None if buffer.scales is None else buffer.scales[start // GRAD_BLOCK : stop // GRAD_BLOCK]
-            grad = ops.FlatState(buffer.payload[start:stop], scales)
-            self._step(Fragment(start, 0, stop - start), grad, written, hyper, grad_factor, step_count)
+            for first, last, grad in buffer.runs(start, stop):
+                self._step(Fragment(first, 0, last - first), grad, written, hyper, grad_factor, step_count)
         self._publish_weights(written)
 
     def update_slot(
@@ -368,6 +367,7 @@ class SpaceState:
         amax = self.chunk_amax.new_zeros(len(self.space.slots))
         amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
         max_over_group_(amax, self.space.replicas.group)
+        max_over_group_(amax, self.space.sharing.scaled_with)
         return amax
 
     def byte_counts(self) -> dict[str, int]:

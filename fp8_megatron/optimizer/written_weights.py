@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..collectives.scale_sync import max_over_group_
 from ..formats import E4M3, STATE_BLOCK
 from ..kernels import ops
 from ..sharding.partition import CHUNK, Slot
@@ -69,6 +70,7 @@ def _derive_weight(state: SpaceState, slot: Slot) -> None:
             first = fragment.shard_start // CHUNK
             state.chunk_amax[first : first + len(chunks)] = chunks.amax(dim=1)
         amax = stored.abs().amax().reshape(1)
+        max_over_group_(amax, state.space.sharing.scaled_with)
         scale = state.weight_scales[state.space.slots.index(slot), :1]
         usable = torch.isfinite(amax) & (amax > 0)
         scale.copy_(torch.where(usable, ops.scale_from_amax(amax, E4M3, power_of_two=False), scale))

@@ -96,6 +96,12 @@ class GradBuffer(ABC):
     def finish(self) -> None:
         """After a step's last backward: zero the slots without a gradient, and reduce the remaining buckets."""
 
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, ops.FlatState]]:
+        """After `finish`: the gradients of elements [start, stop) of this rank's shard, in runs that lie together in
+        memory: (first, last, gradients). All borders are multiples of the blocks."""
+        scales = None if self.scales is None else self.scales[start // GRAD_BLOCK : stop // GRAD_BLOCK]
+        yield start, stop, ops.FlatState(self.payload[start:stop], scales)
+
     def squared_norm(self) -> Tensor:
         """After `finish`: Σ x² of this rank's shard, FP32 [1]; NaN or inf if any element is."""
         return ops.squared_norm(self.payload, self.scales)

@@ -58,6 +58,8 @@ class Sharing:
         duplicates: ranks outside `replicas` that hold the same parameter; the first one counts it in the gradient norm.
             None: no such ranks.
         summed_over: ranks outside `replicas` that each hold a summand of the gradient; every rank gets the sum.
+        scaled_with: ranks that each hold other rows of the same weights, under one scale. Each has an optimizer for its
+            own rows. None: this rank has whole weights.
         grad_factor: mean over `replicas` times this factor = gradient of the batch's mean loss. It is replicas / batch
             ranks for an expert that receives tokens from more ranks than replicate it.
     """
@@ -65,6 +67,7 @@ class Sharing:
     replicas: Replicas
     duplicates: Group | None = None
     summed_over: Group | None = None
+    scaled_with: Group | None = None
     grad_factor: float = 1.0
 
     @property

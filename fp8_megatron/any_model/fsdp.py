@@ -1,0 +1,250 @@
+"""FP8 under torch's ``fully_shard`` (FSDP2): the optimizer of one rank's shards.
+
+`replace_linears` puts a model's linear weights in FP8, ``fully_shard`` cuts and gathers them (`quantization.
+weight_shards`), and `fp8_megatron.initialize` gives the shards FP8 state:
+
+- Every rank runs the optimizer for its own rows. The rows of a weight lie on all ranks and have one scale: one
+  all-reduce of amaxes a step and param group.
+- Gradients are torch's: ``p.grad`` is a ``DTensor`` of this rank's rows, so torch's clipping and accumulation work as
+  they are. `shard_grads` reads them where they lie.
+- FSDP2 gathers from the optimizer's storage. A plain parameter with rows that the ranks do not share evenly is padded
+  by FSDP2; it stays there, and takes its new value after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..device.group import Group
+from ..formats import LEVELS
+from ..optimizer.written_weights import write_weight
+from ..quantization.scaled_tensor import ScaledTensor
+from ..sharding.partition import Cut, ParamSpace, Slot, StorageClass, partition
+from ..sharding.replicas import Replicas, Sharing
+from ..sharding.storage import ModelStorage
+from .optimizer import FP8Optimizer, _Space, delayed_scales
+from .shard_grads import ShardGrads
+from .torch_optimizers import OptimizerError, check_optimizer, check_params
+
+
+@dataclass(frozen=True)
+class ShardedParam:
+    """This rank's rows of one parameter.
+
+    Attributes:
+        name: in the model.
+        param: the parameter that ``fully_shard`` made.
+        rows: what the optimizer updates: the local tensor, or a copy of it where FSDP2 pads.
+        is_copy: whether `rows` is a copy.
+        group: the ranks that hold the other rows.
+        cut: where the rows lie in the parameter.
+    """
+
+    name: str
+    param: DTensor
+    rows: Tensor
+    is_copy: bool
+    group: Group
+    cut: Cut
+
+    @classmethod
+    def of(cls, name: str, param: torch.nn.Parameter) -> ShardedParam:
+        """This rank's part of `param`.
+
+        Raises:
+            OptimizerError: it is sharded in a way that the optimizer does not know.
+        """
+        if not isinstance(param, DTensor):
+            raise OptimizerError(f"{name} is not sharded and other parameters are: call fully_shard(model) on the root")
+        placements = param.placements
+        sharded = [dim for dim, placement in enumerate(placements) if type(placement) is Shard]
+        if len(sharded) != 1 or any(type(p) not in (Shard, Replicate) for p in placements):
+            raise OptimizerError(
+                f"{name} is placed as {placements}: FP8 state takes parameters that fully_shard alone has sharded, "
+                f"over one dimension of the mesh, with or without replicas (HSDP)"
+            )
+        mesh_dim = sharded[0]
+        axis = placements[mesh_dim].dim  # type: ignore[attr-defined]
+        ranks, rank = param.device_mesh.size(mesh_dim), param.device_mesh.get_local_rank(mesh_dim)
+        local = param._local_tensor  # `to_local` gives a view, which FSDP2 does not gather from
+        is_even = param.shape[axis] % ranks == 0
+        if isinstance(local, ScaledTensor) and not is_even:
+            raise OptimizerError(
+                f"{name} has {param.shape[axis]} rows, which {ranks} ranks do not share evenly: use a number of ranks "
+                f"that divides it, or keep the layer out of replace_linears with its filter"
+            )
+        rows = local if is_even else local.detach().clone()
+        width = -(-param.shape[axis] // ranks) * _numel(param.shape[axis + 1 :])
+        stride = width if axis == 0 else width * ranks
+        group = param.device_mesh.get_group(mesh_dim)
+        return cls(name, param, rows, not is_even, group, Cut(max(1, width), max(1, stride), rank * width))
+
+    @property
+    def local(self) -> Tensor:
+        """The rows that FSDP2 gathers from."""
+        return self.param._local_tensor
+
+
+class FSDPOptimizer(FP8Optimizer):
+    """`FP8Optimizer` for the parameters that ``fully_shard`` made; `build_sharded_optimizer` makes it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._sharded: dict[int, ShardedParam] = {}
+        self._groups: list[Group] = []
+        #: By the copy's id, the memory and the version of FSDP2's own rows when their values were last the master's.
+        self._seen_local: dict[int, tuple[int, int]] = {}
+        super().__init__(*args, **kwargs)
+
+    @torch.no_grad()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `FP8Optimizer.add_param_group`."""
+        torch.optim.Optimizer.add_param_group(self, param_group)
+        check_params(param_group, self._names)
+        sharded = [ShardedParam.of(self._names[param], param) for param in param_group["params"]]
+        self._frozen += [param for param in param_group["params"] if not param.requires_grad]
+        trained = [one for one in sharded if one.param.requires_grad]
+        for one in trained:
+            self._sharded[id(one.rows)] = one
+            self.state[one.param] = {}
+            if one.group not in self._groups:
+                self._groups.append(one.group)
+            self._check_storage(one)
+        spaces = partition(
+            [(one.name, one.rows) for one in trained if one.rows.numel()],  # type: ignore[misc]
+            self._sharing_of,
+            cut_of=lambda rows: self._sharded[id(rows)].cut,
+            keeps_dtype=True,
+        )
+        for space in spaces:
+            self._spaces.append(self._build(space, param_group))
+
+    def _sharing_of(self, rows: Tensor) -> Sharing:
+        return Sharing(Replicas.of(None, rows.device), scaled_with=self._sharded[id(rows)].group)
+
+    def _check_storage(self, one: ShardedParam) -> None:
+        """Check that a weight is stored as the level says: FSDP2 has planned its gathers with it."""
+        wanted = self._storage.formats.weight.torch_dtype
+        if isinstance(one.rows, ScaledTensor) and one.rows.payload.dtype != wanted:
+            raise OptimizerError(
+                f"{one.name} is stored in {one.rows.payload.dtype}, and this opt_level stores weights in {wanted}: "
+                f"choose the storage before fully_shard, replace_linears(model, weight=…)"
+            )
+
+    @torch.no_grad()
+    def _build(self, space: ParamSpace, group: dict[str, Any]) -> _Space:
+        built = super()._build(space, group)
+        for slot in space.slots:
+            self.state.pop(slot.param, None)
+        self._copy_out(built)
+        return built
+
+    def _build_grads(self, space: ParamSpace) -> ShardGrads:
+        return ShardGrads(space, [self._sharded_of(slot).param for slot in space.slots])
+
+    def _sharded_of(self, slot: Slot) -> ShardedParam:
+        return self._sharded[id(slot.param)]
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        super()._update()
+        for space in self._spaces:
+            self._copy_out(space)
+
+    def _grad_factor(self) -> Tensor:
+        """See `FP8Optimizer`; NaN on all ranks if it is NaN on one."""
+        factor = super()._grad_factor()
+        seen = factor * 0.0
+        for group in self._groups:
+            if group.size() > 1:
+                torch.distributed.all_reduce(seen, group=group)
+        return factor + seen
+
+    def take_written_values(self) -> None:
+        """See `FP8Optimizer.take_written_values`."""
+        for space in self._spaces:
+            for slot in space.space.slots:
+                one = self._sharded_of(slot)
+                if one.is_copy and _mark(one.local) != self._seen_local[id(one.rows)]:
+                    write_weight(space.state, slot, one.local.detach())
+        super().take_written_values()
+        for space in self._spaces:
+            self._copy_out(space)
+
+    def _copy_out(self, space: _Space) -> None:
+        """Give FSDP2's own rows the values of their copies."""
+        if space.space.storage is StorageClass.LINEAR:
+            return
+        for slot in space.space.slots:
+            one = self._sharded_of(slot)
+            if one.is_copy:
+                one.local.copy_(one.rows)
+                self._seen_local[id(one.rows)] = _mark(one.local)
+
+
+def is_fully_sharded(model: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on the model or on a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def build_sharded_optimizer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    opt_level: str,
+) -> FSDPOptimizer:
+    """The FP8 optimizer of a model after ``fully_shard``, in place of the user's.
+
+    Called by every rank. The masters start with the values of the weights as they are stored.
+
+    Args:
+        optimizer: torch's Adam or AdamW over the model's parameters, built after ``fully_shard``.
+
+    Raises:
+        OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
+    """
+    check_optimizer(optimizer)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    names: Mapping[Any, str] = {param: name for name, param in model.named_parameters()}
+    _agree_on_scales(list(names))
+    built = FSDPOptimizer(
+        optimizer.param_groups,
+        dict(optimizer.defaults),
+        names=names,
+        values={},
+        storage=ModelStorage(LEVELS[opt_level]),
+        histories=delayed_scales(model, next(iter(names)).device),
+    )
+    # FSDP2 looks at its parameters' memory again after a load.
+    torch.nn.Module.load_state_dict(model, {}, strict=False)
+    return built
+
+
+@torch.no_grad()
+def _agree_on_scales(params: Sequence[Tensor]) -> None:
+    """One scale for all rows of each weight that was given values after ``fully_shard``."""
+    from ..quantization.weight_shards import agree_on_scale_, stored_part
+
+    for param in params:
+        part = stored_part(param)
+        if part is not None and isinstance(param, DTensor):
+            agree_on_scale_(part, param.device_mesh.get_group(param.device_mesh.ndim - 1))
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Changes when the tensor is written to, or takes other memory."""
+    return tensor.data_ptr(), tensor._version
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
