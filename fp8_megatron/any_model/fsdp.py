@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..device.group import Group
 from ..formats import LEVELS
+from ..nn.module import FP8Linear
 from ..optimizer.written_weights import write_weight
 from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.weight_shards import agree_on_scale_, stored_part
 from ..sharding.partition import Cut, ParamSpace, Slot, StorageClass, partition
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
@@ -91,6 +93,12 @@ class ShardedParam:
         """The rows that FSDP2 gathers from."""
         return self.param._local_tensor
 
+    @property
+    def mark(self) -> tuple[int, int, int]:
+        """Changes when somebody writes to the parameter or to its rows, or gives them other memory."""
+        local = self.local
+        return local.data_ptr(), local._version, self.param._version
+
 
 class FSDPOptimizer(FP8Optimizer):
     """`FP8Optimizer` for the parameters that ``fully_shard`` made; `build_sharded_optimizer` makes it."""
@@ -98,8 +106,8 @@ class FSDPOptimizer(FP8Optimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sharded: dict[int, ShardedParam] = {}
         self._groups: list[Group] = []
-        #: By the copy's id, the memory and the version of FSDP2's own rows when their values were last the master's.
-        self._seen_local: dict[int, tuple[int, int]] = {}
+        #: By name, the `ShardedParam.mark` of a plain parameter when its values were last the master's.
+        self._marks: dict[str, tuple[int, int, int]] = {}
         super().__init__(*args, **kwargs)
 
     @torch.no_grad()
@@ -142,7 +150,6 @@ class FSDPOptimizer(FP8Optimizer):
         built = super()._build(space, group)
         for slot in space.slots:
             self.state.pop(slot.param, None)
-        self._copy_out(built)
         return built
 
     def _build_grads(self, space: ParamSpace) -> ShardGrads:
@@ -154,7 +161,7 @@ class FSDPOptimizer(FP8Optimizer):
     @torch.no_grad()
     def _update(self) -> None:
         super()._update()
-        for space in self._spaces:
+        for space in self._plain_spaces():
             self._copy_out(space)
 
     def _grad_factor(self) -> Tensor:
@@ -168,29 +175,30 @@ class FSDPOptimizer(FP8Optimizer):
 
     def take_written_values(self) -> None:
         """See `FP8Optimizer.take_written_values`."""
-        for space in self._spaces:
+        for space in self._plain_spaces():
             for slot in space.space.slots:
                 one = self._sharded_of(slot)
-                if one.is_copy and _mark(one.local) != self._seen_local[id(one.rows)]:
-                    write_weight(space.state, slot, one.local.detach())
-        super().take_written_values()
-        for space in self._spaces:
+                if one.mark == self._marks.get(one.name):
+                    continue
+                if not one.is_copy and one.local.data_ptr() != one.rows.data_ptr():
+                    raise OptimizerError(f"{one.name} has other memory than before: move the model before initialize")
+                write_weight(space.state, slot, one.local.detach())
             self._copy_out(space)
 
+    def _see(self, space: _Space) -> None:
+        if space.space.storage is not StorageClass.LINEAR:
+            self._copy_out(space)
+
+    def _plain_spaces(self) -> list[_Space]:
+        return [space for space in self._spaces if space.space.storage is not StorageClass.LINEAR]
+
     def _copy_out(self, space: _Space) -> None:
-        """Give FSDP2's own rows the values of their copies."""
-        if space.space.storage is StorageClass.LINEAR:
-            return
+        """Give FSDP2's own rows the values of their copies. All rows have the masters' values now."""
         for slot in space.space.slots:
             one = self._sharded_of(slot)
             if one.is_copy:
                 one.local.copy_(one.rows)
-                self._seen_local[id(one.rows)] = _mark(one.local)
-
-
-def is_fully_sharded(model: torch.nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on the model or on a part of it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+            self._marks[one.name] = one.mark
 
 
 def build_sharded_optimizer(
@@ -209,10 +217,19 @@ def build_sharded_optimizer(
         OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
     """
     check_optimizer(optimizer)
+    if not any(isinstance(module, FP8Linear) for module in model.modules()):
+        raise OptimizerError(
+            "fully_shard has sharded the model, and no layer is in FP8: call fp8_megatron.replace_linears(model) "
+            "before fully_shard"
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     names: Mapping[Any, str] = {param: name for name, param in model.named_parameters()}
+    for param, name in names.items():
+        part = stored_part(param)
+        if part is not None and part.owner is not None:
+            raise OptimizerError(f"{name} has an FP8 optimizer already: initialize is called once")
     _agree_on_scales(list(names))
     built = FSDPOptimizer(
         optimizer.param_groups,
@@ -230,17 +247,10 @@ def build_sharded_optimizer(
 @torch.no_grad()
 def _agree_on_scales(params: Sequence[Tensor]) -> None:
     """One scale for all rows of each weight that was given values after ``fully_shard``."""
-    from ..quantization.weight_shards import agree_on_scale_, stored_part
-
     for param in params:
         part = stored_part(param)
         if part is not None and isinstance(param, DTensor):
             agree_on_scale_(part, param.device_mesh.get_group(param.device_mesh.ndim - 1))
-
-
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    """Changes when the tensor is written to, or takes other memory."""
-    return tensor.data_ptr(), tensor._version
 
 
 def _numel(shape: Sequence[int]) -> int:

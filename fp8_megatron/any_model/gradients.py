@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -271,6 +272,9 @@ def clip_grad_norm_(parameters: torch.nn.Module | Tensor | Iterable[Tensor], max
     params = [param for param in params if param.grad is not None]
     if not params:
         return torch.zeros(())
+    if hasattr(params[0], "full_tensor"):  # under FSDP2 gradients are torch's, in shards
+        sharded_norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        return sharded_norm.full_tensor()
     whole, single, plain = _sorted_by_storage(params)
     device = params[0].device
     squares = [space.buffer.squared_norm() for space in whole]

@@ -33,7 +33,7 @@ def initialize(
 
     The training loop stays as it is: autocast, gradient accumulation, clipping, GradScaler, learning-rate schedulers,
     checkpoints. Call it once, after the model is on its device and before the first step. Wrap or compile the model
-    afterwards.
+    afterwards. torch's ``fully_shard`` comes before it, after `replace_linears` (docs/fsdp2.md).
 
     Args:
         model: any module; its linear layers become `FP8Linear` in place (`replace_linears`), or are so already.
@@ -57,6 +57,17 @@ def initialize(
     if isinstance(optimizer, FP8Optimizer):
         raise UserError("the optimizer is an FP8Optimizer already: initialize is called once")
     check_optimizer(optimizer)
+    if _is_fully_sharded(model):
+        from .fsdp import build_sharded_optimizer  # importing torch's FSDP2 takes seconds
+
+        given = {"recipe": recipe != "tensorwise", "filter": filter, "process_group": process_group}
+        unread = [name for name, value in given.items() if value]
+        if unread:
+            raise UserError(
+                f"{' and '.join(unread)}: fully_shard has sharded the model already; give recipe and filter to "
+                f"replace_linears before it; the ranks are those of its mesh"
+            )
+        return model, build_sharded_optimizer(model, optimizer, opt_level)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         check_params(group, names)
@@ -83,6 +94,11 @@ def _check_model(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "main_grad"):
             raise UserError(f"{name} has an FP8 optimizer already: initialize is called once")
+
+
+def _is_fully_sharded(model: torch.nn.Module) -> bool:
+    """Whether torch's ``fully_shard`` was called on the model or on a part of it."""
+    return any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
 
 
 def _ranks(process_group: Group | None) -> Group | None:

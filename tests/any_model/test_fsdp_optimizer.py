@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.fsdp import build_sharded_optimizer
+from fp8_megatron.errors import UserError
 from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.harness.ranks import RankPool, on_default_group
@@ -135,3 +137,108 @@ def test_hsdp_equals_one_rank(ranks: RankPool, one_rank: Any) -> None:
     assert all(
         result[0] == losses and all(map(torch.equal, result[1].values(), weights.values())) for result in results
     )
+
+
+def written_values(group: Group) -> None:
+    """What is loaded after `initialize` is what is trained on: FP8 weights, plain ones, and ones that are padded."""
+    model, optimizer = build("O3", torch.bfloat16)
+    other, _ = build("O3", torch.bfloat16)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.copy_(param.new_zeros(()) + 0.5 if param.ndim == 1 else torch.zeros_like(param) + 0.25)
+    model.load_state_dict(other.state_dict())
+    for weight in whole_weights(model).values():
+        assert set(weight.flatten().tolist()) <= {0.5, 0.25}
+    train_step(model, optimizer, 0)
+    for name, weight in whole_weights(model).items():
+        # One step of AdamW at lr 0.01 with decay 0.1 moves by 0.011 at most, and 0.25 by half an E4M3 step: 1/64.
+        expected = 0.5 if weight.ndim == 1 else 0.25
+        assert ((weight - expected).abs() <= 0.011 + expected / 16).all(), (name, weight)
+
+
+def test_written_values_reach_the_masters(ranks: RankPool) -> None:
+    ranks.run(on_default_group, written_values, num_ranks=4)
+
+
+def not_finite_on_one_rank(group: Group) -> tuple[int, bool]:
+    """Skipped steps of a step in which one rank's rows have a NaN, and whether any weight changed."""
+    model, optimizer = build("O3", torch.bfloat16)
+    before = whole_weights(model)
+    inputs, targets = batch(0)
+    torch.nn.functional.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten()).backward()
+    if group.rank() == 1:
+        model.blocks[0][1].weight.grad.to_local()[0, 0] = torch.nan
+    optimizer.step()
+    after = whole_weights(model)
+    return optimizer.num_skipped_steps, all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(ranks: RankPool) -> None:
+    assert ranks.run(on_default_group, not_finite_on_one_rank, num_ranks=2) == [(1, True)] * 2
+
+
+def clipped(group: Group) -> list[float]:
+    """The norm before and after clipping: torch's function, and ours."""
+    norms = []
+    for clip in (torch.nn.utils.clip_grad_norm_, fp8_megatron.clip_grad_norm_):
+        model, _ = build("O3", torch.bfloat16)
+        inputs, targets = batch(0)
+        torch.nn.functional.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten()).backward()
+        squares = [param.grad.full_tensor().float().square().sum() for param in model.parameters()]
+        norm = clip(model.parameters(), 0.1)
+        after = [param.grad.full_tensor().float().square().sum() for param in model.parameters()]
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norms += [float(norm) / float(sum(squares).sqrt()), float(sum(after).sqrt())]
+    return norms
+
+
+def test_clipping(ranks: RankPool) -> None:
+    for norms in ranks.run(on_default_group, clipped, num_ranks=2):
+        # The norm in BF16 (torch's, of BF16 gradients), and gradients rounded once more to BF16.
+        assert norms == pytest.approx([1.0, 0.1, 1.0, 0.1], rel=2 * 2**-8)
+
+
+def errors(group: Group) -> list[str]:
+    """What is said about calls in the wrong order, and about shards that cannot be used."""
+    found = []
+
+    def try_(model: torch.nn.Module, opt_level: str = "O3", **options: Any) -> None:
+        try:
+            fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), opt_level, **options)
+        except UserError as error:
+            found.append(str(error))
+
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    fully_shard(plain)
+    try_(plain)
+    uneven = torch.nn.Sequential(torch.nn.Linear(64, 16, bias=False))
+    replace_linears(uneven)
+    fully_shard(uneven)
+    try_(uneven)
+    even = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False))
+    replace_linears(even)
+    fully_shard(even)
+    try_(even, "O2")
+    try_(even, recipe="delayed")
+    try_(even)
+    try_(even)
+    half = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 48))
+    replace_linears(half)
+    fully_shard(half[0])
+    try_(half)
+    return found
+
+
+def test_errors_name_the_fix(ranks: RankPool) -> None:
+    wanted = [
+        "no layer is in FP8: call fp8_megatron.replace_linears",
+        "0.weight has 16 rows, which 3 ranks do not share evenly",
+        "0.weight is stored in torch.float8_e4m3fn, and this opt_level stores weights in torch.float16",
+        "recipe: fully_shard has sharded the model already",
+        "0.weight has an FP8 optimizer already",
+        "1.weight is not sharded",
+    ]
+    for found in ranks.run(on_default_group, errors, num_ranks=3):
+        assert len(found) == len(wanted), found
+        for message, part in zip(found, wanted, strict=True):
+            assert part in message
