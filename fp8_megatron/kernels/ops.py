@@ -17,6 +17,10 @@ from .adamw.operands import AdamHyper, AdamState, FlatState, SplitAdamState
 from .adamw.split_master import join_master as join_master
 from .adamw.split_master import next_weight_scales as next_weight_scales
 from .adamw.split_master import split_master as split_master
+from .attention import partials as _partials  # noqa: F401
+from .attention.blocks import BlockKernel as BlockKernel
+from .attention.blocks import attention_block as attention_block
+from .attention.blocks import attention_block_backward as attention_block_backward
 from .attention.reference import AttentionGradCasts as AttentionGradCasts
 from .attention.reference import AttentionInputs as AttentionInputs
 from .attention.reference import WrittenCast as WrittenCast
@@ -366,6 +370,16 @@ def fp8_attention_backward(
     """`attention.reference.fp8_attention_backward`: gradients of query, key and value in the dtype of `grad`."""
     assert grad.dtype in FP8_DTYPES and grad.shape == out.shape, (grad.dtype, grad.shape)
     return _OPS.fp8_attention_backward(inputs, grad, scale_grad, out, scale_out, log_sum_exp, casts, softmax_scale)
+
+
+def merge_attention(outs: list[Tensor], log_sum_exps: list[Tensor], *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`attention.partials.merge_attention`: [s, b, heads, d], and FP32 [b, heads, s]."""
+    return _OPS.merge_attention(outs, log_sum_exps, dtype)
+
+
+def sum_partials(parts: list[Tensor], *, at_end: bool, dtype: torch.dtype) -> Tensor:
+    """`attention.partials.sum_partials`: [s, …]."""
+    return _OPS.sum_partials(parts, at_end, dtype)
 
 
 def transpose(payload: Tensor) -> Tensor:

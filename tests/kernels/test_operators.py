@@ -123,6 +123,13 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "fp8_attention_backward": [
             (attention, of_heads.to(E5M2), scale, of_heads.to(E4M3), scale, log_sums, written, 0.125)
         ],
+        "merge_attention": [
+            ([of_heads.bfloat16(), of_heads[:32].bfloat16()], [log_sums, log_sums[..., :32].clone()], torch.bfloat16)
+        ],
+        "sum_partials": [
+            ([of_heads.bfloat16(), of_heads[:32].bfloat16()], True, torch.bfloat16),
+            ([of_heads.bfloat16(), of_heads[:16].bfloat16(), of_heads], False, torch.float32),
+        ],
         "quantize_blockwise_": [(torch.rand(N - 3), *_flat(E4M3, 128)), (x.view(-1), *_flat(torch.int8, 256))],
         "dequantize_blockwise": [tuple(_flat(E4M3, 128))],
         "accumulate_rows_": [
