@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .document_bounds import CU_SEQLENS, Bounds
+from .sequence_parts import NUM_TOKENS, SequencePart
 
 #: Keys of a sample (each tensor [seq]) and a batch (each [micro_batch, seq]). loss_mask is float32, the others int64.
-#: A batch with documents also has `CU_SEQLENS`.
+#: A batch with documents also has `CU_SEQLENS`, one of parts of sequences `NUM_TOKENS`.
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -171,6 +172,7 @@ def build_loader(
     cycle: bool = False,
     shuffles: Literal["sharded", "whole"] | None = None,
     documents: Bounds | None = None,
+    part: SequencePart | None = None,
 ) -> BatchLoader:
     """One rank's micro-batches on the CPU (pinned if there is a GPU), in the order of `MicroBatchSampler`.
 
@@ -179,6 +181,7 @@ def build_loader(
         shuffles: shuffle every pass over the dataset, each rank its part or all the whole (`ShuffledSampler`).
         num_workers: loader processes; 0 loads in this process. It does not change the batches.
         documents: finds the documents that attention stays within; None: attention crosses documents.
+        part: this rank's tokens of each sequence; None: all of them.
 
     Raises:
         ValueError: there are no samples after `consumed_samples`.
@@ -199,7 +202,7 @@ def build_loader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=partial(_stack, documents=documents),
+        collate_fn=partial(_stack, documents=documents, part=part),
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_ignore_signals if num_workers else None,
         # The loader draws a seed for its workers. It must not change the global generator, which training uses.
@@ -208,11 +211,22 @@ def build_loader(
     return BatchLoader(loader)
 
 
-def _stack(samples: Sequence[dict[str, torch.Tensor]], documents: Bounds | None = None) -> dict[str, torch.Tensor]:
+def _stack(
+    samples: Sequence[dict[str, torch.Tensor]],
+    documents: Bounds | None = None,
+    part: SequencePart | None = None,
+) -> dict[str, torch.Tensor]:
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in SAMPLE_KEYS}
     if documents is not None:
         batch[CU_SEQLENS] = documents.of(batch[documents.key])
-    return batch
+    return batch if part is None or part.is_whole else _part_of(batch, part)
+
+
+def _part_of(batch: dict[str, torch.Tensor], part: SequencePart) -> dict[str, torch.Tensor]:
+    """A rank's tokens of a batch, with the number of tokens that count over all ranks."""
+    assert CU_SEQLENS not in batch, "documents lie in whole sequences"
+    num_tokens = batch["loss_mask"].sum(dtype=torch.float32).view(1)
+    return {key: part.of(tensor, dim=1) for key, tensor in batch.items()} | {NUM_TOKENS: num_tokens}
 
 
 def _ignore_signals(_worker: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fp8_megatron.data.loader import SAMPLE_KEYS, build_loader
+from fp8_megatron.data.sequence_parts import NUM_TOKENS, SequencePart
 
 
 class Numbered(Dataset):
@@ -180,3 +181,24 @@ def test_a_cyclic_pass_has_no_sample_twice_and_ranks_share_none() -> None:
     assert sorted(index for batches in passes for batch in batches for index in batch) == list(range(24))
     with pytest.raises(ValueError, match="the dataset's 5 samples are fewer than micro_batch_size"):
         indices(5, micro=2, size=3, shuffles="sharded")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_share_sequences_read_chunks_of_the_same_samples(rank: int) -> None:
+    """Two of four chunks each, one early and one late; masks tell how many tokens of whole sequences count."""
+    row = torch.arange(8)
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    samples = [{"tokens": row + 10 * n, "labels": row + 1, "loss_mask": mask, "position_ids": row} for n in range(2)]
+    loader = build_loader(
+        samples,  # type: ignore[arg-type]
+        micro_batch_size=2,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        part=SequencePart(rank, 2),
+    )
+    batch = next(loader)
+    places = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]][rank])
+    assert torch.equal(batch["tokens"], torch.stack([places, 10 + places]))
+    assert torch.equal(batch["position_ids"][0], places) and torch.equal(batch["labels"][0], places + 1)
+    assert torch.equal(batch["loss_mask"][1], mask[places])
+    assert batch[NUM_TOKENS].tolist() == [10.0]

@@ -1,0 +1,122 @@
+"""What ranks that share a sequence send each other in causal attention: keys and values, and their gradients back.
+
+Rank r of n has chunks r and 2n - 1 - r of the sequence's 2n (`data.sequence_parts`). A token attends to earlier ones,
+so rank r needs of a rank below it the first chunk, and of a rank above it both. `Gathering` fetches exactly these
+from all ranks at once; `RingStep` passes whole parts round a ring.
+
+Point-to-point messages travel in one batch, on NCCL as one kernel on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..device.group import Group
+
+_Message = tuple[Tensor, int]
+
+
+@dataclass
+class _Batch:
+    """Messages in flight. On a GPU `wait` makes the current stream wait, not the host."""
+
+    works: list[torch.distributed.Work]
+    #: What is sent must live until it has left.
+    tensors: list[Tensor]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works, self.tensors = [], []
+
+
+def _start(sent: Sequence[_Message], received: Sequence[_Message], group: Group) -> _Batch:
+    """Start to send tensors to ranks of `group` and to receive into others."""
+    operations = [
+        torch.distributed.P2POp(operation, tensor, group=group, group_peer=peer)
+        for operation, messages in ((torch.distributed.isend, sent), (torch.distributed.irecv, received))
+        for tensor, peer in messages
+    ]
+    return _Batch(torch.distributed.batch_isend_irecv(operations), [tensor for tensor, _ in (*sent, *received)])
+
+
+class Gathering:
+    """The parts of all other ranks that this rank's queries attend to, on their way here.
+
+    Args:
+        own: this rank's two chunks [2c, …], contiguous. The caller must not change it before `wait`.
+        group: the ranks that share the sequence. All of them call this.
+    """
+
+    def __init__(self, own: Tensor, group: Group) -> None:
+        rank, size, half = group.rank(), group.size(), len(own) // 2
+        self._earlier = own.new_empty((rank * half, *own.shape[1:]))
+        self._later = own.new_empty(((size - 1 - rank) * 2 * half, *own.shape[1:]))
+        below, above = range(rank), range(rank + 1, size)
+        # A rank below this one attends to both chunks, a rank above it to the first.
+        sent = [*((own, peer) for peer in below), *((own[:half], peer) for peer in above)]
+        received = [*zip(_runs(self._earlier, rank), below, strict=True)]
+        received += zip(_runs(self._later, size - 1 - rank), above, strict=True)
+        self._batch = _start(sent, received, group)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The first chunks of the ranks below [r · c, …], and both chunks of the ranks above [(n - 1 - r) · 2c, …].
+
+        All of this rank's queries attend to the former, those of its second chunk alone to the latter.
+        """
+        self._batch.wait()
+        return self._earlier, self._later
+
+
+class Returning:
+    """Gradients of what `Gathering` brought, on their way back to the ranks that own it.
+
+    Args:
+        of_earlier, of_later: gradients of the two results of `Gathering.wait`, contiguous.
+        group: as there.
+    """
+
+    def __init__(self, of_earlier: Tensor, of_later: Tensor, group: Group) -> None:
+        rank, size = group.rank(), group.size()
+        below, above = range(rank), range(rank + 1, size)
+        half = len(of_earlier) // rank if rank else len(of_later) // (2 * (size - 1))
+        trailing = of_earlier.shape[1:]
+        self._whole = [of_earlier.new_empty((2 * half, *trailing)) for _ in below]
+        self._first = [of_earlier.new_empty((half, *trailing)) for _ in above]
+        sent = [*zip(_runs(of_earlier, rank), below, strict=True)]
+        sent += zip(_runs(of_later, size - 1 - rank), above, strict=True)
+        received = [*zip(self._whole, below, strict=True), *zip(self._first, above, strict=True)]
+        self._batch = _start(sent, received, group)
+
+    def wait(self) -> list[Tensor]:
+        """Summands of the gradient of this rank's part: of both chunks [2c, …] or of the first one [c, …]."""
+        self._batch.wait()
+        return [*self._whole, *self._first]
+
+
+class RingStep:
+    """A tensor on its way to the next rank of the ring, and that of the rank before on its way here.
+
+    Args:
+        sent: contiguous; the caller must not change it before `wait`.
+        group: the ring, in rank order. All ranks call this with tensors of one shape.
+    """
+
+    def __init__(self, sent: Tensor, group: Group) -> None:
+        rank, size = group.rank(), group.size()
+        self._received = torch.empty_like(sent)
+        self._batch = _start([(sent, (rank + 1) % size)], [(self._received, (rank - 1) % size)], group)
+
+    def wait(self) -> Tensor:
+        """The tensor of the rank before."""
+        self._batch.wait()
+        return self._received
+
+
+def _runs(x: Tensor, count: int) -> list[Tensor]:
+    """`x` cut into `count` equal runs of rows."""
+    return list(x.chunk(count)) if count else []

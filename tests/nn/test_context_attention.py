@@ -1,0 +1,115 @@
+"""Attention over sequences that ranks share is attention over the whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.collectives.context_exchange import Gathering, Returning, RingStep
+from fp8_megatron.data.sequence_parts import SequencePart
+from fp8_megatron.device.group import Group
+from fp8_megatron.kernels import ops
+from fp8_megatron.nn.context_attention import CommType, ContextParallel, context_attention
+from tests.harness.ranks import RankPool, on_default_group
+
+COMM_TYPES: list[CommType] = ["all_gather", "p2p"]
+WIDTH = 16
+SCALE = 0.3
+
+
+def operands(dtype: torch.dtype, *, length: int = 48, batch: int = 2, heads: int = 4, groups: int = 2) -> list[Tensor]:
+    """Query, key, value and the output's gradient of whole sequences, the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(length, batch, n, WIDTH) for n in (heads, groups, groups)]
+    shapes.append((length, batch, heads * WIDTH))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def whole(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> list[Tensor]:
+    """The output and the gradients by PyTorch's attention over the whole sequence, in float64."""
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+    result = out.permute(2, 0, 1, 3).flatten(2)
+    result.backward(grad.double())
+    return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def on_a_rank(group: Group, comm_type: CommType, dtype: torch.dtype, sizes: dict[str, int]) -> list[Tensor]:
+    part = SequencePart(group.rank(), group.size())
+    *inputs, grad = (part.of(x, dim=0) for x in operands(dtype, **sizes))
+    leaves = [x.requires_grad_() for x in inputs]
+    result = context_attention(*leaves, ContextParallel(group, comm_type, SCALE, "dense"))
+    result.backward(grad)
+    return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The whole of every rank's part."""
+    firsts, seconds = zip(*(part.chunk(2) for part in parts), strict=True)
+    return torch.cat([*firsts, *reversed(seconds)])
+
+
+def computed(ranks: RankPool, num_ranks: int, comm_type: CommType, dtype: torch.dtype, **sizes: int) -> list[Tensor]:
+    everyones = ranks.run(on_default_group, on_a_rank, comm_type, dtype, sizes, num_ranks=num_ranks)
+    return [joined(list(parts)) for parts in zip(*everyones, strict=True)]
+
+
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_it_is_attention_over_the_whole_sequence(ranks: RankPool, num_ranks: int, comm_type: CommType) -> None:
+    """In float64, whose sums in another order differ by some 10⁻¹⁵ of numbers around 1."""
+    expected = whole(*operands(torch.float64))
+    for measured, wanted in zip(computed(ranks, num_ranks, comm_type, torch.float64), expected, strict=True):
+        torch.testing.assert_close(measured, wanted, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
+def test_its_rounding_is_that_of_16_bits(ranks: RankPool, comm_type: CommType) -> None:
+    """Of each result, the largest error over its rms.
+
+    A block's output is rounded to BF16, by up to 2⁻⁹ of itself, and the merged one again: 2⁻⁸ of an element, which is
+    at most some four times the rms. A gradient is a sum of up to four rounded summands of the result's own size,
+    rounded once more: 5 · 2⁻⁹ of it. The output that backward takes is rounded too.
+    """
+    expected = whole(*operands(torch.bfloat16, groups=4))
+    for measured, wanted in zip(computed(ranks, 4, comm_type, torch.bfloat16, groups=4), expected, strict=True):
+        assert measured.dtype == torch.bfloat16
+        worst = (measured.double() - wanted).abs().max() / wanted.square().mean().sqrt()
+        assert worst < 4 * 5 * 2**-9, float(worst)
+
+
+def exchanged(group: Group) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """What arrives of parts whose elements are rank · 10 + row, and of gradients that say who sent them."""
+    rank, size = group.rank(), group.size()
+    own = (10.0 * rank + torch.arange(4.0)).view(4, 1)
+    gathered = Gathering(own, group).wait()
+    of_earlier = torch.full((2 * rank, 1), 100.0 + rank)
+    of_later = torch.full((4 * (size - 1 - rank), 1), 200.0 + rank)
+    return list(gathered), Returning(of_earlier, of_later, group).wait(), RingStep(own, group).wait()
+
+
+def test_ranks_send_what_others_attend_to(ranks: RankPool) -> None:
+    """Rank 1 of 3 needs rank 0's first chunk and both of rank 2; their gradients go back to them."""
+    (earlier, later), returned, previous = ranks.run(on_default_group, exchanged, num_ranks=3)[1]
+    assert earlier.flatten().tolist() == [0.0, 1.0]
+    assert later.flatten().tolist() == [20.0, 21.0, 22.0, 23.0]
+    # Both chunks of rank 1 are later ones to rank 0; its first one is an earlier one to rank 2.
+    assert [x.flatten().tolist() for x in returned] == [[200.0] * 4, [102.0] * 2]
+    assert previous.flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_are_attention_to_their_keys(causal: bool) -> None:
+    """Also with more keys than queries, and their log-sum-exp; float64."""
+    query, key, value, _ = operands(torch.float64, length=24)
+    key, value = (key, value) if causal else (torch.cat([key, 2 * key]), torch.cat([value, 3 * value]))
+    out, log_sum_exp = ops.attention_block(query, key, value, causal=causal, scale=SCALE, kernel="dense")
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(out.permute(1, 2, 0, 3), wanted, rtol=0.0, atol=1e-12)
+    scores = SCALE * q @ k.repeat_interleave(2, dim=1).transpose(-1, -2)
+    if causal:
+        scores = scores.masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(log_sum_exp, scores.exp().sum(dim=-1).log(), rtol=0.0, atol=1e-12)
