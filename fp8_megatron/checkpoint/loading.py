@@ -186,8 +186,7 @@ def _restore_autoscales(saved: SavedRun, state: Resumable) -> None:
         return
     mine = saved.rank_tensors(state, "autoscale/") if saved.has_model_layout_of(state) else {}
     stages = saved.topology["pipeline_model_parallel_size"] or 1
-    replicas = saved.topology["data_parallel_size"] or 1
-    same_replicas = replicas == state.topology.dp.size()
+    same_replicas = saved.num_replicas == state.topology.replicas.size
     for name, parts in current.items():
         values = mine.get(name)
         if values is not None and same_replicas and values.shape == (2, len(parts)):
@@ -196,7 +195,7 @@ def _restore_autoscales(saved: SavedRun, state: Resumable) -> None:
         for stage in range(stages):
             values = saved.stage_tensors(stage, "autoscale/").get(name)
             if values is not None:
-                mu = values[0].min() * replicas / state.topology.dp.size()
+                mu = values[0].min() * saved.num_replicas / state.topology.replicas.size
                 unseen = torch.stack(parts, 1)
                 set_autoscales(state.optimizer, name, torch.stack([mu.expand(len(parts)), unseen[1].cpu()]))
                 break

@@ -259,6 +259,8 @@ def topology_of(topology: Topology) -> dict[str, int | str | None]:
         "virtual_pipeline_model_parallel_size": topology.virtual_pipeline_size,
         "data_parallel_size": topology.dp.size(),
     }
+    if topology.cp.size() > 1:
+        sizes["context_parallel_size"] = topology.cp.size()
     return sizes if layout.is_even else sizes | {STAGES[-1]: layout.text}
 
 

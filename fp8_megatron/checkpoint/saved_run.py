@@ -133,6 +133,11 @@ class SavedRun:
         """The layout in words."""
         return ", ".join(f"{name}={value}" for name, value in self.topology.items() if value is not None)
 
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that held the same parameters; 1 for a model that was converted."""
+        return (self.topology["data_parallel_size"] or 1) * (self.topology.get("context_parallel_size") or 1)
+
     def has_model_layout_of(self, state: Resumable) -> bool:
         """Whether this run cuts the model into the same parts."""
         own = topology_of(state.topology)
@@ -232,9 +237,8 @@ class SavedRun:
         """The tensors that the rank in this rank's place saved under a prefix. Replicas share them, except for
         saturated fractions.
         """
-        ours, topology = state.topology, self.topology
-        same_replicas = topology["data_parallel_size"] == ours.dp.size()
-        place = (ours.tp.rank(), ours.pp.rank(), ours.dp.rank() if same_replicas else 0)
+        ours = state.topology
+        place = (ours.tp.rank(), ours.pp.rank(), ours.replicas.rank if self.num_replicas == ours.replicas.size else 0)
         if not self.has_model_layout_of(state):
             place = (0, 0, 0)
         return below(prefix, self._tensors_of(*place))

@@ -265,7 +265,7 @@ class _RankOutput:
 def _write_own(folder: Path, snapshot: Snapshot, topology: Topology, num_files: int) -> _RankOutput:
     snapshot.wait()
     written, records = write_chunks(folder, topology.rank, snapshot.chunks(), num_files=num_files)
-    name = rank_file(topology.tp.rank(), topology.pp.rank(), topology.dp.rank())
+    name = rank_file(topology.tp.rank(), topology.pp.rank(), topology.replicas.rank)
     content = safetensors.torch.save({name: value.contiguous() for name, value in snapshot.rank_tensors.items()})
     return _RankOutput(written, [*records, write_file(folder, name, content)])
 

@@ -40,12 +40,12 @@ def dry_run_report(config: Config, world_size: int) -> str:
     if model.vocab_size is None:
         notes[0] += " (GPT-2's; the tokenizer is not read)"
     batch = config.global_batch_size(world_size)
-    replicas = config.data_parallel_size(world_size)
+    context = f"context {parallel.context_parallel_size} × " if parallel.context_parallel_size > 1 else ""
     wires = [predict_wire_bytes(config, padded, world_size=world_size, stage=stage) for stage in range(pp)]
     wire = max(wires, key=lambda one: one.total)
     layout = config.pipeline_layout
     notes += [
-        f"ranks: {world_size} = tensor {tp} × pipeline {pp} × data {replicas}",
+        f"ranks: {world_size} = tensor {tp} × {context}pipeline {pp} × data {config.data_parallel_size(world_size)}",
         *([f"stages: {layout.text} (E embedding, t layer, L loss)"] if pp > 1 else []),
         f"step: {batch:,} sequences, {batch * model.seq_length:,} tokens, {config.num_micro_batches(world_size)} "
         f"micro-batches of {config.training.micro_batch_size} per rank",

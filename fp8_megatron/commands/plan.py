@@ -176,7 +176,9 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
 
     from ..reporting.tables import table_lines
 
-    table = Table(title=f"Predicted for {level} on {cluster.gpus} GPUs, the fastest first")
+    context = layouts[0].config.parallel.context_parallel_size  # all have the configuration's
+    shares = "" if context == 1 else f", CP {context}"
+    table = Table(title=f"Predicted for {level} on {cluster.gpus} GPUs{shares}, the fastest first")
     for heading in (
         *("TP", "PP", "DP", "micro-\nbatch", "micro-\nbatches", "recompute", "graph"),
         *("peak GB", "step ms", "tokens/s\n/GPU"),

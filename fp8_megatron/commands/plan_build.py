@@ -71,8 +71,9 @@ def _table(level: str, config: Config, world_size: int, built: Sequence[tuple[Ra
 
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    context = f"CP {parallel.context_parallel_size} × " if parallel.context_parallel_size > 1 else ""
     table = Table(
-        title=f"GB (10^9 bytes) of a rank as built, {level}: TP {tp} × PP {pp} × DP "
+        title=f"GB (10^9 bytes) of a rank as built, {level}: TP {tp} × {context}PP {pp} × DP "
         f"{config.data_parallel_size(world_size)}, micro-batch {config.training.micro_batch_size}"
     )
     names = [kind.replace("_", "\n") for kind in _KINDS]

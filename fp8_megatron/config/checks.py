@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ..errors import UserError
 from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
 from .attention_checks import attention_problems
+from .context_checks import context_problems
 from .ignored import ignored_settings
 from .limits import limit_problems
 from .pipeline_checks import interleaving_problem, layout_problem, recompute_problem
@@ -39,6 +40,7 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
         problems += _check_layout(config, world_size)
         problems += _check_heads(config)
         problems += attention_problems(config)
+        problems += context_problems(config)
         problems += _check_activation(config)
         problems += _check_gemm_sizes(config)
         problems += _check_recompute(config)
@@ -77,15 +79,17 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     uneven = layout_problem(config)
     if uneven is not None:
         yield uneven
-    if world_size % (tp * pp):
+    cp = parallel.context_parallel_size
+    if world_size % parallel.ranks_per_sample:
+        context = f"context_parallel_size({cp}) × " if cp > 1 else ""
         yield (
-            f"tensor_model_parallel_size({tp}) × pipeline_model_parallel_size({pp}) = {tp * pp} does not divide "
-            f"WORLD_SIZE({world_size}); choose sizes whose product does"
+            f"tensor_model_parallel_size({tp}) × {context}pipeline_model_parallel_size({pp}) = "
+            f"{parallel.ranks_per_sample} does not divide WORLD_SIZE({world_size}); choose sizes whose product does"
         )
         return
-    data_parallel_size = config.data_parallel_size(world_size)
+    data_parallel_size, num_replicas = config.data_parallel_size(world_size), config.num_replicas(world_size)
     interval = training.check_weight_hash_across_dp_replicas_interval
-    if interval is not None and data_parallel_size * tp == 1:
+    if interval is not None and num_replicas * tp == 1:
         yield (
             f"check_weight_hash_across_dp_replicas_interval({interval}) compares ranks that hold the same weights, but "
             f"WORLD_SIZE({world_size}) has none; drop it or run on more ranks"
@@ -106,13 +110,12 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_reduction(config)
     yield from _check_weight_grad_scaling(config)
     yield from _check_transpose_cache(config, num_micro_batches)
-    yield from _check_release(config, data_parallel_size, num_micro_batches)
+    yield from _check_release(config, num_replicas, num_micro_batches)
 
 
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
     """Check the batches, the number of steps, and what depends on it."""
-    parallel = config.parallel
-    if world_size % (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size):
+    if world_size % config.parallel.ranks_per_sample:
         return  # without a data-parallel size there is no batch
     try:
         config.batch_schedule(world_size)
@@ -139,7 +142,7 @@ def _check_reduction(config: Config) -> Iterator[str]:
         )
 
 
-def _check_release(config: Config, data_parallel_size: int, num_micro_batches: int) -> Iterator[str]:
+def _check_release(config: Config, num_replicas: int, num_micro_batches: int) -> Iterator[str]:
     """Check what --release-gradients excludes."""
     precision, clip_grad = config.precision.precision, config.optimizer.clip_grad
     if not config.precision.release_gradients:
@@ -156,10 +159,10 @@ def _check_release(config: Config, data_parallel_size: int, num_micro_batches: i
             f"{name}, but a step has {num_micro_batches} micro-batches to add up; "
             f"choose global_batch_size = micro_batch_size({config.training.micro_batch_size}), or drop it"
         )
-    if data_parallel_size > 1:
+    if num_replicas > 1:
         yield (
-            f"{name}, but {data_parallel_size} data-parallel ranks have gradients to reduce first; drop it (they hold "
-            f"4 / {data_parallel_size} bytes of gradients a parameter), or raise tensor_model_parallel_size"
+            f"{name}, but {num_replicas} data-parallel ranks have gradients to reduce first; drop it (they hold "
+            f"4 / {num_replicas} bytes of gradients a parameter), or raise tensor_model_parallel_size"
         )
 
 
@@ -192,6 +195,9 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
             f"second; choose at least {MIN_CUDA_GRAPH_WARMUP_STEPS}"
         )
     name = f"cuda_graph_impl({training.cuda_graph_impl})"
+    if config.parallel.context_parallel_size > 1:
+        size = config.parallel.context_parallel_size
+        yield f"{name} does not record the exchange of context_parallel_size({size}); drop it, or choose 1"
     if config.parallel.pipeline_model_parallel_size > 1:
         size = config.parallel.pipeline_model_parallel_size
         yield f"{name} records steps of one stage, pipeline_model_parallel_size is {size}; drop it, or choose 1"
@@ -303,14 +309,15 @@ def _check_gemm_sizes(config: Config) -> Iterator[str]:
                 f"FP8 GEMM: {equation} is not a multiple of {over}; "
                 f"choose one ({_multiple_near(size, multiple)}), or {fix}"
             )
-    tokens = model.seq_length * config.training.micro_batch_size
+    tokens, cp = config.tokens_per_micro_batch, config.parallel.context_parallel_size
     # A block of tokens must lie within one rank's part of the sequence.
     shares = tp if in_blocks and config.parallel.sequence_parallel else 1
     if tokens % (of_one * shares):
         over = f"{of_one} × tensor_model_parallel_size({tp}) = {of_one * shares}" if shares > 1 else f"{of_one}"
+        divided = f" / context_parallel_size({cp})" if cp > 1 else ""
         yield (
-            f"FP8 GEMM: seq_length({model.seq_length}) × micro_batch_size({config.training.micro_batch_size}) = "
-            f"{tokens} tokens is not a multiple of {over}; choose another seq_length or micro_batch_size"
+            f"FP8 GEMM: seq_length({model.seq_length}) × micro_batch_size({config.training.micro_batch_size}){divided} "
+            f"= {tokens} tokens is not a multiple of {over}; choose another seq_length or micro_batch_size"
         )
     if config.precision.fp8_lm_head:
         yield from _check_vocabulary(config)

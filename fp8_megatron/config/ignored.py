@@ -42,6 +42,10 @@ def _sixteen_bits(config: Config) -> str | None:
     return f"under precision({precision})" if precision in ("bf16", "fp16") else None
 
 
+def _whole_sequences(config: Config) -> str | None:
+    return "under context_parallel_size(1)" if config.parallel.context_parallel_size == 1 else None
+
+
 def _not_fp8(config: Config) -> str | None:
     return None if config.precision.is_fp8 else f"under precision({config.precision.precision})"
 
@@ -152,6 +156,7 @@ _RULES = (
         "give --position-embedding-type rope",
     ),
     Ignored(("rope_scaling_factor",), _no_rope_scaling, "give --use-rope-scaling"),
+    Ignored(("cp_comm_type",), _whole_sequences, "raise --context-parallel-size"),
     Ignored(("opt_level",), _not_fp8, "choose --precision fp8"),
     Ignored(
         ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16"),

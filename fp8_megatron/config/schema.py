@@ -58,10 +58,15 @@ MIN_CUDA_GRAPH_WARMUP_STEPS = 2
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is split over ranks. Data-parallel size: WORLD_SIZE / (tensor × pipeline size)."""
+    """How the model is split over ranks. Data-parallel size: WORLD_SIZE / (tensor × context × pipeline size)."""
 
     tensor_model_parallel_size: Ranks = 1
     """Ranks that share each layer."""
+    context_parallel_size: Ranks = 1
+    """Ranks that share each sequence. They hold the same weights, and exchange keys and values in attention."""
+    cp_comm_type: Literal["p2p", "all_gather"] = "p2p"
+    """How context-parallel ranks exchange keys and values. p2p: round a ring, one rank's at a time. all_gather: all
+    that a rank needs at once, with memory for them."""
     pipeline_model_parallel_size: Ranks = 1
     """Stages that share the layers."""
     num_layers_per_virtual_pipeline_stage: OptionalLayers = None
@@ -107,6 +112,11 @@ class ParallelConfig:
     multiprocessors that data-parallel collectives take from concurrent GEMMs."""
     distributed_timeout_minutes: Minutes = 10.0
     """Time limit of a collective. The job ends if one takes longer."""
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that work on one sample: tensor × context × pipeline."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     def pipeline_layout(self, num_layers: int) -> PipelineLayout:
         """The layers of every stage of a model of `num_layers`.
@@ -308,8 +318,17 @@ class Config:
         return self.pipeline_layout.layers_of(stage)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that hold the same weights: world_size / (tensor × pipeline)."""
-        return world_size // (self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size)
+        """Ranks that read different samples: world_size / (tensor × context × pipeline)."""
+        return world_size // self.parallel.ranks_per_sample
+
+    def num_replicas(self, world_size: int) -> int:
+        """Ranks that hold the same weights: context × data parallel."""
+        return self.data_parallel_size(world_size) * self.parallel.context_parallel_size
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Tokens of a micro-batch that one rank has, or its tensor-parallel ranks together."""
+        return self.training.micro_batch_size * self.model.seq_length // self.parallel.context_parallel_size
 
     def batch_schedule(self, world_size: int) -> BatchSchedule:
         """Samples of each step over all ranks, with the default filled in.

@@ -155,11 +155,11 @@ def check_new(folder: Path) -> None:
 
 
 def check_trainable(config: Config, vocab_size: int) -> None:
-    """Raise `ConfigError` if a run on TP × PP ranks would refuse this configuration. Data settings are not checked.
+    """Raise `ConfigError` if a run on TP × CP × PP ranks would refuse this configuration. Data settings are not
+    checked.
 
     More data-parallel ranks leave fewer micro-batches per rank: if there are too few here, there are too few anywhere.
     """
-    parallel = config.parallel
     check_config(
         replace(
             config,
@@ -167,7 +167,7 @@ def check_trainable(config: Config, vocab_size: int) -> None:
             data=DataConfig(mock_data=True),
             training=replace(config.training, eval_interval=0),
         ),
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
+        config.parallel.ranks_per_sample,
     )
 
 

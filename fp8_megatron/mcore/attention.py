@@ -7,10 +7,11 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,6 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..device import cudnn
 from ..device.device import UnsupportedDeviceError
+from ..device.group import Group
+from ..kernels.ops import BlockKernel
+from ..nn.context_attention import CommType, ContextParallel, context_attention
 from ..nn.masked_attention import dense_attention, flash_attention
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,9 @@ _BACKENDS: dict[str, list[SDPBackend]] = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "math": [SDPBackend.MATH],
 }
+
+#: Columns of the widest heads that cuDNN's backward takes on every GPU.
+_CUDNN_MAX_WIDTH = 128
 
 #: The backend that `preferring_backends` holds.
 _preferred: list[SDPBackend] | None = None
@@ -93,12 +100,13 @@ class CoreAttention(MegatronModule):
     """softmax(QKᵀ/√d)·V with a causal mask, in 16 bits; grouped queries share their keys and values.
 
     Documents and windows (`nn.masked_attention`) run in FlashAttention's kernels on a GPU. On a CPU, and with the
-    backend ``math``, they are a dense mask.
+    backend ``math``, they are a dense mask. Ranks that share sequences attend as `nn.context_attention` says.
 
     Args:
         layer_number: 1 is the first layer of the model. `config.window_size` and `config.window_attn_skip_freq` say
             whether it has a window.
         backend: ``auto`` or one kernel. One kernel raises an error if it does not take the shape.
+        cp_comm_type, pg_collection: how the ranks of `pg_collection.cp` exchange keys and values.
     """
 
     def __init__(
@@ -110,6 +118,8 @@ class CoreAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         backend: AttentionBackend = "auto",
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
@@ -123,6 +133,12 @@ class CoreAttention(MegatronModule):
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             assert config.window_size is not None
             self.window = config.window_size[0]
+        #: The ranks that share each sequence; None if this rank has whole sequences.
+        self.context_group: Group | None = None
+        if config.context_parallel_size > 1:
+            assert pg_collection is not None and cp_comm_type in get_args(CommType), (pg_collection, cp_comm_type)
+            assert self.window is None and not self.dropout, config
+            self.context_group, self.comm_type = pg_collection.cp, cast(CommType, cp_comm_type)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **unused: Any
@@ -140,6 +156,11 @@ class CoreAttention(MegatronModule):
         return self._attend(query, key, value, attention_mask, 0.0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, dropout: float) -> Tensor:
+        if self.context_group is not None:
+            assert cu_seqlens is None, "documents lie in whole sequences"
+            kernel = self._block_kernel(query)
+            shared = ContextParallel(self.context_group, self.comm_type, self.softmax_scale, kernel)
+            return context_attention(query, key, value, shared)
         window = self.window if self.window is not None and self.window < query.shape[0] - 1 else None
         if cu_seqlens is not None or window is not None:
             is_dense = query.device.type == "cpu" or self.backends is _BACKENDS["math"]
@@ -150,6 +171,13 @@ class CoreAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         context = self._attend_to_all(q, k, v, dropout)
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _block_kernel(self, query: Tensor) -> BlockKernel:
+        """The kernel of a block of context-parallel attention. cuDNN's backward takes heads of up to 128 columns."""
+        if query.device.type == "cpu" or self.backends is _BACKENDS["math"]:
+            return "dense"
+        takes_cudnn = SDPBackend.CUDNN_ATTENTION in self.backends and query.device.type == "cuda"
+        return "cudnn" if takes_cudnn and query.shape[3] <= _CUDNN_MAX_WIDTH else "flash"
 
     def _attend_to_all(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """Plain causal attention of [b, heads, s, d]."""

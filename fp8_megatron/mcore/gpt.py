@@ -19,6 +19,7 @@ from torch import Tensor
 from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..config.windows import layer_pattern, window_sizes
+from ..data.sequence_parts import SequencePart
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
 from ..nn.rope import rope_frequencies
@@ -118,6 +119,8 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         hidden_dropout=model.hidden_dropout,
         init_method_std=model.init_method_std,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type=parallel.cp_comm_type,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_size,
         microbatch_group_size_per_vp_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
@@ -231,7 +234,7 @@ def build_model(
         unpadded_vocab_size: tokens of the vocabulary. The loss leaves later columns out. None: no padding.
     """
     mcore_config = transformer_config(config, device)
-    table = rotary_table(config.model, device)
+    table = rotary_table(config.model, device, topology.sequence_part)
     chunks, kept = [], config.precision.keep_fp8_transpose_cache
     for virtual, layers in enumerate(topology.layout.chunks[topology.pp.rank()]):
         own = _build_chunk(
@@ -242,8 +245,12 @@ def build_model(
     return chunks
 
 
-def rotary_table(model: ModelConfig, device: torch.device) -> RotaryTable | None:
-    """The angles of a model's RoPE, for all its chunks; None without RoPE."""
+def rotary_table(model: ModelConfig, device: torch.device, part: SequencePart | None = None) -> RotaryTable | None:
+    """The angles of a model's RoPE, for all its chunks; None without RoPE.
+
+    Args:
+        part: see `RotaryTable`.
+    """
     if model.position_embedding_type != "rope":
         return None
     frequencies = rope_frequencies(
@@ -252,7 +259,7 @@ def rotary_table(model: ModelConfig, device: torch.device) -> RotaryTable | None
         interpolation=model.rotary_seq_len_interpolation_factor,
         llama3_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
     )
-    return RotaryTable(frequencies, model.seq_length, device)
+    return RotaryTable(frequencies, model.seq_length, device, part)
 
 
 def _build_chunk(

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from ..data.sequence_parts import SequencePart
 from ..nn.rope import cos_sin_table
 
 
@@ -20,19 +21,28 @@ class RotaryTable(torch.nn.Module):
 
     Args:
         frequencies: float64 [R / 2], in radians a position.
-        num_positions: rows. A longer sequence makes a longer table.
+        num_positions: of a sequence. A longer one makes a longer table.
+        part: the tokens of each sequence that this rank has. The table has their rows alone, in their order.
     """
 
-    def __init__(self, frequencies: Tensor, num_positions: int, device: torch.device) -> None:
+    def __init__(
+        self, frequencies: Tensor, num_positions: int, device: torch.device, part: SequencePart | None = None
+    ) -> None:
         super().__init__()
         self._frequencies = frequencies
-        self._table = cos_sin_table(frequencies, num_positions).to(device)
+        self._part = part or SequencePart()
+        self._table = self._rows(num_positions).to(device)
 
     def forward(self, length: int, **unused: Any) -> Tensor:
-        """FP32 [length, 2, R / 2]: `Rotation.cos_sin` of a sequence of `length` tokens."""
-        if length > self._table.shape[0]:
-            self._table = cos_sin_table(self._frequencies, length).to(self._table.device)
+        """FP32 [length, 2, R / 2]: `Rotation.cos_sin` of this rank's `length` tokens of a sequence."""
+        num_rows = self._table.shape[0]
+        # A part of a shorter sequence is no run of these rows.
+        if length > num_rows or (length < num_rows and not self._part.is_whole):
+            self._table = self._rows(length * self._part.size).to(self._table.device)
         return self._table[:length]
+
+    def _rows(self, num_positions: int) -> Tensor:
+        return self._part.of(cos_sin_table(self._frequencies, num_positions), dim=0)
 
     def get_rotary_seq_len(
         self,
@@ -42,7 +52,8 @@ class RotaryTable(torch.nn.Module):
         transformer_config: TransformerConfig,
         packed_seq_params: object = None,
     ) -> int:
-        """Tokens of the whole sequence. megatron-core asks before each forward."""
+        """Tokens of a sequence that this rank has, or its tensor-parallel ranks together. megatron-core asks before
+        each forward."""
         states = transformer_input if transformer.input_tensor is None else transformer.input_tensor
         assert states is not None
         parts = transformer_config.tensor_model_parallel_size if transformer_config.sequence_parallel else 1

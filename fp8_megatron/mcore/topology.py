@@ -1,4 +1,4 @@
-"""The process groups of the tensor-, pipeline- and data-parallel layout, and this rank's place in them."""
+"""The process groups of the tensor-, context-, pipeline- and data-parallel layout, and this rank's place in them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ..collectives.hierarchical import NodeGroups, new_node_groups
 from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import ParallelConfig
+from ..data.sequence_parts import SequencePart
 from ..device.device import distributed_backend
 from ..device.group import Group
 from ..device.rendezvous import process_group_arguments
@@ -30,9 +31,9 @@ class Topology:
     """This rank's place and its groups.
 
     Attributes:
-        groups: megatron-core's collection (tp, pp, dp_cp, mp, embd, …).
-        stage_group: all ranks of this pipeline stage, tensor × data parallel; they run the same layers.
-        replicas: the ranks that hold the same parameters.
+        groups: megatron-core's collection (tp, cp, pp, dp, dp_cp, mp, embd, …).
+        stage_group: all ranks of this pipeline stage, tensor × context × data parallel; they run the same layers.
+        replicas: the ranks that hold the same parameters, context × data parallel.
         layout: the layers of every stage.
     """
 
@@ -59,9 +60,19 @@ class Topology:
         return self.groups.pp
 
     @property
+    def cp(self) -> Group:
+        """Ranks that share each sequence. They hold the same parameters."""
+        return self.groups.cp
+
+    @property
     def dp(self) -> Group:
-        """Ranks that hold the same parameters."""
-        return self.groups.dp_cp
+        """Ranks that read different samples. They hold the same parameters."""
+        return self.groups.dp
+
+    @property
+    def sequence_part(self) -> SequencePart:
+        """Which tokens of each sequence this rank has."""
+        return SequencePart(self.cp.rank(), self.cp.size())
 
     @property
     def embedding(self) -> Group | None:
@@ -153,6 +164,7 @@ def initialized(
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
             layout.virtual_size,
+            context_parallel_size=parallel.context_parallel_size,
             create_gloo_process_groups=False,
             nccl_communicator_config_path=parallel.nccl_communicator_config_path if device.type == "cuda" else None,
             distributed_timeout_minutes=parallel.distributed_timeout_minutes,

@@ -58,7 +58,7 @@ def predict_peak(
     Args:
         records: steps are recorded as a CUDA graph. The new weights of a rank's shard then have memory of their own.
     """
-    replicas = config.data_parallel_size(world_size)
+    replicas = config.num_replicas(world_size)
     state = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
     stored = model_storage(config.precision, config.num_micro_batches(world_size))
     by_class = parameters_by_class(config, padded_vocab_size, stage=stage)
@@ -116,7 +116,7 @@ def _mlp_columns(config: Config, *, is_fp8: bool) -> int:
 def _activations(config: Config, *, stage: int, num_micro_batches: int) -> int:
     """Bytes of a stage's activations of all micro-batches in flight, with what a recomputed layer needs beside them."""
     chunks = config.pipeline_layout.chunks[stage]
-    tokens = config.training.micro_batch_size * config.model.seq_length
+    tokens = config.tokens_per_micro_batch
     held = [_held_per_token(config, chunk) for chunk in chunks]
     recomputed = max(_recomputed_per_token(config, chunk) for chunk in chunks)
     return round(tokens * (_held_at_once(config, held, stage, num_micro_batches) + recomputed))
@@ -179,7 +179,7 @@ def _held_at_once(config: Config, held: Sequence[float], stage: int, num_micro_b
 def _logits(config: Config, padded_vocab_size: int) -> int:
     """Bytes at the peak of the LM head's backward, from the docstring of `nn.lm_head`."""
     tp, hidden = config.parallel.tensor_model_parallel_size, config.model.hidden_size
-    tokens, vocab = config.training.micro_batch_size * config.model.seq_length, padded_vocab_size // tp
+    tokens, vocab = config.tokens_per_micro_batch, padded_vocab_size // tp
     logits = 2 * tokens * vocab
     if config.precision.fp8_lm_head:
         return logits + 2 * tokens * vocab // max(1, round(vocab / _HEAD_PART_COLUMNS))

@@ -79,7 +79,8 @@ def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], b
     """The layouts that fit, the fastest first; without measured rates, the one with the smallest peak first.
 
     The configuration's own layout is one. Tensor- and pipeline-parallel sizes, the micro-batch and recomputation (of
-    nothing, MLPs, or whole layers) vary. All else is the configuration's, the global batch too.
+    nothing, MLPs, or whole layers) vary. All else is the configuration's, the global batch and the context-parallel
+    size too.
 
     Args:
         records: whether a configuration's steps are recorded as a CUDA graph, if there is memory for it.
@@ -108,7 +109,7 @@ def better_accumulation(layout: Layout, cluster: Cluster) -> Layout | None:
     On several replicas, sharded sends every micro-batch and local adds micro-batches up on each rank first.
     """
     config, precision = layout.config, layout.config.precision
-    counts = config.num_micro_batches(cluster.gpus), config.data_parallel_size(cluster.gpus)
+    counts = config.num_micro_batches(cluster.gpus), config.num_replicas(cluster.gpus)
     if layout.step is None or not precision.is_fp8 or min(counts) == 1:
         return None
     other: Literal["sharded", "local"] = "sharded" if precision.grad_accumulation == "local" else "local"
@@ -129,12 +130,12 @@ def largest_peak(config: Config, world_size: int, *, records: bool = False) -> t
 
 
 def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
-    batch = config.global_batch_size(cluster.gpus)
+    batch, cp = config.global_batch_size(cluster.gpus), config.parallel.context_parallel_size
     for tp in _powers_of_two(cluster.gpus_per_node):
         for pp in (size for size in range(1, cluster.gpus // tp + 1) if _divides_layers(config, size)):
-            if cluster.gpus % (tp * pp):
+            if cluster.gpus % (tp * cp * pp):
                 continue
-            for micro_batch in _powers_of_two(batch * tp * pp // cluster.gpus):
+            for micro_batch in _powers_of_two(batch * tp * cp * pp // cluster.gpus):
                 for recomputation in _RECOMPUTATIONS:
                     yield _laid_out(config, tp, pp, micro_batch, batch, recomputation)
 

@@ -64,9 +64,7 @@ def count_parameters(
 
 def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0) -> MemoryByKind:
     """Predicted memory of a rank of pipeline stage `stage`, without padding and wire buffers."""
-    parallel = config.parallel
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    replicas = world_size // (tp * pp)
+    replicas = config.num_replicas(world_size)
     stored = model_storage(config.precision, config.num_micro_batches(world_size))
     by_class = parameters_by_class(config, padded_vocab_size, stage=stage)
     linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)

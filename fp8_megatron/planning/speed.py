@@ -151,6 +151,7 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[s
             ("more than one node", world_size > gpus_per_node),
             ("pipeline stages", parallel.pipeline_model_parallel_size > 1),
             (f"tensor-parallel size {tp}", tp > max(H200.nccl_exchange)),
+            ("context parallelism, whose exchange counts as hidden", parallel.context_parallel_size > 1),
             ("tensor parallelism in 16 bits", tp > 1 and not config.precision.is_fp8),
             ("8-bit moments", config.precision.formats.exp_avg is StorageDtype.INT8),
             ("layers of under 1 TFLOP, whose kernels are slower", layer_flops(config) < _SMALL_LAYER_FLOPS),
@@ -200,9 +201,9 @@ def predict_step(
     parallel, model = config.parallel, config.model
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     num_micro_batches = config.num_micro_batches(world_size)
-    tokens = config.training.micro_batch_size * model.seq_length
+    tokens = config.tokens_per_micro_batch
     stage, slowest = _slowest_stage(config, padded_vocab_size, num_micro_batches, rates)
-    replicas = config.data_parallel_size(world_size)
+    replicas = config.num_replicas(world_size)
     wire = predict_wire_bytes(config, padded_vocab_size, world_size=world_size, stage=stage)
     data_bytes = rates.node_bytes if tp * replicas <= gpus_per_node else min(rates.node_bytes, network_bytes)
     virtual = config.pipeline_layout.virtual_size or 1
@@ -246,7 +247,7 @@ def _slowest_stage(config: Config, vocab: int, num_micro_batches: int, rates: Gp
 def _stage_seconds(config: Config, stage: int, vocab: int, num_micro_batches: int, rates: GpuRates) -> _StageSeconds:
     parallel, model = config.parallel, config.model
     tp = parallel.tensor_model_parallel_size
-    tokens = config.training.micro_batch_size * model.seq_length
+    tokens = config.tokens_per_micro_batch
     layers = config.layers_of_stage(stage)
     rows = vocab if stage == parallel.pipeline_model_parallel_size - 1 else 0
     num_fp8 = sum(config.is_fp8_layer(layer) for layer in layers)

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends to its data-parallel peers in one step, from the configuration, before anything is built."""
+"""Bytes that a rank sends to its replicas in one step, from the configuration, before anything is built."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def predict_wire_bytes(config: Config, padded_vocab_size: int, *, world_size: in
     A reduction of B bytes over d replicas sends B·(d−1)/d, as the gather of B bytes of weights does. Micro-batches that
     are not added up on each rank are each reduced.
     """
-    replicas = config.data_parallel_size(world_size)
+    replicas = config.num_replicas(world_size)
     num_micro_batches = config.num_micro_batches(world_size)
     stored = model_storage(config.precision, num_micro_batches)
     gradients = weights = 0.0

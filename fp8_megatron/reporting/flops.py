@@ -61,7 +61,7 @@ def layer_flops(config: Config) -> float:
     """Model FLOPs of one layer, forward and backward, for one micro-batch on one GPU. Attention is counted in full."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     per_token = model_flops_per_token(model, causal=False, padded_vocab_size=0) / model.num_layers
-    return config.training.micro_batch_size * model.seq_length * per_token / tp
+    return config.tokens_per_micro_batch * per_token / tp
 
 
 def _seen_positions(seq_length: int, window: int | None) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data.document_bounds import CU_SEQLENS
+from ..data.sequence_parts import NUM_TOKENS
 
 Batch = dict[str, Tensor]
 
@@ -33,6 +34,8 @@ def forward_step(
     batch = next(batches)
     # megatron-core passes what it calls the attention mask on to every layer: see `mcore.attention.CoreAttention`.
     output = model(batch["tokens"], batch["position_ids"], batch.get(CU_SEQLENS), labels=batch["labels"])
+    if mean_tokens is None:
+        mean_tokens = batch.get(NUM_TOKENS)
     return output, partial(masked_mean_loss, batch["loss_mask"], mean_tokens=mean_tokens)
 
 
@@ -41,11 +44,14 @@ def masked_mean_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss over unmasked tokens, in nats: once to differentiate, once to report.
 
+    Ranks that share a sequence each have a summand of the mean. megatron-core multiplies what is differentiated by
+    their number, because the mean over replicas divides by it.
+
     Args:
-        loss_mask, loss_per_token: [b, s].
-        mean_tokens: FP32 [1], the unmasked tokens of a micro-batch in the mean over the global batch. The sum of losses
-            is divided by it, so that the mean over micro-batches and replicas is the mean over tokens. None: divide by
-            the micro-batch's own tokens.
+        loss_mask, loss_per_token: [b, s], of this rank's tokens.
+        mean_tokens: FP32 [1]; the sum of losses is divided by it. With --calculate-per-token-loss, the unmasked tokens
+            of a micro-batch in the mean over the global batch. Otherwise those of the micro-batch, over all ranks that
+            share its sequences; None: this rank has the whole sequences.
     """
     mask = loss_mask.view(-1).float()
     # Without a token there is no loss: 0 / 1e-30 is 0.

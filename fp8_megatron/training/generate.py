@@ -54,7 +54,7 @@ def generate_text(
     folder = iteration_folder(root, iterations[0])
     check_files(folder, (CONFIG, META))
     config = load_config(folder / CONFIG)
-    parallel = config.parallel.with_stages(1)
+    parallel = replace(config.parallel.with_stages(1), context_parallel_size=1)
     config = replace(config, parallel=parallel, checkpoint=replace(config.checkpoint, load=None, save=None))
     num_ranks, tp = devices.world_size(), parallel.tensor_model_parallel_size
     if num_ranks != tp:

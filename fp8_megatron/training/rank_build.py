@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..config.checks import ConfigError
 from ..config.schema import Config
+from ..data.sequence_parts import NUM_TOKENS
 from ..formats import GradReduceMode
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import initialized
@@ -107,9 +108,11 @@ def _micro_batches_that_fill(config: Config) -> int:
 
 
 def _batch(config: Config) -> Batch:
-    shape = (config.training.micro_batch_size, config.model.seq_length)
+    context = config.parallel.context_parallel_size
+    shape = (config.training.micro_batch_size, config.model.seq_length // context)
     tokens = torch.empty(shape, dtype=torch.int64, device=_META)
-    return {
+    num_tokens = {} if context == 1 else {NUM_TOKENS: torch.empty(1, device=_META)}
+    return num_tokens | {
         "tokens": tokens,
         "labels": tokens,
         "position_ids": tokens,

@@ -109,6 +109,7 @@ class RunData:
             consumed_samples=consumed_samples,
             shuffles=None if is_whole else _shuffles(self.config.data),
             documents=self._bounds(room),
+            part=self.topology.sequence_part,
         )
 
     def _bounds(self, room: int | None) -> Bounds | None:

@@ -103,7 +103,7 @@ class RunReport:
             self._config.precision.formats,
             predicted=predict_memory(self._config, self._vocab_size, world_size=self._topology.world_size),
             level=self._config.precision.level,
-            num_optimizer_shards=self._topology.dp.size(),
+            num_optimizer_shards=self._topology.replicas.size,
         )
         (self._output_dir / "memory.txt").write_text(memory + "\n")
         logger.info("%s", memory)

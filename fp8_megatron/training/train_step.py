@@ -154,11 +154,12 @@ def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int, *,
 def _mean_tokens(batches: list[Batch], state: TrainingState) -> Tensor:
     """FP32 [1]: the unmasked tokens of a micro-batch in the mean over the global batch.
 
-    All data-parallel ranks call it together.
+    All ranks that hold the same parameters call it together.
     """
     tokens = torch.stack([batch["loss_mask"].sum(dtype=torch.float32) for batch in batches]).sum(0, keepdim=True)
-    if state.topology.dp.size() > 1:
-        torch.distributed.all_reduce(tokens, group=state.topology.dp)
+    replicas = state.topology.replicas
+    if replicas.size > 1:
+        torch.distributed.all_reduce(tokens, group=replicas.group)
     return tokens / (len(batches) * state.topology.dp.size())
 
 
@@ -217,7 +218,7 @@ def _statistics(state: TrainingState) -> dict[str, Tensor]:
 
 
 def _part_of_loss(losses: list[dict[str, Tensor]], state: TrainingState) -> Tensor:
-    """FP32 [1]: this rank's part of the mean loss; the sum over all ranks is the mean over replicas."""
+    """FP32 [1]: this rank's part of the mean loss; the sum over all ranks is the mean over the global batch."""
     if not state.topology.reads_loss:
         return torch.zeros(1, device=state.device)
     return (torch.stack([loss["loss"] for loss in losses]).mean() / state.topology.dp.size()).view(1)

@@ -24,6 +24,7 @@ from fp8_megatron.config.schema import (
     TrainingConfig,
 )
 from fp8_megatron.data.document_bounds import DocumentBounds
+from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.mcore.data_parallel import FP8DataParallel
 from fp8_megatron.mcore.gpt import ModelChunk
 from fp8_megatron.mcore.runtime import runtime, seed_everything
@@ -151,7 +152,9 @@ def forward_backward(gpt: TinyGPT, config: Config, micro_batches: Tensor) -> flo
         chunk.zero_grad_buffer()
     iterators = [iter(list(micro_batches)) for _ in gpt.model]
     outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, has_documents=config.data.reset_attention_mask),
+        forward_step_func=partial(
+            _forward_step, has_documents=config.data.reset_attention_mask, part=gpt.topology.sequence_part
+        ),
         data_iterator=iterators if len(gpt.model) > 1 else iterators[0],
         model=gpt.model,
         num_microbatches=len(micro_batches),
@@ -168,17 +171,18 @@ def forward_backward(gpt: TinyGPT, config: Config, micro_batches: Tensor) -> flo
 
 
 def _forward_step(
-    batches: Iterator[Tensor], chunk: FP8DataParallel, *, has_documents: bool
+    batches: Iterator[Tensor], chunk: FP8DataParallel, *, has_documents: bool, part: SequencePart
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
     tokens = next(batches)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
 
     def loss_function(output: Tensor) -> tuple[Tensor, Tensor]:
-        loss = output.float().mean()
+        loss = output.float().mean() / part.size
         return loss, loss.detach().clone()
 
     documents = DocumentBounds(EOD).of(inputs.cpu()).to(inputs.device) if has_documents else None
+    inputs, positions, labels = (part.of(x, dim=1) for x in (inputs, positions, labels))
     return chunk(inputs, positions, documents, labels=labels), loss_function
 
 

@@ -30,7 +30,7 @@ class Group:
 
 def topology(*, tp: int = 1, tp_rank: int = 0, pp: int = 1, pp_rank: int = 0) -> Topology:
     ends: Any = Group(2, int(pp_rank > 0)) if pp > 1 else None
-    groups: Any = SimpleNamespace(tp=Group(tp, tp_rank), pp=Group(pp, pp_rank), dp_cp=Group(1, 0), embd=ends)
+    groups: Any = SimpleNamespace(tp=Group(tp, tp_rank), pp=Group(pp, pp_rank), embd=ends)
     return Topology(
         0,
         tp * pp,

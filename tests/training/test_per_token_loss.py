@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.sharding.replicas import Replicas
 from fp8_megatron.training.batches import Batch, masked_mean_loss
 from fp8_megatron.training.build import TrainingState, build_training_state
 from fp8_megatron.training.train_step import _mean_tokens, compute_gradients, evaluate
@@ -121,7 +122,8 @@ def test_fp8_gradients_follow(ranks: RankPool) -> None:
 def test_a_batch_without_a_token_is_zero() -> None:
     """Not 0 / 0."""
     config = parse_config(tiny_flags(Path("unused"), calculate_per_token_loss=True))
-    state: Any = SimpleNamespace(config=config, topology=SimpleNamespace(dp=SimpleNamespace(size=lambda: 1)))
+    topology = SimpleNamespace(dp=SimpleNamespace(size=lambda: 1), replicas=Replicas.of(None, CPU))
+    state: Any = SimpleNamespace(config=config, topology=topology)
     mean_tokens = _mean_tokens([{"loss_mask": torch.zeros(2, 16)}] * 2, state)
     loss, _ = masked_mean_loss(torch.zeros(2, 16), torch.ones(2, 16), mean_tokens=mean_tokens)
     assert loss.item() == 0.0

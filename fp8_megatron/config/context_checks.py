@@ -1,0 +1,53 @@
+"""Checks of context parallelism: what the ranks that share a sequence can compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .schema import Config
+
+#: Heads of the kernels of `kernels.attention.blocks`: a multiple of the first, up to the second.
+_WIDTH_MULTIPLE, _MAX_WIDTH = 8, 256
+
+
+def context_problems(config: Config) -> Iterator[str]:
+    """One line for each problem of --context-parallel-size."""
+    cp = config.parallel.context_parallel_size
+    if cp == 1:
+        return
+    yield from _length_problems(config)
+    name = f"context_parallel_size({cp})"
+    model, precision = config.model, config.precision
+    if precision.precision == "te":
+        yield f"{name} is for this project's attention, not Transformer Engine's; choose --precision fp8 or bf16"
+    if precision.fp8_dot_product_attention:
+        yield f"{name} runs attention in 16 bits; drop fp8_dot_product_attention"
+    for setting in ("reset_attention_mask", "sft"):
+        if getattr(config.data, setting):
+            yield f"{name} has no documents in attention; drop {setting}, or choose context_parallel_size 1"
+    if model.window_size is not None:
+        yield f"{name} has no windows; drop window_size({model.window_size}), or choose context_parallel_size 1"
+    width = model.head_dim
+    if width % _WIDTH_MULTIPLE or width > _MAX_WIDTH:
+        yield (
+            f"{name} takes heads of a multiple of {_WIDTH_MULTIPLE} columns up to {_MAX_WIDTH}, not {width}; choose "
+            f"another kv_channels or num_attention_heads"
+        )
+    if model.attention_dropout > 0:
+        yield f"{name} has no dropout in attention; give --attention-dropout 0, not {model.attention_dropout}"
+
+
+def _length_problems(config: Config) -> Iterator[str]:
+    """A rank has two chunks of a sequence. Under sequence parallelism its tensor-parallel ranks share them evenly."""
+    parallel, length = config.parallel, config.model.seq_length
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if length % (2 * cp):
+        yield (
+            f"seq_length({length}) % (2 × context_parallel_size({cp})) = {length % (2 * cp)}; choose a seq_length that "
+            f"is a multiple of {2 * cp}"
+        )
+    elif parallel.sequence_parallel and length // cp % tp:
+        yield (
+            f"sequence_parallel: seq_length({length}) / context_parallel_size({cp}) % tensor_model_parallel_size({tp}) "
+            f"= {length // cp % tp}; choose a seq_length that is a multiple of {cp * tp}"
+        )

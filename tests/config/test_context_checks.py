@@ -1,0 +1,103 @@
+"""Context parallelism: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.reporting.flops import layer_flops
+from fp8_megatron.training.graph_choice import choose_graph
+
+LLAMA = "--mock-data --vocab-size 512 --attention-dropout 0 --hidden-dropout 0 "
+CP4 = LLAMA + "--context-parallel-size 4 "
+
+
+def problems(flags: str, world_size: int = 8) -> list[str]:
+    try:
+        check_config(parse_config(flags.split()), world_size, on_this_machine=False)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        CP4,
+        CP4 + "--cp-comm-type all_gather --bf16",
+        CP4 + "--tensor-model-parallel-size 2 --sequence-parallel",
+        CP4 + "--pipeline-model-parallel-size 2 --calculate-per-token-loss",
+        LLAMA + "--cp-comm-type p2p",
+    ],
+)
+def test_what_works_passes(flags: str) -> None:
+    assert problems(flags) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (LLAMA + "--cp-comm-type all_gather", "cp_comm_type(all_gather) has no effect under context_parallel_size(1)"),
+        (
+            CP4 + "--bf16 --seq-length 1028",
+            "seq_length(1028) % (2 × context_parallel_size(4)) = 4; choose a seq_length",
+        ),
+        (
+            CP4 + "--tensor-model-parallel-size 8 --sequence-parallel --seq-length 1040",
+            "sequence_parallel: seq_length(1040) / context_parallel_size(4) % tensor_model_parallel_size(8) = 4",
+        ),
+        (CP4 + "--precision te", "context_parallel_size(4) is for this project's attention, not Transformer Engine's"),
+        (
+            CP4 + "--fp8-recipe delayed --fp8-dot-product-attention --kv-channels 128",
+            "context_parallel_size(4) runs attention in 16 bits; drop fp8_dot_product_attention",
+        ),
+        (CP4 + "--window-size 5,0", "context_parallel_size(4) has no windows; drop window_size(5,0), or choose"),
+        (
+            CP4 + "--attention-dropout 0.1",
+            "context_parallel_size(4) has no dropout in attention; give --attention-dropout 0, not 0.1",
+        ),
+        (CP4 + "--kv-channels 36 --bf16", "takes heads of a multiple of 8 columns up to 256, not 36; choose another"),
+        (CP4 + "--cuda-graph-impl local", "does not record the exchange of context_parallel_size(4); drop it, or"),
+        (
+            CP4 + "--seq-length 24 --micro-batch-size 1",
+            "FP8 GEMM: seq_length(24) × micro_batch_size(1) / context_parallel_size(4) = 6 tokens is not a",
+        ),
+        (
+            CP4 + "--tensor-model-parallel-size 4",
+            "tensor_model_parallel_size(4) × context_parallel_size(4) × pipeline_model_parallel_size(1) = 16 does not",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_line(flags: str, said: str) -> None:
+    (problem,) = problems(flags, 32 if "size 8" in flags else 8)
+    assert said in problem
+
+
+def test_documents_are_refused() -> None:
+    text = "--data-path a --vocab-size 512 --tokenizer-type NullTokenizer --reset-attention-mask --attention-dropout 0 "
+    (problem,) = problems(text + "--context-parallel-size 4")
+    assert "context_parallel_size(4) has no documents in attention; drop reset_attention_mask" in problem
+
+
+def test_other_exchanges_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--cp-comm-type 'a2a' is not one of p2p, all_gather"):
+        check_config(parse_config([*CP4.split(), "--cp-comm-type", "a2a"]), 8)
+
+
+def test_a_batch_is_of_data_parallel_ranks() -> None:
+    """8 ranks with 4 a sequence read 2 samples a micro-batch, and have 8 copies of the weights between them."""
+    config = parse_config((CP4 + "--micro-batch-size 1 --global-batch-size 8").split())
+    assert config.data_parallel_size(8) == 2 and config.num_replicas(8) == 8
+    assert config.num_micro_batches(8) == 4
+    assert config.tokens_per_micro_batch == config.model.seq_length // 4
+
+
+def test_steps_are_not_recorded_by_themselves() -> None:
+    choice = choose_graph(parse_config(CP4.split()), has_gpu=True, world_size=4, node_size=4)
+    assert not choice.records and "does not record the exchange of context_parallel_size(4)" in choice.reason
+
+
+def test_a_rank_has_its_share_of_a_layers_work() -> None:
+    whole, share = (parse_config(flags.split()) for flags in (LLAMA, CP4))
+    assert layer_flops(share) == layer_flops(whole) / 4
