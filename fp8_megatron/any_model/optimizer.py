@@ -130,6 +130,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         for slot in space.slots:
             if isinstance(slot.param, ScaledTensor):
                 slot.param.owner = MasterWeight(state, slot)
+            else:
+                slot.param.data = _alone(slot.param.data)
         built = _Space(self._build_grads(space), state, group)
         self._numbers.add_space(space)
         self._see(built)
@@ -308,7 +310,7 @@ class FP8Optimizer(torch.optim.Optimizer):
                     )
                 value = param.detach()
                 if param.data_ptr() != seen[0]:
-                    param.data = slot.slice(space.state.weight.payload)
+                    param.data = _alone(slot.slice(space.state.weight.payload))
                 write_weight(space.state, slot, value)
                 space.seen[index] = (param.data_ptr(), param._version)
 
@@ -382,6 +384,14 @@ def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def _value(param: torch.nn.Parameter) -> Tensor:
     return param.dequantize() if isinstance(param, ScaledTensor) else param.detach()
+
+
+def _alone(part: Tensor) -> Tensor:
+    """The same memory as a storage of its own, which ends where the part does.
+
+    What saves a parameter with its storage (torch.save, safetensors, deepcopy) takes the parameter and not its space.
+    """
+    return torch.from_dlpack(part.detach())
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> ops.AdamHyper:

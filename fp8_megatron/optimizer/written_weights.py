@@ -8,6 +8,7 @@ from torch import Tensor
 from ..collectives.scale_sync import max_over_group_
 from ..formats import E4M3, STATE_BLOCK
 from ..kernels import ops
+from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.partition import CHUNK, Slot
 from .state import SpaceState
 
@@ -24,8 +25,15 @@ class MasterWeight:
         write_weight(self._state, self._slot, value)
 
     def value(self) -> Tensor:
-        """See `WeightOwner.value`."""
-        return self._state.get_master(self._slot)
+        """See `WeightOwner.value`. In memory of its own: savers take a tensor's whole storage.
+
+        Where the weight is its own master (O1, O2), each rank has it whole; otherwise every replica calls this.
+        """
+        param = self._slot.param
+        if self._state.formats.master_weight is None and isinstance(param, ScaledTensor):
+            return param.dequantize()
+        value = self._state.get_master(self._slot)
+        return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copied or pickled weight has no master: this becomes None."""

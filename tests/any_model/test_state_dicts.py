@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fp8_megatron
 from fp8_megatron.any_model.linears import build_recipe, replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer, build_optimizer
 from fp8_megatron.formats import LEVELS
@@ -145,3 +146,14 @@ def test_a_scheduler_sees_loaded_rates() -> None:
     train(model, optimizer, range(1))
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_each_value_has_its_own_storage(level: str) -> None:
+    """Savers write a tensor's whole storage, and safetensors refuses tensors that share one."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 48))
+    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level)
+    values = list(model.state_dict().values())
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
+    assert len({value.untyped_storage().data_ptr() for value in values}) == len(values)
