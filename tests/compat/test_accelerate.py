@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -100,3 +101,34 @@ def test_its_msamp_recipe_leaves_gradients_unscaled(msamp: ModuleType) -> None:
         loss = small.loss_of(raw_model, tokens, classes)
     loss.backward()
     assert norm.item() == torch.nn.utils.clip_grad_norm_(raw_model.parameters(), 1e9).item()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_msamp_it_is_the_raw_loop(level: str) -> None:
+    """accumulate, clip and a scheduler, after `fp8_megatron.initialize`."""
+    raw_model, raw_optimizer = fp8_megatron.initialize(*small.build(), opt_level=level)
+    expected = small.train(
+        raw_model, raw_optimizer, small.batches(12), accumulate=2, max_norm=1.0, scheduler=decay(raw_optimizer)
+    )
+    accelerator = accelerator_of(mixed_precision="bf16", gradient_accumulation_steps=2)
+    model, optimizer = fp8_megatron.initialize(*small.build(), opt_level=level)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, decay(optimizer))
+    assert train(accelerator, model, optimizer, scheduler, small.batches(12)) == expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_save_state_continues_bit_for_bit(level: str, tmp_path: Path) -> None:
+    def start() -> tuple[Any, Any, Any, Any]:
+        forget()
+        accelerator = accelerator_of(mixed_precision="bf16")
+        model, optimizer = fp8_megatron.initialize(*small.build(), opt_level=level)
+        return accelerator, *accelerator.prepare(model, optimizer, decay(optimizer))
+
+    accelerator, model, optimizer, scheduler = start()
+    train(accelerator, model, optimizer, scheduler, small.batches(3))
+    accelerator.save_state(str(tmp_path))
+    expected = train(accelerator, model, optimizer, scheduler, small.batches(4, seed=5))
+
+    accelerator, model, optimizer, scheduler = start()
+    accelerator.load_state(str(tmp_path))
+    assert train(accelerator, model, optimizer, scheduler, small.batches(4, seed=5)) == expected
