@@ -5,8 +5,9 @@ weight_shards`), and `fp8_megatron.initialize` gives the shards FP8 state:
 
 - Every rank runs the optimizer for its own rows. The rows of a weight lie on all ranks and have one scale: one
   all-reduce of amaxes a step and param group.
-- Gradients are torch's: ``p.grad`` is a ``DTensor`` of this rank's rows, so torch's clipping and accumulation work as
-  they are. `shard_grads` reads them where they lie.
+- Gradients of FP8 weights cross ranks in FP8 (`fsdp_reduce`).
+- Gradients at rest are torch's: ``p.grad`` is a ``DTensor`` of this rank's rows, so torch's clipping and accumulation
+  work as they are. `shard_grads` reads them where they lie.
 - FSDP2 gathers from the optimizer's storage. A plain parameter with rows that the ranks do not share evenly is padded
   by FSDP2; it stays there, and takes its new value after each step.
 """
@@ -31,6 +32,7 @@ from ..quantization.weight_shards import agree_on_scale_, stored_part
 from ..sharding.partition import Cut, ParamSpace, Slot, StorageClass, partition
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
+from .fsdp_reduce import reduce_in_fp8
 from .optimizer import FP8Optimizer, _Space, delayed_scales
 from .shard_grads import ShardGrads
 from .torch_optimizers import OptimizerError, check_optimizer, check_params
@@ -241,6 +243,7 @@ def build_sharded_optimizer(
     )
     # FSDP2 looks at its parameters' memory again after a load.
     torch.nn.Module.load_state_dict(model, {}, strict=False)
+    reduce_in_fp8(model)
     return built
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.fsdp import build_sharded_optimizer
+from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
 from fp8_megatron.errors import UserError
 from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -43,8 +44,12 @@ class TinyModel(torch.nn.Module):
         return self.head(x)
 
 
-def build(opt_level: str, dtype: torch.dtype, **options: Any) -> tuple[TinyModel, Any]:
-    """A sharded model and its optimizer."""
+def build(opt_level: str, dtype: torch.dtype, *, exact: bool = True, **options: Any) -> tuple[TinyModel, Any]:
+    """A sharded model and its optimizer.
+
+    Args:
+        exact: gradients travel in their own dtype.
+    """
     torch.manual_seed(0)
     model = TinyModel().to(dtype)
     replace_linears(model, weight=LEVELS[opt_level].weight)
@@ -54,7 +59,10 @@ def build(opt_level: str, dtype: torch.dtype, **options: Any) -> tuple[TinyModel
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    return model, build_sharded_optimizer(model, adamw, opt_level)
+    optimizer = build_sharded_optimizer(model, adamw, opt_level)
+    if exact:
+        reduce_in_own_dtype(model)
+    return model, optimizer
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
