@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer
@@ -158,6 +159,10 @@ class SpaceGrads(ABC):
     def squared_norm(self, slot: Slot) -> Tensor:
         """Σ x² of the gradient of `slot`, FP32 [1]."""
 
+    def partial_squared_norm(self) -> Tensor:
+        """Σ x² of what this rank owns of the space's gradients, FP32 [1]; replicas own shards."""
+        return self.buffer.squared_norm()
+
     @abstractmethod
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
         """Multiply the gradient of `slot`, or all gradients, by a number."""
@@ -276,11 +281,10 @@ def clip_grad_norm_(parameters: torch.nn.Module | Tensor | Iterable[Tensor], max
         sharded_norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm)
         return sharded_norm.full_tensor()
     whole, single, plain = _sorted_by_storage(params)
-    device = params[0].device
-    squares = [space.buffer.squared_norm() for space in whole]
-    squares += [grad.squared_norm() for grad in single]
+    squares = [grad.squared_norm() for grad in single]
     squares += [grad.float().square().sum().reshape(1) for grad in plain]
-    norm = torch.cat([square.to(device) for square in squares]).sum().sqrt()
+    squares += squared_norms(whole)
+    norm = torch.cat([square.to(params[0].device) for square in squares]).sum().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for space in whole:
         space.scale_(factor)
@@ -289,6 +293,24 @@ def clip_grad_norm_(parameters: torch.nn.Module | Tensor | Iterable[Tensor], max
     for grad in plain:
         grad.mul_(factor.to(grad.device))
     return norm
+
+
+def squared_norms(spaces: Sequence[SpaceGrads]) -> list[Tensor]:
+    """Σ x² of the gradients of spaces, in summands FP32 [1]; called by every replica."""
+    shared: dict[Group, list[Tensor]] = {}
+    squares = []
+    for space in spaces:
+        group = space.space.replicas.group
+        square = space.partial_squared_norm()
+        if group is None or space.space.num_shards == 1:
+            squares.append(square)
+        else:
+            shared.setdefault(group, []).append(square)
+    for group, parts in shared.items():
+        total = torch.cat(parts).sum().reshape(1)
+        torch.distributed.all_reduce(total, group=group)
+        squares.append(total)
+    return squares
 
 
 def _sorted_by_storage(params: Sequence[Tensor]) -> tuple[list[SpaceGrads], list[ParamGrad], list[Tensor]]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device.group import Group
 from ..formats import LEVELS
 from ..kernels import ops
 from ..nn.conv1d import FP8Conv1D
@@ -32,9 +33,11 @@ from ..optimizer.state import SpaceState
 from ..optimizer.written_weights import MasterWeight, write_weight
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.scaled_tensor import ScaledTensor
+from ..sharding.data_parallel import Exchange
 from ..sharding.grad_buffer import LocalGradBuffer
 from ..sharding.partition import ParamSpace, StorageClass, partition
 from ..sharding.storage import ModelStorage
+from .data_parallel import Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
 from .state_dicts import load_param_state, param_state
 from .step_numbers import StepNumbers
@@ -76,6 +79,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         storage: what is stored in which format.
         histories: delayed scales of the model's casts; `step` advances them.
         num_gradients: gradients that each parameter is expected to receive per step.
+        replication: the model's replicas; None: there is one.
     """
 
     #: GradScaler leaves unscaling and the check for inf to `step`.
@@ -91,7 +95,9 @@ class FP8Optimizer(torch.optim.Optimizer):
         storage: ModelStorage,
         histories: Sequence[AmaxHistory] = (),
         num_gradients: int = 1,
+        replication: Replication | None = None,
     ) -> None:
+        self._replication = replication
         self._names = names
         self._values = values
         self._storage = storage
@@ -116,17 +122,28 @@ class FP8Optimizer(torch.optim.Optimizer):
         params = [param for param in param_group["params"] if param.numel()]
         self._frozen += [param for param in params if not param.requires_grad]
         named = [(self._names[param], param) for param in params if param.requires_grad]
-        for space in partition(named, keeps_dtype=True):
+        sharing, exchange = None, Exchange()
+        if self._replication is not None:
+            sharing, exchange = self._replication.sharing, self._replication.exchange
+        spaces = partition(
+            named,
+            None if sharing is None else lambda _: sharing,
+            bucket_numel=exchange.bucket_numel,
+            keeps_dtype=True,
+        )
+        for space in spaces:
             self._spaces.append(self._build(space, param_group))
 
     @torch.no_grad()
     def _build(self, space: ParamSpace, group: dict[str, Any]) -> _Space:
         """State and gradients of a new space, with the values that its parameters have."""
         values = [self._values.get(slot.param, _value(slot.param)) for slot in space.slots]
+        if self._replication is not None:
+            self._replication.broadcast(values)
         state = SpaceState(space, self._storage.of_state(space.storage, space.dtype))
         for slot, value in zip(space.slots, values, strict=True):
             state.set_master(slot, value)
-        state.derive_weights()
+        _publish(state)
         for slot in space.slots:
             if isinstance(slot.param, ScaledTensor):
                 slot.param.owner = MasterWeight(state, slot)
@@ -140,6 +157,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         return built
 
     def _build_grads(self, space: ParamSpace) -> SpaceGrads:
+        if self._replication is not None:
+            return self._replication.add_space(space, self._storage)
         if space.storage is StorageClass.LINEAR:
             return LinearGrads(space, self._num_gradients)
         return PlainGrads(space, LocalGradBuffer(space, self._storage.of_grads(space.storage, 1, space.dtype).local))
@@ -209,6 +228,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups or shapes differ.
         """
+        self.take_written_values()  # a shard's master would overwrite them
         indices, groups = self._packed_groups()
         saved_groups = state_dict["param_groups"]
         sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
@@ -225,7 +245,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         for space in self._spaces:
             for slot in space.space.slots:
                 load_param_state(space.state, slot, entries[slot.param])
-            space.state.derive_weights()
+            _publish(space.state)
             self._see(space)
         self._numbers.set_numbers(
             [[float(entries[slot.param].get("step", 0.0)) for slot in space.space.slots] for space in self._spaces]
@@ -267,23 +287,50 @@ class FP8Optimizer(torch.optim.Optimizer):
         moved = torch.isfinite(factor).float()
         self._num_skipped += 1.0 - moved
         parts = self._numbers.advance(used, moved)
-        for space, own_parts in zip(self._spaces, parts, strict=True):
-            if own_parts:
+        for space, flags, own_parts in zip(self._spaces, used, parts, strict=True):
+            if any(flags):  # a rank whose shard has nothing to update still sends it
                 space.state.update_parts(space.grads.buffer, own_parts, _hyperparameters(space.group), factor)
+        group = None if self._replication is None else self._replication.group
         for history in self._histories:
-            history.update(None, factor)
+            history.update(group, factor)
+        self._wait_for_weights()
 
     def _grad_factor(self) -> Tensor:
         """What gradients are multiplied by, FP32 [1]: 1 / GradScaler's scale, or NaN if the step is skipped."""
-        total = torch.cat([space.grads.buffer.squared_norm() for space in self._spaces]).sum().reshape(1)
+        total = torch.cat([space.grads.partial_squared_norm() for space in self._spaces]).sum().reshape(1)
         for history in self._histories:
             history.examine(total)
+        if self._replication is not None:
+            self._replication.sum_(total)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         factor = torch.ones_like(total) if grad_scale is None else 1.0 / grad_scale.to(total).reshape(1)
         is_good = torch.isfinite(total)
         if found_inf is not None:
             is_good = is_good & (found_inf.to(total.device).reshape(1) == 0)
         return torch.where(is_good, factor, torch.nan)
+
+    def all_reduce_grads(self, model: torch.nn.Module | None = None) -> None:
+        """Wait until ``p.grad`` is the mean over replicas; called by every replica.
+
+        `step` and whatever reads a gradient do so themselves. This is for loops that were written for MS-AMP.
+
+        Args:
+            model: as MS-AMP's; not used.
+        """
+        del model
+        if self._replication is not None:
+            for space in self._spaces:
+                space.grads.settle()
+            self._replication.finish()
+
+    def _wait_for_weights(self) -> None:
+        """Wait for the weights of other ranks. On CUDA the stream waits, not the host.
+
+        A model of any kind may read any weight at any time, so nothing waits for a first use.
+        """
+        for space in self._spaces:
+            if space.state.gather is not None:
+                space.state.gather.wait()
 
     def _check_frozen(self) -> None:
         for param in self._frozen:
@@ -326,6 +373,7 @@ def build_optimizer(
     replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter],
     opt_level: str,
     *,
+    process_group: Group | None = None,
     gradient_accumulation_steps: int | None = None,
 ) -> FP8Optimizer:
     """The FP8 optimizer in place of the user's, with its param groups and hyperparameters.
@@ -334,6 +382,8 @@ def build_optimizer(
         optimizer: torch's Adam or AdamW over parameters of the model, before its first step.
         replaced: weights that were replaced in the model → the new ones. The new ones start with the old ones' values.
         opt_level: O1, O2 or O3.
+        process_group: the model's replicas, if there are several; None: all ranks of an initialised
+            `torch.distributed`. They start with the first one's values.
         gradient_accumulation_steps: backward passes per step, if known; else the first step with several finds out.
 
     Raises:
@@ -343,15 +393,26 @@ def build_optimizer(
     names = {param: name for name, param in model.named_parameters()}
     if not names:
         raise OptimizerError("the model has no parameters")
+    device = next(iter(names)).device
+    replication = _replication(process_group, device)
+    if replication is not None:
+        replication.broadcast([*model.parameters(), *model.buffers()])
     return FP8Optimizer(
         use_params(optimizer, replaced),
         dict(optimizer.defaults),
         names=names,
         values=_initial_values(model, replaced),
         storage=ModelStorage(LEVELS[opt_level]),
-        histories=delayed_scales(model, next(iter(names)).device),
+        histories=delayed_scales(model, device),
         num_gradients=gradient_accumulation_steps or 1,
+        replication=replication,
     )
+
+
+def _replication(group: Group | None, device: torch.device) -> Replication | None:
+    if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = torch.distributed.group.WORLD
+    return None if group is None or group.size() == 1 else Replication(group, device)
 
 
 def delayed_scales(model: torch.nn.Module, device: torch.device) -> list[AmaxHistory]:
@@ -375,6 +436,13 @@ def _initial_values(
     """The value of every new weight before it was rounded."""
     transposed = {module.weight for module in model.modules() if isinstance(module, FP8Conv1D)}
     return {new: old.detach().t() if new in transposed else old.detach() for old, new in replaced.items()}
+
+
+def _publish(state: SpaceState) -> None:
+    """Derive the weights from new masters, on all replicas."""
+    state.derive_weights()
+    if state.gather is not None:
+        state.gather.wait()
 
 
 def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[int]:

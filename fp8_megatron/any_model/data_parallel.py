@@ -1,0 +1,229 @@
+"""Replicas of a model: gradients are averaged over a process group, and each rank keeps its shard of means and state.
+
+Weight gradients leave in FP8 during backward, bucket by bucket, after every backward pass. Gradients of plain
+parameters are added on their rank and leave once a step. What reads a gradient (a norm, a clip, the optimizer) first
+waits for all of it: `Replication.finish`. So ``p.grad`` is the mean over replicas, as after torch's DDP.
+
+All replicas call what reads or writes gradients in the same order, and use the same parameters in a step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..device.group import Group
+from ..errors import UserError
+from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.weight_grad import WeightGrad
+from ..sharding.data_parallel import Exchange, build_grad_buffer
+from ..sharding.grad_buffer import ShardedGradBuffer
+from ..sharding.partition import ParamSpace, Slot
+from ..sharding.replicas import Replicas, Sharing
+from ..sharding.staging import StagingPools
+from ..sharding.storage import ModelStorage
+from .grad_tensor import GradTensor
+from .gradients import SpaceGrads
+
+#: Steps in which the host waits to see that replicas use the same parameters; later, only where a rank's use changes.
+_WATCHED_STEPS = 3
+#: Micro-batches that are never reached: locally added gradients leave when somebody needs them.
+_ON_DEMAND = 1 << 60
+
+
+class ReplicaError(UserError):
+    """Replicas do not do the same."""
+
+
+class Replication:
+    """One model's replicas, and the gradients that they exchange.
+
+    Args:
+        group: the ranks that hold the model; each sees other data.
+    """
+
+    def __init__(self, group: Group, device: torch.device, exchange: Exchange | None = None) -> None:
+        self.group = group
+        self.sharing = Sharing(Replicas.of(group, device))
+        self.exchange = exchange or Exchange()
+        self.spaces: list[ShardedGrads] = []
+        # What ranks agree on is sent beside the gradients, between hosts: it arrives whatever the devices wait for.
+        ranks = torch.distributed.get_process_group_ranks(group)
+        self._control = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._staging = StagingPools()
+        self._is_finished = True
+        self._num_checked = 0
+        self._last_use: tuple[int, ...] = ()
+        self._agreement: tuple[torch.distributed.Work | None, Tensor] | None = None
+
+    def add_space(self, space: ParamSpace, storage: ModelStorage) -> ShardedGrads:
+        """Gradients of one more space."""
+        grads = ShardedGrads(space, self, storage, self._staging)
+        self.spaces.append(grads)
+        return grads
+
+    def note_write(self) -> None:
+        """A gradient was written: `finish` has something to do."""
+        self._is_finished = False
+
+    def finish(self) -> None:
+        """Wait until every shard holds the mean of all gradients written so far; called by every replica.
+
+        Raises:
+            ReplicaError: a parameter has a gradient on some replicas alone.
+        """
+        if self._is_finished:
+            return
+        self._is_finished = True
+        self._check_use()
+        for space in self.spaces:
+            space.reduce()
+
+    def _check_use(self) -> None:
+        """Replicas agree on which parameters have gradients: Σ h and Σ h² of a hash h tell whether all are equal.
+
+        The answer is read one step later, unless this rank has other gradients than in the last step.
+        """
+        self._read_agreement()
+        use = tuple(
+            index
+            for index, grad in enumerate(grad for space in self.spaces for grad in space.grads)
+            if grad.param.grad is not None
+        )
+        hashed = zlib.crc32(repr(use).encode()) & 0xFFFF
+        sums = torch.tensor([hashed, hashed**2], dtype=torch.int64)
+        self._agreement = torch.distributed.all_reduce(sums, group=self._control, async_op=True), sums
+        is_watched = self._num_checked < _WATCHED_STEPS or use != self._last_use
+        self._num_checked += 1
+        self._last_use = use
+        if is_watched:
+            self._read_agreement()
+
+    def _read_agreement(self) -> None:
+        if self._agreement is None:
+            return
+        work, sums = self._agreement
+        self._agreement = None
+        if work is not None:
+            work.wait()
+        total, squares = sums.tolist()
+        if self.group.size() * squares != total * total:
+            raise ReplicaError(
+                f"replicas have gradients of different parameters; rank {self.group.rank()} has "
+                f"{len(self._last_use)}: let every rank use the same parameters in a step"
+            )
+
+    def sum_(self, value: Tensor) -> Tensor:
+        """The sum over replicas, in place."""
+        torch.distributed.all_reduce(value, group=self.group)
+        return value
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give every replica the first one's values, in place."""
+        source = torch.distributed.get_global_rank(self.group, 0)
+        for tensor in tensors:
+            parts = [tensor.payload, tensor.scale] if isinstance(tensor, ScaledTensor) else [tensor.detach()]
+            for part in parts:
+                sent = part.contiguous()
+                bits = sent.view(torch.uint8) if sent.dim() and sent.numel() else sent
+                torch.distributed.broadcast(bits, source, group=self.group)
+                if sent.data_ptr() != part.data_ptr():
+                    part.copy_(sent)
+
+
+class ShardedGrads(SpaceGrads):
+    """The gradients of one space over replicas; ``p.grad`` is a `GradTensor` of the mean."""
+
+    buffer: ShardedGradBuffer
+
+    def __init__(
+        self, space: ParamSpace, replication: Replication, storage: ModelStorage, staging: StagingPools
+    ) -> None:
+        super().__init__(space)
+        buffer = build_grad_buffer(space, storage, replication.exchange, staging)
+        assert isinstance(buffer, ShardedGradBuffer), space.replicas
+        buffer.reset(num_micro_batches=_ON_DEMAND)
+        self.buffer = buffer
+        self._replication = replication
+        #: Offsets of the slots that may hold something else than zeros.
+        self._live: set[int] = set()
+        self._is_dirty = False
+        #: FP32 [num_slots], of the means; None if a mean has changed.
+        self._squared_norms: Tensor | None = None
+        self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
+        for grad in self.grads:
+            grad.tensor = GradTensor(grad, grad.param)
+        self._attach()
+
+    def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        self._replication.note_write()
+        self._is_dirty = True
+        self._squared_norms = None
+        self._live.add(slot.offset)
+        self.buffer.accumulate_(slot, grad)
+
+    def reduce(self) -> None:
+        """Send what has not left yet, and wait for everything; called through `Replication.finish`."""
+        if self._is_dirty:
+            self._is_dirty = False
+            self.buffer.finish()
+            if self.buffer.local is not None:
+                self.buffer.local.reset()  # it was added to the shard
+
+    def forget(self, slot: Slot) -> None:
+        if slot.offset not in self._live:
+            return
+        if any(own.param.grad is not None for own in self.grads if own.slot.offset in self._live):
+            self.zero_(slot)
+            return
+        self.reduce()  # what is on its way has to arrive
+        self.buffer.reset(num_micro_batches=_ON_DEMAND)
+        self._live.clear()
+
+    def zero_(self, slot: Slot) -> None:
+        if slot.offset not in self._live:
+            return
+        self._replication.finish()
+        self._live.discard(slot.offset)
+        self._squared_norms = None
+        for part in self._parts(slot):
+            part.zero_()
+
+    def values(self, slot: Slot) -> Tensor:
+        self._replication.finish()
+        return self.space.assemble(
+            slot, lambda own: self.buffer.payload[own.shard_start : own.shard_start + own.length].float()
+        )
+
+    def squared_norm(self, slot: Slot) -> Tensor:
+        self._replication.finish()
+        if self._squared_norms is None:
+            norms = [
+                torch.stack([part.float().square().sum() for part in parts]).sum() if parts else torch.zeros(())
+                for parts in map(self._parts, self.space.slots)
+            ]
+            self._squared_norms = self._replication.sum_(torch.stack([norm.to(self.space.device) for norm in norms]))
+        index = self._index[slot.offset]
+        return self._squared_norms[index : index + 1].clone()
+
+    def partial_squared_norm(self) -> Tensor:
+        self._replication.finish()
+        return self.buffer.squared_norm()
+
+    def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
+        self._replication.finish()
+        for part in [self.buffer.payload] if slot is None else self._parts(slot):
+            part.mul_(factor)
+        if self._squared_norms is not None:
+            index = slice(None) if slot is None else slice(self._index[slot.offset], self._index[slot.offset] + 1)
+            self._squared_norms[index] *= factor * factor
+
+    def _parts(self, slot: Slot) -> Sequence[Tensor]:
+        """This rank's parts of a mean (views)."""
+        return [
+            self.buffer.payload[own.shard_start : own.shard_start + own.length] for own in self.space.fragments(slot)
+        ]
