@@ -91,6 +91,12 @@ class ParamGrad:
         return type(None), ()
 
 
+def _take_autograds(param: Tensor) -> None:
+    # Not a bound method: torch does not show Python's collector what such a hook refers to, so a hook that leads back
+    # to its parameter would keep the whole model in memory for good.
+    param.main_grad.take_autograds(param)  # type: ignore[attr-defined]
+
+
 class SpaceGrads(ABC):
     """The gradients of one space."""
 
@@ -104,7 +110,7 @@ class SpaceGrads(ABC):
         for grad in self.grads:
             grad.param.grad = None
             grad.param.main_grad = grad  # type: ignore[attr-defined]
-            grad.param.register_post_accumulate_grad_hook(grad.take_autograds)
+            grad.param.register_post_accumulate_grad_hook(_take_autograds)
 
     def settle(self) -> list[bool]:
         """Make the storage agree with ``p.grad``: for each slot, whether it has a gradient. Others become zero."""
