@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -48,15 +49,29 @@ class GradTensor(torch.Tensor):
         NotImplementedError: for views, because no memory holds the values as plain elements.
     """
 
-    source: GradSource
+    _source: weakref.ref[GradSource]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, source: GradSource, param: Tensor) -> GradTensor:
         self = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
-        self.source = source
+        # Weak: the parameter holds its source, which leads back to it. torch does not show Python's collector what
+        # ``p.grad`` refers to, so a strong reference would keep the whole model in memory for good.
+        self._source = weakref.ref(source)
         return self
+
+    @property
+    def source(self) -> GradSource:
+        """Where the gradient is stored.
+
+        Raises:
+            RuntimeError: the parameter is gone.
+        """
+        source = self._source()
+        if source is None:
+            raise RuntimeError("the parameter of this gradient is gone: keep p.grad.clone(), not p.grad")
+        return source
 
     def dense(self) -> Tensor:
         """The gradient as a plain tensor (a copy)."""
