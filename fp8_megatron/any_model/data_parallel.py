@@ -10,13 +10,16 @@ All replicas call what reads or writes gradients in the same order, and use the 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..device.group import Group
 from ..errors import UserError
+from ..nn.module import FP8Linear
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.data_parallel import Exchange, build_grad_buffer
@@ -26,10 +29,12 @@ from ..sharding.replicas import Replicas, Sharing
 from ..sharding.staging import StagingPools
 from ..sharding.storage import ModelStorage
 from .grad_tensor import GradTensor
-from .gradients import SpaceGrads
+from .gradients import ParamGrad, SpaceGrads
 
 #: Steps in which the host waits to see that replicas use the same parameters; later, only where a rank's use changes.
 _WATCHED_STEPS = 3
+#: How long replicas wait for each other where one may have come alone.
+_PATIENCE = timedelta(minutes=5)
 #: Micro-batches that are never reached: locally added gradients leave when somebody needs them.
 _ON_DEMAND = 1 << 60
 
@@ -116,10 +121,43 @@ class Replication:
                 f"{len(self._last_use)}: let every rank use the same parameters in a step"
             )
 
+    def meet(self, what: str) -> None:
+        """Wait for the other replicas, which call this too.
+
+        Raises:
+            ReplicaError: some replica did not come in time; `what` is in the text.
+        """
+        try:
+            torch.distributed.monitored_barrier(self._control, timeout=_PATIENCE)
+        except RuntimeError as error:
+            raise ReplicaError(
+                f"{what} gathers what the replicas hold, and not all of them called it: call it on every rank, or call "
+                f"optimizer.consolidate_state_dict() on every rank before one rank saves"
+            ) from error
+
     def sum_(self, value: Tensor) -> Tensor:
         """The sum over replicas, in place."""
         torch.distributed.all_reduce(value, group=self.group)
         return value
+
+    def allow_ddp(self, model: torch.nn.Module) -> None:
+        """Let torch's DDP wrap `model`: it reduces nothing twice.
+
+        DDP leaves out what a model lists. It refuses a model without a gradient of its own, so it keeps one plain
+        parameter: it averages that one's ``p.grad``, and the mean of the means over replicas is the mean.
+        """
+        owned = {param for module in model.modules() if isinstance(module, FP8Linear) for param in module.parameters()}
+        free = [grad for space in self.spaces for grad in space.grads if grad.param not in owned]
+        kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
+        ignored = [
+            name
+            for name, param in model.named_parameters(remove_duplicate=False)
+            if kept is None or param is not kept.param
+        ]
+        # DDP looks for a root's own parameters under another name.
+        model._ddp_params_and_buffers_to_ignore = ignored + [f".{name}" for name in ignored]  # type: ignore[assignment]
+        if kept is not None:
+            model.register_forward_pre_hook(_SeesDDP(kept))
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -133,6 +171,49 @@ class Replication:
                 torch.distributed.broadcast(bits, source, group=self.group)
                 if sent.data_ptr() != part.data_ptr():
                     part.copy_(sent)
+
+
+class _SeesDDP:
+    """Forward pre-hook: whether torch's DDP runs the model, and so reduces the gradient that it keeps."""
+
+    def __init__(self, kept: ParamGrad) -> None:
+        self._kept = kept
+
+    def __call__(self, *unused: Any) -> None:
+        if not torch.compiler.is_compiling():
+            ddp = torch.nn.parallel.DistributedDataParallel
+            self._kept.is_left_to_others = ddp._get_active_ddp_module() is not None
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
+        return _NoHook, ()
+
+
+class MeetsForState:
+    """State-dict pre-hook: the replicas meet, because a weight's value is gathered from shards of its master.
+
+    Args:
+        is_consolidated: whether this rank has all values.
+    """
+
+    def __init__(self, replication: Replication, is_consolidated: Callable[[], bool]) -> None:
+        self._replication = replication
+        self._is_consolidated = is_consolidated
+
+    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not prefix and not keep_vars and not self._is_consolidated():
+            self._replication.meet("model.state_dict()")
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
+        return _NoHook, ()
+
+
+class _NoHook:
+    """A hook that does nothing."""
+
+    def __call__(self, *unused: Any) -> None:
+        pass
 
 
 class ShardedGrads(SpaceGrads):

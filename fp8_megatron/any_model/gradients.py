@@ -41,6 +41,8 @@ class ParamGrad:
         self.space = space
         self.slot = slot
         self.param = slot.param
+        #: Somebody else (torch's DDP) works on ``p.grad``: it stays autograd's, and `SpaceGrads.settle` reads it.
+        self.is_left_to_others = False
 
     def accumulate_(self, grad: Tensor | WeightGrad) -> None:
         """Add one micro-batch's gradient (any float dtype, the parameter's shape)."""
@@ -53,7 +55,7 @@ class ParamGrad:
 
     def take_autograds(self, param: Tensor) -> None:
         """After autograd has written ``p.grad``: move it to its storage."""
-        if param.grad is not None and not self.is_own(param.grad):
+        if param.grad is not None and not self.is_left_to_others and not self.is_own(param.grad):
             self.assign_(param.grad)
             param.grad = self.tensor
 
@@ -122,7 +124,8 @@ class SpaceGrads(ABC):
                 self.zero_(own.slot)
             elif not own.is_own(grad):
                 own.assign_(grad)
-                own.param.grad = own.tensor
+                if not own.is_left_to_others:
+                    own.param.grad = own.tensor
         return used
 
     def accumulate_(self, own: ParamGrad, grad: Tensor | WeightGrad) -> None:

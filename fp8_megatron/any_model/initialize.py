@@ -71,11 +71,14 @@ def initialize(
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         check_params(group, names)
-    if _ranks(process_group) is not None:
-        raise UserError("several data-parallel ranks are not supported: run one process")
     replaced = replace_linears(model, recipe=recipe, weight=LEVELS[opt_level].weight, filter=filter)
     built = build_optimizer(
-        model, optimizer, replaced, opt_level, gradient_accumulation_steps=gradient_accumulation_steps
+        model,
+        optimizer,
+        replaced,
+        opt_level,
+        process_group=process_group,
+        gradient_accumulation_steps=gradient_accumulation_steps,
     )
     return model, built
 
@@ -99,10 +102,3 @@ def _check_model(model: torch.nn.Module) -> None:
 def _is_fully_sharded(model: torch.nn.Module) -> bool:
     """Whether torch's ``fully_shard`` was called on the model or on a part of it."""
     return any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
-
-
-def _ranks(process_group: Group | None) -> Group | None:
-    """The data-parallel ranks; None if there is one."""
-    if process_group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        process_group = torch.distributed.group.WORLD
-    return None if process_group is None or process_group.size() == 1 else process_group

@@ -18,7 +18,7 @@ How it fits together:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ from ..sharding.data_parallel import Exchange
 from ..sharding.grad_buffer import LocalGradBuffer
 from ..sharding.partition import ParamSpace, StorageClass, partition
 from ..sharding.storage import ModelStorage
-from .data_parallel import Replication
+from .data_parallel import MeetsForState, Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
 from .state_dicts import load_param_state, param_state
 from .step_numbers import StepNumbers
@@ -104,6 +104,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._histories = [history for history in histories if history.num_slots]
         self._num_gradients = num_gradients
         self._spaces: list[_Space] = []
+        self._consolidated: dict[int, dict[str, Any]] | None = None
         self._frozen: list[torch.nn.Parameter] = []
         device = next(iter(names)).device
         self._numbers = StepNumbers(device)
@@ -183,13 +184,22 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """torch's ``{"state": …, "param_groups": …}`` with plain tensors (`state_dicts`); called by every replica.
+        """torch's ``{"state": …, "param_groups": …}`` with plain tensors (`state_dicts`).
+
+        Called by every replica; after `consolidate_state_dict`, by any.
 
         The first parameter's entry also has the delayed scales, the number of skipped steps, and how many gradients of
         a step the storage has room for. Before the first step all moments are zero.
         """
-        self.take_written_values()
         indices, groups = self._packed_groups()
+        if self._consolidated is not None:
+            return {
+                "state": {number: dict(entry) for number, entry in self._consolidated.items()},
+                "param_groups": groups,
+            }
+        if self._replication is not None:
+            self._replication.meet("optimizer.state_dict()")
+        self.take_written_values()
         state: dict[int, dict[str, Any]] = {}
         for place, space in enumerate(self._spaces):
             for index, slot in enumerate(space.space.slots):
@@ -199,6 +209,46 @@ class FP8Optimizer(torch.optim.Optimizer):
         for entry in [*state.values()][:1]:
             entry.update(self._run_state())
         return {"state": state, "param_groups": groups}
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether this rank has the whole state of the last step (`consolidate_state_dict`)."""
+        return self._consolidated is not None
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather all state on one replica, on the CPU; called by every replica.
+
+        Until the next step that replica reads the state dicts of the optimizer and of the model without the others.
+        With one replica nothing is to be done.
+
+        Args:
+            to: the replica's rank among the replicas; None: all of them.
+        """
+        if self._replication is None:
+            return
+        self._drop_consolidated()
+        state = self.state_dict()["state"]
+        if to is not None and to != self._replication.group.rank():
+            return
+        self._consolidated = state
+        indices, _ = self._packed_groups()
+        for param in self._weights():
+            entry = state[indices[param]]
+            if "master_weight" in entry and isinstance(param.owner, MasterWeight):
+                payload, scales = entry["master_weight"].view(-1), entry["master_weight_scale"]
+                param.owner.consolidated = ops.load_state(payload, scales).view(param.shape)
+
+    def _drop_consolidated(self) -> None:
+        if self._consolidated is not None:
+            self._consolidated = None
+            for param in self._weights():
+                if isinstance(param.owner, MasterWeight):
+                    param.owner.consolidated = None
+
+    def _weights(self) -> Iterator[ScaledTensor]:
+        """The weights that a master owns."""
+        for space in self._spaces:
+            yield from (slot.param for slot in space.space.slots if isinstance(slot.param, ScaledTensor))
 
     def _packed_groups(self) -> tuple[dict[Tensor, int], list[dict[str, Any]]]:
         """Parameter → its number over all groups, and the groups with numbers in place of parameters."""
@@ -228,6 +278,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups or shapes differ.
         """
+        self._drop_consolidated()
         self.take_written_values()  # a shard's master would overwrite them
         indices, groups = self._packed_groups()
         saved_groups = state_dict["param_groups"]
@@ -279,6 +330,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _update(self) -> None:
         self._check_frozen()
+        self._drop_consolidated()
         self.take_written_values()
         used = [space.grads.settle() for space in self._spaces]
         if not any(any(flags) for flags in used):
@@ -397,7 +449,7 @@ def build_optimizer(
     replication = _replication(process_group, device)
     if replication is not None:
         replication.broadcast([*model.parameters(), *model.buffers()])
-    return FP8Optimizer(
+    built = FP8Optimizer(
         use_params(optimizer, replaced),
         dict(optimizer.defaults),
         names=names,
@@ -407,6 +459,11 @@ def build_optimizer(
         num_gradients=gradient_accumulation_steps or 1,
         replication=replication,
     )
+    if replication is not None:
+        replication.allow_ddp(model)
+        if LEVELS[opt_level].master_weight is not None:
+            model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
+    return built
 
 
 def _replication(group: Group | None, device: torch.device) -> Replication | None:

@@ -19,9 +19,12 @@ class MasterWeight:
     def __init__(self, state: SpaceState, slot: Slot) -> None:
         self._state = state
         self._slot = slot
+        #: A copy of the whole master, in the parameter's shape, until it changes; then nothing is gathered.
+        self.consolidated: Tensor | None = None
 
     def write(self, value: Tensor) -> None:
         """See `WeightOwner.write`."""
+        self.consolidated = None
         write_weight(self._state, self._slot, value)
 
     def value(self) -> Tensor:
@@ -32,6 +35,8 @@ class MasterWeight:
         param = self._slot.param
         if self._state.formats.master_weight is None and isinstance(param, ScaledTensor):
             return param.dequantize()
+        if self.consolidated is not None:
+            return self.consolidated.to(param.device, torch.float32, copy=True)
         value = self._state.get_master(self._slot)
         return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 

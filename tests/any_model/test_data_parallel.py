@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.any_model import data_parallel
 from fp8_megatron.any_model.gradients import clip_grad_norm_
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer, build_optimizer
@@ -116,11 +118,12 @@ def test_ranks_equal_one_rank(ranks: RankPool, level: str, num_ranks: int) -> No
 
 
 def _on_data(
-    group: Group, level: str, num_micro_batches: int, clips: str
+    group: Group, level: str, num_micro_batches: int, clips: str, wraps: bool = False
 ) -> tuple[list[float], dict[str, Tensor], Any]:
     """Fit a random function of the tokens; each rank sees its part of every batch."""
     model, optimizer = build(level)
     rank, size = group.rank(), group.size()
+    called = torch.nn.parallel.DistributedDataParallel(model) if wraps else model
     teacher = torch.randn(50, 7, generator=torch.Generator().manual_seed(9))
     losses, norms = [], []
     for step in range(12):
@@ -129,7 +132,7 @@ def _on_data(
         mine = tokens.view(num_micro_batches, size, -1)[:, rank]
         total = 0.0
         for micro_batch in mine:
-            loss = torch.nn.functional.mse_loss(model(micro_batch), teacher[micro_batch]) / num_micro_batches
+            loss = torch.nn.functional.mse_loss(called(micro_batch), teacher[micro_batch]) / num_micro_batches
             loss.backward()
             total += loss.item()
         if clips:
@@ -155,6 +158,16 @@ def test_data_is_split_over_ranks(ranks: RankPool, num_micro_batches: int, clips
         assert norms == outcomes[0][2]
         for name, value in weights.items():
             assert torch.equal(value, outcomes[0][1][name]), f"replicas differ in {name}"
+
+
+def test_torchs_ddp_may_wrap_the_model(ranks: RankPool) -> None:
+    """DDP keeps one vector, whose FP32 mean it takes; the mean of two equal means is the same. So every bit is."""
+    plain = ranks.run(on_default_group, _on_data, "O3", 1, "torch", num_ranks=2)
+    for losses, weights, norms in ranks.run(on_default_group, _on_data, "O3", 1, "torch", True, num_ranks=2):
+        assert losses == plain[0][0]
+        assert norms == plain[0][2]
+        for name, value in weights.items():
+            assert torch.equal(value, plain[0][1][name]), name
 
 
 def _gradients_are_means(group: Group) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
@@ -264,3 +277,35 @@ def test_dropped_gradients_leave_nothing_behind(ranks: RankPool) -> None:
         # Both ranks have one rank's batch. Plain matrices travel in BF16, so Adam's small updates differ a little.
         assert snr_db(outcomes[0][name], value) > 40.0, name
         assert torch.equal(outcomes[0][name], outcomes[1][name]), name
+
+
+def _saved_by_one(group: Group, consolidates: bool) -> tuple[list[bool], str]:
+    """What rank 0 alone reads, beside what all ranks read together; or the error."""
+    data_parallel._PATIENCE = timedelta(seconds=2)
+    model, optimizer = build("O3")
+    model(torch.arange(32)).square().sum().backward()
+    optimizer.step()
+    together = model.state_dict(), optimizer.state_dict()["state"]
+    if consolidates:
+        optimizer.consolidate_state_dict()
+    if group.rank() != 0:
+        return [], ""
+    try:
+        alone, state = model.state_dict(), optimizer.state_dict()["state"]
+    except data_parallel.ReplicaError as error:
+        return [], str(error)
+    equal = [torch.equal(alone[name], value) for name, value in together[0].items()]
+    for index, entry in together[1].items():
+        equal += [torch.equal(state[index][key].float(), value.float()) for key, value in entry.items()]
+    return equal, ""
+
+
+def test_one_rank_saves_what_was_consolidated(ranks: RankPool) -> None:
+    equal, error = ranks.run(on_default_group, _saved_by_one, True, num_ranks=2)[0]
+    assert error == ""
+    assert len(equal) > 20 and all(equal)
+
+
+def test_one_rank_alone_cannot_save(ranks: RankPool) -> None:
+    _, error = ranks.run(on_default_group, _saved_by_one, False, num_ranks=2)[0]
+    assert "model.state_dict() gathers what the replicas hold" in error and "consolidate_state_dict()" in error
