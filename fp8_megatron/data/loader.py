@@ -219,11 +219,11 @@ def _stack(
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in SAMPLE_KEYS}
     if documents is not None:
         batch[CU_SEQLENS] = documents.of(batch[documents.key])
-    return batch if part is None or part.is_whole else _part_of(batch, part)
+    return batch if part is None or part.is_whole else part_of(batch, part)
 
 
-def _part_of(batch: dict[str, torch.Tensor], part: SequencePart) -> dict[str, torch.Tensor]:
-    """A rank's tokens of a batch, with the number of tokens that count over all ranks."""
+def part_of(batch: dict[str, torch.Tensor], part: SequencePart) -> dict[str, torch.Tensor]:
+    """A rank's tokens of a batch of whole sequences, and with `NUM_TOKENS` how many count over all ranks."""
     assert CU_SEQLENS not in batch, "documents lie in whole sequences"
     num_tokens = batch["loss_mask"].sum(dtype=torch.float32).view(1)
     return {key: part.of(tensor, dim=1) for key, tensor in batch.items()} | {NUM_TOKENS: num_tokens}

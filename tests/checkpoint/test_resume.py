@@ -149,6 +149,18 @@ def test_any_number_of_replicas_takes_over_every_bit(ranks: RankPool, tmp_path: 
                 assert torch.equal(loaded.weights[name], value), (num_ranks, name)
 
 
+def test_ranks_that_share_sequences_take_over_every_bit(ranks: RankPool, tmp_path: Path) -> None:
+    """Resuming is not noticed; a rank alone, replicas, and other ranks that share sequences have every bit too."""
+    shared = {size: config_of(PrecisionConfig(), replace(BUCKETS, context_parallel_size=size)) for size in (1, 2, 4)}
+    straight = run(ranks, 2, shared[2], 5, None, None)
+    saved = run(ranks, 2, shared[2], 3, None, tmp_path)[0]
+    for resumed, expected in zip(run(ranks, 2, shared[2], 2, tmp_path, None), straight, strict=True):
+        assert_goes_on(resumed, expected)
+    for num_ranks, size in ((1, 1), (2, 1), (4, 2), (4, 4)):
+        for loaded in run(ranks, num_ranks, shared[size], 0, tmp_path, None):
+            assert all(torch.equal(loaded.start[name], value) for name, value in saved.end.items()), (num_ranks, size)
+
+
 def test_parts_that_are_not_taken(ranks: RankPool, tmp_path: Path) -> None:
     """--no-load-optim: moments from zero at the same iteration; --finetune: weights alone, iteration 0."""
     config = config_of(PrecisionConfig())

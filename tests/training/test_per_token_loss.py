@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.data.loader import part_of
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.sharding.replicas import Replicas
@@ -51,19 +52,28 @@ def gradient(state: TrainingState) -> dict[str, Tensor]:
     return found
 
 
-def _step(micro_batches: list[int], per_token: bool, precision: str) -> tuple[float, float, dict[str, Tensor]]:
-    """(loss over all ranks, validation loss, gradient) of a step whose micro-batches the ranks share."""
+def _step(
+    micro_batches: list[int], per_token: bool, precision: str, context: int = 1
+) -> tuple[float, float, dict[str, Tensor]]:
+    """(loss over all ranks, validation loss, gradient) of a step whose micro-batches the ranks share.
+
+    Args:
+        context: ranks that share each sequence.
+    """
     flags = tiny_flags(
         Path("unused"),
         precision=precision,
         global_batch_size=2 * len(micro_batches),
         calculate_per_token_loss=per_token,
+        context_parallel_size=context,
     )
     config = parse_config(flags)
     with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
         seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
         state = build_training_state(config, 64, topology, CPU)
-        own = [micro_batch(index) for index in micro_batches[topology.rank :: topology.world_size]]
+        own = [micro_batch(index) for index in micro_batches[topology.dp.rank() :: topology.dp.size()]]
+        if context > 1:
+            own = [part_of(batch, topology.sequence_part) for batch in own]
         validation = evaluate(state, iter(own * 2), 2)
         part = compute_gradients(state, own, measures_underflow=False)[:1]
         if topology.world_size > 1:
@@ -105,6 +115,21 @@ def test_every_token_has_one_weight(ranks: RankPool, num_ranks: int) -> None:
     (measured, validation, found), *_ = ranks.run(_step, everyone, False, "bf16", num_ranks=num_ranks)
     assert abs(measured - loss) > 1e-3 and abs(validation - loss) > 1e-3
     assert max(snr_db(found[name], grads[name]) for name in grads) < 20.0
+
+
+@pytest.mark.parametrize(("num_ranks", "context"), [(2, 2), (4, 2)])
+def test_ranks_that_share_sequences_share_their_tokens(ranks: RankPool, num_ranks: int, context: int) -> None:
+    """With --calculate-per-token-loss and without, whatever each rank's part of a mask has.
+
+    Rounding is that of `test_every_token_has_one_weight`, and attention's blocks are rounded to BF16 before they are
+    merged: as much as one of its 24 roundings.
+    """
+    everyone = list(range(len(SHARES)))
+    for per_token in (True, False):
+        ((loss, validation, grads),) = ranks.run(_step, everyone, per_token, "bf16", num_ranks=1)
+        for measured, checked, found in ranks.run(_step, everyone, per_token, "bf16", context, num_ranks=num_ranks):
+            assert measured == pytest.approx(loss, rel=1e-4) and checked == pytest.approx(validation, rel=1e-4)
+            assert min(snr_db(found[name], grads[name].double()) for name in grads) > 28.0
 
 
 def test_fp8_gradients_follow(ranks: RankPool) -> None:

@@ -50,8 +50,9 @@ def _real_state(config: Config) -> tuple[int, StorageBytes]:
         (GPT3_STYLE, UNEVEN, PrecisionConfig(), 4),
         (LLAMA_STYLE, TP2, PrecisionConfig(fp8_recipe="delayed", fp8_lm_head=True), 4),
         (GPT3_STYLE, ParallelConfig(), PrecisionConfig(precision="bf16"), 2),
+        (LLAMA_STYLE, ParallelConfig(context_parallel_size=2, cp_comm_type="all_gather"), PrecisionConfig(), 4),
     ],
-    ids=["uneven", "tp2", "bf16"],
+    ids=["uneven", "tp2", "bf16", "cp2"],
 )
 def test_the_state_is_a_real_ranks(
     ranks: RankPool, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, num_ranks: int
