@@ -8,6 +8,8 @@ from .schema import Config
 
 #: Heads of the kernels of `kernels.attention.blocks`: a multiple of the first, up to the second.
 _WIDTH_MULTIPLE, _MAX_WIDTH = 8, 256
+#: Of cuDNN's (`mcore.attention`).
+_CUDNN_MAX_WIDTH = 128
 
 
 def context_problems(config: Config) -> Iterator[str]:
@@ -32,6 +34,11 @@ def context_problems(config: Config) -> Iterator[str]:
         yield (
             f"{name} takes heads of a multiple of {_WIDTH_MULTIPLE} columns up to {_MAX_WIDTH}, not {width}; choose "
             f"another kv_channels or num_attention_heads"
+        )
+    elif model.attention_backend == "cudnn" and width > _CUDNN_MAX_WIDTH:
+        yield (
+            f"{name} runs FlashAttention's kernels for heads of {width} columns, not attention_backend(cudnn), whose "
+            f"backward has up to {_CUDNN_MAX_WIDTH}; give --attention-backend auto"
         )
     if model.attention_dropout > 0:
         yield f"{name} has no dropout in attention; give --attention-dropout 0, not {model.attention_dropout}"

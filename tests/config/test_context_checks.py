@@ -58,6 +58,10 @@ def test_what_works_passes(flags: str) -> None:
             "context_parallel_size(4) has no dropout in attention; give --attention-dropout 0, not 0.1",
         ),
         (CP4 + "--kv-channels 36 --bf16", "takes heads of a multiple of 8 columns up to 256, not 36; choose another"),
+        (
+            CP4 + "--kv-channels 256 --attention-backend cudnn",
+            "runs FlashAttention's kernels for heads of 256 columns, not attention_backend(cudnn), whose backward has",
+        ),
         (CP4 + "--cuda-graph-impl local", "does not record the exchange of context_parallel_size(4); drop it, or"),
         (
             CP4 + "--seq-length 24 --micro-batch-size 1",

@@ -74,7 +74,7 @@ def attention_block_backward(
         grads = _dense_backward(grad, q, k, v, o, log_sum_exp, causal, scale)
     else:
         operands, lengths = (grad, q, k, v, o), (q.shape[2], k.shape[2], 0.0, causal)
-        no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # without dropout nobody reads it
+        no_seed = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout nobody reads it
         if kernel == "cudnn":
             grads = _aten._scaled_dot_product_cudnn_attention_backward(
                 *operands, log_sum_exp[..., None], no_seed[0], no_seed[1], None, None, None, *lengths, scale=scale
