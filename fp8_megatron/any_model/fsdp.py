@@ -35,6 +35,7 @@ from ..sharding.storage import ModelStorage
 from .fsdp_reduce import reduce_in_fp8
 from .optimizer import FP8Optimizer, _Space, delayed_scales
 from .shard_grads import ShardGrads
+from .shard_states import local_entry, sharded_entry
 from .torch_optimizers import OptimizerError, check_optimizer, check_params
 
 
@@ -159,6 +160,38 @@ class FSDPOptimizer(FP8Optimizer):
 
     def _sharded_of(self, slot: Slot) -> ShardedParam:
         return self._sharded[id(slot.param)]
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """torch's ``{"state": …, "param_groups": …}`` with ``DTensor``s (`shard_states`), called by every rank; for
+        ``torch.distributed.checkpoint`` and its ``get_optimizer_state_dict``.
+        """
+        result = super().state_dict()
+        params = {number: one.param for one, number in self._numbered()}
+        result["state"] = {number: sharded_entry(params[number], entry) for number, entry in result["state"].items()}
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `FP8Optimizer.load_state_dict`; tensors are ``DTensor``s or whole."""
+        params = {number: one.param for one, number in self._numbered()}
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [number for group in self._packed_groups()[1] for number in group["params"]]
+        entries = {
+            theirs: local_entry(params[ours], state_dict["state"][theirs])
+            for ours, theirs in zip(own, saved, strict=False)
+            if ours in params and theirs in state_dict["state"]
+        }
+        super().load_state_dict({**state_dict, "state": entries})
+
+    def _numbered(self) -> list[tuple[ShardedParam, int]]:
+        """The parameters with state, and their numbers in a state dict."""
+        numbers = super()._packed_groups()[0]
+        return [(one, numbers[one.param]) for one in self._sharded.values()]
+
+    def _packed_groups(self) -> tuple[dict[Tensor, int], list[dict[str, Any]]]:
+        numbers, groups = super()._packed_groups()
+        return {**numbers, **{one.rows: number for one, number in self._numbered()}}, groups
 
     @torch.no_grad()
     def _update(self) -> None:

@@ -1,0 +1,97 @@
+"""The optimizer's state of sharded parameters as ``DTensor``s, for ``torch.distributed.checkpoint``, and back.
+
+An entry holds what `state_dicts` says, each tensor sharded as its parameter is. Scales of blocks are sharded beside
+their payload: the parameter's rows of one rank are whole blocks. Where they are not, the entry holds the values in FP32
+instead. Scales are powers of two, so both ways are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from ..formats import STATE_BLOCK
+from ..optimizer.state import StateTensor
+
+_SCALE = "_scale"
+
+
+def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dicts.param_state` of one rank's rows of `param`, as ``DTensor``s of the whole parameter."""
+    has_whole_blocks = _has_whole_blocks(param)
+    sharded: dict[str, Any] = {}
+    for key, value in entry.items():
+        scales = entry.get(f"{key}{_SCALE}")
+        if key.endswith(_SCALE):
+            if has_whole_blocks:
+                size = (param.numel() // STATE_BLOCK,)
+                sharded[key] = _dtensor(value, param, param.placements, size)
+        elif not isinstance(value, Tensor) or value.shape != param._local_tensor.shape or key == "step":
+            sharded[key] = value
+        elif scales is None or has_whole_blocks:
+            sharded[key] = _dtensor(value, param, param.placements, param.shape)
+        else:
+            sharded[key] = _dtensor(_decoded(value, scales), param, param.placements, param.shape)
+    return sharded
+
+
+def local_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's rows of an entry, whose tensors are sharded as `param` is, or whole."""
+    return {key: _local(param, key, value) for key, value in entry.items()}
+
+
+def _local(param: DTensor, key: str, value: Any) -> Any:
+    if isinstance(value, DTensor):
+        if value.placements != param.placements or value.device_mesh != param.device_mesh:
+            value = value.redistribute(param.device_mesh, param.placements)
+        return value.to_local()
+    if not isinstance(value, Tensor):
+        return value
+    mesh_dim, shard = _shard_of(param)
+    ranks, rank = param.device_mesh.size(mesh_dim), param.device_mesh.get_local_rank(mesh_dim)
+    if value.shape == param.shape:
+        chunks = value.chunk(ranks, dim=shard.dim)
+        return chunks[rank] if rank < len(chunks) else value.narrow(shard.dim, 0, 0)
+    if key.endswith(_SCALE) and ranks > 1:
+        if value.numel() != param.numel() // STATE_BLOCK or not _has_whole_blocks(param):
+            raise ValueError(
+                f"{key}: {value.numel()} scales of a parameter {tuple(param.shape)} do not fall into whole blocks on "
+                f"{ranks} ranks; load the state from a checkpoint of torch.distributed.checkpoint"
+            )
+        return value.chunk(ranks)[rank]
+    return value
+
+
+def _shard_of(param: DTensor) -> tuple[int, Shard]:
+    """The mesh dimension that `param` is sharded over, and how."""
+    for mesh_dim, placement in enumerate(param.placements):
+        if isinstance(placement, Shard):
+            return mesh_dim, placement
+    raise AssertionError(param.placements)
+
+
+def _has_whole_blocks(param: DTensor) -> bool:
+    """Whether every rank's rows lie together in the parameter, and are whole blocks."""
+    mesh_dim, shard = _shard_of(param)
+    ranks = param.device_mesh.size(mesh_dim)
+    is_even = param.shape[shard.dim] % ranks == 0
+    return shard.dim == 0 and is_even and (param.numel() // ranks) % STATE_BLOCK == 0
+
+
+def _decoded(payload: Tensor, scales: Tensor) -> Tensor:
+    """FP32 values; the last block may be cut."""
+    flat = payload.reshape(-1)
+    padded = torch.nn.functional.pad(flat.view(torch.uint8), (0, scales.numel() * STATE_BLOCK * flat.itemsize))
+    whole = padded[: scales.numel() * STATE_BLOCK * flat.itemsize].view(flat.dtype)
+    return StateTensor(whole, scales).load()[: flat.numel()].view(payload.shape)
+
+
+def _dtensor(local: Tensor, param: DTensor, placements: tuple[Placement, ...], size: tuple[int, ...]) -> DTensor:
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(
+        local, param.device_mesh, placements, run_check=False, shape=torch.Size(size), stride=stride
+    )

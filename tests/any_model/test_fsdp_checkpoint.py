@@ -1,0 +1,88 @@
+"""torch.distributed.checkpoint of an FP8 model under fully_shard: a run resumes bit for bit, on other ranks too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from fp8_megatron.any_model.shard_states import _decoded
+from fp8_megatron.optimizer.state import StateTensor
+from tests.any_model.test_fsdp_optimizer import build, train_step, whole_weights
+from tests.harness.ranks import RankPool, on_default_group
+
+Group = torch.distributed.ProcessGroup
+
+
+def train_and_save(group: Group, folder: str, opt_level: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Three steps, a checkpoint, three more: their losses and the weights at the end."""
+    model, optimizer = build(opt_level, torch.bfloat16)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    return [train_step(model, optimizer, step) for step in range(3, 6)], whole_weights(model)
+
+
+def resume(group: Group, folder: str, opt_level: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The same three steps from the checkpoint, in a model with other values."""
+    model, optimizer = build(opt_level, torch.bfloat16)
+    train_step(model, optimizer, 7)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return [train_step(model, optimizer, step) for step in range(3, 6)], whole_weights(model)
+
+
+@pytest.mark.parametrize("opt_level, num_ranks", [("O3", 2), ("O3", 4), ("O2", 2)])
+def test_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, opt_level: str, num_ranks: int) -> None:
+    """Saved by two ranks, resumed by two or four."""
+    losses, weights = ranks.run(on_default_group, train_and_save, str(tmp_path), opt_level, num_ranks=2)[0]
+    for resumed, resumed_weights in ranks.run(on_default_group, resume, str(tmp_path), opt_level, num_ranks=num_ranks):
+        assert resumed == losses
+        assert all(torch.equal(resumed_weights[name], weight) for name, weight in weights.items())
+
+
+def whole_state(group: Group) -> Any:
+    """A gathered state dict, loaded into a second optimizer; dtypes and shapes of an FP8 layer's entry.
+
+    Level O1, because gloo gathers no FP8.
+    """
+    model, optimizer = build("O1", torch.bfloat16)
+    other, other_optimizer = build("O1", torch.bfloat16)
+    for step in range(2):
+        train_step(model, optimizer, step)
+    options = StateDictOptions(full_state_dict=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    states = [model_state, optimizer_state]
+    torch.distributed.broadcast_object_list(states, src=0)  # rank 0 alone gathered them
+    set_state_dict(other, other_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    entries = optimizer.state_dict()["state"].values()
+    entry = next(entry for entry in entries if entry["exp_avg"].shape == (128, 64))
+    assert all(isinstance(value, DTensor) for key, value in entry.items() if key != "step")
+    losses = [train_step(model, optimizer, 2), train_step(model, optimizer, 3)]
+    assert [train_step(other, other_optimizer, 2), train_step(other, other_optimizer, 3)] == losses
+    return {key: (value.dtype, tuple(value.shape)) for key, value in entry.items()}
+
+
+def test_a_gathered_state_dict_loads(ranks: RankPool) -> None:
+    for entry in ranks.run(on_default_group, whole_state, num_ranks=2):
+        assert entry["exp_avg"] == (torch.float32, (128, 64))
+        assert entry["master_weight"] == (torch.float16, (128, 64))
+        assert entry["master_weight_scale"] == (torch.float32, (32,))
+
+
+def test_a_cut_block_decodes() -> None:
+    values = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    stored = StateTensor(torch.zeros(512, dtype=torch.float16), torch.ones(2))
+    stored.store_(torch.nn.functional.pad(values.view(-1), (0, 212)))
+    assert stored.scales is not None
+    decoded = _decoded(stored.payload[:300].view(3, 100), stored.scales)
+    assert torch.equal(decoded, stored.load()[:300].view(3, 100))
