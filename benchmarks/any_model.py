@@ -1,0 +1,221 @@
+"""Memory and step time of models of transformers with `fp8_megatron.initialize`, beside BF16 autocast, Transformer
+Engine and torchao, each with and without torch.compile:
+
+python benchmarks/any_model.py --models vit-1.2b gpt2-xl --output runs/any_model.json
+
+One process a model trains it under every run from the same weights on the same random batches. Memory is the peak of
+measured steps, and what stays between steps. ``--tiny`` takes tiny models, on a CPU too, to see that everything runs.
+A run that fails is recorded with its error, and the others go on. Needs transformers; peers that are not installed are
+left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+# Run as a script from a clone, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.any_model_work import WORKS, Trainee, build
+from fp8_megatron.commands.arguments import Parser, output_file, whole
+from fp8_megatron.commands.program import exit_status
+from fp8_megatron.device.cudnn import load_bundled
+from fp8_megatron.device.device import select_device
+from fp8_megatron.outputs import write_output
+
+RUNS = ("bf16-amp", "te-delayed", "torchao-tensorwise", "O1", "O2", "O3")
+#: The package that a peer needs.
+_NEEDS = {"te-delayed": "transformer_engine", "torchao-tensorwise": "torchao"}
+_WARM_UP_STEPS = 4
+_SHOWN_KERNELS = 40
+_PACKAGES = ("torch", "triton", "transformers", "transformer_engine", "torchao")
+
+
+@dataclass
+class Result:
+    """One run. Memory in 10^9 bytes, None on a CPU; milliseconds of the median step."""
+
+    model: str
+    run: str
+    compiled: bool
+    step_ms: float = 0.0
+    samples_per_second: float = 0.0
+    peak_gb: float | None = None
+    resting_gb: float | None = None
+    losses: list[float] = field(default_factory=list)
+    error: str | None = None
+
+
+def main() -> int:
+    """Measure, print and write; returns the exit status."""
+    args = _parse()
+    if args.child:
+        _measure_model(args)
+        return 0
+    results: list[Result] = []
+    for model in args.models:
+        results += _in_a_process(model, args)
+    Console(width=150).print(_table(results))
+    if args.output is not None:
+        write_output(args.output, (json.dumps(_report(results), indent=1) + "\n").encode())
+    return int(any(result.error is not None for result in results))
+
+
+def _parse() -> argparse.Namespace:
+    parser = Parser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--models", nargs="+", choices=list(WORKS), default=list(WORKS))
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--compiled-runs", nargs="*", choices=RUNS, default=["bf16-amp", "torchao-tensorwise", "O2"])
+    parser.add_argument("--steps", type=whole(), default=10, help="measured steps (10)")
+    parser.add_argument("--timeout", type=whole(), default=600, help="seconds for one model (600)")
+    parser.add_argument("--tiny", action="store_true", help="tiny models of the same kinds")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step, on stderr")
+    parser.add_argument("--output", type=output_file, help="the .json file to write (replaced if it exists)")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _in_a_process(model: str, args: argparse.Namespace) -> list[Result]:
+    """The results that a process for `model` printed, a line each, until it ended or its time was over."""
+    command = [sys.executable, __file__, "--child", "--models", model, "--runs", *args.runs]
+    command += ["--compiled-runs", *args.compiled_runs, "--steps", str(args.steps), *(["--tiny"] if args.tiny else [])]
+    command += ["--profile"] if args.profile else []
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=args.timeout, check=False)
+        output, problem = done.stdout, f"the process ended with status {done.returncode}" if done.returncode else None
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        problem = f"no end within {args.timeout} s"
+    results = [Result(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
+    if problem is not None:
+        results.append(Result(model, "-", False, error=problem))
+    return results
+
+
+def _measure_model(args: argparse.Namespace) -> None:
+    model = args.models[0]
+    load_bundled()
+    device = select_device()
+    cases = [(run, False) for run in args.runs] + [(run, True) for run in args.compiled_runs if run in args.runs]
+    for run, compiled in cases:
+        package = _NEEDS.get(run)
+        if package is not None and importlib.util.find_spec(package) is None:
+            print(f"{run}: {package} is not installed; left out", file=sys.stderr, flush=True)
+            continue
+        result = Result(model, run, compiled)
+        try:
+            _measure(result, device, args)
+        except Exception as error:  # a peer may fail in any way, and the others are measured all the same
+            result.error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(json.dumps(asdict(result)), flush=True)
+        torch.compiler.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(result: Result, device: torch.device, args: argparse.Namespace) -> None:
+    work = WORKS[result.model]
+    trainee = build(work, result.run, device, tiny=args.tiny)
+    forward = torch.compile(trainee.model) if result.compiled else trainee.model
+    generator = torch.Generator(device).manual_seed(1)
+    batches = [work.batch(generator, device, args.tiny) for _ in range(4)]
+    losses, times = [], []
+    is_cuda = device.type == "cuda"
+    for step in range(_WARM_UP_STEPS + args.steps):
+        if is_cuda:
+            torch.cuda.synchronize()
+        if step == _WARM_UP_STEPS and is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        losses.append(_step(trainee, forward, batches[step % len(batches)]))
+        if is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    seconds = statistics.median(times[_WARM_UP_STEPS:])
+    result.step_ms, result.samples_per_second = seconds * 1e3, len(next(iter(batches[0].values()))) / seconds
+    result.losses = [float(loss) for loss in losses]
+    if is_cuda:
+        result.peak_gb = torch.cuda.max_memory_allocated() / 1e9
+        result.resting_gb = torch.cuda.memory_allocated() / 1e9
+    if args.profile:
+        _print_kernels(trainee, forward, batches[0])
+
+
+def _step(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with trainee.context():
+        loss = forward(**batch).loss
+    loss.backward()
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def _print_kernels(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Print the times of one step's kernels, on stderr."""
+    with torch.profiler.profile() as profile:
+        _step(trainee, forward, batch)
+    kernels = [event for event in profile.key_averages() if event.device_type is not torch.profiler.DeviceType.CPU]
+    total = sum(event.self_device_time_total for event in kernels)
+    print(f"kernels: {total / 1e3:.1f} ms", file=sys.stderr)
+    for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:_SHOWN_KERNELS]:
+        print(f"{event.self_device_time_total / 1e3:8.2f} ms {event.count:6} × {event.key[:110]}", file=sys.stderr)
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table(title="Memory and speed, beside bf16-amp")
+    for heading in ("model", "run", "compiled", "step ms", "speed", "peak GB", "of bf16", "resting GB", "last loss"):
+        table.add_column(heading, justify="left" if heading in ("model", "run") else "right")
+    bases = {(r.model, r.compiled): r for r in results if r.run == "bf16-amp" and r.error is None}
+    for result in results:
+        if result.error is not None:
+            table.add_row(result.model, result.run, str(result.compiled), result.error[:60])
+            continue
+        base = bases.get((result.model, result.compiled))
+        speed = "" if base is None else f"{base.step_ms / result.step_ms:.2f} ×"
+        share = ""
+        if base is not None and base.peak_gb and result.peak_gb:
+            share = f"{result.peak_gb / base.peak_gb - 1:+.0%}"
+        peak, resting = (("-" if value is None else f"{value:.2f}") for value in (result.peak_gb, result.resting_gb))
+        compiled = "yes" if result.compiled else ""
+        row = (result.model, result.run, compiled, f"{result.step_ms:.1f}", speed, peak, share, resting)
+        table.add_row(*row, f"{result.losses[-1]:.4f}")
+    return table
+
+
+def _report(results: list[Result]) -> dict[str, Any]:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit.stdout.strip() or None,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": versions,
+        "about": {name: work.about for name, work in WORKS.items()},
+        "results": [asdict(result) for result in results],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

@@ -1,0 +1,43 @@
+"""benchmarks/any_model.py: models of transformers under several runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import any_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def results_of(folder: Path, *flags: str) -> list[any_model.Result]:
+    """What the benchmark wrote for tiny models with these flags."""
+    pytest.importorskip("transformers")
+    output = folder / "any_model.json"
+    command = [sys.executable, "benchmarks/any_model.py", "--tiny", "--steps", "1", *flags, "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(output.read_text())
+    assert report["device"] == "cpu" and "transformers" in report["versions"]
+    return [any_model.Result(**result) for result in report["results"]]
+
+
+@pytest.mark.slow
+def test_runs_start_from_the_same_weights(tmp_path: Path) -> None:
+    flags = ("--models", "bert-large", "--runs", "bf16-amp", "O2", "--compiled-runs")
+    amp, o2 = results_of(tmp_path, *flags)
+    assert (amp.model, amp.run, o2.run, o2.compiled) == ("bert-large", "bf16-amp", "O2", False)
+    # log 256 = 5.55 at the start. FP8 moves the first loss by far less than other weights would.
+    assert amp.losses[0] == pytest.approx(o2.losses[0], abs=0.02) and amp.losses[0] > 5.3
+    assert amp.step_ms > 0 and o2.samples_per_second > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["swin-1b", "vit-1.2b", "gpt2-xl", "llama-1b"])
+def test_every_model_takes_fp8(model: str, tmp_path: Path) -> None:
+    results = results_of(tmp_path, "--models", model, "--runs", "O1", "O3", "--compiled-runs")
+    assert [(result.run, result.error) for result in results] == [("O1", None), ("O3", None)]
