@@ -12,16 +12,19 @@ left out.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import importlib.metadata
 import importlib.util
 import json
 import platform
+import pstats
 import shlex
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.autograd import DeviceType
 
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,7 +47,8 @@ RUNS = ("bf16-amp", "te-delayed", "torchao-tensorwise", "O1", "O2", "O3")
 #: The package that a peer needs.
 _NEEDS = {"te-delayed": "transformer_engine", "torchao-tensorwise": "torchao"}
 _WARM_UP_STEPS = 4
-_SHOWN_KERNELS = 40
+#: Lines of a profile.
+_SHOWN = 40
 _PACKAGES = ("torch", "triton", "transformers", "transformer_engine", "torchao")
 
 
@@ -85,7 +90,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=whole(), default=10, help="measured steps (10)")
     parser.add_argument("--timeout", type=whole(), default=600, help="seconds for one model (600)")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same kinds")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step, on stderr")
+    parser.add_argument("--profile", action="store_true", help="print kernels and host of more steps, on stderr")
     parser.add_argument("--output", type=output_file, help="the .json file to write (replaced if it exists)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -155,7 +160,7 @@ def _measure(result: Result, device: torch.device, args: argparse.Namespace) -> 
         result.peak_gb = torch.cuda.max_memory_allocated() / 1e9
         result.resting_gb = torch.cuda.memory_allocated() / 1e9
     if args.profile:
-        _print_kernels(trainee, forward, batches[0])
+        _print_profile(trainee, forward, batches[0])
 
 
 def _step(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -167,15 +172,22 @@ def _step(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> tor
     return loss.detach()
 
 
-def _print_kernels(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> None:
-    """Print the times of one step's kernels, on stderr."""
-    with torch.profiler.profile() as profile:
+def _print_profile(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Print the times of one step's kernels, then of another step's Python functions, on stderr."""
+    with torch.profiler.profile() as kernel_profile:
         _step(trainee, forward, batch)
-    kernels = [event for event in profile.key_averages() if event.device_type is not torch.profiler.DeviceType.CPU]
-    total = sum(event.self_device_time_total for event in kernels)
-    print(f"kernels: {total / 1e3:.1f} ms", file=sys.stderr)
-    for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:_SHOWN_KERNELS]:
-        print(f"{event.self_device_time_total / 1e3:8.2f} ms {event.count:6} × {event.key[:110]}", file=sys.stderr)
+        torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = defaultdict(list)
+    for event in kernel_profile.events():
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            kernels[event.name].append(event.device_time_total / 1e3)
+    times = {name: sum(each) for name, each in kernels.items()}
+    print(f"kernels: {sum(times.values()):.1f} ms", file=sys.stderr)
+    for name in sorted(times, key=lambda name: -times[name])[:_SHOWN]:
+        print(f"{times[name]:8.2f} ms {len(kernels[name]):6} × {name[:110]}", file=sys.stderr)
+    profiler = cProfile.Profile()
+    profiler.runcall(_step, trainee, forward, batch)
+    pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(_SHOWN)
 
 
 def _table(results: list[Result]) -> Table:
