@@ -283,11 +283,11 @@ class ShardedGrads(SpaceGrads):
     def squared_norm(self, slot: Slot) -> Tensor:
         self._replication.finish()
         if self._squared_norms is None:
-            norms = [
-                torch.stack([part.float().square().sum() for part in parts]).sum() if parts else torch.zeros(())
-                for parts in map(self._parts, self.space.slots)
-            ]
-            self._squared_norms = self._replication.sum_(torch.stack([norm.to(self.space.device) for norm in norms]))
+            norms = torch.zeros(len(self.space.slots), device=self.space.device)
+            for index, slot in enumerate(self.space.slots):
+                for part in self._parts(slot):
+                    norms[index] += part.float().square().sum()
+            self._squared_norms = self._replication.sum_(norms)
         index = self._index[slot.offset]
         return self._squared_norms[index : index + 1].clone()
 

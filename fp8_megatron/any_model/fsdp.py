@@ -32,10 +32,12 @@ from ..quantization.weight_shards import agree_on_scale_, stored_part
 from ..sharding.partition import Cut, ParamSpace, Slot, StorageClass, partition
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
+from .build import delayed_scales
 from .fsdp_reduce import reduce_in_fp8
-from .optimizer import FP8Optimizer, _Space, delayed_scales
+from .optimizer import FP8Optimizer
 from .shard_grads import ShardGrads
 from .shard_states import local_entry, sharded_entry
+from .space import ModelSpace
 from .torch_optimizers import OptimizerError, check_optimizer, check_params
 
 
@@ -149,7 +151,7 @@ class FSDPOptimizer(FP8Optimizer):
             )
 
     @torch.no_grad()
-    def _build(self, space: ParamSpace, group: dict[str, Any]) -> _Space:
+    def _build(self, space: ParamSpace, group: dict[str, Any]) -> ModelSpace:
         built = super()._build(space, group)
         for slot in space.slots:
             self.state.pop(slot.param, None)
@@ -220,14 +222,14 @@ class FSDPOptimizer(FP8Optimizer):
                 write_weight(space.state, slot, one.local.detach())
             self._copy_out(space)
 
-    def _see(self, space: _Space) -> None:
+    def _see(self, space: ModelSpace) -> None:
         if space.space.storage is not StorageClass.LINEAR:
             self._copy_out(space)
 
-    def _plain_spaces(self) -> list[_Space]:
+    def _plain_spaces(self) -> list[ModelSpace]:
         return [space for space in self._spaces if space.space.storage is not StorageClass.LINEAR]
 
-    def _copy_out(self, space: _Space) -> None:
+    def _copy_out(self, space: ModelSpace) -> None:
         """Give FSDP2's own rows the values of their copies. All rows have the masters' values now."""
         for slot in space.space.slots:
             one = self._sharded_of(slot)

@@ -10,8 +10,9 @@ from ..device.group import Group
 from ..errors import UserError
 from ..formats import LEVELS
 from ..quantization.recipe import Recipe, RecipeName
+from .build import build_optimizer
 from .linears import LinearFilter, replace_linears
-from .optimizer import FP8Optimizer, build_optimizer
+from .optimizer import FP8Optimizer
 from .torch_optimizers import check_optimizer, check_params
 
 LEVEL_NAMES = ("O1", "O2", "O3")

@@ -19,17 +19,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..device.group import Group
-from ..formats import LEVELS
-from ..kernels import ops
-from ..nn.conv1d import FP8Conv1D
-from ..optimizer.state import SpaceState
+from ..optimizer.state import SpaceState, StateTensor
 from ..optimizer.written_weights import MasterWeight, write_weight
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.scaled_tensor import ScaledTensor
@@ -37,35 +32,16 @@ from ..sharding.data_parallel import Exchange
 from ..sharding.grad_buffer import LocalGradBuffer
 from ..sharding.partition import ParamSpace, StorageClass, partition
 from ..sharding.storage import ModelStorage
-from .data_parallel import MeetsForState, Replication
+from .data_parallel import Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
+from .space import ModelSpace, alone, publish, value_of
 from .state_dicts import load_param_state, param_state
 from .step_numbers import StepNumbers
-from .torch_optimizers import OptimizerError, check_optimizer, check_params, use_params
-
-
-@dataclass
-class _Space:
-    """One space of a param group.
-
-    Attributes:
-        group: the user's param group, read at every step.
-        seen: by slot, the memory and the version of a plain parameter when its value was last the master's.
-    """
-
-    grads: SpaceGrads
-    state: SpaceState
-    group: dict[str, Any]
-    seen: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def space(self) -> ParamSpace:
-        """The parameters."""
-        return self.state.space
+from .torch_optimizers import OptimizerError, check_params
 
 
 class FP8Optimizer(torch.optim.Optimizer):
-    """AdamW or Adam with state in FP8, for the parameters of one model. `build_optimizer` makes it.
+    """AdamW or Adam with state in FP8, for the parameters of one model. `build.build_optimizer` makes it.
 
     ``param_groups`` are the user's: ``lr``, ``betas``, ``eps``, ``weight_decay`` are read at every step. `GradScaler`
     works without waiting for the device. State is read through `state_dict`; ``state`` has an empty entry for each
@@ -103,7 +79,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._storage = storage
         self._histories = [history for history in histories if history.num_slots]
         self._num_gradients = num_gradients
-        self._spaces: list[_Space] = []
+        self._spaces: list[ModelSpace] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._frozen: list[torch.nn.Parameter] = []
         device = next(iter(names)).device
@@ -136,21 +112,21 @@ class FP8Optimizer(torch.optim.Optimizer):
             self._spaces.append(self._build(space, param_group))
 
     @torch.no_grad()
-    def _build(self, space: ParamSpace, group: dict[str, Any]) -> _Space:
+    def _build(self, space: ParamSpace, group: dict[str, Any]) -> ModelSpace:
         """State and gradients of a new space, with the values that its parameters have."""
-        values = [self._values.get(slot.param, _value(slot.param)) for slot in space.slots]
+        values = [self._values.get(slot.param, value_of(slot.param)) for slot in space.slots]
         if self._replication is not None:
             self._replication.broadcast(values)
         state = SpaceState(space, self._storage.of_state(space.storage, space.dtype))
         for slot, value in zip(space.slots, values, strict=True):
             state.set_master(slot, value)
-        _publish(state)
+        publish(state)
         for slot in space.slots:
             if isinstance(slot.param, ScaledTensor):
                 slot.param.owner = MasterWeight(state, slot)
             else:
-                slot.param.data = _alone(slot.param.data)
-        built = _Space(self._build_grads(space), state, group)
+                slot.param.data = alone(slot.param.data)
+        built = ModelSpace(self._build_grads(space), state, group)
         self._numbers.add_space(space)
         self._see(built)
         for slot in space.slots:
@@ -235,8 +211,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         for param in self._weights():
             entry = state[indices[param]]
             if "master_weight" in entry and isinstance(param.owner, MasterWeight):
-                payload, scales = entry["master_weight"].view(-1), entry["master_weight_scale"]
-                param.owner.consolidated = ops.load_state(payload, scales).view(param.shape)
+                stored = StateTensor(entry["master_weight"].view(-1), entry["master_weight_scale"])
+                param.owner.consolidated = stored.load().view(param.shape)
 
     def _drop_consolidated(self) -> None:
         if self._consolidated is not None:
@@ -296,7 +272,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         for space in self._spaces:
             for slot in space.space.slots:
                 load_param_state(space.state, slot, entries[slot.param])
-            _publish(space.state)
+            publish(space.state)
             self._see(space)
         self._numbers.set_numbers(
             [[float(entries[slot.param].get("step", 0.0)) for slot in space.space.slots] for space in self._spaces]
@@ -341,7 +317,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         parts = self._numbers.advance(used, moved)
         for space, flags, own_parts in zip(self._spaces, used, parts, strict=True):
             if any(flags):  # a rank whose shard has nothing to update still sends it
-                space.state.update_parts(space.grads.buffer, own_parts, _hyperparameters(space.group), factor)
+                space.state.update_parts(space.grads.buffer, own_parts, space.hyperparameters(), factor)
         group = None if self._replication is None else self._replication.group
         for history in self._histories:
             history.update(group, factor)
@@ -409,124 +385,16 @@ class FP8Optimizer(torch.optim.Optimizer):
                     )
                 value = param.detach()
                 if param.data_ptr() != seen[0]:
-                    param.data = _alone(slot.slice(space.state.weight.payload))
+                    param.data = alone(slot.slice(space.state.weight.payload))
                 write_weight(space.state, slot, value)
                 space.seen[index] = (param.data_ptr(), param._version)
 
-    def _see(self, space: _Space) -> None:
+    def _see(self, space: ModelSpace) -> None:
         """The values that plain parameters have are their masters'."""
         if space.space.storage is not StorageClass.LINEAR:
             space.seen = [(slot.param.data_ptr(), slot.param._version) for slot in space.space.slots]
 
 
-def build_optimizer(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter],
-    opt_level: str,
-    *,
-    process_group: Group | None = None,
-    gradient_accumulation_steps: int | None = None,
-) -> FP8Optimizer:
-    """The FP8 optimizer in place of the user's, with its param groups and hyperparameters.
-
-    Args:
-        optimizer: torch's Adam or AdamW over parameters of the model, before its first step.
-        replaced: weights that were replaced in the model → the new ones. The new ones start with the old ones' values.
-        opt_level: O1, O2 or O3.
-        process_group: the model's replicas, if there are several; None: all ranks of an initialised
-            `torch.distributed`. They start with the first one's values.
-        gradient_accumulation_steps: backward passes per step, if known; else the first step with several finds out.
-
-    Raises:
-        OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
-    """
-    check_optimizer(optimizer)
-    names = {param: name for name, param in model.named_parameters()}
-    if not names:
-        raise OptimizerError("the model has no parameters")
-    device = next(iter(names)).device
-    replication = _replication(process_group, device)
-    if replication is not None:
-        replication.broadcast([*model.parameters(), *model.buffers()])
-    built = FP8Optimizer(
-        use_params(optimizer, replaced),
-        dict(optimizer.defaults),
-        names=names,
-        values=_initial_values(model, replaced),
-        storage=ModelStorage(LEVELS[opt_level]),
-        histories=delayed_scales(model, device),
-        num_gradients=gradient_accumulation_steps or 1,
-        replication=replication,
-    )
-    if replication is not None:
-        replication.allow_ddp(model)
-        if LEVELS[opt_level].master_weight is not None:
-            model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
-    return built
-
-
-def _replication(group: Group | None, device: torch.device) -> Replication | None:
-    if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        group = torch.distributed.group.WORLD
-    return None if group is None or group.size() == 1 else Replication(group, device)
-
-
-def delayed_scales(model: torch.nn.Module, device: torch.device) -> list[AmaxHistory]:
-    """The delayed scales of a model's FP8 layers, ready for the first step."""
-    layers: dict[AmaxHistory, dict[str, list[int]]] = {}
-    for name, module in model.named_modules():
-        quantizers = getattr(module, "quantizers", None)
-        history = getattr(getattr(quantizers, "input", None), "history", None)
-        if quantizers is not None and history is not None:
-            layers.setdefault(history, {})[name] = list(quantizers.slots())
-    for history, slots in layers.items():
-        if history.record is None:
-            history.name_layers(slots)
-            history.allocate(device)
-    return list(layers)
-
-
-def _initial_values(
-    model: torch.nn.Module, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]
-) -> dict[torch.nn.Parameter, Tensor]:
-    """The value of every new weight before it was rounded."""
-    transposed = {module.weight for module in model.modules() if isinstance(module, FP8Conv1D)}
-    return {new: old.detach().t() if new in transposed else old.detach() for old, new in replaced.items()}
-
-
-def _publish(state: SpaceState) -> None:
-    """Derive the weights from new masters, on all replicas."""
-    state.derive_weights()
-    if state.gather is not None:
-        state.gather.wait()
-
-
 def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[int]:
     """The parameters' numbers in saved groups, in order."""
     return [number for group in groups for number in group["params"]]
-
-
-def _value(param: torch.nn.Parameter) -> Tensor:
-    return param.dequantize() if isinstance(param, ScaledTensor) else param.detach()
-
-
-def _alone(part: Tensor) -> Tensor:
-    """The same memory as a storage of its own, which ends where the part does.
-
-    What saves a parameter with its storage (torch.save, safetensors, deepcopy) takes the parameter and not its space.
-    """
-    return torch.from_dlpack(part.detach())
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> ops.AdamHyper:
-    """The numbers of a group's next step."""
-    beta1, beta2 = group["betas"]
-    return ops.AdamHyper(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group.get("decoupled_weight_decay")),
-    )

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.any_model import data_parallel
+from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.gradients import clip_grad_norm_
 from fp8_megatron.any_model.linears import replace_linears
-from fp8_megatron.any_model.optimizer import FP8Optimizer, build_optimizer
+from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.device.group import Group
 from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.any_model.optimizer import FP8Optimizer, build_optimizer
+from fp8_megatron.any_model.build import build_optimizer
+from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor

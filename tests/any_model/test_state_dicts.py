@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import fp8_megatron
+from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.linears import build_recipe, replace_linears
-from fp8_megatron.any_model.optimizer import FP8Optimizer, build_optimizer
+from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 

@@ -1,0 +1,93 @@
+"""The FP8 optimizer of a model, from the user's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..device.group import Group
+from ..formats import LEVELS
+from ..nn.conv1d import FP8Conv1D
+from ..quantization.amax_history import AmaxHistory
+from ..sharding.storage import ModelStorage
+from .data_parallel import MeetsForState, Replication
+from .optimizer import FP8Optimizer
+from .torch_optimizers import OptimizerError, check_optimizer, use_params
+
+
+def build_optimizer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter],
+    opt_level: str,
+    *,
+    process_group: Group | None = None,
+    gradient_accumulation_steps: int | None = None,
+) -> FP8Optimizer:
+    """The FP8 optimizer in place of the user's, with its param groups and hyperparameters.
+
+    Args:
+        optimizer: torch's Adam or AdamW over parameters of the model, before its first step.
+        replaced: weights that were replaced in the model → the new ones. The new ones start with the old ones' values.
+        opt_level: O1, O2 or O3.
+        process_group: the model's replicas, if there are several; None: all ranks of an initialised
+            `torch.distributed`. They start with the first one's values.
+        gradient_accumulation_steps: backward passes per step, if known; else the first step with several finds out.
+
+    Raises:
+        OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
+    """
+    check_optimizer(optimizer)
+    names = {param: name for name, param in model.named_parameters()}
+    if not names:
+        raise OptimizerError("the model has no parameters")
+    device = next(iter(names)).device
+    replication = _replication(process_group, device)
+    if replication is not None:
+        replication.broadcast([*model.parameters(), *model.buffers()])
+    built = FP8Optimizer(
+        use_params(optimizer, replaced),
+        dict(optimizer.defaults),
+        names=names,
+        values=_initial_values(model, replaced),
+        storage=ModelStorage(LEVELS[opt_level]),
+        histories=delayed_scales(model, device),
+        num_gradients=gradient_accumulation_steps or 1,
+        replication=replication,
+    )
+    if replication is not None:
+        replication.allow_ddp(model)
+        if LEVELS[opt_level].master_weight is not None:
+            model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
+    return built
+
+
+def _replication(group: Group | None, device: torch.device) -> Replication | None:
+    if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = torch.distributed.group.WORLD
+    return None if group is None or group.size() == 1 else Replication(group, device)
+
+
+def delayed_scales(model: torch.nn.Module, device: torch.device) -> list[AmaxHistory]:
+    """The delayed scales of a model's FP8 layers, ready for the first step."""
+    layers: dict[AmaxHistory, dict[str, list[int]]] = {}
+    for name, module in model.named_modules():
+        quantizers = getattr(module, "quantizers", None)
+        history = getattr(getattr(quantizers, "input", None), "history", None)
+        if quantizers is not None and history is not None:
+            layers.setdefault(history, {})[name] = list(quantizers.slots())
+    for history, slots in layers.items():
+        if history.record is None:
+            history.name_layers(slots)
+            history.allocate(device)
+    return list(layers)
+
+
+def _initial_values(
+    model: torch.nn.Module, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]
+) -> dict[torch.nn.Parameter, Tensor]:
+    """The value of every new weight before it was rounded."""
+    transposed = {module.weight for module in model.modules() if isinstance(module, FP8Conv1D)}
+    return {new: old.detach().t() if new in transposed else old.detach() for old, new in replaced.items()}

@@ -1,0 +1,68 @@
+"""A space of the user's parameters: gradients, state, and the param group whose numbers a step reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import ops
+from ..optimizer.state import SpaceState
+from ..quantization.scaled_tensor import ScaledTensor
+from ..sharding.partition import ParamSpace
+from .gradients import SpaceGrads
+
+
+@dataclass
+class ModelSpace:
+    """One space of a param group.
+
+    Attributes:
+        group: the user's param group, read at every step.
+        seen: by slot, the memory and the version of a plain parameter when its value was last the master's.
+    """
+
+    grads: SpaceGrads
+    state: SpaceState
+    group: dict[str, Any]
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def space(self) -> ParamSpace:
+        """The parameters."""
+        return self.state.space
+
+    def hyperparameters(self) -> ops.AdamHyper:
+        """The numbers of the group's next step."""
+        group = self.group
+        beta1, beta2 = group["betas"]
+        return ops.AdamHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(group.get("decoupled_weight_decay")),
+        )
+
+
+def publish(state: SpaceState) -> None:
+    """Derive the weights from new masters, on all replicas."""
+    state.derive_weights()
+    if state.gather is not None:
+        state.gather.wait()
+
+
+def value_of(param: torch.nn.Parameter) -> Tensor:
+    """The parameter's value as it is stored."""
+    return param.dequantize() if isinstance(param, ScaledTensor) else param.detach()
+
+
+def alone(part: Tensor) -> Tensor:
+    """The same memory as a storage of its own, which ends where the part does.
+
+    What saves a parameter with its storage (torch.save, safetensors, deepcopy) takes the parameter and not its space.
+    """
+    return torch.from_dlpack(part.detach())
