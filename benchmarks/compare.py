@@ -168,8 +168,7 @@ def _cannot_run(args: argparse.Namespace, name: str) -> str | None:
     """Why a peer cannot take part, and what to do about it."""
     if name not in PEERS:
         return None
-    is_split = args.parallel.tensor_model_parallel_size * args.parallel.pipeline_model_parallel_size > 1
-    if is_split and PEERS[name].program == "torchao_fsdp2":
+    if args.parallel.ranks_per_sample > 1 and PEERS[name].program == "torchao_fsdp2":
         return "it is data-parallel alone; leave the parallel sizes out"
     return PEERS[name].missing()
 
@@ -198,9 +197,8 @@ def _config_file(args: argparse.Namespace) -> Path:
 
 def _work_flags(args: argparse.Namespace) -> list[str]:
     """Flags of pretrain_gpt.py for all runs: what they train."""
-    parallel = args.parallel
-    replicas = args.nproc_per_node // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    batch = args.micro_batch_size * args.num_micro_batches * replicas
+    data_parallel_size = args.nproc_per_node // args.parallel.ranks_per_sample
+    batch = args.micro_batch_size * args.num_micro_batches * data_parallel_size
     return [
         *("--config", f"configs/{_config_file(args).name}", *args.passed),
         *("--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(batch)),

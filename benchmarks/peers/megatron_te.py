@@ -31,6 +31,7 @@ from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report,
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config
+from fp8_megatron.data.sequence_parts import NUM_TOKENS
 from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
@@ -55,6 +56,8 @@ def check(config: Config, recipe: str) -> None:
     """
     if FP8_RECIPES[recipe] is not None:
         require("transformer_engine", "transformer_engine[pytorch]")
+    if config.parallel.context_parallel_size > 1:  # megatron-core's own attention shares no sequences
+        require("transformer_engine", "transformer_engine[pytorch]")
     if config.pipeline_layout.is_interleaved or not config.pipeline_layout.is_even:
         raise ConfigError(f"this peer has even pipeline stages without virtual ones, not {config.pipeline_layout.text}")
 
@@ -70,7 +73,7 @@ def train(work: Work, output: Path | None) -> None:
         gpt = _build_model(work, is_first=topology.is_first_stage, is_last=topology.is_last_stage)
         _initialize(work, gpt, tp_rank, topology.tp.size())
         trained = _on_gpu(work, gpt) if device.type == "cuda" else _on_cpu(work, gpt)
-        batches = work.micro_batches(topology.dp.rank())
+        batches = work.micro_batches(topology.dp.rank(), topology.sequence_part)
         mask = None if _has_te() and device.type == "cuda" else _causal_mask(config.model.seq_length, device)
         losses: list[Tensor] = []
         clock = StepClock(device)
@@ -110,7 +113,7 @@ def _step(work: Work, trained: Any, batches: Iterator[Batch], mask: Tensor | Non
 def _forward(batches: Iterator[Batch], model: torch.nn.Module, mask: Tensor | None) -> tuple[Tensor, Any]:
     batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
-    return output, partial(masked_mean_loss, batch["loss_mask"])
+    return output, partial(masked_mean_loss, batch["loss_mask"], mean_tokens=batch.get(NUM_TOKENS))
 
 
 def _build_model(work: Work, *, is_first: bool, is_last: bool) -> torch.nn.Module:
@@ -177,6 +180,8 @@ def _transformer_config(work: Work) -> Any:
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type=parallel.cp_comm_type,
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,

@@ -183,9 +183,13 @@ def check(config: Config, recipe: str) -> None:
     """
     if FLOAT8_RECIPES[recipe] is not None:
         require("torchao", "torchao")
-    sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    if sizes != (1, 1):
-        raise ConfigError(f"this peer is data-parallel alone: tensor × pipeline parallel {sizes[0]} × {sizes[1]}")
+    parallel = config.parallel
+    if parallel.ranks_per_sample != 1:
+        raise ConfigError(
+            f"this peer is data-parallel alone: tensor × context × pipeline parallel "
+            f"{parallel.tensor_model_parallel_size} × {parallel.context_parallel_size} × "
+            f"{parallel.pipeline_model_parallel_size}"
+        )
     if config.training.recompute_granularity is not None:
         raise ConfigError("this peer recomputes nothing; leave --recompute-granularity out")
 

@@ -30,6 +30,7 @@ from fp8_megatron.config.learning_rate import LearningRateSchedule
 from fp8_megatron.config.schema import Config
 from fp8_megatron.data.datasets import build_datasets
 from fp8_megatron.data.loader import build_loader
+from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.data.tokenizer import padded_vocab_size
 from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from fp8_megatron.mcore.initialization import initial_values
@@ -89,8 +90,12 @@ class Work:
             tensor_parallel_size=tensor_parallel_size,
         )
 
-    def micro_batches(self, data_parallel_rank: int) -> Iterator[Batch]:
-        """This rank's micro-batches on its device: the same as in `pretrain_gpt.py`, in the same order."""
+    def micro_batches(self, data_parallel_rank: int, part: SequencePart | None = None) -> Iterator[Batch]:
+        """This rank's micro-batches on its device: the same as in `pretrain_gpt.py`, in the same order.
+
+        Args:
+            part: this rank's tokens of each sequence; None: all of them.
+        """
         config, model = self.config, self.config.model
         tokenizer = _tokenizer(config)
         datasets = build_datasets(
@@ -110,6 +115,7 @@ class Work:
             data_parallel_rank=data_parallel_rank,
             data_parallel_size=config.data_parallel_size(self.world_size),
             num_workers=config.data.num_workers,
+            part=part,
         )
         for batch in loader:
             yield {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}

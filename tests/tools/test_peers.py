@@ -97,7 +97,12 @@ def test_figures_are_those_that_compare_wants(capsys: pytest.CaptureFixture[str]
         (megatron_te, "bf16", {"save": "x"}, "a peer has no --save x"),
         (megatron_te, "bf16", {"decoupled_weight_decay": False}, "a peer has no --no-decoupled-weight-decay"),
         (torchao_fsdp2, "torch-bf16", {"hidden_dropout": 0.1}, "a peer has no --hidden-dropout 0.1"),
-        (torchao_fsdp2, "torch-bf16", {"tensor_model_parallel_size": 2}, "tensor × pipeline parallel 2 × 1"),
+        (
+            torchao_fsdp2,
+            "torch-bf16",
+            {"tensor_model_parallel_size": 2},
+            "tensor × context × pipeline parallel 2 × 1 × 1",
+        ),
         (torchao_fsdp2, "torch-bf16", {"recompute_granularity": "selective"}, "leave --recompute-granularity out"),
         (megatron_te, "te-delayed", {}, "transformer_engine[pytorch] is not installed: pip install"),
         (torchao_fsdp2, "torchao-rowwise", {}, "torchao is not installed: pip install torchao"),
