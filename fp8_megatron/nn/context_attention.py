@@ -178,7 +178,11 @@ def _ring_blocks(packed: Tensor, own: tuple[Tensor, Tensor], group: Group) -> It
 
 
 class _GatheredGradient:
-    """The gradient of this rank's keys and values: other ranks' summands return in 16 bits, once all are computed."""
+    """The gradient of this rank's keys and values: other ranks' summands return in 16 bits, once all are computed.
+
+    Ranks reach the ends of their blocks at different times. A message between blocks would keep multiprocessors
+    waiting.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
