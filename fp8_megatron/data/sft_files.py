@@ -71,8 +71,13 @@ def open_conversations(name: str, encoding: Encoding, cache_root: str | None) ->
     settings = (_FORMAT, encoding.tokenizer, encoding.special_tokens, template.text, _state(encoding.tokenizer))
     folder = cache_folder([path], cache_root, kind="sft", settings=settings)
     _first_does(lambda: _make(name, encoding, folder))
-    parts = {part: np.load(folder / f"{part}.npy", mmap_mode="r") for part in _PARTS}
-    return ConversationFile(**parts)
+    try:
+        return ConversationFile(**{part: np.load(folder / f"{part}.npy", mmap_mode="r") for part in _PARTS})
+    except FileNotFoundError:
+        raise UserError(
+            f"rank 0 wrote the tokens of {name} to {folder}, which this host does not see; give --data-cache-path a "
+            f"folder that all hosts share"
+        ) from None
 
 
 def _state(tokenizer: str) -> list[tuple[str, int, int]]:

@@ -240,6 +240,14 @@ def test_packs_waste_little() -> None:
     assert len(packs) <= 11 / 9 * np.ceil(lengths.sum() / 1000) + 1
 
 
+def test_a_cache_that_this_host_does_not_see_is_named(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sft_files, "_first_does", lambda action: None)
+    with pytest.raises(UserError, match=r"a.jsonl to .*, which this host does not see; give --data-cache-path"):
+        open_conversations(write_lines(tmp_path / "a.jsonl", lines(1)), Encoding(tokenizer.name), None)
+
+
 def test_a_file_without_lines_is_named(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match=r"a.jsonl has no conversation; give one a line"):
