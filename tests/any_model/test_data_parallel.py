@@ -43,9 +43,11 @@ class Model(torch.nn.Module):
         return y
 
 
-def build(level: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Model, FP8Optimizer]:
+def build(
+    level: str, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Model, FP8Optimizer]:
     torch.manual_seed(seed)
-    model = Model().to(dtype)
+    model = Model().to(device, dtype)
     groups = [
         {"params": [param for param in model.parameters() if (param.ndim > 1) is is_matrix]}
         for is_matrix in (True, False)
@@ -57,7 +59,7 @@ def build(level: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tupl
 
 def values(model: torch.nn.Module) -> dict[str, Tensor]:
     return {
-        name: param.master_value() if isinstance(param, ScaledTensor) else param.detach().clone()
+        name: (param.master_value() if isinstance(param, ScaledTensor) else param.detach()).to("cpu", copy=True)
         for name, param in model.named_parameters()
     }
 
@@ -72,15 +74,15 @@ class Outcome(NamedTuple):
     bytes: dict[str, int]
 
 
-def _with_equal_gradients(group: Group, level: str, dtype: torch.dtype) -> Outcome:
+def with_equal_gradients(group: Group, level: str, dtype: torch.dtype, device: str = "cpu") -> Outcome:
     """Every rank is given the same gradients, so their mean is exact, in E4M3 blocks and in BF16."""
-    model, optimizer = build(level, seed=group.rank(), dtype=dtype)
+    model, optimizer = build(level, seed=group.rank(), dtype=dtype, device=device)
     norms = []
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(step)
         for name, param in model.named_parameters():
-            grad = torch.randn(param.shape, generator=generator).bfloat16().to(param.dtype)
+            grad = torch.randn(param.shape, generator=generator).bfloat16().to(param.device, param.dtype)
             if step % 2 and "extra" in name:
                 continue
             param.grad = grad
@@ -88,31 +90,35 @@ def _with_equal_gradients(group: Group, level: str, dtype: torch.dtype) -> Outco
         norms.append(clip_grad_norm_(model, 1e9).item())
         optimizer.step()
     dequantized = {
-        name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach().clone()
+        name: (param.dequantize() if isinstance(param, ScaledTensor) else param.detach()).to("cpu", copy=True)
         for name, param in model.named_parameters()
     }
     state = {
-        index: {key: (str(tensor.dtype), tensor.float()) for key, tensor in entry.items()}
+        index: {key: (str(tensor.dtype), tensor.float().cpu()) for key, tensor in entry.items()}
         for index, entry in optimizer.state_dict()["state"].items()
     }
     return Outcome(norms, values(model), dequantized, state, optimizer.storage_bytes)
+
+
+def assert_equal(outcome: Outcome, single: Outcome) -> None:
+    # The squares are added in another order. One rank has rounded the gradients to the same E4M3 blocks.
+    assert outcome.norms == pytest.approx(single.norms, rel=1e-6)
+    for kind in ("values", "weights"):
+        for name, expected in getattr(single, kind).items():
+            assert torch.equal(getattr(outcome, kind)[name], expected), f"{kind} of {name}"
+    for index, entry in single.state.items():
+        for key, (dtype_name, expected) in entry.items():
+            assert outcome.state[index][key][0] == dtype_name
+            assert torch.equal(outcome.state[index][key][1], expected), f"{key} of parameter {index}"
 
 
 @pytest.mark.parametrize(("level", "num_ranks"), [("O1", 2), ("O2", 2), ("O3", 2), ("O3", 4)])
 def test_ranks_equal_one_rank(ranks: RankPool, level: str, num_ranks: int) -> None:
     """Bit for bit, from the first rank's initial values, with parameters that are unused in every second step."""
     dtype = torch.bfloat16 if num_ranks == 4 else torch.float32
-    (single,) = ranks.run(on_default_group, _with_equal_gradients, level, dtype, num_ranks=1)
-    for outcome in ranks.run(on_default_group, _with_equal_gradients, level, dtype, num_ranks=num_ranks):
-        # The squares are added in another order. One rank has rounded the gradients to the same E4M3 blocks.
-        assert outcome.norms == pytest.approx(single.norms, rel=1e-6)
-        for kind in ("values", "weights"):
-            for name, expected in getattr(single, kind).items():
-                assert torch.equal(getattr(outcome, kind)[name], expected), f"{kind} of {name}"
-        for index, entry in single.state.items():
-            for key, (dtype_name, expected) in entry.items():
-                assert outcome.state[index][key][0] == dtype_name
-                assert torch.equal(outcome.state[index][key][1], expected), f"{key} of parameter {index}"
+    (single,) = ranks.run(on_default_group, with_equal_gradients, level, dtype, num_ranks=1)
+    for outcome in ranks.run(on_default_group, with_equal_gradients, level, dtype, num_ranks=num_ranks):
+        assert_equal(outcome, single)
         # Even shares, padded to whole chunks and blocks of every rank, in each of at most four spaces.
         for kind in ("exp_avg", "exp_avg_sq"):
             assert outcome.bytes[kind] <= single.bytes[kind] / num_ranks + 4 * 4096 * 4

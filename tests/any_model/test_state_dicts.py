@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fp8_megatron
 from fp8_megatron.any_model.build import build_optimizer
@@ -128,6 +131,24 @@ def test_torchs_own_state_is_taken_on() -> None:
         assert torch.equal(state[index]["exp_avg"], entry["exp_avg"])
         assert torch.equal(state[index]["exp_avg_sq"], entry["exp_avg_sq"])
         assert state[index]["step"] == 1.0
+
+
+def test_torchs_distributed_checkpoint_resumes_the_run(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, optimizer = build("O3", torch.bfloat16)
+    train(model, optimizer, range(3))
+    saved = get_state_dict(model, optimizer)
+    checkpoint.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=tmp_path)
+    train(model, optimizer, range(3, 5))
+    torch.manual_seed(2)
+    resumed, other = build("O3", torch.bfloat16)
+    template = get_state_dict(resumed, other)
+    state: dict[str, Any] = {"model": template[0], "optimizer": template[1]}
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    set_state_dict(resumed, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    train(resumed, other, range(3, 5))
+    for name, ours, expected in zip(dict(model.named_parameters()), values(resumed), values(model), strict=True):
+        assert torch.equal(ours, expected), name
 
 
 def test_other_groups_are_refused() -> None:

@@ -1,0 +1,67 @@
+"""FP8Optimizer over two GPUs and NCCL: one GPU's weights and state, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8_megatron.device.group import Group
+from tests.any_model.test_data_parallel import Outcome, assert_equal, build, values, with_equal_gradients
+from tests.harness.ranks import RankPool, on_default_group
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def _equal(group: Group, level: str, dtype: torch.dtype) -> Outcome:
+    torch.cuda.set_device(group.rank())
+    return with_equal_gradients(group, level, dtype, f"cuda:{group.rank()}")
+
+
+def _equal_over_nccl(level: str, dtype: torch.dtype) -> Outcome:
+    return on_default_group(_equal, level, dtype, backend="nccl")
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float32), ("O3", torch.bfloat16), ("O3", torch.float32)])
+def test_two_gpus_equal_one(gpus: RankPool, level: str, dtype: torch.dtype) -> None:
+    (single,) = gpus.run(_equal_over_nccl, level, dtype, num_ranks=1, timeout_seconds=300.0)
+    for outcome in gpus.run(_equal_over_nccl, level, dtype, num_ranks=2, timeout_seconds=300.0):
+        assert_equal(outcome, single)
+
+
+def _trained(group: Group, wraps: bool) -> list[bytes]:
+    """The weights after steps on data of each rank's own, as bytes."""
+    torch.cuda.set_device(group.rank())
+    model, optimizer = build("O3", device=f"cuda:{group.rank()}")
+    called = torch.nn.parallel.DistributedDataParallel(model, device_ids=[group.rank()]) if wraps else model
+    generator = torch.Generator().manual_seed(group.rank())
+    for _ in range(6):
+        optimizer.zero_grad()
+        for _ in range(2):
+            tokens = torch.randint(0, 50, (64,), generator=generator).cuda()
+            called(tokens).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    assert optimizer.num_skipped_steps == 0
+    return [value.numpy().tobytes() for value in values(model).values()]
+
+
+def _trained_over_nccl(wraps: bool) -> list[bytes]:
+    return on_default_group(_trained, wraps, backend="nccl")
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_replicas_stay_equal(gpus: RankPool, wraps: bool) -> None:
+    """Also under torch's DDP, over two micro-batches, with torch's clipping."""
+    first, second = gpus.run(_trained_over_nccl, wraps, num_ranks=2, timeout_seconds=300.0)
+    assert first == second
