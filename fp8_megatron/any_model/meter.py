@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Meter:
         self._device = next(model.parameters()).device
         self._seconds: list[float] = []
         self._since = 0.0
+        gc.collect()  # an earlier loop's model may be held by a circle of references
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 

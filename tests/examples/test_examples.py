@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -26,12 +27,12 @@ SHORT = {
 LIMITS = {"O1": (0.70, 0.50, 1.10), "O2": (0.70, 0.50, 0.45), "O3": (0.55, 0.50, 0.68)}
 
 
-def run(name: str, words: str, folder: Path) -> str:
+def run(name: str, words: str, folder: Path, gpus: str = "") -> str:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *words.split()]
     if name == "vision_timm":
         command.insert(1, str(ROOT / "tests" / "examples" / "run_with_timm.py"))
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -40,11 +41,24 @@ def run(name: str, words: str, folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 def test_an_example_runs_and_its_table_shows_what_it_saves(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
+@pytest.mark.parametrize("name", SHORT)
+def test_an_example_runs_on_a_gpu(name: str, tmp_path: Path) -> None:
+    lines = check(name, tmp_path, gpus="0")
+    assert all(re.search(r"(GB|MB) +[\d.]+ +[\d.]+$", line) for line in lines)  # the peak
+
+
+def check(name: str, tmp_path: Path, gpus: str = "") -> list[str]:
+    """Run an example, and check its table, whose rows are returned."""
     words, packages = SHORT[name]
     for package in packages:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed (pip install -e '.[examples]')")
-    lines = [line for line in run(name, words, tmp_path).splitlines() if re.match(r"(BF16|O[123])\b", line)]
+    lines = [line for line in run(name, words, tmp_path, gpus).splitlines() if re.match(r"(BF16|O[123])\b", line)]
     assert [line.split()[0] for line in lines] == ["BF16", "O1", "O2", "O3"]
     first = _megabytes(lines[0])
     for line in lines[1:]:
@@ -55,6 +69,7 @@ def test_an_example_runs_and_its_table_shows_what_it_saves(name: str, tmp_path: 
         assert all(share <= limit for share, limit in zip(shares, limits, strict=True)), (level, shares)
         assert abs(float(line.split()[-1]) - float(lines[0].split()[-1])) < 0.1
         assert float(line.split()[-2]) > 0.0
+    return lines
 
 
 def _megabytes(line: str) -> list[float]:

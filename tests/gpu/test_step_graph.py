@@ -13,6 +13,7 @@ from fp8_megatron.device import memory as device_memory
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import graph_choice
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.chat_tokenizer import save_chat_tokenizer, talk, write_lines
 from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
 from tests.harness.token_files import write_token_files
 
@@ -104,6 +105,21 @@ def test_recorded_steps_with_documents_train_bit_for_bit(tmp_path: Path, micro_b
     crossed = fit(tmp_path / "crossed", **{**settings, "reset_attention_mask": False}, **PYTHON)
     # A batch may hold one document alone.
     assert [step["loss"] for step in crossed] != [step["loss"] for step in expected]
+
+
+def test_recorded_steps_with_conversations_train_bit_for_bit(tmp_path: Path) -> None:
+    """Samples of several conversations, other numbers of them from batch to batch; answers alone count."""
+    pytest.importorskip("transformers")
+    rng = np.random.default_rng(1)
+    lines = [talk("q" * int(size), "a" * int(size)) for size in rng.integers(5, 60, 200)]
+    text = {"mock_data": None, "tokenizer_type": "HuggingFaceTokenizer", "sft": True, "split": "90,10,0"}
+    text["tokenizer_model"] = save_chat_tokenizer(tmp_path / "tokenizer")
+    settings = {**text, "data_path": [write_lines(tmp_path / "chats.jsonl", lines)], **LLAMA_STYLE_FLAGS}
+    settings |= {"micro_batch_size": 2, "global_batch_size": 4, "calculate_per_token_loss": True}
+    expected = fit(tmp_path / "python", **settings, **PYTHON)
+    assert fit(tmp_path / "graph", **settings, **GRAPH) == expected
+    losses = [record["loss"] for record in expected if record["kind"] == "train"]
+    assert losses[-1] < losses[0] - 1.0
 
 
 @pytest.mark.parametrize("has_room", [True, False])
