@@ -66,20 +66,19 @@ def next_token(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
     return _cross_entropy(model(input_ids=batch[:, :-1]).logits, batch[:, 1:])
 
 
-def masked_token(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
-    """Loss of a masked language model of transformers: a token in four is hidden by token 0."""
+def restored_token(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
+    """Loss of a masked language model of transformers: a token in four was replaced by any other."""
     batch = tokens(generator)[:, :-1]
-    hidden = torch.rand(batch.shape, generator=generator) < 0.25
-    logits = model(input_ids=batch.masked_fill(hidden, 0)).logits
-    return _cross_entropy(logits[hidden], batch[hidden])
+    anything = torch.randint(VOCABULARY, batch.shape, generator=generator)
+    replaced = torch.rand(batch.shape, generator=generator) < 0.25
+    return _cross_entropy(model(input_ids=torch.where(replaced, anything, batch)).logits, batch)
 
 
-def first_tokens_class(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
-    """Loss of a sequence classifier of transformers."""
+def tokens_class(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
+    """Loss of a classifier of tokens of transformers."""
     batch = tokens(generator)[:, :-1]
-    labels = batch[:, 0] % CLASSES
-    wrong = torch.rand(BATCH, generator=generator) < WRONG
-    labels = torch.where(wrong, torch.randint(CLASSES, (BATCH,), generator=generator), labels)
+    wrong = torch.rand(batch.shape, generator=generator) < WRONG
+    labels = torch.where(wrong, torch.randint(CLASSES, batch.shape, generator=generator), batch % CLASSES)
     return _cross_entropy(model(input_ids=batch).logits, labels)
 
 
@@ -230,10 +229,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         next_token,
     ),
-    "bert": Architecture(_transformers("BertForMaskedLM", "BertConfig", **_TEXT, **_SMALL), masked_token),
+    "bert": Architecture(_transformers("BertForMaskedLM", "BertConfig", **_TEXT, **_SMALL), restored_token),
     "roberta": Architecture(
-        _transformers("RobertaForSequenceClassification", "RobertaConfig", **_TEXT, **_SMALL, num_labels=CLASSES),
-        first_tokens_class,
+        _transformers("RobertaForTokenClassification", "RobertaConfig", **_TEXT, **_SMALL, num_labels=CLASSES),
+        tokens_class,
     ),
     "t5": Architecture(
         _transformers(
