@@ -9,6 +9,7 @@ import torch
 from ..device.group import Group
 from ..errors import UserError
 from ..formats import LEVELS
+from ..nn.module import FP8Linear
 from ..quantization.recipe import Recipe, RecipeName
 from .build import build_optimizer
 from .linears import LinearFilter, replace_linears
@@ -69,6 +70,8 @@ def initialize(
                 f"replace_linears before it; the ranks are those of its mesh"
             )
         return model, build_sharded_optimizer(model, optimizer, opt_level)
+    if (recipe != "tensorwise" or filter is not None) and any(isinstance(m, FP8Linear) for m in model.modules()):
+        raise UserError("the model has FP8 layers already: give recipe and filter to replace_linears, which made them")
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         check_params(group, names)

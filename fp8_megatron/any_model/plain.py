@@ -34,6 +34,8 @@ def plain_model(model: Model) -> Model:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="a copy of an FP8 weight")
         copied = copy.deepcopy(model)
+    # The FP8 optimizer of several ranks tells torch's DDP what it reduces itself; nobody does so for the copy.
+    copied.__dict__.pop("_ddp_params_and_buffers_to_ignore", None)
     weights: dict[torch.Tensor, torch.nn.Parameter] = {}
     for ours, plain in zip(model.modules(), copied.modules(), strict=True):
         if isinstance(ours, FP8Linear):

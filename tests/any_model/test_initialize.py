@@ -81,6 +81,11 @@ def _other_model(model: torch.nn.Module) -> None:
     fp8_megatron.initialize(model, torch.optim.AdamW(build_model().parameters()))
 
 
+def _replaced_before(model: torch.nn.Module) -> None:
+    fp8_megatron.replace_linears(model)
+    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), recipe="delayed")
+
+
 def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
     return lambda model: fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), **settings)
 
@@ -91,6 +96,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         (_second_call, "0.weight has an FP8 optimizer already: initialize is called once"),
         (_with(opt_level="O4"), r"opt_level\('O4'\) is none of O1, O2, O3"),
         (_with(recipe="mxfp8"), r"recipe\('mxfp8'\) is none of"),
+        (_replaced_before, "has FP8 layers already: give recipe and filter to replace_linears"),
         (_other_model, "a parameter of shape .* that the model does not have"),
         (
             lambda model: fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1)),
@@ -98,7 +104,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         ),
         (lambda model: _with()(torch.nn.DataParallel(model)), "the model is a DataParallel: call initialize first"),
     ],
-    ids=["twice", "level", "recipe", "other model", "SGD", "wrapped"],
+    ids=["twice", "level", "recipe", "replaced before", "other model", "SGD", "wrapped"],
 )
 def test_errors_name_the_value_and_the_fix(call: Callable[[torch.nn.Module], None], message: str) -> None:
     with pytest.raises((UserError, ValueError), match=message):
