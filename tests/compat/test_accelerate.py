@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.compat import small_training as small
+from tests.harness.ranks import RankPool, on_default_group
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -132,3 +134,52 @@ def test_save_state_continues_bit_for_bit(level: str, tmp_path: Path) -> None:
     accelerator, model, optimizer, scheduler = start()
     accelerator.load_state(str(tmp_path))
     assert train(accelerator, model, optimizer, scheduler, small.batches(4, seed=5)) == expected
+
+
+def _on_two_ranks(group: Any, level: str, folder: str) -> dict[str, Any]:
+    """One rank: Accelerate's loop with a checkpoint in its middle, then the checkpoint's continuation."""
+    rank = group.rank()
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # Accelerate asks for it
+    data = list(small.batches(10, seed=10 + rank))
+
+    def start() -> tuple[Any, Any, Any, Any]:
+        forget()
+        accelerator = accelerator_of(mixed_precision="bf16", gradient_accumulation_steps=2)
+        assert accelerator.num_processes == 2
+        model, optimizer = fp8_megatron.initialize(*small.build(seed=1 + rank), opt_level=level)
+        return accelerator, *accelerator.prepare(model, optimizer, decay(optimizer))
+
+    accelerator, model, optimizer, scheduler = start()
+    losses = train(accelerator, model, optimizer, scheduler, iter(data[:6]))
+    accelerator.save_state(folder)
+    losses += train(accelerator, model, optimizer, scheduler, iter(data[6:]))
+    weights = small.weights_of(accelerator.unwrap_model(model))
+
+    accelerator, model, optimizer, scheduler = start()
+    accelerator.load_state(folder)
+    resumed = train(accelerator, model, optimizer, scheduler, iter(data[6:]))
+    forget()
+    return {"losses": losses, "resumed": resumed, "weights": weights}
+
+
+def _raw_on_two_ranks(group: Any, level: str) -> dict[str, Any]:
+    """One rank: the plain loop."""
+    model, optimizer = fp8_megatron.initialize(*small.build(seed=1 + group.rank()), opt_level=level)
+    data = small.batches(10, seed=10 + group.rank())
+    # Accelerate's scheduler steps once a process.
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    losses = small.train(model, optimizer, data, accumulate=2, max_norm=1.0, scheduler=scheduler)
+    return {"losses": losses, "weights": small.weights_of(model)}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_two_processes(ranks: RankPool, level: str, tmp_path: Path) -> None:
+    """Weights start as rank 0's and stay equal; losses are the plain loop's; a checkpoint continues bit for bit."""
+    results = ranks.run(on_default_group, _on_two_ranks, level, str(tmp_path), num_ranks=2)
+    raw = ranks.run(on_default_group, _raw_on_two_ranks, level, num_ranks=2)
+    for result, expected in zip(results, raw, strict=True):
+        assert result["losses"] == expected["losses"]
+        assert result["resumed"] == result["losses"][6:]
+    for name, value in results[0]["weights"].items():
+        assert torch.equal(value, results[1]["weights"][name]), name
+        assert torch.equal(value, raw[0]["weights"][name]), name

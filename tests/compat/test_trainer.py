@@ -1,7 +1,8 @@
-"""transformers' Trainer with our model and optimizer (``optimizers=``), on one process."""
+"""transformers' Trainer with our model and optimizer (``optimizers=``), on one and two processes."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import fp8_megatron
+from tests.harness.ranks import RankPool, on_default_group
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -100,3 +102,32 @@ def test_what_trainer_saves_is_a_plain_model(tmp_path: Path) -> None:
     for name, value in plain.state_dict().items():
         assert torch.equal(value, state[name].to(value.dtype)), name
         assert type(value) is torch.Tensor
+
+
+def _on_a_rank(group: Any, level: str, folder: str) -> dict[str, Any]:
+    from fp8_megatron.any_model.transformers_callback import gather_state_callback
+
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+
+    def run(seed: int, **arguments: Any) -> dict[int, tuple[float, float]]:
+        model, optimizer = build(level, seed)
+        trainer = trainer_of(model, optimizer, folder)
+        trainer.add_callback(gather_state_callback(optimizer))
+        trainer.train(**arguments)
+        trainer.save_model(f"{folder}/final")
+        return logged(trainer)
+
+    log = run(1 + group.rank())
+    torch.distributed.barrier()
+    resumed = run(7, resume_from_checkpoint=f"{folder}/checkpoint-{NUM_STEPS // 2}")
+    return {"log": log, "resumed": resumed}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_trainer_on_two_processes(ranks: RankPool, level: str, tmp_path: Path) -> None:
+    results = ranks.run(on_default_group, _on_a_rank, level, str(tmp_path), num_ranks=2)
+    log, resumed = results[0]["log"], results[0]["resumed"]
+    assert log[NUM_STEPS][0] < 0.8 * log[1][0]
+    for step in range(NUM_STEPS // 2 + 1, NUM_STEPS + 1):
+        assert resumed[step] == log[step], step
