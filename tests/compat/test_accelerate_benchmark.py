@@ -75,7 +75,7 @@ def write_data(folder: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("script", ["non_distributed.py"])
+@pytest.mark.parametrize("script", ["non_distributed.py", "ddp.py"])
 def test_raw_and_integrated_runs_agree(comparison: Path, script_environment: dict[str, str], script: str) -> None:
     """The script itself compares accuracy and F1, before and after training, at O1 and O2."""
     command = [sys.executable, "-m"]

@@ -42,7 +42,7 @@ def with_images(environment: dict[str, str]) -> dict[str, str]:
 
 def accuracy(output: str) -> float:
     """Percent of the test images, of the last epoch that an example printed."""
-    found = re.findall(r"Accuracy: \d+/\d+ \((\d+)%\)", output)
+    found = re.findall(r"Accuracy: \d+/\d+ \((\d+)(?:\.\d+)?%\)", output)
     return float(found[-1])
 
 
@@ -54,6 +54,31 @@ def test_its_mnist_example_learns(original: Path, script_environment: dict[str, 
     assert accuracy(done.stdout) > 90, done.stdout
     saved = torch.load(original / "examples" / "mnist_cnn.pt", weights_only=True)
     assert saved["fc1.weight"].dtype == torch.float32 and type(saved["fc1.weight"]) is torch.Tensor
+
+
+def test_its_ddp_example_learns(original: Path, script_environment: dict[str, str]) -> None:
+    flags = ["--epochs", "1", "--test-batch-size", "128", "--enable-msamp", "--opt-level", "O2"]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "cuda_on_cpu",
+    ]
+    done = run([*words, "mnist_ddp.py", *flags], original / "examples", with_images(script_environment))
+    assert accuracy(done.stdout) > 90, done.stdout
+
+
+def test_its_fsdp_example_learns(original: Path, script_environment: dict[str, str]) -> None:
+    """Two processes; linear weights, their gathers and gradients take one byte an element."""
+    flags = ["--epochs", "1", "--test-batch-size", "64", "--msamp"]
+    words = [sys.executable, "-m", "cuda_on_cpu", "mnist_fsdp.py", *flags]
+    done = run(words, original / "examples", with_images(script_environment))
+    assert accuracy(done.stdout) > 90, done.stdout
+    assert "FSDPFP8Linear" in done.stdout
 
 
 @pytest.mark.parametrize("path", UNIT_TESTS)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 import fp8_megatron
 from fp8_megatron.formats import E4M3
 from tests.compat import small_training as small
+from tests.harness.ranks import RankPool, on_default_group
 
 
 @pytest.fixture(autouse=True)
@@ -158,3 +163,55 @@ def test_clipping_through_their_name() -> None:
     assert before == clipped > 0.5
     # FP8 gradients are clipped through their scales: only the factor and the norm are rounded.
     assert abs(after - 0.5) < 1e-5
+
+
+def _on_a_rank(group: Any, site: str, builds: bool) -> dict[str, torch.Tensor]:
+    """The weights after some steps of an optimizer that is built, or that `initialize` gives, under torch's DDP."""
+    sys.path.insert(0, site)
+    import msamp
+    from msamp.nn import LinearReplacer
+    from msamp.optim import LBAdamW
+
+    model, optimizer = small.build(seed=1 + group.rank())
+    if builds:
+        optimizer = LBAdamW(LinearReplacer.replace(model).parameters(), lr=3e-2)
+    else:
+        model, optimizer = msamp.initialize(model, optimizer, opt_level="O2")
+    data_parallel = torch.nn.parallel.DistributedDataParallel(model)
+    for tokens, classes in small.batches(3, seed=group.rank()):
+        small.loss_of(data_parallel, tokens, classes).backward()
+        optimizer.all_reduce_grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return small.weights_of(model)
+
+
+def test_a_built_optimizer_on_two_ranks(ranks: RankPool, msamp_site: Path) -> None:
+    built = ranks.run(on_default_group, _on_a_rank, str(msamp_site), True, num_ranks=2)
+    given = ranks.run(on_default_group, _on_a_rank, str(msamp_site), False, num_ranks=2)
+    for name, value in built[0].items():
+        assert torch.equal(value, built[1][name]) and torch.equal(value, given[0][name]), name
+
+
+def test_replaced_models_are_copied_and_pickled() -> None:
+    from msamp.nn import LinearReplacer
+
+    model = LinearReplacer.replace(small.SmallNet())
+    copied = copy.deepcopy(model)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    tokens, _ = next(small.batches(1))
+    assert torch.equal(copied(tokens), model(tokens)) and torch.equal(loaded(tokens), model(tokens))
+
+
+def test_arguments_of_fsdp_that_are_not_taken() -> None:
+    from msamp.fsdp import FP8FullyShardedDataParallel
+
+    with pytest.raises(ValueError, match=r"FP8FullyShardedDataParallel\(cpu_offload\)"):
+        FP8FullyShardedDataParallel(small.SmallNet(), cpu_offload=True)
+    from msamp.optim import FSDPAdam
+
+    with pytest.raises(ValueError, match=r"after FP8FullyShardedDataParallel\(model\)"):
+        FSDPAdam(small.SmallNet().parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
@@ -14,6 +16,28 @@ from ..common.dtype.dtypes import WEIGHT_STORAGE
 def _takes_fp8(name: str, module: torch.nn.Module) -> bool:
     """MS-AMP's mark of a layer that stays as it is: ``layer.use_fp32_linear = True``."""
     return not getattr(module, "use_fp32_linear", False)
+
+
+class Whole:
+    """The model that a parameter is of. A copied or pickled parameter forgets it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model, while it exists."""
+        return self._model()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def remember(model: torch.nn.Module) -> None:
+    """Leave on each parameter its name and its model, for optimizers that are given parameters alone."""
+    whole = Whole(model)
+    for name, parameter in model.named_parameters():
+        parameter._param_name, parameter._whole = name, whole  # type: ignore[attr-defined]
 
 
 class LinearReplacer:
@@ -43,6 +67,5 @@ class LinearReplacer:
         if src_rank != 0:
             raise ValueError(f"src_rank({src_rank}) is not 0: models start with rank 0's weights")
         fp8_megatron.replace_linears(model, weight=WEIGHT_STORAGE[weight_qtype], filter=_takes_fp8)
-        for name, parameter in model.named_parameters():
-            parameter._param_name = name
+        remember(model)
         return model

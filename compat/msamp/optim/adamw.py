@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fp8_megatron import FP8Optimizer
+from fp8_megatron.any_model.data_parallel import MeetsForState, Replication
 from fp8_megatron.formats import E4M3, StorageDtype, StorageFormats
-from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.quantization.weight_shards import stored_part
 from fp8_megatron.sharding.storage import ModelStorage
 
 _STATES = {
@@ -20,8 +22,8 @@ _STATES = {
 }
 
 
-class LBAdamWBase(FP8Optimizer):
-    """AdamW whose moments are stored as asked.
+class Moments:
+    """The arguments of MS-AMP's AdamW: moments are stored as asked. A class beside it holds the state.
 
     Args:
         params: parameters of a model after `LinearReplacer.replace`, or torch's param groups.
@@ -66,21 +68,19 @@ class LBAdamWBase(FP8Optimizer):
                 raise ValueError(f"{kind}({option}={dtype}): moments are stored in {known}; choose one")
         groups = _groups(params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
+        self._start(
             groups,
             defaults | {"decoupled_weight_decay": self.decoupled_weight_decay},
-            names=_names(groups),
-            values={},
-            storage=ModelStorage(_formats(groups, _STATES[exp_avg_dtype], _STATES[exp_avg_sq_dtype])),
+            ModelStorage(_formats(groups, _STATES[exp_avg_dtype], _STATES[exp_avg_sq_dtype])),
         )
 
+    def _start(self, groups: list[dict[str, Any]], defaults: dict[str, Any], storage: ModelStorage) -> None:
+        """Build the optimizer."""
+        raise NotImplementedError
 
-class LBAdamW(LBAdamWBase):
-    """AdamW over FP8 weights, gradients and moments."""
 
-
-class LBAdam(LBAdamW):
-    """Adam: weight decay is an L2 term of the gradient. Other arguments are `LBAdamWBase`'s."""
+class AdamArguments:
+    """The arguments of MS-AMP's Adam, whose weight decay is an L2 term of the gradient, in front of `Moments`."""
 
     decoupled_weight_decay = False
 
@@ -94,7 +94,40 @@ class LBAdam(LBAdamW):
         amsgrad: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, **kwargs)
+        super().__init__(  # type: ignore[call-arg]
+            params, lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, **kwargs
+        )
+
+
+class LBAdamWBase(Moments, FP8Optimizer):
+    """AdamW over FP8 weights, gradients and moments. Arguments are those of `Moments`.
+
+    Over several ranks, gradients are averaged and states are sharded.
+    """
+
+    def _start(self, groups: list[dict[str, Any]], defaults: dict[str, Any], storage: ModelStorage) -> None:
+        """Build the optimizer, over the replicas of the parameters' model."""
+        model = model_of(groups)
+        device = groups[0]["params"][0].device
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        is_replicated = model is not None and world is not None and world.size() > 1
+        replication = Replication(world, device) if is_replicated else None
+        if replication is not None:
+            replication.broadcast([*model.parameters(), *model.buffers()])
+        names = names_of(groups)
+        FP8Optimizer.__init__(self, groups, defaults, names=names, values={}, storage=storage, replication=replication)
+        if replication is not None:
+            replication.allow_ddp(model)
+            if storage.formats.master_weight is not None:
+                model.register_state_dict_pre_hook(MeetsForState(replication, lambda: self.is_consolidated))
+
+
+class LBAdamW(LBAdamWBase):
+    """AdamW over FP8 weights, gradients and moments."""
+
+
+class LBAdam(AdamArguments, LBAdamW):
+    """Adam over FP8 weights, gradients and moments."""
 
 
 class DSAdam(LBAdamW):
@@ -122,30 +155,30 @@ class DSAdam(LBAdamW):
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
-class FSDPAdamW(LBAdamW):
-    """AdamW over the shards of `msamp.fsdp.FP8FullyShardedDataParallel`."""
-
-
-class FSDPAdam(LBAdam):
-    """Adam over the shards of `msamp.fsdp.FP8FullyShardedDataParallel`."""
-
-
 def named_class(optimizer: torch.optim.Optimizer) -> type[FP8Optimizer]:
     """MS-AMP's class for a torch optimizer."""
     return LBAdamW if isinstance(optimizer, torch.optim.AdamW) else LBAdam
 
 
+def model_of(groups: list[dict[str, Any]]) -> torch.nn.Module | None:
+    """The model of the first parameter, where `LinearReplacer` left it."""
+    whole = getattr(groups[0]["params"][0], "_whole", None)
+    return None if whole is None else whole.model
+
+
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     given = list(params)
-    return given if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    for group in groups:
+        members = group["params"]
+        group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
+    return groups
 
 
-def _names(groups: list[dict[str, Any]]) -> dict[torch.nn.Parameter, str]:
+def names_of(groups: list[dict[str, Any]]) -> dict[torch.nn.Parameter, str]:
     """Parameters → their names in the model, where `LinearReplacer` left them, or their places in the groups."""
     names: dict[torch.nn.Parameter, str] = {}
     for number, group in enumerate(groups):
-        params = group["params"]
-        group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         for index, param in enumerate(group["params"]):
             names[param] = getattr(param, "_param_name", f"param_groups[{number}].params[{index}]")
     return names
@@ -153,7 +186,7 @@ def _names(groups: list[dict[str, Any]]) -> dict[torch.nn.Parameter, str]:
 
 def _formats(groups: list[dict[str, Any]], exp_avg: StorageDtype, exp_avg_sq: StorageDtype) -> StorageFormats:
     """The level that weights and moments make: FP8 weights have a master in FP16, others are their own."""
-    weights = [p for group in groups for p in group["params"] if isinstance(p, ScaledTensor) and p.requires_grad]
-    in_fp8 = any(weight.payload.dtype == E4M3 for weight in weights)
+    parts = [stored_part(param) for group in groups for param in group["params"] if param.requires_grad]
+    in_fp8 = any(part is not None and part.payload.dtype == E4M3 for part in parts)
     weight, master = (StorageDtype.FP8, StorageDtype.FP16) if in_fp8 else (StorageDtype.FP16, None)
     return StorageFormats(weight, StorageDtype.FP8, master, exp_avg, exp_avg_sq)

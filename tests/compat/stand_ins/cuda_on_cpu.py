@@ -7,12 +7,14 @@ It stands apart from `tests.harness`, because the code that it runs has a packag
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.overrides import TorchFunctionMode
 
 #: How many GPUs a script sees; as many processes as it starts for them.
@@ -86,6 +88,8 @@ def install() -> None:
     torch.nn.parallel.DistributedDataParallel.__init__ = without_devices  # type: ignore[method-assign]
     torch.autocast = _Autocast  # type: ignore[misc]
     torch.cuda.set_device = lambda *_: None
+    # Forked processes know what is mapped here.
+    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     torch.cuda.device_count = lambda: NUM_DEVICES
     torch.cuda.Event = _Event  # type: ignore[misc,assignment]
     _CudaIsTheCpu().__enter__()
