@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -57,9 +58,11 @@ def train(
     """The loop that a user writes, under BF16 autocast; the loss of each micro-batch."""
     losses = []
     for number, (tokens, classes) in enumerate(data, 1):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, tokens, classes)
-        (loss / accumulate).backward()
+        waits = number % accumulate and isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        with model.no_sync() if waits else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, tokens, classes)
+            (loss / accumulate).backward()
         losses.append(loss.item())
         if number % accumulate == 0:
             if max_norm is not None:

@@ -163,12 +163,13 @@ def _on_two_ranks(group: Any, level: str, folder: str) -> dict[str, Any]:
 
 
 def _raw_on_two_ranks(group: Any, level: str) -> dict[str, Any]:
-    """One rank: the plain loop."""
+    """One rank: the plain loop over torch's DDP, which Accelerate's `prepare` wraps around the model."""
     model, optimizer = fp8_megatron.initialize(*small.build(seed=1 + group.rank()), opt_level=level)
     data = small.batches(10, seed=10 + group.rank())
     # Accelerate's scheduler steps once a process.
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    losses = small.train(model, optimizer, data, accumulate=2, max_norm=1.0, scheduler=scheduler)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    losses = small.train(wrapped, optimizer, data, accumulate=2, max_norm=1.0, scheduler=scheduler)
     return {"losses": losses, "weights": small.weights_of(model)}
 
 
