@@ -43,7 +43,7 @@ def param_state(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
 
 
 def _entry(name: str, slot: Slot, payload: Tensor, scales: Tensor | None, offset: int) -> dict[str, Tensor]:
-    entry = {name: payload[offset : offset + slot.numel].view(slot.param.shape)}
+    entry = {name: slot.shaped(payload[offset : offset + slot.numel])}
     if scales is not None:
         first = offset // STATE_BLOCK
         entry[f"{name}_scale"] = scales[first : first - (-slot.numel // STATE_BLOCK)]
@@ -115,7 +115,7 @@ def _padded_entry(
     if value.shape != slot.param.shape:
         raise ValueError(f"{slot.name}: {name} has the shape {tuple(value.shape)}, not {tuple(slot.param.shape)}")
     payload = torch.zeros(slot.padded, dtype=value.dtype, device=device)
-    payload[: slot.numel] = value.reshape(-1).to(device)
+    payload[: slot.numel] = slot.flattened(value).to(device)
     if scales is None:
         return payload, None
     padded = torch.ones(slot.padded // STATE_BLOCK, device=device)

@@ -160,7 +160,7 @@ class SpaceState:
     def set_master(self, slot: Slot, value: Tensor) -> None:
         """Give a parameter a new value (any float dtype, its shape); `derive_weights` then updates the weights."""
         self._check_shape(slot, value)
-        flat = value.reshape(-1)
+        flat = slot.flattened(value)
         for fragment in self.space.fragments(slot):
             part = torch.zeros(fragment.length, device=self.space.device)
             values = flat[fragment.slot_start : fragment.slot_start + fragment.length]

@@ -61,7 +61,7 @@ def write_weight(state: SpaceState, slot: Slot, value: Tensor) -> None:
         )
     if state.gather is not None:
         state.gather.wait()
-    flat = value.detach().reshape(-1).to(state.space.device)
+    flat = slot.flattened(value.detach()).to(state.space.device)
     for fragment in state.space.fragments(slot):
         given = flat[fragment.slot_start : fragment.slot_start + fragment.length]
         master = state.master.part(fragment)
@@ -74,7 +74,7 @@ def write_weight(state: SpaceState, slot: Slot, value: Tensor) -> None:
 
 def _derive_weight(state: SpaceState, slot: Slot) -> None:
     """Derive one parameter's weight from its new master, on every replica."""
-    stored = torch.nn.functional.pad(state.get_master(slot).view(-1), (0, slot.padded - slot.numel))
+    stored = torch.nn.functional.pad(slot.flattened(state.get_master(slot)), (0, slot.padded - slot.numel))
     weight = slot.padded_slice(state.weight.payload)
     if state.weight_scales is not None:
         assert state.chunk_amax is not None

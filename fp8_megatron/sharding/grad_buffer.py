@@ -72,7 +72,7 @@ class GradBuffer(ABC):
         assert grad.shape == slot.param.shape, f"{slot.name}: gradient {grad.shape}, parameter {slot.param.shape}"
         if isinstance(grad, WeightGrad) and not (grad.writes_fp8 and self._takes_fp8(slot)):
             grad = grad.wide()
-        self._write(slot, grad if isinstance(grad, WeightGrad) else grad.reshape(-1))
+        self._write(slot, grad if isinstance(grad, WeightGrad) else slot.flattened(grad))
 
     def _takes_fp8(self, slot: Slot) -> bool:
         """Whether a gradient of `slot` is written once, in FP8, to one place."""
@@ -155,7 +155,7 @@ class LocalGradBuffer(GradBuffer):
         self.payload = torch.zeros(space.numel, dtype=dtype.torch_dtype, device=space.device)
         if dtype is StorageDtype.FP8:
             self.scales = torch.ones(space.numel // GRAD_BLOCK, device=space.device)
-        self._flat = {slot.offset: slot.slice(self.payload).view(-1) for slot in space.slots}
+        self._flat = {slot.offset: self.payload[slot.offset : slot.offset + slot.numel] for slot in space.slots}
         self._written: set[int] = set()
 
     def _takes_fp8(self, slot: Slot) -> bool:

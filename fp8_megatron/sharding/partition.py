@@ -87,6 +87,7 @@ class Slot:
     Attributes:
         name: in the whole model.
         cut: where the elements lie in the whole parameter; None: the parameter is whole.
+        order: the dimensions by which the elements lie one after another; None: as they are counted.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Slot:
     offset: int
     alignment: int
     cut: Cut | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -107,7 +109,18 @@ class Slot:
 
     def slice(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter's elements of a flat tensor over the space, in its shape (a view)."""
-        return flat[self.offset : self.offset + self.numel].view(self.param.shape)
+        return self.shaped(flat[self.offset : self.offset + self.numel])
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's elements [numel] in its shape (a view)."""
+        if self.order is None:
+            return flat.view(self.param.shape)
+        shape = [self.param.shape[dim] for dim in self.order]
+        return flat.view(shape).permute([self.order.index(dim) for dim in range(len(shape))])
+
+    def flattened(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of the parameter's shape as its elements lie, [numel]; a view if it lies so too."""
+        return value.reshape(-1) if self.order is None else value.permute(self.order).reshape(-1)
 
     def padded_slice(self, flat: torch.Tensor, block: int = 1) -> torch.Tensor:
         """The slot with its padding, from a tensor that holds one value for each `block` elements (a view)."""
@@ -245,7 +258,7 @@ class ParamSpace:
             flat[fragment.slot_start : fragment.slot_start + fragment.length] = owned(fragment)
         if self.num_shards > 1:
             torch.distributed.all_reduce(flat, group=self.replicas.group)
-        return flat[: slot.numel].view(slot.param.shape)
+        return slot.shaped(flat[: slot.numel])
 
     def block_slots(self, bucket: Bucket, block: int) -> torch.Tensor:
         """int32 [bucket.numel / block]: index of the slot that each block of the bucket belongs to.
@@ -320,7 +333,8 @@ def partition(
         takes_decoupled_lr: whether a parameter has the decoupled learning rate, and so a space apart; None: none has.
         bucket_numel: elements of a bucket, rounded to what the cut needs.
         whole_linears: no linear weight lies in two buckets. A weight larger than a bucket makes a larger bucket.
-        keeps_dtype: plain parameters keep their dtypes. Those of each dtype have a space apart.
+        keeps_dtype: plain parameters keep their dtypes, and their channels-last order. Those of each dtype have a space
+            apart.
     """
     grouped: dict[tuple[StorageClass, Sharing, bool, torch.dtype | None], list[Slot]] = {}
     for name, param in named_params:
@@ -330,7 +344,8 @@ def partition(
         decoupled = takes_decoupled_lr is not None and takes_decoupled_lr(param)
         slots = grouped.setdefault((storage, sharing, decoupled, dtype), [])
         start = slots[-1].offset + slots[-1].padded if slots else 0
-        slots.append(Slot(name, param, start, storage.alignment, None if cut_of is None else cut_of(param)))
+        cut = None if cut_of is None else cut_of(param)
+        slots.append(Slot(name, param, start, storage.alignment, cut, _order(param) if keeps_dtype else None))
     return [
         replace(
             _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears),
@@ -339,6 +354,14 @@ def partition(
         )
         for (storage, sharing, decoupled, dtype), slots in grouped.items()
     ]
+
+
+def _order(param: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of the dimensions of a channels-last parameter, outermost first; None for any other parameter."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if param.ndim not in formats or param.is_contiguous():
+        return None
+    return (0, *range(2, param.ndim), 1) if param.is_contiguous(memory_format=formats[param.ndim]) else None
 
 
 def _space(

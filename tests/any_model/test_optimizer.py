@@ -327,3 +327,43 @@ def test_float64_is_refused_by_name() -> None:
     module.norm = torch.nn.Parameter(module.norm.detach().double())
     with pytest.raises(OptimizerError, match=r"norm is torch\.float64"):
         build_optimizer(module, torch.optim.AdamW(module.parameters()), {}, "O2")
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_keep_their_memory_format(memory_format: torch.memory_format) -> None:
+    """At O1 all state of FP32 parameters is FP32: three updates of lr with a few roundings of 2⁻²⁴ each."""
+    outcomes = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 4, 1))
+        model = model.to(memory_format=memory_format)  # type: ignore[call-overload]
+        strides = [param.stride() for param in model.parameters()]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if is_ours:
+            optimizer = build_optimizer(model, optimizer, {}, "O1")
+            assert model[0].weight.stride() == strides[0]
+        for step in range(3):
+            images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(images.to(memory_format=memory_format)).square().mean().backward()
+            optimizer.step()
+        assert model[0].weight.grad is not None and model[0].weight.grad.shape == (16, 3, 3, 3)
+        state = optimizer.state_dict()["state"]
+        optimizer.load_state_dict(optimizer.state_dict())
+        outcomes.append(
+            [param.detach() for param in model.parameters()] + [state[0]["exp_avg"], state[0]["exp_avg_sq"]]
+        )
+    for ours, theirs in zip(*outcomes, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_written_value_keeps_its_places_in_channels_last() -> None:
+    model = torch.nn.Conv2d(3, 16, 3).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = build_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.0), {}, "O3")
+    value = torch.randn(16, 3, 3, 3, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        model.weight.copy_(value)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert torch.equal(model.weight, value)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
