@@ -40,6 +40,11 @@ def context_problems(config: Config) -> Iterator[str]:
             f"{name} runs FlashAttention's kernels for heads of {width} columns, not attention_backend(cudnn), whose "
             f"backward has up to {_CUDNN_MAX_WIDTH}; give --attention-backend auto"
         )
+    if model.attention_backend == "cudnn" and config.training.deterministic_mode:
+        yield (
+            f"{name} has no attention_backend(cudnn) in deterministic_mode, as cuDNN's backward does not repeat its "
+            f"bits; give --attention-backend auto"
+        )
     if model.attention_dropout > 0:
         yield f"{name} has no dropout in attention; give --attention-dropout 0, not {model.attention_dropout}"
 

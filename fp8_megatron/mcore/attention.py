@@ -173,11 +173,15 @@ class CoreAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _block_kernel(self, query: Tensor) -> BlockKernel:
-        """The kernel of a block of context-parallel attention. cuDNN's backward takes heads of up to 128 columns."""
+        """The kernel of a block of context-parallel attention.
+
+        cuDNN's backward takes heads of up to 128 columns, and its results do not repeat bit for bit.
+        """
         if query.device.type == "cpu" or self.backends is _BACKENDS["math"]:
             return "dense"
         takes_cudnn = SDPBackend.CUDNN_ATTENTION in self.backends and query.device.type == "cuda"
-        return "cudnn" if takes_cudnn and query.shape[3] <= _CUDNN_MAX_WIDTH else "flash"
+        takes_cudnn &= query.shape[3] <= _CUDNN_MAX_WIDTH and not torch.are_deterministic_algorithms_enabled()
+        return "cudnn" if takes_cudnn else "flash"
 
     def _attend_to_all(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """Plain causal attention of [b, heads, s, d]."""

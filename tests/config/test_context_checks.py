@@ -62,6 +62,10 @@ def test_what_works_passes(flags: str) -> None:
             CP4 + "--kv-channels 256 --attention-backend cudnn",
             "runs FlashAttention's kernels for heads of 256 columns, not attention_backend(cudnn), whose backward has",
         ),
+        (
+            CP4 + "--deterministic-mode --attention-backend cudnn",
+            "context_parallel_size(4) has no attention_backend(cudnn) in deterministic_mode, as cuDNN's backward does",
+        ),
         (CP4 + "--cuda-graph-impl local", "does not record the exchange of context_parallel_size(4); drop it, or"),
         (
             CP4 + "--seq-length 24 --micro-batch-size 1",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -162,3 +164,26 @@ def test_cudnn_alone_is_refused_where_it_cannot_be_recorded(monkeypatch: pytest.
     with pytest.raises(UnsupportedDeviceError, match=r"--seq-length 1000.*unset CUDNN_HOME\(/opt/cudnn\), or give"):
         attention.may_use_cudnn("cudnn", 1000, recorded=True, device=torch.device("cuda"))
     assert attention.may_use_cudnn("cudnn", 1000, recorded=False, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "width", "deterministic", "kernel"),
+    [
+        ("auto", 128, False, "cudnn"),
+        ("cudnn", 64, False, "cudnn"),
+        ("auto", 256, False, "flash"),
+        ("flash", 64, False, "flash"),
+        ("auto", 128, True, "flash"),
+        ("math", 64, False, "dense"),
+    ],
+)
+def test_blocks_of_shared_sequences_have_a_kernel(
+    backend: str, width: int, deterministic: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; a CPU runs the dense specification."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    of_layer = SimpleNamespace(backends=attention._BACKENDS[backend])
+    choose: Any = CoreAttention._block_kernel
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), shape=(8, 1, 4, width))
+    assert choose(of_layer, on_gpu) == kernel
+    assert choose(of_layer, torch.empty(8, 1, 4, width)) == "dense"

@@ -75,9 +75,10 @@ def test_every_way_to_reduce_trains_as_one_gpu(tmp_path: Path, one_gpu: dict[str
     assert measured == pytest.approx(one_gpu["fp8"], rel=TOLERANCE["fp8"])
 
 
-def test_replicas_repeat_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "cp2_gather"])
+def test_replicas_repeat_bit_for_bit(tmp_path: Path, layout: str) -> None:
     """Sums are taken in rank order; deterministic mode asks the same of every other kernel."""
-    settings = {"precision": "fp8", "deterministic_mode": True}
+    settings = {"precision": "fp8", "deterministic_mode": True, **LAYOUTS[layout]}
     first, second = (losses(tmp_path / name, 2, **settings) for name in ("first", "second"))
     assert first == second
 
