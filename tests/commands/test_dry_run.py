@@ -31,6 +31,14 @@ def test_what_is_printed(model: str, world_size: int, layout: str, capsys: pytes
     assert "wire: in each step a rank sends its data-parallel peers" in out and "vocabulary: 50,304" in out
 
 
+def test_ranks_that_share_sequences_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--config {CONFIGS}/llama_8b.yaml --mock-data --context-parallel-size 4 --dry-run --world-size 8"
+    assert pretrain_gpt.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "ranks: 8 = tensor 1 × context 4 × pipeline 1 × data 2" in out
+    assert "step: 64 sequences, 524,288 tokens, 32 micro-batches of 1 per rank" in out
+
+
 def test_a_stage_each_and_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
     """175 billion parameters over 128 ranks of 16 stages; the first and the last also hold an embedding."""
     words = ["--config", str(CONFIGS / "gpt_175b.yaml"), "--mock-data", "--dry-run", "--world-size", "128"]

@@ -60,6 +60,17 @@ def test_an_interleaved_stage_holds_more() -> None:
     assert virtual / plain == pytest.approx(1 + 15 / (16 * 3), rel=1e-6)
 
 
+def test_ranks_that_share_sequences_share_what_they_keep() -> None:
+    """Activations and logits of a quarter of the tokens; the optimizer is sharded over all eight ranks either way."""
+    config = parse_config(["--config", str(ROOT / "configs" / "llama_8b.yaml"), "--mock-data"])
+    shared = replace(config, parallel=replace(config.parallel, context_parallel_size=4))
+    whole, part = (predict_peak(one, 128256, world_size=8) for one in (config, shared))
+    assert part.activations == pytest.approx(whole.activations / 4, rel=1e-9)
+    assert part.state == whole.state and part.wire_buffers == whole.wire_buffers
+    # Logits alone would be a quarter; the gradient of the head's weight is whole.
+    assert whole.logits / 4 < part.logits < whole.logits / 2
+
+
 def test_recomputed_mlps_keep_no_input_of_their_activation() -> None:
     """Of 20 bytes of an element, 8 are the MLP's; one layer has them at a time."""
     config = parse_config(["--config", str(ROOT / "configs" / "gpt_7b.yaml"), "--mock-data"])
