@@ -142,9 +142,9 @@ class FSDPOptimizer(FP8Optimizer):
         return Sharing(Replicas.of(None, rows.device), scaled_with=self._sharded[id(rows)].group)
 
     def _check_storage(self, one: ShardedParam) -> None:
-        """Check that a weight is stored as the level says: FSDP2 has planned its gathers with it."""
+        """Check that a weight is stored as the level says, or in more bits than FP8."""
         wanted = self._storage.formats.weight.torch_dtype
-        if isinstance(one.rows, ScaledTensor) and one.rows.payload.dtype != wanted:
+        if isinstance(one.rows, ScaledTensor) and one.rows.payload.dtype not in (wanted, torch.float16):
             raise OptimizerError(
                 f"{one.name} is stored in {one.rows.payload.dtype}, and this opt_level stores weights in {wanted}: "
                 f"choose the storage before fully_shard, replace_linears(model, weight=…)"

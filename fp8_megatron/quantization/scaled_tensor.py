@@ -96,7 +96,7 @@ class ScaledTensor(torch.Tensor):
         self._payload = payload
         self._scale = scale
         if self._part is not None:
-            self._part.scales_alone = False
+            self._part = Part(payload)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """payload · scale as a plain tensor; a new high-precision copy."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.fsdp import build_sharded_optimizer
 from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
 from fp8_megatron.errors import UserError
-from fp8_megatron.formats import LEVELS
+from fp8_megatron.formats import E4M3, LEVELS, StorageDtype
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.harness.ranks import RankPool, on_default_group
 
@@ -250,3 +252,42 @@ def test_errors_name_the_fix(ranks: RankPool) -> None:
         assert len(found) == len(wanted), found
         for message, part in zip(found, wanted, strict=True):
             assert part in message
+
+
+def keeps_values(group: Group) -> tuple[bool, bool, bool]:
+    """Weights sharded in FP16 and trained at O3: whether the masters have their values, whether the layers compute
+    with FP8, and whether the FP16 memory is gone."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128).bfloat16())
+    values = model[0].weight.detach().clone()
+    replace_linears(model, weight=StorageDtype.FP16)
+    fully_shard(model)
+    memory = weakref.ref(model[0].weight._local_tensor.payload)
+    adamw = torch.optim.AdamW(model.parameters())
+    model, optimizer = fp8_megatron.initialize(model, adamw, "O3")
+    saved = model.state_dict()["0.weight"].full_tensor()
+    model(torch.randn(16, 64).bfloat16()).backward(torch.randn(16, 128).bfloat16())
+    optimizer.step()
+    gc.collect()
+    return torch.equal(saved, values), model[0].weight._local_tensor.payload.dtype == E4M3, memory() is None
+
+
+def test_masters_start_with_the_values_of_16_bit_shards(ranks: RankPool) -> None:
+    assert ranks.run(on_default_group, keeps_values, num_ranks=2) == [(True, True, True)] * 2
+
+
+def trains_with(group: Group, recipe: str) -> list[float]:
+    model = TinyModel().bfloat16()
+    replace_linears(model, recipe=recipe)  # type: ignore[arg-type]
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+        fully_shard(block)
+    fully_shard(model)
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "O3")
+    return [train_step(model, optimizer, step) for step in range(6)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_compiled_blocks_and_recipes(ranks: RankPool, recipe: str) -> None:
+    first, second = ranks.run(on_default_group, trains_with, recipe, num_ranks=2)
+    assert first == second and first[3] < 0.75 * first[0], first
