@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ class Bytes:
     Attributes:
         weights: parameters and buffers of the model.
         gradients: gradients between backward and ``zero_grad``.
-        optimizer: moments, master weights, and scales of what is trained.
+        optimizer: moments and master weights.
+
+    Each with its scales.
     """
 
     weights: int
@@ -35,7 +38,7 @@ class Bytes:
 
     @classmethod
     def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Bytes:
-        """Count. Call it between backward and ``zero_grad``. Scales of an `FP8Optimizer` count as its own.
+        """Count. Call it between backward and ``zero_grad``.
 
         Args:
             optimizer: torch's or an `FP8Optimizer`; None: the model is not trained.
@@ -44,8 +47,10 @@ class Bytes:
         weights = sum(_stored(tensor) for tensor in tensors.values())
         if isinstance(optimizer, FP8Optimizer):
             held = optimizer.storage_bytes
-            state = sum(held.get(kind, 0) for kind in ("master_weight", "exp_avg", "exp_avg_sq", "scales"))
-            return cls(weights, held["main_grad"], state)
+            state = sum(held[kind] for kind in ("master_weight", "exp_avg", "exp_avg_sq", "scales"))
+            # The optimizer holds the scales of the weights that it trains.
+            state -= sum(_stored(tensor.scale) for tensor in tensors.values() if _is_trained(tensor))
+            return cls(weights, held["main_grad"] + held["grad_scales"], state)
         gradients = sum(_stored(param.grad) for param in model.parameters() if param.grad is not None)
         entries = optimizer.state.values() if optimizer is not None else ()
         state = sum(_stored(value) for entry in entries for value in entry.values() if isinstance(value, Tensor))
@@ -166,7 +171,11 @@ def _megabytes(size: int) -> str:
 
 
 def _stored(tensor: Tensor) -> int:
-    """Bytes of a tensor's values, with the scale of frozen ones."""
+    """Bytes of a tensor's values, with their scales."""
     if isinstance(tensor, ScaledTensor):
-        return _stored(tensor.payload) + (_stored(tensor.scale) if tensor.owner is None else 0)
+        return _stored(tensor.payload) + _stored(tensor.scale)
     return tensor.numel() * tensor.element_size()
+
+
+def _is_trained(tensor: Tensor) -> TypeGuard[ScaledTensor]:
+    return isinstance(tensor, ScaledTensor) and tensor.owner is not None

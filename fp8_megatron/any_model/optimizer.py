@@ -147,13 +147,12 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     @property
     def storage_bytes(self) -> dict[str, int]:
-        """Bytes held on this rank, by kind: weight, master_weight, exp_avg, exp_avg_sq, main_grad, and scales (with
-        other small tensors). Frozen parameters are not counted."""
+        """Bytes held on this rank, by kind: weight, master_weight, exp_avg, exp_avg_sq, scales (of these, with other
+        small tensors), main_grad and grad_scales. Frozen parameters are not counted."""
         total: dict[str, int] = {}
         for space in self._spaces:
             buffer = space.grads.buffer
-            counts = space.state.byte_counts() | {"main_grad": buffer.nbytes}
-            counts["scales"] += buffer.scale_bytes
+            counts = space.state.byte_counts() | {"main_grad": buffer.nbytes, "grad_scales": buffer.scale_bytes}
             for kind, count in counts.items():
                 total[kind] = total.get(kind, 0) + count
         return total

@@ -27,6 +27,11 @@ SHORT = {
 LIMITS = {"O1": (0.70, 0.50, 1.10), "O2": (0.70, 0.50, 0.45), "O3": (0.55, 0.50, 0.68)}
 
 
+#: FP8-LM's claims for the models of reinforcement learning (arXiv 2310.18313): -46% and -62%. By the formats O2 has
+#: 3 + 2/64 of 8 bytes of state, and the small models' vectors and embeddings 0.2% more.
+RLHF_LIMITS = (0.54, 1.0, 0.382)
+
+
 def run(name: str, words: str, folder: Path, gpus: str = "") -> str:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *words.split()]
     if name == "vision_timm":
@@ -66,6 +71,7 @@ def check(name: str, tmp_path: Path, gpus: str = "") -> list[str]:
         shares = [own / other for own, other in zip(_megabytes(line)[:3], first[:3], strict=True)]
         # The trainer's BF16 has weights of two bytes, and an FP32 master that the optimizer counts.
         limits = (1.01, 0.50, 0.75) if name == "megatron_few_lines" else LIMITS[level]
+        limits = RLHF_LIMITS if (name, level) == ("rlhf_trl", "O2") else limits
         assert all(share <= limit for share, limit in zip(shares, limits, strict=True)), (level, shares)
         assert abs(float(line.split()[-1]) - float(lines[0].split()[-1])) < 0.1
         assert float(line.split()[-2]) > 0.0
