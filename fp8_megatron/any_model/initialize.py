@@ -99,7 +99,7 @@ def _check_model(model: torch.nn.Module) -> None:
         if kind in wrappers and type(module).__module__.startswith("torch."):
             raise UserError(f"{name or 'the model'} is a {kind}: call initialize first, then wrap the model")
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "main_grad"):
+        if getattr(parameter, "main_grad", None) is not None:
             raise UserError(f"{name} has an FP8 optimizer already: initialize is called once")
 
 

@@ -91,6 +91,19 @@ def test_a_copy_can_be_initialised_again() -> None:
     step(copied, second)
 
 
+def test_a_pickled_model_can_be_initialised_again() -> None:
+    model, optimizer = build("O2")
+    step(model, optimizer)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    loaded, second = fp8_megatron.initialize(loaded, torch.optim.AdamW(loaded.parameters(), lr=1e-3), "O2")
+    step(loaded, second)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_is_saved_and_loaded_into_a_plain_and_an_fp8_one(level: str) -> None:
     model, optimizer = build(level)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.parametrizations import weight_norm
 
 import fp8_megatron
-from fp8_megatron.any_model import replace_linears, report
+from fp8_megatron.any_model import plain_model, replace_linears, report
 from fp8_megatron.formats import STATE_BLOCK, StorageDtype
 from fp8_megatron.nn.conv1d import FP8Conv1D
 from fp8_megatron.nn.module import FP8Linear
@@ -151,6 +151,8 @@ def test_gpt2s_conv1d() -> None:
     state = model.state_dict()
     assert state["0.weight"].shape == (32, 96) and snr_db(state["0.weight"], exact.weight.detach()) > E4M3_DB
     exact.load_state_dict({name.removeprefix("0."): value for name, value in state.items()})
+    plain = plain_model(model)
+    assert type(plain[0]) is transformers.pytorch_utils.Conv1D and torch.equal(plain[0].weight, state["0.weight"])
     again = torch.nn.Sequential(transformers.pytorch_utils.Conv1D(96, 32))
     replace_linears(again)
     again.load_state_dict(state)
