@@ -1,4 +1,5 @@
-"""Cases of `kernels.py` for core attention: whole sequences in each backend and in FP8, documents, and a window.
+"""Cases of `kernels.py` for core attention: whole sequences in each backend and in FP8, documents, a window, and the
+sums of blocks of shared sequences.
 
 FLOP/s count the pairs of tokens that attend to each other: two GEMMs forward, five backward (arXiv 2205.14135).
 """
@@ -89,6 +90,25 @@ def _fp8(device: torch.device, batch: int, seq: int, heads: int, pairs: float) -
 
     yield Case(f"attention forward, whole, FP8 {at}", forward, num_flops=flops)
     yield Case(f"attention backward, whole, FP8 {at}", backward, num_flops=2.5 * flops)
+
+
+def sums(device: torch.device, batch: int, seq: int, heads: int = HEADS) -> Iterator[Case]:
+    """Of the blocks of a rank that shares sequences of twice the tokens: all its rows, all, and the last half."""
+    at = f"{batch}×{seq}×{heads}×{WIDTH}"
+    rows = (seq, seq, seq // 2)
+    blocks = [torch.randn(n, batch, heads, WIDTH, device=device).bfloat16() for n in rows]
+    log_sums = [torch.randn(batch, heads, n, device=device) for n in rows]
+    num_bytes = sum(block.nbytes for block in blocks) + blocks[0].nbytes
+    of_log_sums = sum(log_sum.nbytes for log_sum in log_sums) + log_sums[0].nbytes
+
+    def merge(_: int) -> tuple[Tensor, Tensor]:
+        return ops.merge_attention(blocks, log_sums, dtype=torch.bfloat16)
+
+    def add(_: int) -> Tensor:
+        return ops.sum_partials(blocks, at_end=True, dtype=torch.bfloat16)
+
+    yield Case(f"merge of three blocks' outputs {at}", merge, num_bytes=num_bytes + of_log_sums)
+    yield Case(f"sum of three blocks' gradients {at}", add, num_bytes=num_bytes)
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, *, backend: SDPBackend) -> Tensor:

@@ -69,6 +69,7 @@ def cases(section: str, device: torch.device, log2_elements: int) -> Iterator[Ca
         case "attention":
             for batch, seq in ATTENTION_SHAPES:
                 yield from attention_cases.attention(device, batch, seq)
+                yield from attention_cases.sums(device, batch, seq)
         case "loss":
             yield from fused_cases.cross_entropy(device, TOKENS, VOCAB_SIZE)
         case "blockwise":

@@ -96,6 +96,14 @@ PARTS = {
         "GEMMs with the rows they exchange over two tensor-parallel ranks",
         lambda to: [["torchrun", "2", "tensor_parallel.py", "--output", str(to.folder / "exchanges.json")]],
     ),
+    "context": Part(
+        4,
+        "attention over sequences that two and four ranks share, beside one rank",
+        lambda to: [
+            ["torchrun", str(gpus), "context_parallel.py", "--output", str(to.folder / f"context_{gpus}.json")]
+            for gpus in (2, 4)
+        ],
+    ),
     "7b-2gpus": Part(
         2,
         "GPT-7B over two data-parallel GPUs",

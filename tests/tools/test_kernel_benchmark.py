@@ -133,6 +133,14 @@ def test_attention_cases_run(benchmark: Any) -> None:
         assert forward.call(0).shape == (64, 2, 256) and [grad.shape[2:] for grad in both.call(0)] == [(2, 128)] * 3
 
 
+def test_sums_of_blocks_run(benchmark: Any) -> None:
+    """Two blocks with all 64 rows and one with half of them, and the sum, in BF16."""
+    merge, add = benchmark["attention_cases"].sums(CPU, 2, 64, heads=2)
+    rows = 2 * (64 + 64 + 32 + 64) * 2 * 2 * 128
+    assert add.num_bytes == rows and merge.num_bytes == rows + 4 * (64 + 64 + 32 + 64) * 2 * 2
+    assert add.call(0).shape == merge.call(0)[0].shape == (64, 2, 2, 128)
+
+
 def test_block_scaled_gemm_cases_run(benchmark: Any) -> None:
     for case in benchmark["block_cases"].gemms(CPU, 128, 256, 384):
         case.call(0)
