@@ -33,8 +33,8 @@ from .gradients import ParamGrad, SpaceGrads
 
 #: Steps in which the host waits to see that replicas use the same parameters; later, only where a rank's use changes.
 _WATCHED_STEPS = 3
-#: How long replicas wait for each other where one may have come alone.
-_PATIENCE = timedelta(minutes=5)
+#: How long replicas wait for each other where one may have come alone; NCCL's collectives wait as long by default.
+_PATIENCE = timedelta(minutes=10)
 #: Micro-batches that are never reached: locally added gradients leave when somebody needs them.
 _ON_DEMAND = 1 << 60
 

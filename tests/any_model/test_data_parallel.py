@@ -316,3 +316,32 @@ def test_one_rank_saves_what_was_consolidated(ranks: RankPool) -> None:
 def test_one_rank_alone_cannot_save(ranks: RankPool) -> None:
     _, error = ranks.run(on_default_group, _saved_by_one, False, num_ranks=2)[0]
     assert "model.state_dict() gathers what the replicas hold" in error and "consolidate_state_dict()" in error
+
+
+def _scaled(group: Group, unscales: bool) -> tuple[list[float], int, dict[str, Tensor]]:
+    """Scales after two steps, the second of which overflows on one rank, and the weights."""
+    model, optimizer = build("O2")
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scales = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.arange(32) + step).square().mean()
+        scaler.scale(loss * (math.inf if step == 1 and group.rank() == 0 else 1.0)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, optimizer.num_skipped_steps, values(model)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_grad_scaler_skips_on_all_ranks(ranks: RankPool, unscales: bool) -> None:
+    """A power-of-two scale changes no bit, and both ranks have one rank's batch."""
+    outcomes = ranks.run(on_default_group, _scaled, unscales, num_ranks=2)
+    for scales, num_skipped, weights in outcomes:
+        assert scales == [256.0, 128.0]
+        assert num_skipped == 1
+        for name, value in weights.items():
+            assert torch.equal(value, outcomes[0][2][name]), name

@@ -367,3 +367,13 @@ def test_a_written_value_keeps_its_places_in_channels_last() -> None:
     optimizer.step()
     assert torch.equal(model.weight, value)
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_scheduler_of_the_users_optimizer_sets_our_rates() -> None:
+    """The param groups are the same dicts."""
+    module = Plain()
+    user = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(user, step_size=1, gamma=0.5)
+    optimizer = build_optimizer(module, user, {}, "O2")
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-3
