@@ -48,9 +48,11 @@ def replace_linears(
         filter: which layers may become FP8; None: all.
 
     Raises:
-        ValueError: a weight is float64 or complex; an unknown recipe.
+        ValueError: a weight is float64 or complex; an unknown recipe, or another model's delayed one.
     """
     recipe = build_recipe(recipe)
+    if recipe.history is not None and recipe.history.record is not None:
+        raise ValueError("the recipe's amax history belongs to another model: give each model a recipe of its own")
     stays = _reasons_to_stay(model, recipe, filter)
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     slots: dict[str, list[int]] = {}

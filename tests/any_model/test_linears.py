@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import fp8_megatron
 from fp8_megatron.any_model import plain_model, replace_linears, report
+from fp8_megatron.any_model.linears import build_recipe
 from fp8_megatron.formats import STATE_BLOCK, StorageDtype
 from fp8_megatron.nn.conv1d import FP8Conv1D
 from fp8_megatron.nn.module import FP8Linear
@@ -194,6 +195,15 @@ def test_delayed_scales_are_ready() -> None:
     history = model[0].quantizers.input.history
     assert history.num_slots == 4 and history.record is not None
     assert {name.layer for name in history.suspects} == {"0", "1"}
+
+
+def test_a_history_belongs_to_one_model() -> None:
+    recipe = build_recipe("delayed")
+    replace_linears(torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe=recipe)
+    other = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="belongs to another model: give each model a recipe of its own"):
+        replace_linears(other, recipe=recipe)
+    assert type(other[0]) is torch.nn.Linear
 
 
 def test_the_package_imports_nothing_until_a_name_is_used() -> None:
