@@ -262,7 +262,7 @@ def keeps_values(group: Group) -> tuple[bool, bool, bool]:
     values = model[0].weight.detach().clone()
     replace_linears(model, weight=StorageDtype.FP16)
     fully_shard(model)
-    memory = weakref.ref(model[0].weight._local_tensor.payload)
+    memory = weakref.ref(model[0].weight._local_tensor.part.root)  # what the rows are a view of
     adamw = torch.optim.AdamW(model.parameters())
     model, optimizer = fp8_megatron.initialize(model, adamw, "O3")
     saved = model.state_dict()["0.weight"].full_tensor()
