@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fp8_megatron
@@ -46,6 +46,11 @@ class TinyModel(torch.nn.Module):
         return self.head(x)
 
 
+def cpu_mesh() -> DeviceMesh:
+    """All ranks. Without it FSDP2 takes GPUs where there are any."""
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+
 def build(opt_level: str, dtype: torch.dtype, *, exact: bool = True, **options: Any) -> tuple[TinyModel, Any]:
     """A sharded model and its optimizer.
 
@@ -55,6 +60,7 @@ def build(opt_level: str, dtype: torch.dtype, *, exact: bool = True, **options: 
     torch.manual_seed(0)
     model = TinyModel().to(dtype)
     replace_linears(model, weight=LEVELS[opt_level].weight)
+    options.setdefault("mesh", cpu_mesh())
     for module in (*model.blocks, model):
         fully_shard(module, **options)
     for module in model.modules():
@@ -219,22 +225,22 @@ def errors(group: Group) -> list[str]:
             found.append(str(error))
 
     plain = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    fully_shard(plain)
+    fully_shard(plain, mesh=cpu_mesh())
     try_(plain)
     uneven = torch.nn.Sequential(torch.nn.Linear(64, 16, bias=False))
     replace_linears(uneven)
-    fully_shard(uneven)
+    fully_shard(uneven, mesh=cpu_mesh())
     try_(uneven)
     even = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False))
     replace_linears(even)
-    fully_shard(even)
+    fully_shard(even, mesh=cpu_mesh())
     try_(even, "O2")
     try_(even, recipe="delayed")
     try_(even)
     try_(even)
     half = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 48))
     replace_linears(half)
-    fully_shard(half[0])
+    fully_shard(half[0], mesh=cpu_mesh())
     try_(half)
     return found
 
@@ -261,7 +267,7 @@ def keeps_values(group: Group) -> tuple[bool, bool, bool]:
     model = torch.nn.Sequential(torch.nn.Linear(64, 128).bfloat16())
     values = model[0].weight.detach().clone()
     replace_linears(model, weight=StorageDtype.FP16)
-    fully_shard(model)
+    fully_shard(model, mesh=cpu_mesh())
     memory = weakref.ref(model[0].weight._local_tensor.part.root)  # what the rows are a view of
     adamw = torch.optim.AdamW(model.parameters())
     model, optimizer = fp8_megatron.initialize(model, adamw, "O3")
@@ -281,8 +287,8 @@ def trains_with(group: Group, recipe: str) -> list[float]:
     replace_linears(model, recipe=recipe)  # type: ignore[arg-type]
     for block in model.blocks:
         block.compile(backend="aot_eager")
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
     model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "O3")
     return [train_step(model, optimizer, step) for step in range(6)]
 

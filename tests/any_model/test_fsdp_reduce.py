@@ -13,7 +13,7 @@ from fp8_megatron.any_model.fsdp_reduce import FP8ReduceScatter, Run, reduce_in_
 from fp8_megatron.collectives.traffic import counted_traffic
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.stats import snr_db
-from tests.any_model.test_fsdp_optimizer import build, train_step
+from tests.any_model.test_fsdp_optimizer import build, cpu_mesh, train_step
 from tests.harness.ranks import RankError, RankPool, on_default_group
 
 Group = torch.distributed.ProcessGroup
@@ -73,7 +73,7 @@ def sent_by_a_backward(group: Group) -> list[int]:
     sent = []
     for choose in (reduce_in_fp8, reduce_in_own_dtype):
         layer = FP8Linear(64, 128, bias=False)
-        fully_shard(layer)
+        fully_shard(layer, mesh=cpu_mesh())
         layer.set_force_sum_reduction_for_comms(True)
         reduce_in_fp8(layer)
         choose(layer)
@@ -106,7 +106,7 @@ def test_trains_as_with_exact_gradients(ranks: RankPool) -> None:
 
 def divided(group: Group) -> Any:
     layer = FP8Linear(64, 128, bias=False)
-    fully_shard(layer)
+    fully_shard(layer, mesh=cpu_mesh())
     reduce_in_fp8(layer)
     layer.set_gradient_divide_factor(3.0)
     layer(torch.randn(32, 64).bfloat16()).backward(torch.randn(32, 128).bfloat16())
