@@ -12,7 +12,7 @@ from ..formats import LEVELS
 from ..nn.conv1d import FP8Conv1D
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
-from .data_parallel import MeetsForState, Replication
+from .data_parallel import MeetsForState, Replication, allow_ddp
 from .optimizer import FP8Optimizer
 from .torch_optimizers import OptimizerError, check_optimizer, use_params
 
@@ -57,10 +57,10 @@ def build_optimizer(
         num_gradients=gradient_accumulation_steps or 1,
         replication=replication,
     )
-    if replication is not None:
-        replication.allow_ddp(model)
-        if LEVELS[opt_level].master_weight is not None:
-            model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP wraps models of one rank too
+        allow_ddp(model, [space.grads for space in built._spaces])
+    if replication is not None and LEVELS[opt_level].master_weight is not None:
+        model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
     return built
 
 

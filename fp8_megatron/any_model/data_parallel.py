@@ -140,25 +140,6 @@ class Replication:
         torch.distributed.all_reduce(value, group=self.group)
         return value
 
-    def allow_ddp(self, model: torch.nn.Module) -> None:
-        """Let torch's DDP wrap `model`: it reduces nothing twice.
-
-        DDP leaves out what a model lists. It refuses a model without a gradient of its own, so it keeps one plain
-        parameter: it averages that one's ``p.grad``, and the mean of the means over replicas is the mean.
-        """
-        owned = {param for module in model.modules() if isinstance(module, FP8Linear) for param in module.parameters()}
-        free = [grad for space in self.spaces for grad in space.grads if grad.param not in owned]
-        kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
-        ignored = [
-            name
-            for name, param in model.named_parameters(remove_duplicate=False)
-            if kept is None or param is not kept.param
-        ]
-        # DDP looks for a root's own parameters under another name.
-        model._ddp_params_and_buffers_to_ignore = ignored + [f".{name}" for name in ignored]  # type: ignore[assignment]
-        if kept is not None:
-            model.register_forward_pre_hook(_SeesDDP(kept))
-
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every replica the first one's values, in place."""
@@ -171,6 +152,29 @@ class Replication:
                 torch.distributed.broadcast(bits, source, group=self.group)
                 if sent.data_ptr() != part.data_ptr():
                     part.copy_(sent)
+
+
+def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads]) -> None:
+    """Let torch's DDP wrap `model`: it reduces nothing twice.
+
+    DDP leaves out what a model lists. It refuses a model without a gradient of its own, so it keeps one plain
+    parameter: it averages that one's ``p.grad``, and the mean of the means over replicas is the mean.
+
+    Args:
+        spaces: the gradients of all trained parameters.
+    """
+    owned = {param for module in model.modules() if isinstance(module, FP8Linear) for param in module.parameters()}
+    free = [grad for space in spaces for grad in space.grads if grad.param not in owned]
+    kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
+    ignored = [
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if kept is None or param is not kept.param
+    ]
+    # DDP looks for a root's own parameters under another name.
+    model._ddp_params_and_buffers_to_ignore = ignored + [f".{name}" for name in ignored]  # type: ignore[assignment]
+    if kept is not None:
+        model.register_forward_pre_hook(_SeesDDP(kept))
 
 
 class _SeesDDP:
@@ -284,8 +288,8 @@ class ShardedGrads(SpaceGrads):
         self._replication.finish()
         if self._squared_norms is None:
             norms = torch.zeros(len(self.space.slots), device=self.space.device)
-            for index, slot in enumerate(self.space.slots):
-                for part in self._parts(slot):
+            for index, other in enumerate(self.space.slots):
+                for part in self._parts(other):
                     norms[index] += part.float().square().sum()
             self._squared_norms = self._replication.sum_(norms)
         index = self._index[slot.offset]

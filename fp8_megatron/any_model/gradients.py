@@ -71,6 +71,12 @@ class ParamGrad:
         """See `GradSource`."""
         self.space.scale_(factor, self.slot)
 
+    def scale_others_(self, factor: Tensor) -> None:
+        """Multiply ``p.grad`` where somebody else keeps it (`is_left_to_others`): the next step takes its values."""
+        grad = self.param.grad
+        if self.is_left_to_others and grad is not None and not self.is_own(grad):
+            grad.mul_(factor)
+
     def zero_(self) -> None:
         """See `GradSource`."""
         self.space.zero_(self.slot)
@@ -299,6 +305,8 @@ def clip_grad_norm_(parameters: torch.nn.Module | Tensor | Iterable[Tensor], max
         space.scale_(factor)
     for own in single:
         own.scale_(factor)
+    for own in (*single, *(grad for space in whole for grad in space.grads)):
+        own.scale_others_(factor)
     for grad in plain:
         grad.mul_(factor.to(grad.device))
     return norm

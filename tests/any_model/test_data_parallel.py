@@ -167,14 +167,24 @@ def test_data_is_split_over_ranks(ranks: RankPool, num_micro_batches: int, clips
             assert torch.equal(value, outcomes[0][1][name]), f"replicas differ in {name}"
 
 
-def test_torchs_ddp_may_wrap_the_model(ranks: RankPool) -> None:
+@pytest.mark.parametrize("clips", ["torch", "ours"])
+def test_torchs_ddp_may_wrap_the_model(ranks: RankPool, clips: str) -> None:
     """DDP keeps one vector, whose FP32 mean it takes; the mean of two equal means is the same. So every bit is."""
-    plain = ranks.run(on_default_group, _on_data, "O3", 1, "torch", num_ranks=2)
-    for losses, weights, norms in ranks.run(on_default_group, _on_data, "O3", 1, "torch", True, num_ranks=2):
+    plain = ranks.run(on_default_group, _on_data, "O3", 1, clips, num_ranks=2)
+    for losses, weights, norms in ranks.run(on_default_group, _on_data, "O3", 1, clips, True, num_ranks=2):
         assert losses == plain[0][0]
         assert norms == plain[0][2]
         for name, value in weights.items():
             assert torch.equal(value, plain[0][1][name]), name
+
+
+def test_torchs_ddp_may_wrap_the_model_of_one_rank(ranks: RankPool) -> None:
+    """A program for many ranks, started on one."""
+    plain = ranks.run(on_default_group, _on_data, "O2", 2, "ours", num_ranks=1)[0]
+    losses, weights, _ = ranks.run(on_default_group, _on_data, "O2", 2, "ours", True, num_ranks=1)[0]
+    assert losses == plain[0]
+    for name, value in weights.items():
+        assert torch.equal(value, plain[1][name]), name
 
 
 def _gradients_are_means(group: Group) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
@@ -186,6 +196,9 @@ def _gradients_are_means(group: Group) -> dict[str, tuple[Tensor, Tensor, Tensor
         param.grad = own.to(param.dtype)
         shown[name] = own
     optimizer.all_reduce_grads()
+    total = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+    squares = [param.grad.clone().double().square().sum() for param in model.parameters()]
+    assert total.item() == pytest.approx(torch.stack(squares).sum().sqrt().item(), rel=1e-5)
     result = {}
     for name, param in model.named_parameters():
         assert param.grad is not None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fp8_megatron import FP8Optimizer
-from fp8_megatron.any_model.data_parallel import MeetsForState, Replication
+from fp8_megatron.any_model.data_parallel import MeetsForState, Replication, allow_ddp
 from fp8_megatron.formats import E4M3, StorageDtype, StorageFormats
 from fp8_megatron.quantization.weight_shards import stored_part
 from fp8_megatron.sharding.storage import ModelStorage
@@ -116,10 +116,10 @@ class LBAdamWBase(Moments, FP8Optimizer):
             replication.broadcast([*model.parameters(), *model.buffers()])
         names = names_of(groups)
         FP8Optimizer.__init__(self, groups, defaults, names=names, values={}, storage=storage, replication=replication)
-        if replication is not None:
-            replication.allow_ddp(model)
-            if storage.formats.master_weight is not None:
-                model.register_state_dict_pre_hook(MeetsForState(replication, lambda: self.is_consolidated))
+        if model is not None and world is not None:
+            allow_ddp(model, [space.grads for space in self._spaces])
+        if replication is not None and storage.formats.master_weight is not None:
+            model.register_state_dict_pre_hook(MeetsForState(replication, lambda: self.is_consolidated))
 
 
 class LBAdamW(LBAdamWBase):
