@@ -280,7 +280,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         picture_class,
     ),
-    "timm mixer": Architecture(
-        _timm("mixer_s16_224", patch_size=8, embed_dim=64, num_blocks=2), picture_class
-    ),
 }  # fmt: skip
