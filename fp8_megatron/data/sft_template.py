@@ -140,7 +140,8 @@ class ChatTemplate:
             if message["role"] != ANSWERING:
                 continue
             prompt = self._write(conversation, index, prompts=True)
-            until = self._write(conversation, index + 1)
+            is_last = index + 1 == len(conversation.messages)
+            until = text if is_last else self._write(conversation, index + 1)
             if not until.startswith(prompt) or not text.startswith(until):
                 raise UserError(
                     f"{conversation.place}, message {index + 1}: the chat template of {self._name} writes this answer "
