@@ -40,12 +40,17 @@ class RankPool:
     """Worker processes for up to `max_ranks` ranks, started when a call first needs them.
 
     Use as a context manager, or `close` it.
+
+    Args:
+        on_gpus: ranks may use GPUs. They are new processes then: CUDA does not work in a fork of a process that has
+            used it, and imports may use it.
     """
 
-    def __init__(self, max_ranks: int) -> None:
+    def __init__(self, max_ranks: int, *, on_gpus: bool = False) -> None:
         self.max_ranks = max_ranks
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context: Any = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
+        if not on_gpus:
+            self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(

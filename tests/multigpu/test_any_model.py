@@ -26,7 +26,7 @@ STEPS, ROWS = 40, 512
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
+    with RankPool(2, on_gpus=True) as pool:
         yield pool
 
 

@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
+    with RankPool(2, on_gpus=True) as pool:
         yield pool
 
 

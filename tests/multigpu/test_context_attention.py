@@ -26,7 +26,7 @@ MOST = min(4, max(2, torch.cuda.device_count()))
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
+    with RankPool(4, on_gpus=True) as pool:
         yield pool
 
 

@@ -30,7 +30,7 @@ WIDTH, LAYERS = 4096, 4
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
+    with RankPool(2, on_gpus=True) as pool:
         yield pool
 
 
