@@ -33,7 +33,7 @@ from ..sharding.partition import Cut, ParamSpace, Slot, StorageClass, partition
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
 from .build import delayed_scales
-from .fsdp_reduce import reduce_in_fp8
+from .fsdp_reduce import check_reshard, reduce_in_fp8
 from .optimizer import FP8Optimizer
 from .shard_grads import ShardGrads
 from .shard_states import local_entry, sharded_entry
@@ -261,6 +261,7 @@ def build_sharded_optimizer(
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            check_reshard(module)
             module.reshard()
     names: Mapping[Any, str] = {param: name for name, param in model.named_parameters()}
     for param, name in names.items():

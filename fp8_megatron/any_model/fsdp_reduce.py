@@ -106,6 +106,23 @@ def reduce_in_own_dtype(model: torch.nn.Module) -> None:
             module.set_custom_reduce_scatter(DefaultReduceScatter())
 
 
+def check_reshard(module: FSDPModule) -> None:
+    """Check that `module` gathers its FP8 weights from all ranks.
+
+    Raises:
+        UserError: it was sharded with a number of ranks as ``reshard_after_forward``.
+    """
+    for group in _param_groups(module):
+        kept_by = getattr(group.post_forward_mesh_info, "shard_mesh_size", None)
+        if kept_by in (None, group.mesh_info.shard_mesh_size):
+            continue
+        if any(stored_part(fsdp_param.sharded_param) is not None for fsdp_param in group.fsdp_params):
+            raise UserError(
+                f"reshard_after_forward={kept_by}: torch does not gather FP8 weights from fewer ranks; give "
+                f"fully_shard True or False"
+            )
+
+
 def _modules(model: torch.nn.Module) -> list[FSDPModule]:
     """FSDP modules with parameters of their own, over one mesh."""
     found = (module for module in model.modules() if isinstance(module, FSDPModule))

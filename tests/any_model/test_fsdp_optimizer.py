@@ -297,3 +297,17 @@ def trains_with(group: Group, recipe: str) -> list[float]:
 def test_compiled_blocks_and_recipes(ranks: RankPool, recipe: str) -> None:
     first, second = ranks.run(on_default_group, trains_with, recipe, num_ranks=2)
     assert first == second and first[3] < 0.75 * first[0], first
+
+
+def resharded_to_fewer(group: Group) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    replace_linears(model)
+    fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=2)
+    with pytest.raises(UserError) as raised:
+        fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    return str(raised.value)
+
+
+def test_resharding_to_fewer_ranks_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(on_default_group, resharded_to_fewer, num_ranks=4):
+        assert "reshard_after_forward=2: torch does not gather FP8 weights from fewer ranks" in message
