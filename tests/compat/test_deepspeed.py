@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,42 @@ def test_the_engine_is_the_raw_loop(ranks: RankPool, level: str, stage: int, wor
         assert result["norm"] > MAX_NORM, "nothing was clipped"
         for name, value in result["weights"].items():
             assert torch.equal(value, expected["weights"][name]), name
+
+
+def _with_accelerate(site: str) -> list[float]:
+    """Accelerate's own DeepSpeed integration, with its MS-AMP switch."""
+    sys.path.insert(0, site)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29532", LOCAL_WORLD_SIZE="1", DS_ACCELERATOR="cpu")
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    import accelerate
+
+    torch.distributed.init_process_group("gloo")
+
+    plugin = accelerate.DeepSpeedPlugin(
+        zero_stage=2,
+        enable_msamp=True,
+        msamp_opt_level="O2",
+        gradient_accumulation_steps=ACCUMULATE,
+        gradient_clipping=MAX_NORM,
+    )
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", deepspeed_plugin=plugin)
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = small.BATCH
+    model, optimizer = accelerator.prepare(*small.build(1))
+    losses = []
+    for tokens, classes in small.batches(2 * NUM_STEPS * ACCUMULATE, seed=10):
+        with accelerator.accumulate(model):
+            loss = torch.nn.functional.cross_entropy(model(tokens).float(), classes)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_accelerates_deepspeed_with_msamp(ranks: RankPool, msamp_site: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("accelerate")
+    with RankPool(1) as fresh:
+        losses = fresh.run(_with_accelerate, str(msamp_site), num_ranks=1)[0]
+    assert losses == ranks.run(_raw_on_a_rank, "O2", num_ranks=1)[0]["losses"]
