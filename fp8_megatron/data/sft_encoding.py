@@ -19,7 +19,8 @@ import numpy as np
 from ..errors import UserError
 from .documents import RawBatch, documents_of, read_batches
 from .sft_conversations import conversations_of
-from .sft_template import ChatTemplate, template_text
+from .sft_formats import template_text
+from .sft_template import ChatTemplate
 from .transformers_tokenizer import HuggingFaceTokenizer
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from ..config.schema import Config, DataConfig
 from ..config.words import decimal
 from ..errors import UserError
 from .sft_conversations import check_conversation_file
-from .sft_template import template_text
+from .sft_formats import template_text
 from .tokenizer_settings import TokenizerOptions, tokenizer_problems
 
 #: What to do with a damaged file, for errors.

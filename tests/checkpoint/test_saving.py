@@ -33,6 +33,7 @@ from fp8_megatron.checkpoint.run_state import Progress, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import StorageDtype
+from fp8_megatron.sharding.replicas import Replicas
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, train_steps, whole_state
 from tests.harness.tiny_gpt import GPT3_STYLE, TinyGPT, tiny_config
@@ -160,7 +161,8 @@ class OneRank:
         def rank(self) -> int:
             return 0
 
-    tp = pp = dp = Group()
+    tp = pp = Group()
+    replicas = Replicas.of(None, torch.device("cpu"))
 
 
 class Run:

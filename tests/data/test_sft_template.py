@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fp8_megatron.data.sft_conversations import check_conversation_file, conversations_of
-from fp8_megatron.data.sft_template import FORMATS, ChatTemplate, template_text
+from fp8_megatron.data.sft_formats import FORMATS, template_text
+from fp8_megatron.data.sft_template import ChatTemplate
 from fp8_megatron.data.transformers_tokenizer import HuggingFaceTokenizer
 from fp8_megatron.errors import UserError
 from tests.harness.chat_tokenizer import CHATML, MARKED_CHATML, save_chat_tokenizer, talk, write_lines
