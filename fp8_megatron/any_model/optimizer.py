@@ -74,6 +74,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         replication: Replication | None = None,
     ) -> None:
         self._replication = replication
+        self._knew_ranks = _num_ranks() is not None
         self._names = names
         self._values = values
         self._storage = storage
@@ -305,6 +306,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _update(self) -> None:
         self._check_frozen()
+        self._check_ranks()
         self._drop_consolidated()
         self.take_written_values()
         used = [space.grads.settle() for space in self._spaces]
@@ -321,6 +323,14 @@ class FP8Optimizer(torch.optim.Optimizer):
         for history in self._histories:
             history.update(group, factor)
         self._wait_for_weights()
+
+    def _check_ranks(self) -> None:
+        num_ranks = None if self._knew_ranks else _num_ranks()
+        if num_ranks is not None and num_ranks > 1:
+            raise OptimizerError(
+                f"torch.distributed has {num_ranks} ranks now and had none at initialize, so gradients stay on their "
+                f"ranks: call init_process_group (or make the Accelerator) before initialize"
+            )
 
     def _grad_factor(self) -> Tensor:
         """What gradients are multiplied by, FP32 [1]: 1 / GradScaler's scale, or NaN if the step is skipped."""
@@ -392,6 +402,13 @@ class FP8Optimizer(torch.optim.Optimizer):
         """The values that plain parameters have are their masters'."""
         if space.space.storage is not StorageClass.LINEAR:
             space.seen = [(slot.param.data_ptr(), slot.param._version) for slot in space.space.slots]
+
+
+def _num_ranks() -> int | None:
+    """Ranks of torch.distributed; None before it is initialised."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    return torch.distributed.get_world_size()
 
 
 def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -16,6 +16,7 @@ from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.gradients import clip_grad_norm_
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
+from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.device.group import Group
 from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -358,3 +359,24 @@ def test_grad_scaler_skips_on_all_ranks(ranks: RankPool, unscales: bool) -> None
         assert num_skipped == 1
         for name, value in weights.items():
             assert torch.equal(value, outcomes[0][2][name]), name
+
+
+def _joins_late() -> str:
+    model, optimizer = build("O2")
+    torch.distributed.init_process_group("gloo")
+    try:
+        model(torch.arange(16)).sum().backward()
+        try:
+            optimizer.step()
+        except OptimizerError as error:
+            return str(error)
+        return ""
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_join_after_initialize_are_an_error(ranks: RankPool) -> None:
+    """Each would train on its own data alone."""
+    assert ranks.run(_joins_late, num_ranks=1) == [""]
+    for message in ranks.run(_joins_late, num_ranks=2):
+        assert "2 ranks now" in message and "before initialize" in message
