@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import importlib.metadata
 import importlib.util
 import json
-import platform
 import pstats
 import shlex
 import statistics
@@ -37,6 +35,7 @@ from torch.autograd import DeviceType
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.any_model_work import WORKS, Trainee, build
+from benchmarks.provenance import commit, device_name, versions
 from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.device.cudnn import load_bundled
@@ -212,18 +211,11 @@ def _table(results: list[Result]) -> Table:
 
 
 def _report(results: list[Result]) -> dict[str, Any]:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "command": shlex.join(["python", *sys.argv]),
-        "commit": commit.stdout.strip() or None,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": versions,
+        "commit": commit(),
+        "device": device_name(),
+        "versions": versions(_PACKAGES),
         "about": {name: work.about for name, work in WORKS.items()},
         "results": [asdict(result) for result in results],
     }

@@ -31,8 +31,9 @@ from rich.console import Console
 
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.comparison import Result, device_name, finite, table_of, write_report
+from benchmarks.comparison import Result, finite, table_of, write_report
 from benchmarks.peers.runs import PEERS
+from benchmarks.provenance import device_name
 from fp8_megatron.commands.arguments import Parser, output_folder, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags, parse_config

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
-import platform
 import shlex
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.provenance import commit, device_name, versions
 
 #: Packages whose version changes what is measured.
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine", "torchao")
@@ -52,10 +50,6 @@ def finite(loss: float | None) -> float | None:
     return loss if loss is not None and math.isfinite(loss) else None
 
 
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
 def table_of(args: argparse.Namespace, results: list[Result]) -> Table:
     work = f"GPT-{args.model}, {args.nproc_per_node} GPUs, micro {args.micro_batch_size} × {args.num_micro_batches}"
     table = Table(title=work)
@@ -76,29 +70,17 @@ def table_of(args: argparse.Namespace, results: list[Result]) -> Table:
 
 
 def write_report(args: argparse.Namespace, results: list[Result]) -> None:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     report: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit(),
         "device": device_name(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions(_PACKAGES),
         "results": [asdict(result) for result in results],
     }
     (args.output_dir / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
     with (args.output_dir / "comparison.md").open("w") as file:
         Console(file=file, width=150).print(table_of(args, results))
     _plot(args, results)
-
-
-def _versions() -> dict[str, str]:
-    """Versions of the installed packages."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _plot(args: argparse.Namespace, results: list[Result]) -> None:

@@ -12,16 +12,19 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import get_args
 
 import torch
 from torch import Tensor
 
+# Run as a script from a clone, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.provenance import commit
 from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.data.sequence_parts import SequencePart
@@ -224,10 +227,9 @@ def _report(args: argparse.Namespace, rows: list[Row], device: torch.device) -> 
         )
     if args.output is None:
         return
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     report = {
         "command": shlex.join(["torchrun", *sys.argv]),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "ranks": int(os.environ["WORLD_SIZE"]),
         "torch": torch.__version__,

@@ -13,12 +13,10 @@ import argparse
 import importlib.metadata
 import json
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import attention_cases
 import block_cases
@@ -28,6 +26,7 @@ import linear_cases
 import torch
 from kernel_timing import Bench, Case, Row
 from linear_cases import LinearRow, Shape
+from provenance import commit
 
 from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.commands.program import exit_status
@@ -118,18 +117,6 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def commit() -> str | None:
-    """Of the checkout that this file is in."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, timeout=10
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

@@ -14,15 +14,18 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+# Run as a script from a clone, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.provenance import commit
 from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum_rows
 from fp8_megatron.collectives.transport import copy_engine
 from fp8_megatron.commands.arguments import Parser, output_file, whole
@@ -266,10 +269,9 @@ def _report(args: argparse.Namespace, rows: list[Row], wrong: int, device: torch
     print(f"{wrong} of {args.check_exchanges} exchanges wrong")
     if args.output is None:
         return
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     report = {
         "command": shlex.join(["torchrun", *sys.argv]),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "ranks": int(os.environ["WORLD_SIZE"]),
         "launch_queues": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
