@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ pytestmark = [
 ]
 
 STEPS, ROWS = 40, 512
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[RankPool]:
-    with RankPool(2, on_gpus=True) as pool:
-        yield pool
 
 
 def _model(seed: int) -> torch.nn.Sequential:

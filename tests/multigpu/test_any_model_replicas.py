@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,12 +13,6 @@ pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[RankPool]:
-    with RankPool(2, on_gpus=True) as pool:
-        yield pool
 
 
 def _equal(group: Group, level: str, dtype: torch.dtype) -> Outcome:

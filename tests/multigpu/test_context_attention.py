@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,12 +20,6 @@ pytestmark = [
 SCALE, WIDTH, HEADS = 0.1, 128, 8
 #: Largest number of GPUs that are tried.
 MOST = min(4, max(2, torch.cuda.device_count()))
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[RankPool]:
-    with RankPool(4, on_gpus=True) as pool:
-        yield pool
 
 
 def operands(length: int, batch: int, groups: int, device: torch.device) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ pytestmark = [
 ]
 
 WIDTH, LAYERS = 4096, 4
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[RankPool]:
-    with RankPool(2, on_gpus=True) as pool:
-        yield pool
 
 
 def _on_gpus(function: Any, *arguments: Any) -> Any:
