@@ -14,6 +14,7 @@ weight_shards`), and `fp8_megatron.initialize` gives the shards FP8 state:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ class ShardedParam:
                 f"that divides it, or keep the layer out of replace_linears with its filter"
             )
         rows = local if is_even else local.detach().clone()
-        width = -(-param.shape[axis] // ranks) * _numel(param.shape[axis + 1 :])
+        width = -(-param.shape[axis] // ranks) * math.prod(param.shape[axis + 1 :])
         stride = width if axis == 0 else width * ranks
         group = param.device_mesh.get_group(mesh_dim)
         return cls(name, param, rows, not is_even, group, Cut(max(1, width), max(1, stride), rank * width))
@@ -290,10 +291,3 @@ def _agree_on_scales(params: Sequence[Tensor]) -> None:
         part = stored_part(param)
         if part is not None and isinstance(param, DTensor):
             agree_on_scale_(part, param.device_mesh.get_group(param.device_mesh.ndim - 1))
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
