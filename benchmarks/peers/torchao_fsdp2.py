@@ -142,7 +142,7 @@ class GPT(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """FP32 []: mean loss over unmasked tokens, nats."""
         x = self.embedding(batch["tokens"], batch["position_ids"])
-        rotation = rotation_of(self.model, x.device) if self.model.position_embedding_type == "rope" else None
+        rotation = rotation_of(self.model, x.device) if self.model.uses_rope else None
         for layer in self.decoder.layers:
             x = layer(x, rotation)
         x = self.decoder.final_layernorm(x)

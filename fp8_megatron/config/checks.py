@@ -17,6 +17,7 @@ from .limits import limit_problems
 from .pipeline_checks import interleaving_problem, layout_problem, recompute_problem
 from .precision_checks import precision_problems
 from .recompute_checks import recompute_module_problems
+from .rope_checks import rope_problems
 from .run_checks import profile_problems, run_problems
 from .schedule_checks import batch_problem, schedule_problems
 from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig
@@ -39,6 +40,7 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
     if not problems:
         problems += _check_layout(config, world_size)
         problems += _check_heads(config)
+        problems += rope_problems(config)
         problems += attention_problems(config)
         problems += context_problems(config)
         problems += _check_activation(config)
@@ -254,12 +256,6 @@ def _check_heads(config: Config) -> Iterator[str]:
             )
     elif model.num_query_groups != 1:
         yield f"num_query_groups({model.num_query_groups}) has no effect alone; add --group-query-attention"
-    rotated = int(model.head_dim * model.rotary_percent)
-    if model.position_embedding_type == "rope" and (rotated % 2 or rotated == 0):
-        yield (
-            f"rope rotates pairs, but head width({model.head_dim}) × rotary_percent({model.rotary_percent}) = {rotated}"
-            f" is not a positive even number; choose another kv_channels or num_attention_heads"
-        )
     if model.max_position_embeddings is not None and model.max_position_embeddings < model.seq_length:
         yield (
             f"max_position_embeddings({model.max_position_embeddings}) < seq_length({model.seq_length}); "

@@ -58,11 +58,22 @@ def _no_history(config: Config) -> str | None:
 
 def _no_rope(config: Config) -> str | None:
     kind = config.model.position_embedding_type
+    return None if config.model.uses_rope else f"under position_embedding_type({kind})"
+
+
+def _other_than_rope(config: Config) -> str | None:
+    kind = config.model.position_embedding_type
     return None if kind == "rope" else f"under position_embedding_type({kind})"
 
 
 def _no_rope_scaling(config: Config) -> str | None:
-    return "without use_rope_scaling" if _no_rope(config) is None and not config.model.use_rope_scaling else None
+    is_plain = config.model.position_embedding_type == "rope" and not config.model.use_rope_scaling
+    return "without use_rope_scaling" if is_plain else None
+
+
+def _no_yarn(config: Config) -> str | None:
+    kind = config.model.position_embedding_type
+    return None if kind == "yarn" else f"under position_embedding_type({kind})"
 
 
 def _not_fp16(config: Config) -> str | None:
@@ -143,17 +154,30 @@ def _no_profile(config: Config) -> str | None:
 
 
 _RULES = (
+    Ignored(("rotary_base",), _no_rope, "give --position-embedding-type rope"),
     Ignored(
-        (
-            "rotary_base",
+        (  # megatron-core's YaRN reads none of them, or refuses them
             "rotary_percent",
             "rotary_interleaved",
             "rotary_seq_len_interpolation_factor",
             "use_rope_scaling",
             "rope_scaling_factor",
         ),
-        _no_rope,
+        _other_than_rope,
         "give --position-embedding-type rope",
+    ),
+    Ignored(
+        (
+            "rotary_scaling_factor",
+            "yarn_original_max_position_embeddings",
+            "yarn_beta_fast",
+            "yarn_beta_slow",
+            "yarn_correction_range_round_to_int",
+            "mscale",
+            "mscale_all_dim",
+        ),
+        _no_yarn,
+        "give --position-embedding-type yarn",
     ),
     Ignored(("rope_scaling_factor",), _no_rope_scaling, "give --use-rope-scaling"),
     Ignored(("cp_comm_type",), _whole_sequences, "raise --context-parallel-size"),

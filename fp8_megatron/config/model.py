@@ -5,8 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .fields import AtLeastOne, BelowOne, Count, Layers, OptionalSize, Positive, Size, Switch, Text, UpToOne
+from .fields import (
+    AtLeastOne,
+    BelowOne,
+    Count,
+    Layers,
+    NotNegative,
+    OptionalSize,
+    Positive,
+    Size,
+    Switch,
+    Text,
+    UpToOne,
+)
 from .windows import has_window, layer_pattern, window_sizes
+
+#: Kinds of position embedding that rotate query and key.
+ROTARY_KINDS = ("rope", "yarn")
 
 
 @dataclass(frozen=True)
@@ -32,8 +47,9 @@ class ModelConfig:
     """Tokens in a training sequence."""
     max_position_embeddings: OptionalSize = None
     """Rows of the learned position table. Default: seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """Kind of position embedding. none: attention's mask alone tells tokens apart."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
+    """Kind of position embedding. yarn: RoPE scaled by YaRN (arXiv 2309.00071). none: attention's mask alone tells
+    tokens apart."""
     rotary_base: Count = 10000
     """Base period of RoPE."""
     rotary_percent: UpToOne = 1.0
@@ -46,6 +62,21 @@ class ModelConfig:
     """Scale RoPE's frequencies as Llama 3.1, from an original context of 8192."""
     rope_scaling_factor: AtLeastOne = 8.0
     """Of --use-rope-scaling: how many times longer the context becomes (Llama 3.1: 8; Llama 3.2: 32)."""
+    rotary_scaling_factor: AtLeastOne = 1.0
+    """Of YaRN: how many times longer the context becomes."""
+    yarn_original_max_position_embeddings: Size = 4096
+    """Of YaRN: positions of the context that the model was trained with."""
+    yarn_beta_fast: Positive = 32.0
+    """Of YaRN: pairs of columns that turn more often than this within the original context are not scaled."""
+    yarn_beta_slow: Positive = 1.0
+    """Of YaRN: pairs that turn less often than this are scaled by the whole factor. Pairs between are blended."""
+    yarn_correction_range_round_to_int: Switch = True
+    """Of YaRN: the first and the last blended pair are whole numbers."""
+    mscale: NotNegative = 1.0
+    """Of YaRN: with factor s, query and key are multiplied by (0.1 · mscale · ln s + 1) / (0.1 · mscale-all-dim ·
+    ln s + 1)."""
+    mscale_all_dim: NotNegative = 0.0
+    """Of YaRN: see --mscale."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm."""
     norm_epsilon: Positive = 1e-5
@@ -87,6 +118,11 @@ class ModelConfig:
         """The MLP's activation, as `kernels.activation` names it."""
         given = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(self, name)]
         return given[0] if given else "gelu"
+
+    @property
+    def uses_rope(self) -> bool:
+        """Whether query and key are rotated."""
+        return self.position_embedding_type in ROTARY_KINDS
 
     @property
     def is_gated(self) -> bool:

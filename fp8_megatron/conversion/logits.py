@@ -19,8 +19,9 @@ from torch import Tensor
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, module_name
 from ..config.schema import Config, ModelConfig, ParallelConfig
-from ..mcore.gpt import rotary_table, transformer_config
+from ..mcore.gpt import transformer_config
 from ..mcore.layer_spec import block_submodules
+from ..mcore.rope import replaced_position_embedding, rotary_table
 from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
 from .hugging_face import Family
@@ -78,7 +79,7 @@ def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
         vocab_size=num_rows,
         max_sequence_length=model.max_position_embeddings or model.seq_length,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
+        position_embedding_type=replaced_position_embedding(model),
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
     )

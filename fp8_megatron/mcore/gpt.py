@@ -19,15 +19,13 @@ from torch import Tensor
 from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..config.windows import layer_pattern, window_sizes
-from ..data.sequence_parts import SequencePart
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
-from ..nn.rope import rope_frequencies
 from ..quantization.recipe import Recipe
 from .initialization import named_quantizers_of_model
 from .layer_spec import block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
-from .rope import RotaryTable
+from .rope import RotaryTable, replaced_position_embedding, rotary_table, tell_yarn
 from .topology import Topology
 
 
@@ -99,7 +97,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
     dtype = torch.float16 if config.precision.precision == "fp16" else torch.bfloat16
     # megatron-core fuses these with torch.compile, which needs a C++ toolchain on a CPU.
     fuses_activation = on_gpu and (model.swiglu or (model.activation == "gelu" and not model.disable_bias_linear))
-    return TransformerConfig(
+    settings = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.padded_ffn_hidden_size,
@@ -151,6 +149,8 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         recompute_modules=_recomputed_modules(config),
         **_te_settings(config.precision),
     )
+    tell_yarn(settings, model)
+    return settings
 
 
 def _recomputed_modules(config: Config) -> list[str]:
@@ -245,23 +245,6 @@ def build_model(
     return chunks
 
 
-def rotary_table(model: ModelConfig, device: torch.device, part: SequencePart | None = None) -> RotaryTable | None:
-    """The angles of a model's RoPE, for all its chunks; None without RoPE.
-
-    Args:
-        part: see `RotaryTable`.
-    """
-    if model.position_embedding_type != "rope":
-        return None
-    frequencies = rope_frequencies(
-        int(model.head_dim * model.rotary_percent),
-        model.rotary_base,
-        interpolation=model.rotary_seq_len_interpolation_factor,
-        llama3_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
-    )
-    return RotaryTable(frequencies, model.seq_length, device, part)
-
-
 def _build_chunk(
     config: Config,
     mcore_config: TransformerConfig,
@@ -304,7 +287,9 @@ def _build_chunk(
         pre_process=is_vp_first_stage(vp_stage, virtual) and topology.is_first_stage,
         post_process=is_vp_last_stage(vp_stage, virtual) and topology.is_last_stage,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
+        position_embedding_type=(
+            replaced_position_embedding(model) if model_class is GPT else model.position_embedding_type
+        ),
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         rope_scaling=model.use_rope_scaling,

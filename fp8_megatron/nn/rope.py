@@ -6,6 +6,7 @@ An FP8 layer computes both inside its QKV projection (`nn.qkv`).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,64 @@ from .operands import delivered
 _LLAMA3_CONTEXT, _LLAMA3_FEW_TURNS, _LLAMA3_MANY_TURNS = 8192, 1.0, 4.0
 
 
+@dataclass(frozen=True)
+class Yarn:
+    """Scaling of RoPE for a longer context by YaRN (arXiv 2309.00071), with megatron-core's arithmetic.
+
+    Attributes:
+        factor: how many times longer the context becomes, s in the paper; at least 1.
+        original_context: positions of the context that the model was trained with.
+        beta_fast: pairs that turn more often than this within the original context keep their frequency.
+        beta_slow: pairs that turn less often have it divided by `factor`. Pairs between are blended.
+        rounds_range: the first and the last blended pair are whole numbers.
+        mscale, mscale_all_dim: see `magnitude`.
+    """
+
+    factor: float
+    original_context: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    rounds_range: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @property
+    def magnitude(self) -> float:
+        """What multiplies cosines and sines: (0.1 · mscale · ln s + 1) / (0.1 · mscale_all_dim · ln s + 1).
+
+        With the defaults it is the paper's √(1/t) (section 3.4). Attention's logits grow by its square.
+        """
+        log = 0.1 * math.log(self.factor)
+        return (self.mscale * log + 1.0) / (self.mscale_all_dim * log + 1.0)
+
+    def scaled(self, frequencies: Tensor, base: float) -> Tensor:
+        """The frequencies blended with those divided by `factor` ("NTK-by-parts", section 3.2), float64 [R / 2].
+
+        Args:
+            frequencies: of `base`, which is above 1.
+        """
+        num_pairs = len(frequencies)
+
+        def pair_of(turns: float) -> float:
+            """The pair, between whole numbers too, that turns this often within the original context."""
+            return num_pairs * math.log(self.original_context / (turns * 2 * math.pi)) / math.log(base)
+
+        first, last = pair_of(self.beta_fast), pair_of(self.beta_slow)
+        if self.rounds_range:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+        pairs = torch.arange(num_pairs, dtype=torch.float64)
+        divided = ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+        return frequencies * (divided / self.factor + 1.0 - divided)
+
+
 def rope_frequencies(
-    rotary_dim: int, base: float, *, interpolation: float = 1.0, llama3_factor: float | None = None
+    rotary_dim: int,
+    base: float,
+    *,
+    interpolation: float = 1.0,
+    llama3_factor: float | None = None,
+    yarn: Yarn | None = None,
 ) -> Tensor:
     """base^(−2i / R) for each pair i of the R = `rotary_dim` rotated columns, float64 [R / 2] (arXiv 2104.09864,
     section 3.2.2).
@@ -31,23 +88,27 @@ def rope_frequencies(
         llama3_factor: scale as Llama 3.1, whose original context is 8,192. Frequencies with wavelengths above 8,192
             positions are divided by this factor, those below 2,048 are kept, and those between are blended. None: no
             scaling.
+        yarn: scale by YaRN. None: no scaling.
     """
     frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     if llama3_factor is not None:
         turns = _LLAMA3_CONTEXT * frequencies / (2 * math.pi)  # within the original context
         kept = ((turns - _LLAMA3_FEW_TURNS) / (_LLAMA3_MANY_TURNS - _LLAMA3_FEW_TURNS)).clamp(0.0, 1.0)
         frequencies = frequencies * (kept + (1.0 - kept) / llama3_factor)
+    if yarn is not None:
+        frequencies = yarn.scaled(frequencies, base)
     return frequencies / interpolation
 
 
-def cos_sin_table(frequencies: Tensor, num_positions: int) -> Tensor:
-    """Cosine and sine of position · frequency: FP32 [num_positions, 2, R / 2], computed in float64.
+def cos_sin_table(frequencies: Tensor, num_positions: int, magnitude: float = 1.0) -> Tensor:
+    """Cosine and sine of position · frequency, times `magnitude`: FP32 [num_positions, 2, R / 2], computed in float64.
 
     Args:
         frequencies: float64 [R / 2], in radians a position.
+        magnitude: see `Yarn.magnitude`.
     """
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
-    return torch.stack([angles.cos(), angles.sin()], dim=1).float()
+    return torch.stack([angles.cos(), angles.sin()], dim=1).mul_(magnitude).float()
 
 
 def rotated_parts(y: Tensor, rotation: Rotation, widths: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:

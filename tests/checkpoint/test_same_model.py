@@ -20,6 +20,7 @@ from fp8_megatron.config.model import ModelConfig
 from fp8_megatron.config.words import decimal
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE
 
+YARN = replace(LLAMA_STYLE, position_embedding_type="yarn", rotary_scaling_factor=4.0)
 FOLDER = Path("iter_0000003")
 #: Settings that a tensor's name or shape shows.
 SHOWN = {
@@ -93,13 +94,28 @@ def test_a_value_that_the_setting_does_not_take(name: str, value: object) -> Non
             replace(LLAMA_STYLE, use_rope_scaling=True),
             "--rope-scaling-factor 32.0",
         ),
+        ({"position_embedding_type": "yarn"}, LLAMA_STYLE, "--position-embedding-type yarn"),
+        ({"rotary_scaling_factor": 8.0, "yarn_beta_fast": None}, YARN, "--rotary-scaling-factor 8.0"),
+        ({"yarn_beta_fast": None}, replace(YARN, yarn_beta_fast=64.0), "--yarn-beta-fast 32.0"),
+        (
+            {"yarn_original_max_position_embeddings": None},
+            replace(YARN, yarn_original_max_position_embeddings=32),
+            "--yarn-original-max-position-embeddings 4096",
+        ),
+        (
+            {"yarn_correction_range_round_to_int": False},
+            YARN,
+            "--no-yarn-correction-range-round-to-int",
+        ),
+        ({"mscale": 0.7, "mscale_all_dim": 0.7}, YARN, "--mscale 0.7"),
         ({"window_size": (128, 0), "window_attn_skip_freq": 2}, GPT3_STYLE, "--window-size 128,0"),
     ],
 )
 def test_differences(arguments: dict[str, object], model: ModelConfig, flag: str) -> None:
     found = first_difference(settings_of_arguments(arguments), model)
     assert found is not None and found.flag == flag
-    (name,) = [name for name in COMPUTED if flag.startswith("--" + name.replace("_", "-")) or f"no-{name}" in flag]
+    word = flag.split()[0].removeprefix("--").removeprefix("no-")
+    (name,) = [name for name in COMPUTED if name.replace("_", "-") == word]
     assert found.sentence(FOLDER, "--config", "correct it") == (
         f"iter_0000003 was saved with {name}({found.saved}), --config has {name}({getattr(model, name)}), under which "
         "those weights compute something else; correct it"
@@ -117,6 +133,13 @@ def test_what_does_not_differ() -> None:
     for saved in ({"use_rope_scaling": False}, settings_of_arguments(unscaled)):
         assert first_difference(saved, longer) is not None
         assert first_difference(saved, longer, finetune=True) is None
+    assert first_difference({"rotary_scaling_factor": 8.0, "mscale": 0.7}, LLAMA_STYLE) is None
+    assert first_difference({"rotary_percent": 0.5, "use_rope_scaling": True, "rope_scaling_factor": 4.0}, YARN) is None
+    scaled = {"position_embedding_type": "yarn", "rotary_scaling_factor": 8.0}
+    assert first_difference(scaled, LLAMA_STYLE, finetune=True) is None
+    assert first_difference({"position_embedding_type": "rope"}, YARN, finetune=True) is None
+    assert first_difference({"position_embedding_type": "rope"}, GPT3_STYLE, finetune=True) is not None
+    assert first_difference({"position_embedding_type": "none"}, YARN, finetune=True) is not None
     own = replace(LLAMA_STYLE, num_layers=2, window_size="(8, 0)", window_attn_skip_freq="[1, 0]")
     theirs = settings_of_arguments({"window_size": (8, 0), "window_attn_skip_freq": 2})
     assert theirs == {"window_size": "8,0", "window_attn_skip_freq": "2"} and first_difference(theirs, own) is None

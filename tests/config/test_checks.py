@@ -26,6 +26,7 @@ def problems(config: Config, world_size: int) -> list[str]:
     return []
 
 
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
 FP8_ATTENTION = "--fp8-dot-product-attention --attention-dropout 0 --fp8-recipe delayed --kv-channels 128 "
 VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 8 "
 
@@ -60,6 +61,7 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (1, "--recompute-activations --recompute-modules mlp core_attn layernorm"),
         (1, "--recompute-activations --recompute-modules mlp --cuda-graph-impl local"),
         (1, "--position-embedding-type rope --rotary-percent 0.5"),
+        (1, f"{YARN} --yarn-original-max-position-embeddings 256 --mscale 0.7 --mscale-all-dim 0.7 --rotary-base 5"),
         (1, "--hidden-size 384 --num-attention-heads 10 --kv-channels 32"),
         (1, "--squared-relu --position-embedding-type none"),
         (1, "--quick-geglu --openai-gelu --no-position-embedding --use-rotary-position-embeddings"),
@@ -243,6 +245,18 @@ FULL = "--recompute-granularity full "
             "--position-embedding-type rope --kv-channels 33 --bf16",
             "head width(33) × rotary_percent(1.0) = 33 is not a positive even number",
         ),
+        (
+            1,
+            "--position-embedding-type yarn",
+            "rotary_scaling_factor(1.0) scales nothing; give --rotary-scaling-factor",
+        ),
+        (1, f"{YARN} --rotary-base 1", "position_embedding_type(yarn) needs a rotary_base above 1"),
+        (
+            1,
+            f"{YARN} --yarn-beta-fast 2 --yarn-beta-slow 2",
+            "yarn_beta_fast(2.0) is not above yarn_beta_slow(2.0); give a larger --yarn-beta-fast",
+        ),
+        (1, f"{YARN} --kv-channels 33 --bf16", "head width(33)"),
         (1, "--max-position-embeddings 512", "max_position_embeddings(512) < seq_length(1024); choose at least 1024"),
         # sizes of FP8 GEMMs
         (
@@ -601,6 +615,25 @@ IGNORED = [
         "rope_scaling_factor",
         "--position-embedding-type rope --rope-scaling-factor 4",
         "without use_rope_scaling",
+    ),
+    ("rotary_percent", f"{YARN} --rotary-percent 0.5", "under position_embedding_type(yarn); drop it or give"),
+    ("rotary_interleaved", f"{YARN} --rotary-interleaved", "under position_embedding_type(yarn)"),
+    (
+        "rotary_seq_len_interpolation_factor",
+        f"{YARN} --rotary-seq-len-interpolation-factor 2",
+        "under position_embedding_type(yarn)",
+    ),
+    ("use_rope_scaling", f"{YARN} --use-rope-scaling", "under position_embedding_type(yarn)"),
+    (
+        "rotary_scaling_factor",
+        "--position-embedding-type rope --rotary-scaling-factor 2",
+        "under position_embedding_type(rope)",
+    ),
+    ("yarn_beta_slow", "--yarn-beta-slow 2", "under position_embedding_type(learned_absolute); drop it or give --pos"),
+    (
+        "yarn_correction_range_round_to_int",
+        "--position-embedding-type rope --no-yarn-correction-range-round-to-int",
+        "under position_embedding_type(rope); drop it or give --position-embedding-type yarn",
     ),
     ("opt_level", "--bf16 --opt-level O2", "under precision(bf16); drop it or choose --precision fp8"),
     ("first_last_layers_bf16", "--fp16 --first-last-layers-bf16", "under precision(fp16)"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from fp8_megatron.config.schema import ModelConfig, PrecisionConfig, TrainingConfig
 from fp8_megatron.mcore.attention import CoreAttention
-from fp8_megatron.mcore.gpt import rotary_table, transformer_config
+from fp8_megatron.mcore.gpt import transformer_config
+from fp8_megatron.mcore.rope import rotary_table, tell_yarn
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.self_attention import RotarySelfAttention
 from fp8_megatron.mcore.topology import initialized
@@ -25,6 +28,16 @@ from tests.harness.tiny_gpt import LLAMA_STYLE, tiny_config
 
 CPU = torch.device("cpu")
 BATCH = 2
+#: YaRN's factor 64 multiplies query and key by 1.42; 5 of 16 pairs turn within the original context.
+ROPES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "half": {"rotary_percent": 0.5},
+    "yarn": {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 64.0,
+        "yarn_original_max_position_embeddings": 100,
+    },
+}
 
 
 def _build(kind: type[SelfAttention], model: ModelConfig, *, recomputes: bool) -> SelfAttention:
@@ -39,6 +52,7 @@ def _build(kind: type[SelfAttention], model: ModelConfig, *, recomputes: bool) -
         pipeline_dtype=torch.float32,
         autocast_dtype=torch.float32,
     )
+    tell_yarn(settings, model)
     layer = kind(
         settings,
         SelfAttentionSubmodules(
@@ -72,16 +86,27 @@ def _both(model: ModelConfig, recomputes: bool) -> tuple[list[Tensor], list[Tens
         table = rotary_table(model, CPU)
         assert table is not None
         ours = _outputs(_build(RotarySelfAttention, model, recomputes=recomputes), table(model.seq_length), 32)
-        theirs = RotaryEmbedding(model.head_dim, model.rotary_percent, rotary_base=model.rotary_base)
-        stock = _outputs(_build(SelfAttention, model, recomputes=recomputes), theirs(model.seq_length), 32)
+        stock = _outputs(_build(SelfAttention, model, recomputes=recomputes), _megatrons_angles(model), 32)
         return ours, stock
 
 
+def _megatrons_angles(model: ModelConfig) -> Tensor:
+    if model.position_embedding_type == "rope":
+        return RotaryEmbedding(model.head_dim, model.rotary_percent, rotary_base=model.rotary_base)(model.seq_length)
+    angles, _ = YarnRotaryEmbedding(
+        model.head_dim,
+        rotary_base=model.rotary_base,
+        scaling_factor=model.rotary_scaling_factor,
+        original_max_position_embeddings=model.yarn_original_max_position_embeddings,
+    )(model.seq_length)
+    return angles
+
+
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("percent", [1.0, 0.5], ids=["whole", "half"])
-def test_is_megatrons_attention(ranks: RankPool, recomputes: bool, percent: float) -> None:
+@pytest.mark.parametrize("rope", ROPES)
+def test_is_megatrons_attention(ranks: RankPool, recomputes: bool, rope: str) -> None:
     """FP32 sums of 128 products are off by 10⁻⁶ of their size; without the rotation, outputs differ by tenths."""
-    model = replace(LLAMA_STYLE, rotary_percent=percent)
+    model = replace(LLAMA_STYLE, **ROPES[rope])
     ((ours, stock),) = ranks.run(_both, model, recomputes, num_ranks=1)
     assert len(ours) == len(stock) == 4
     for measured, expected in zip(ours, stock, strict=True):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
 from fp8_megatron.kernels.ops import Rotation
-from fp8_megatron.nn.rope import cos_sin_table, rope_frequencies, split_rotated
+from fp8_megatron.mcore.runtime import runtime
+from fp8_megatron.nn.rope import Yarn, cos_sin_table, rope_frequencies, split_rotated
 
 SEQ, BATCH, GROUPS = 24, 3, 2
 
@@ -67,6 +69,66 @@ def test_scaled_frequencies_are_transformers_and_megatrons(name: str) -> None:
     assert (frequencies <= plain).all() and (frequencies < plain).sum() > 20
 
 
+#: Qwen2.5's, gpt-oss's, DeepSeek's; one blended pair; blends that end at the first and at the last pair.
+YARNS = {
+    "qwen2.5": (128, 1_000_000, Yarn(4.0, 32768)),
+    "gpt-oss": (64, 150_000, Yarn(32.0, 4096, rounds_range=False)),
+    "deepseek": (64, 10_000, Yarn(40.0, 4096, mscale=1.0, mscale_all_dim=0.5)),
+    "one_pair": (32, 10_000, Yarn(2.0, 64, 10.0, 9.9, rounds_range=False)),
+    "short": (32, 10_000, Yarn(8.0, 16)),
+    "long": (16, 50, Yarn(8.0, 4096, 64.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", YARNS)
+def test_yarn_is_megatrons_and_transformers(name: str) -> None:
+    """Both compute in FP32: some rounding errors of 2⁻²⁴ each, and an angle of up to 512 rounds by 2⁻¹⁵."""
+    width, base, yarn = YARNS[name]
+    frequencies = rope_frequencies(width, base, yarn=yarn)
+    with runtime(torch.device("cpu")):
+        megatron = YarnRotaryEmbedding(
+            width,
+            rotary_base=base,
+            use_cpu_initialization=True,
+            scaling_factor=yarn.factor,
+            original_max_position_embeddings=yarn.original_context,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+            mscale=yarn.mscale,
+            mscale_all_dim=yarn.mscale_all_dim,
+            correction_range_round_to_int=yarn.rounds_range,
+        )
+        angles, magnitude = megatron(512)
+    assert yarn.magnitude == pytest.approx(magnitude, rel=1e-12)
+    torch.testing.assert_close(frequencies.float(), angles[1, 0, 0, : width // 2], rtol=1e-6, atol=0)
+    table = cos_sin_table(frequencies, 512, yarn.magnitude)
+    expected = torch.stack([angles.cos(), angles.sin()]) * magnitude
+    torch.testing.assert_close(table, expected[:, :, 0, 0, : width // 2].transpose(0, 1), rtol=0, atol=3e-4)
+    transformers = pytest.importorskip("transformers", reason="frequencies are compared with transformers'")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    settings = transformers.LlamaConfig(
+        hidden_size=4 * width,
+        num_attention_heads=4,
+        rope_parameters={
+            "rope_theta": float(base),
+            "rope_type": "yarn",
+            "factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_context,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+            "truncate": yarn.rounds_range,
+        },
+    )
+    inverse, factor = ROPE_INIT_FUNCTIONS["yarn"](settings, torch.device("cpu"))
+    assert yarn.magnitude == pytest.approx(factor, rel=1e-12)
+    torch.testing.assert_close(frequencies.float(), inverse, rtol=1e-6, atol=0)
+    plain = rope_frequencies(width, base)
+    assert (frequencies <= plain).all() and (frequencies < plain).any()
+
+
 def exact(y: Tensor, rotation: Rotation) -> list[Tensor]:
     """Query, key and value of y [s, b, N] in float64; complex numbers turn the pairs."""
     angle = torch.complex(rotation.cos_sin[:, 0].double(), rotation.cos_sin[:, 1].double())[:, None, None, None]
@@ -84,10 +146,11 @@ def exact(y: Tensor, rotation: Rotation) -> list[Tensor]:
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("widths", [(32, 16, 16), (16, 16, 16)], ids=["grouped", "single"])
-def test_split_rotated(interleaved: bool, widths: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("magnitude", [1.0, 1.3], ids=["", "longer"])
+def test_split_rotated(interleaved: bool, widths: tuple[int, int, int], magnitude: float) -> None:
     """Values and gradients round to BF16 once: at most 2⁻⁸ of each."""
     generator = torch.Generator().manual_seed(1)
-    rotation = Rotation(cos_sin_table(rope_frequencies(16, 100), SEQ), 16, interleaved)
+    rotation = Rotation(cos_sin_table(rope_frequencies(16, 100), SEQ, magnitude), 16, interleaved)
     x = torch.randn(SEQ, BATCH, GROUPS * sum(widths), generator=generator).bfloat16().requires_grad_()
     x64 = x.detach().double().requires_grad_()
     y = 1 * x  # fresh memory, as a GEMM's output

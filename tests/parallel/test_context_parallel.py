@@ -39,6 +39,9 @@ MODELS = {
     "llama": LLAMA,
     "interleaved": replace(LLAMA, rotary_interleaved=True, rotary_percent=0.5),
     "qk_norm": replace(LLAMA, qk_layernorm=True),
+    "yarn": replace(
+        LLAMA, position_embedding_type="yarn", rotary_scaling_factor=64.0, yarn_original_max_position_embeddings=100
+    ),
 }
 #: Layouts of up to four ranks.
 LAYOUTS = {
@@ -138,6 +141,7 @@ FAST = [
     ("llama", "cp2_dp2", "O3"),
     ("llama", "cp2_tp2_sp", "O3"),
     ("gpt3", "cp2_pp2", "bf16"),
+    ("yarn", "cp2_gather", "bf16"),
 ]
 
 
@@ -154,6 +158,7 @@ FAST = [
         ],
         slow("interleaved", "cp2", "O3"),
         slow("interleaved", "cp2_gather", "bf16"),
+        slow("yarn", "cp2_tp2_sp", "O3"),
         slow("qk_norm", "cp2_gather", "O3"),
         slow("qk_norm", "cp2_tp2", "bf16"),
     ],
