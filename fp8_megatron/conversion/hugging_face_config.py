@@ -183,9 +183,8 @@ def model_from_json(settings: Json) -> ModelConfig:
         kv_channels=head_dim,
         group_query_attention=groups != heads,
         num_query_groups=groups if groups != heads else 1,
-        position_embedding_type="rope",
         rotary_base=int(rope_of(settings)["rope_theta"]),
-        **scaling_of(rope_of(settings)),
+        **{"position_embedding_type": "rope", **scaling_of(rope_of(settings))},
         window_size=_window_of_json(family, settings),
         qk_layernorm=family is Family.QWEN3,
         normalization="RMSNorm",
@@ -323,7 +322,7 @@ def _against_llama(model: ModelConfig) -> list[str]:
     return [
         text
         for wrong, text in (
-            (model.position_embedding_type != "rope", f"position_embedding_type({model.position_embedding_type})"),
+            (not model.uses_rope, f"position_embedding_type({model.position_embedding_type})"),
             (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
             (not model.swiglu, "no swiglu"),
             (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),

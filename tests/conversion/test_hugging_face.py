@@ -148,6 +148,24 @@ LLAMA_JSON: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+YARN_JSON: dict[str, Any] = {
+    **LLAMA_JSON,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+def test_yarn_in_other_words() -> None:
+    """transformers reads null as its default, mscale beside mscale_all_dim alone, and the context in three places."""
+    model = model_from_json(YARN_JSON)
+    assert (model.position_embedding_type, model.rotary_scaling_factor) == ("yarn", 4.0)
+    assert model.yarn_original_max_position_embeddings == 32
+    defaults = {"beta_fast": None, "beta_slow": 0, "mscale": 2.0, "attention_factor": 1.1386294361119891}
+    same = {**YARN_JSON, "rope_scaling": {**YARN_JSON["rope_scaling"], **defaults, "truncate": None}}
+    assert model_from_json(same) == model
+    unnamed = {**LLAMA_JSON, "max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4}}
+    assert model_from_json({**unnamed, "max_position_embeddings": 32}).yarn_original_max_position_embeddings == 32
+    outside = {**unnamed, "original_max_position_embeddings": 16}
+    assert model_from_json(outside).yarn_original_max_position_embeddings == 16
 
 
 def test_both_places_of_rope_theta_are_read() -> None:
@@ -184,7 +202,18 @@ NO_NUMBERS = ("1e-5", None, True, -1.0, 0, float("nan"), float("inf"), [], 10**4
         ({**LLAMA_JSON, "model_type": "qwen3", "attention_bias": True}, r"attention_bias\(True\)"),
         ({**LLAMA_JSON, "model_type": "qwen3", "layer_types": ["sliding_attention"]}, r"layer_types\(\['sliding"),
         ({**LLAMA_JSON, "model_type": "qwen3", "layer_types": 7}, r"layer_types\(7\)"),
-        ({**LLAMA_JSON, "rope_parameters": {"rope_type": "yarn"}}, r"rope_scaling\(yarn\)"),
+        ({**LLAMA_JSON, "rope_parameters": {"rope_type": "longrope"}}, r"rope_scaling\(longrope\) is not supported"),
+        ({**LLAMA_JSON, "rope_parameters": {"rope_type": "yarn"}}, r"factor\(None\) of rope_scaling\(yarn\) is wrong"),
+        (
+            {**LLAMA_JSON, "rope_scaling": {"type": "yarn", "factor": 1}},
+            r"factor\(1\) of rope_scaling\(yarn\) is wrong",
+        ),
+        ({**YARN_JSON, "max_position_embeddings": 64, "original_max_position_embeddings": "40"}, r"embeddings\('40'\)"),
+        (
+            {**LLAMA_JSON, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.5}},
+            r"attention_factor\(0.5\) of rope_scaling\(yarn\) is wrong: expected a finite number of 1 or more",
+        ),
+        ({**YARN_JSON, "rope_theta": 1}, r"rope_theta\(1\) of rope_scaling\(yarn\) is wrong"),
         ({**LLAMA_JSON, "rope_theta": 10000.5}, r"rope_theta\(10000.5\)"),
         ({key: value for key, value in LLAMA_JSON.items() if key != "hidden_size"}, "hidden_size is missing"),
         *(

@@ -19,6 +19,8 @@ _LLAMA = {
     "max_position_embeddings": 64,
 }
 
+#: 5 of 12 pairs, or 7 of 16, turn at least once within 40 positions, and are not divided by the whole factor.
+_YARN = {"rope_theta": 60.0, "rope_type": "yarn", "original_max_position_embeddings": 40}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 #: Name → (class of transformers, settings): tied and untied; multi-head, grouped and multi-query; biases; head width.
@@ -43,7 +45,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {**_LLAMA, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}},
     ),
+    "llama_yarn": ("Llama", {**_LLAMA, "num_key_value_heads": 2, "rope_parameters": {**_YARN, "factor": 4.0}}),
+    "llama_yarn_magnitude": (
+        "Llama",
+        {**_LLAMA, "rope_parameters": {**_YARN, "factor": 8.0, "attention_factor": 1.7, "truncate": False}},
+    ),
     "mistral_window": ("Mistral", {**_LLAMA, "num_key_value_heads": 2, "sliding_window": 5}),
+    "qwen3_yarn": (
+        "Qwen3",
+        {
+            **_LLAMA,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "attention_bias": False,
+            "rope_parameters": {**_YARN, "factor": 4.0, "beta_fast": 6.0, "mscale": 1.5, "mscale_all_dim": 0.5},
+        },
+    ),
     "qwen3": (
         "Qwen3",
         {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 1e6, "attention_bias": False},
@@ -52,6 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 #: Read alone: written as a Llama, which computes the same.
 READ_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": None}),
+    "qwen2_yarn": ("Qwen2", {**_LLAMA, "num_key_value_heads": 2, "rope_parameters": {**_YARN, "factor": 2.5}}),
     "qwen2": ("Qwen2", {**_LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
 }
 
