@@ -104,7 +104,9 @@ def fprop(
     *,
     recomputes: bool = False,
 ) -> Tensor:
-    """y [T, N], or this rank's part [T/tp, N] of the sum over ranks; plus `addend` [..., N].
+    """y [T, N] in `dtype`, or this rank's part [T/tp, N] of the sum over ranks; plus `addend` [..., N].
+
+    The GEMM adds a bias of its output's dtype; another one is cast.
 
     Args:
         recomputes: y was computed before, so that its weight's cast has been measured.
@@ -113,7 +115,10 @@ def fprop(
     probe = linear.quantizers.weight_probe
     if probe is not None and probe.is_due and not recomputes:
         _measure_weight(probe, linear.weight, weight)
-    return linear.parallelism.sum(Product(x, weight, dtype, bias=linear.bias, use_fast_accum=True), addend)
+    bias = linear.bias
+    if bias is not None and bias.dtype is not dtype:
+        bias = bias.to(dtype)
+    return linear.parallelism.sum(Product(x, weight, dtype, bias=bias, use_fast_accum=True), addend)
 
 
 def start_dgrad(g: OperandRows, linear: LinearParams, dtype: torch.dtype) -> RowSum | PendingSum:

@@ -69,10 +69,7 @@ class _FP8Linear(torch.autograd.Function):
             x.reshape(-1, x.shape[-1]), transposed=keeps_operand and keeps_columns and not keeps_input
         )
         operand = quantizer.quantize(source, sync=parallelism.sync)
-        if bias is not None and bias.dtype is not dtype:  # the GEMM adds a bias of its output's dtype
-            y = fprop(parallelism.gather(operand), linear._replace(bias=bias.to(dtype)), dtype, addend)
-        else:
-            y = fprop(parallelism.gather(operand), linear, dtype, addend)
+        y = fprop(parallelism.gather(operand), linear, dtype, addend)
         if has_backward:
             if not keeps_operand:
                 ctx.save_for_backward(None, None)
