@@ -118,9 +118,10 @@ def _measure_model(args: argparse.Namespace) -> None:
     device = select_device()
     cases = [(run, False) for run in args.runs] + [(run, True) for run in args.compiled_runs if run in args.runs]
     for run, compiled in cases:
-        package = _NEEDS.get(run)
-        if package is not None and importlib.util.find_spec(package) is None:
-            print(f"{run}: {package} is not installed; left out", file=sys.stderr, flush=True)
+        needed = {WORKS[model].needs, _NEEDS.get(run, "torch")}
+        missing = [package for package in sorted(needed) if importlib.util.find_spec(package) is None]
+        if missing:
+            print(f"{model} {run}: {missing[0]} is not installed; left out", file=sys.stderr, flush=True)
             continue
         result = Result(model, run, compiled)
         try:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,18 +20,20 @@ _MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Work:
-    """A model of transformers and its batches.
+    """A model of transformers, or of Transformer Engine's layers, and its batches.
 
     Attributes:
         build: the model with FP32 weights. True: a tiny one of the same kind, for a CPU.
         batch: (generator, device, tiny) → one batch.
         samples: sequences or images of a batch.
+        needs: the package that the model's layers are from.
     """
 
     build: Callable[[bool], nn.Module]
     batch: Callable[[torch.Generator, torch.device, bool], Batch]
     samples: int
     about: str
+    needs: str = "transformers"
 
 
 def _images(samples: int, size: int) -> Callable[[torch.Generator, torch.device, bool], Batch]:
@@ -119,12 +122,53 @@ def _bert(tiny: bool) -> nn.Module:
     )
 
 
+class _TEGPT(nn.Module):
+    """A GPT of ``te.TransformerLayer``."""
+
+    def __init__(self, width: int, layers: int, vocab: int) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(
+            te.TransformerLayer(
+                width,
+                4 * width,
+                width // 128,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                self_attn_mask_type="causal",
+                attn_input_format="bshd",
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = nn.functional.linear(self.norm(hidden), self.embedding.weight)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1)[:-1], labels.flatten()[1:]))
+
+
+def _te_gpt(tiny: bool) -> nn.Module:
+    return _TEGPT(256, 2, 256) if tiny else _TEGPT(2048, 24, 32_000)
+
+
 WORKS = {
     "swin-1b": Work(_swin, _images(32, 224), 32, "Swin, 448 wide, depths 2 2 18 2, 32 images of 224 × 224"),
     "vit-1.2b": Work(_vit, _images(64, 224), 64, "ViT, 24 layers of 2048, 64 images of 224 × 224"),
     "gpt2-xl": Work(_gpt2, _tokens(8, 1024, 50_257), 8, "GPT-2-XL, 8 sequences of 1,024 tokens"),
     "llama-1b": Work(_llama, _tokens(4, 2048, 128_256), 4, "Llama-3.2-1B's shape, 4 sequences of 2,048 tokens"),
     "bert-large": Work(_bert, _tokens(32, 512, 30_522), 32, "BERT-large, 32 sequences of 512 tokens"),
+    "te-gpt": Work(
+        _te_gpt,
+        _tokens(8, 1024, 32_000),
+        8,
+        "GPT of te.TransformerLayer, 24 layers of 2048, 8 sequences of 1,024 tokens",
+        needs="transformer_engine",
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
 from .data_parallel import MeetsForState, Replication, allow_ddp
 from .optimizer import FP8Optimizer
+from .te_modules import plain_value
 from .torch_optimizers import OptimizerError, check_optimizer, use_params
 
 
@@ -88,6 +89,9 @@ def delayed_scales(model: torch.nn.Module, device: torch.device) -> list[AmaxHis
 def _initial_values(
     model: torch.nn.Module, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]
 ) -> dict[torch.nn.Parameter, Tensor]:
-    """The value of every new weight before it was rounded."""
+    """The value of every new weight before it was rounded. Old weights that became one are its rows, in order."""
     transposed = {module.weight for module in model.modules() if isinstance(module, FP8Conv1D)}
-    return {new: old.detach().t() if new in transposed else old.detach() for old, new in replaced.items()}
+    parts: dict[torch.nn.Parameter, list[Tensor]] = {}
+    for old, new in replaced.items():
+        parts.setdefault(new, []).append(plain_value(old).t() if new in transposed else plain_value(old))
+    return {new: torch.cat(values) if len(values) > 1 else values[0] for new, values in parts.items()}

@@ -30,6 +30,7 @@ from ..sharding.staging import StagingPools
 from ..sharding.storage import ModelStorage
 from .grad_tensor import GradTensor
 from .gradients import ParamGrad, SpaceGrads
+from .te_layers import FP8LayerNormMLP
 
 #: Steps in which the host waits to see that replicas use the same parameters; later, only where a rank's use changes.
 _WATCHED_STEPS = 3
@@ -163,7 +164,8 @@ def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads]) -> None:
     Args:
         spaces: the gradients of all trained parameters.
     """
-    owned = {param for module in model.modules() if isinstance(module, FP8Linear) for param in module.parameters()}
+    layers = [module for module in model.modules() if isinstance(module, (FP8Linear, FP8LayerNormMLP))]
+    owned = {param for layer in layers for param in layer.parameters()}
     free = [grad for space in spaces for grad in space.grads if grad.param not in owned]
     kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
     ignored = [

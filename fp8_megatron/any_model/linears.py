@@ -16,6 +16,8 @@ from ..nn.module import FP8Linear
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe, RecipeName
 from .report import STAYS, report
+from .te_layers import FP8LayerNormMLP
+from .te_modules import check_stays, convert_te, reason_to_stay, te_kind, te_weights
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +36,10 @@ def replace_linears(
 ) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
     """Turn the linear layers of `model` into `FP8Linear`, in place. Returns old weight → new weight.
 
-    `torch.nn.Linear` and transformers' ``Conv1D`` are linear layers. A layer keeps its identity: its name, its hooks,
-    and its bias, which stays the same parameter. Its weight is a new parameter, of shape [out_features, in_features].
-    Layers that share a weight share the new one.
+    `torch.nn.Linear` and transformers' ``Conv1D`` are linear layers, and so are three modules of Transformer Engine
+    (`te_modules`). A layer keeps its identity: its name, its hooks, and its bias, which stays the same parameter. Its
+    weight is a new parameter, of shape [out_features, in_features]. Layers that share a weight share the new one.
+    Weights that Transformer Engine splits by rows become one.
 
     A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, another kind of module has its
     weight too, or it is a parametrised, patched or derived class. One line in the log says what stayed; `report` gives
@@ -49,6 +52,7 @@ def replace_linears(
 
     Raises:
         ValueError: a weight is float64 or complex; an unknown recipe, or another model's delayed one.
+        UserError: a module of Transformer Engine cannot be used, with its name.
     """
     recipe = build_recipe(recipe)
     if recipe.history is not None and recipe.history.record is not None:
@@ -56,15 +60,18 @@ def replace_linears(
     stays = _reasons_to_stay(model, recipe, filter)
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     slots: dict[str, list[int]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FP8Linear) or not is_linear(module):
+    for name, module in list(model.named_modules()):
+        if _is_fp8(module) or not is_linear(module):
             continue
         if name in stays:
             setattr(module, STAYS, stays[name])
-            continue
-        _convert(name, module, replaced, recipe, weight)
-        assert isinstance(module, FP8Linear)
-        slots[name] = list(module.quantizers.slots())
+        elif te_kind(module) is not None:
+            for own_name, layer in convert_te(name, module, replaced, recipe, weight).items():
+                slots[own_name] = list(layer.quantizers.slots())
+        else:
+            _convert(name, module, replaced, recipe, weight)
+            assert isinstance(module, FP8Linear)
+            slots[name] = list(module.quantizers.slots())
     _close_fast_paths(model)
     if recipe.history is not None and slots:
         recipe.history.name_layers(slots)
@@ -88,8 +95,13 @@ def build_recipe(recipe: Recipe | RecipeName) -> Recipe:
 
 
 def is_linear(module: torch.nn.Module) -> bool:
-    """Whether `module` is a linear layer: `torch.nn.Linear`, a class derived from it, or transformers' ``Conv1D``."""
-    return isinstance(module, torch.nn.Linear) or _is_conv1d(module)
+    """Whether `module` is a linear layer: `torch.nn.Linear`, a class derived from it, transformers' ``Conv1D``, or a
+    module of Transformer Engine with linear weights."""
+    return isinstance(module, torch.nn.Linear) or _is_conv1d(module) or te_kind(module) is not None
+
+
+def _is_fp8(module: torch.nn.Module) -> bool:
+    return isinstance(module, (FP8Linear, FP8LayerNormMLP))
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:
@@ -106,7 +118,7 @@ def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilte
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders[parameter][name] = module
-        if isinstance(module, FP8Linear) or not is_linear(module):
+        if _is_fp8(module) or not is_linear(module):
             continue
         reason = "it is an adapter" if module in adapters else _reason(name, module, recipe, filter)
         if reason is None:
@@ -114,9 +126,15 @@ def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilte
         else:
             stays[name] = reason
     for name, module in willing.items():
-        for other, holder in holders[module.weight].items():  # type: ignore[index]
-            if type(holder) is not type(module) or (other in stays and other not in willing):
-                stays[name] = f"its weight is also that of {other or 'the model'}"
+        is_te = te_kind(module) is not None
+        weights = [one for names in te_weights(module) for one in names] if is_te else ["weight"]
+        for weight in weights:
+            for other, holder in holders[module._parameters[weight]].items():  # type: ignore[index]
+                alike = holder is module or (type(holder) is type(module) and not is_te)
+                if not alike or (other in stays and other not in willing):
+                    stays[name] = f"its weight is also that of {other or 'the model'}"
+    for name, reason in stays.items():
+        check_stays(name, model.get_submodule(name), reason)
     return stays
 
 
@@ -134,6 +152,9 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
     """Why this layer stays as it is; None if nothing speaks against FP8."""
     if parametrize.is_parametrized(module):
         return "it is parametrised"
+    if te_kind(module) is not None:
+        refused = filter is not None and not filter(name, module)
+        return "the filter refuses it" if refused else reason_to_stay(name, module, recipe)
     if type(module) is not torch.nn.Linear and not _is_conv1d(module):
         return f"{type(module).__name__} is a class of its own"
     weight = module._parameters.get("weight")

@@ -11,6 +11,7 @@ import torch
 
 from ..nn.conv1d import FP8Conv1D
 from ..nn.module import FP8Linear
+from .te_layers import FP8TELinear
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -22,8 +23,8 @@ _FP8_ATTRIBUTES = ("quantizers", "weight_dtype", "name", "token", "_row_multiple
 def plain_model(model: Model) -> Model:
     """A copy of `model` whose FP8 layers are plain linear layers again, with the master weights' values.
 
-    Weights have the dtype that they had before FP8. An average of weights needs such a copy, because a small step of it
-    is lost in FP8:
+    Layers that were Transformer Engine's keep their class, with plain weights. Weights have the dtype that they had
+    before FP8. An average of weights needs such a copy, because a small step of it is lost in FP8:
 
         >>> average = plain_model(model)
         >>> for ours, new in zip(average.state_dict().values(), model.state_dict().values()):  # after each step
@@ -46,6 +47,9 @@ def plain_model(model: Model) -> Model:
 
 
 def _become_plain(layer: torch.nn.Module, weight: torch.nn.Parameter) -> None:
+    if isinstance(layer, FP8TELinear):  # it computes with a plain weight as well
+        layer._parameters["weight"] = weight
+        return
     is_conv1d = isinstance(layer, FP8Conv1D)
     layer.__class__ = import_module("transformers.pytorch_utils").Conv1D if is_conv1d else torch.nn.Linear
     for name in _FP8_ATTRIBUTES:

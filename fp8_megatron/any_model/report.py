@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..nn.module import FP8Linear
+from ..quantization.weight_shards import stored_part
 
 #: Attribute of a linear layer that stayed as it was: the reason.
 STAYS = "_fp8_megatron_stays"
@@ -45,7 +46,7 @@ def report(model: torch.nn.Module) -> LinearReport:
     """Which linear layers of `model` are in FP8, and why others are not."""
     fp8, stays, weights = [], {}, {}
     for name, module in model.named_modules():
-        if isinstance(module, FP8Linear):
+        if isinstance(module, FP8Linear) and stored_part(module.weight) is not None:
             fp8.append(name)
             weights[module.weight] = module.weight.numel()
         elif isinstance(module, torch.nn.Linear) or hasattr(module, STAYS):

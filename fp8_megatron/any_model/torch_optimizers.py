@@ -52,9 +52,19 @@ def use_params(
 
     The dicts are the same objects, so a learning-rate scheduler that holds the old optimizer sets the rates of the new
     one too.
+
+    Raises:
+        OptimizerError: parameters that became one are in several groups.
     """
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(param, param) for param in group["params"]]
+    groups_of: dict[torch.nn.Parameter, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = list(dict.fromkeys(replaced.get(param, param) for param in group["params"]))
+        for param in group["params"]:
+            if groups_of.setdefault(param, index) != index:
+                raise OptimizerError(
+                    f"param_groups[{groups_of[param]}] and [{index}] hold parts of one weight of shape "
+                    f"{tuple(param.shape)}: put the parts of a Transformer Engine layer into one group"
+                )
     return optimizer.param_groups
 
 

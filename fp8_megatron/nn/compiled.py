@@ -32,7 +32,7 @@ class CompilableLayer(Protocol):
     token: Tensor
 
     @property
-    def bias(self) -> Tensor | None:
+    def added_bias(self) -> Tensor | None:
         """[out_features]."""
 
 
@@ -51,7 +51,7 @@ def compiled_linear(x: Tensor, layer: CompilableLayer, dtype: torch.dtype) -> Te
     """y [T, N] in `dtype` = x [T, K] · Wᵀ + b, with the bits of `fp8_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
     has_blocks = not layer.quantizers.input.format.has_one_scale
-    return _linear(x, layer.token, layer.bias, layer.out_features, dtype, keeps_input, has_blocks)[0]
+    return _linear(x, layer.token, layer.added_bias, layer.out_features, dtype, keeps_input, has_blocks)[0]
 
 
 @torch.library.custom_op("fp8_megatron::linear", mutates_args=())
@@ -65,7 +65,7 @@ def _linear(
     has_blocks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and the input's columns for wgrad with their scale; both empty if not `keeps_input`."""
-    linear = _params(token, None if bias is None else bias.to(dtype))
+    linear = _params(token, bias)
     operand = linear.quantizers.input.quantize(TensorSource(x, transposed=keeps_input))
     y = fprop(LocalRows(operand), linear, dtype)
     if not keeps_input:

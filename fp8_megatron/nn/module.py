@@ -130,24 +130,38 @@ class FP8Linear(torch.nn.Linear):
             raise TypeError(f"{self.name}: an FP8 layer takes FP32, BF16 or FP16, not {x.dtype}; cast the input")
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"{self.name}: the input's last size is not {self.in_features}: {tuple(x.shape)}")
-        device_type = x.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+        dtype = compute_dtype(x)
+        weight: Tensor | None = self._parameters.get("weight")  # `self.weight` costs the host ten times as much
+        if not isinstance(weight, ScaledTensor):
+            return self._multiply_plain(x, dtype)
         y = self._multiply(x, torch.bfloat16 if dtype is torch.float32 else dtype)
         return y.float() if dtype is torch.float32 else y
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        """The bias [out_features] that the GEMM adds."""
+        return self.bias
+
+    def _multiply_plain(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output in `dtype` with a plain weight, which `torch.func.functional_call` has put in the place of the
+        layer's own. Nothing is in FP8.
+        """
+        bias = self.added_bias
+        return torch.nn.functional.linear(x.to(dtype), self.weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The output in `dtype`. The GEMMs take rows in multiples; zeros are added up to the next one."""
         rows = x.numel() // self.in_features
         padding = -rows % self._row_multiple if rows else self._row_multiple
         if not padding and not torch.compiler.is_compiling():
-            return fp8_linear(x, LinearParams(self.weight, self.bias, self.quantizers), dtype=dtype)
+            return fp8_linear(x, LinearParams(self.weight, self.added_bias, self.quantizers), dtype=dtype)
         x2d = x.reshape(-1, self.in_features)
         if padding:
             x2d = torch.nn.functional.pad(x2d, (0, 0, 0, padding))
         if torch.compiler.is_compiling():
             y = compiled_linear(x2d, self, dtype)
         else:
-            y = fp8_linear(x2d, LinearParams(self.weight, self.bias, self.quantizers), dtype=dtype)
+            y = fp8_linear(x2d, LinearParams(self.weight, self.added_bias, self.quantizers), dtype=dtype)
         return y[:rows].view(*x.shape[:-1], self.out_features)
 
     def plain_weight(self) -> Tensor:
@@ -211,6 +225,12 @@ class FP8Linear(torch.nn.Linear):
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a layer's output: autocast's if it is on, otherwise x's."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 def stored(value: Tensor, storage: StorageDtype) -> ScaledTensor:
