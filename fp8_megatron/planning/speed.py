@@ -88,7 +88,13 @@ class GpuRates:
 H200 = GpuRates(
     fp8_gemm_flops=1322e12,
     half_gemm_flops=750e12,
-    attention_flops={(64, 1024): 208e12, (128, 2048): 301e12, (128, 4096): 349.4e12, (128, 8192): 379.4e12},
+    attention_flops={
+        (64, 1024): 208e12,
+        (64, 8192): 299.9e12,
+        (128, 2048): 301e12,
+        (128, 4096): 349.4e12,
+        (128, 8192): 379.4e12,
+    },
     fp8_attention_flops={(128, 8192): 473.1e12},
     delayed=ElementRates(stream=11.8e-12, qkv=1.26e-12, gelu=2.72e-12, swiglu=4.44e-12),
     tensorwise=ElementRates(stream=15.7e-12, qkv=2.00e-12, gelu=4.89e-12, swiglu=7.19e-12),

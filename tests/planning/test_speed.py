@@ -136,6 +136,7 @@ def test_rates_of_profiled_steps() -> None:
         H200.attention_flops[64, 1024], rel=0.005
     )
     for file, name, rate in (
+        ("llama1b_h200.json", "O3-fast", H200.attention_flops[64, 8192]),
         ("llama7b_2h200.json", "O3-fast", H200.attention_flops[128, 4096]),
         ("llama8b_2h200.json", "O3-fast", H200.attention_flops[128, 8192]),
         ("llama8b_2h200.json", "O3-fp8-attention", H200.fp8_attention_flops[128, 8192]),
