@@ -189,7 +189,7 @@ def _convert(
     value = old.detach().t() if is_conv1d else old.detach()
     module.take(value.requires_grad_(old.requires_grad), bias, recipe=recipe, weight=storage, name=name)
     if old in replaced:
-        module._parameters["weight"] = replaced[old]
+        module.hold(replaced[old])
         return
     new = module._parameters["weight"]
     assert new is not None

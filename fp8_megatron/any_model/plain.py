@@ -16,7 +16,7 @@ from .te_layers import FP8TELinear
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 #: Attributes of an `FP8Linear` that a plain layer does not have.
-_FP8_ATTRIBUTES = ("quantizers", "weight_dtype", "name", "token", "_row_multiple")
+_FP8_ATTRIBUTES = ("quantizers", "weight_dtype", "name", "token", "home", "_row_multiple")
 
 
 @torch.no_grad()

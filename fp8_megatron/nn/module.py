@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..formats import STATE_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.recipe import LinearQuantizers, Recipe
@@ -50,6 +51,7 @@ class FP8Linear(torch.nn.Linear):
     Attributes:
         name: in the model, for errors.
         weight_dtype: of the weight in a state dict.
+        home: mark that its own weight has, too.
 
     Raises:
         ValueError: an FP8 GEMM does not take this size.
@@ -60,6 +62,7 @@ class FP8Linear(torch.nn.Linear):
     weight_dtype: torch.dtype
     name: str
     token: Tensor
+    home: Any = None
 
     def __init__(
         self,
@@ -111,11 +114,18 @@ class FP8Linear(torch.nn.Linear):
         self.out_features, self.in_features = value.shape
         self.weight_dtype = value.dtype
         self.name = name or type(self).__name__
-        self.weight = torch.nn.Parameter(stored(value, weight), value.requires_grad)  # type: ignore[assignment]
+        self.hold(torch.nn.Parameter(stored(value, weight), value.requires_grad))
         self.register_parameter("bias", bias)
         self.quantizers = recipe.linear_quantizers()
         self._row_multiple = recipe.size_multiple
         self.token = new_token(self)
+
+    def hold(self, weight: torch.nn.Parameter) -> None:
+        """Make `weight`, a `ScaledTensor`, the layer's own; it may be another layer's too."""
+        self.weight = weight  # type: ignore[assignment]
+        if self.weight.home is None:
+            self.weight.home = object()
+        self.home = self.weight.home
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] → [..., out_features], of any leading shape.
@@ -146,8 +156,25 @@ class FP8Linear(torch.nn.Linear):
         """The output in `dtype` with a plain weight, which `torch.func.functional_call` has put in the place of the
         layer's own. Nothing is in FP8.
         """
+        return self._linear_in_torch(x, self.weight, dtype)
+
+    def _multiply_exchanged(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output in `dtype` with another FP8 weight than the layer's own, inside a graph, whose operators know the
+        layer's own alone. The weight is decoded, and nothing else is in FP8.
+        """
+        weight = self.weight
+        if torch.is_grad_enabled() and weight.requires_grad:
+            raise UserError(
+                f"{self.name}: torch.compile gives no gradient to an FP8 weight that functional_call put here: give "
+                f"it weights without requires_grad, plain weights, or call it without torch.compile"
+            )
+        payload, scale = weight._payload, weight._scale
+        value = (payload.to(torch.float32).reshape(scale.numel(), -1) * scale[:, None]).reshape(payload.shape)
+        return self._linear_in_torch(x, value, dtype)
+
+    def _linear_in_torch(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         bias = self.added_bias
-        return torch.nn.functional.linear(x.to(dtype), self.weight.to(dtype), None if bias is None else bias.to(dtype))
+        return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The output in `dtype`. The GEMMs take rows in multiples; zeros are added up to the next one."""
@@ -155,6 +182,8 @@ class FP8Linear(torch.nn.Linear):
         padding = -rows % self._row_multiple if rows else self._row_multiple
         if not padding and not torch.compiler.is_compiling():
             return fp8_linear(x, LinearParams(self.weight, self.added_bias, self.quantizers), dtype=dtype)
+        if torch.compiler.is_compiling() and self.weight.home is not self.home:
+            return self._multiply_exchanged(x, dtype)
         x2d = x.reshape(-1, self.in_features)
         if padding:
             x2d = torch.nn.functional.pad(x2d, (0, 0, 0, padding))
@@ -216,6 +245,7 @@ class FP8Linear(torch.nn.Linear):
                 f"{device} before its layers become FP8"
             )
         moved = torch.nn.Parameter(weight.detach().to(device), weight.requires_grad)
+        moved.home = self.home  # type: ignore[attr-defined]
         torch.utils.swap_tensors(weight, moved)  # optimizers and tied layers know this parameter
 
     def extra_repr(self) -> str:

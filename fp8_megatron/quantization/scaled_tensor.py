@@ -47,6 +47,8 @@ class ScaledTensor(torch.Tensor):
     _scale: Tensor
     #: Who derives payload and scale. Views write through it, copies have none.
     owner: WeightOwner | None = None
+    #: Mark of the layer that it is the weight of. Views have it, copies do not, so a compiler can tell them apart.
+    home: Any = None
     _part: Part | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -199,7 +201,9 @@ class ScaledTensor(torch.Tensor):
         if out is not None:
             out._scale = scale
             return None
-        return ScaledTensor(payload, scale, dtype=param_dtype), ()
+        gathered = ScaledTensor(payload, scale, dtype=param_dtype)
+        gathered.home = self.home
+        return gathered, ()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -248,7 +252,7 @@ class ScaledTensor(torch.Tensor):
                 )
             scale = scale[start // block : (start + payload.numel()) // block]
         made = ScaledTensor(payload, scale, dtype=self.dtype)
-        made._part = self._part
+        made._part, made.home = self._part, self.home
         if self.owner is not None:
             is_whole = payload.shape == self.shape
             made.owner = self.owner if is_whole else OwnerOfView(self.owner, self._payload, payload)
@@ -316,7 +320,7 @@ def _new(func: Any, tensor: ScaledTensor, size: Sequence[int], *, device: Any = 
     block = max(1, tensor._payload.numel() // tensor._scale.numel())
     num_scales = 1 if tensor._scale.numel() == 1 else payload.numel() // block
     made = tensor._like(payload, torch.ones(num_scales, device=payload.device))
-    made._part = Part(payload, is_zero=func is _aten.new_zeros.default)
+    made._part, made.home = Part(payload, is_zero=func is _aten.new_zeros.default), tensor.home
     return made
 
 

@@ -13,6 +13,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.recipe import RecipeName
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.quantization.stats import snr_db
 
 RECIPES: tuple[RecipeName, ...] = ("tensorwise", "delayed", "blockwise")
 
@@ -199,3 +201,52 @@ def test_a_copy_is_compiled_as_itself() -> None:
         other[0].weight.zero_()
         assert torch.equal(torch.compile(other, backend="aot_eager", fullgraph=True)(x), other(x))
         assert not torch.equal(other(x), compiled(x))
+
+
+def exchanged(model: torch.nn.Module, *, plain: bool, seed: int) -> dict[str, Tensor]:
+    """Other values for all parameters of `model`: as it stores them, or plain."""
+    generator = torch.Generator().manual_seed(seed)
+    values = {name: torch.randn(p.shape, generator=generator) / 8 for name, p in model.named_parameters()}
+    own = dict(model.named_parameters())
+    return {
+        name: ScaledTensor.quantize(value, dtype=value.dtype)
+        if isinstance(own[name], ScaledTensor) and not plain
+        else value
+        for name, value in values.items()
+    }
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fp8", "plain"])
+def test_functional_call_inside_and_around_a_graph(plain: bool) -> None:
+    """A graph takes exchanged weights, and the layers' own again. Nothing but the weights is in FP8 then."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 32))
+    replace_linears(model)
+    functional_call = torch.func.functional_call
+    around = torch.compile(model, backend="aot_eager", fullgraph=True)
+    inside = torch.compile(lambda params, x: functional_call(model, params, (x,)), backend="aot_eager", fullgraph=True)
+    x, own = torch.randn(32, 64), {name: param.detach() for name, param in model.named_parameters()}
+    for params in (own, exchanged(model, plain=plain, seed=1), exchanged(model, plain=plain, seed=2), own):
+        values = [p.dequantize() if isinstance(p, ScaledTensor) else p for p in params.values()]
+        exact = (x @ values[0].t() + values[1]) @ values[2].t() + values[3]
+        named = {f"_orig_mod.{name}": param for name, param in params.items()}
+        for y in (functional_call(model, params, (x,)), inside(params, x), functional_call(around, named, (x,))):
+            assert snr_db(y, exact) > 24.0  # the casts of two inputs, 31.5 dB each, and the GEMMs' BF16
+    assert torch.equal(around(x), model(x))
+
+
+def test_exchanged_weights_and_their_gradients() -> None:
+    """Plain weights have one. FP8 weights have one without a graph; in a graph they are refused."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    replace_linears(model)
+    x, cotangent = torch.randn(32, 64), torch.randn(32, 32)
+    call = torch.compile(
+        lambda params, x: torch.func.functional_call(model, params, (x,)), backend="aot_eager", fullgraph=True
+    )
+    plain = {name: value.requires_grad_() for name, value in exchanged(model, plain=True, seed=1).items()}
+    call(plain, x).backward(cotangent)
+    torch.testing.assert_close(plain["0.weight"].grad, cotangent.t() @ x)
+    given = {name: torch.nn.Parameter(value) for name, value in exchanged(model, plain=False, seed=1).items()}
+    with pytest.raises(Exception, match="gives no gradient to an FP8 weight that functional_call put here"):
+        call(given, x)
+    torch.func.functional_call(model, given, (x,)).backward(cotangent)
+    assert given["0.weight"].grad is not None and model[0].weight.grad is None
