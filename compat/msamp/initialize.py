@@ -11,6 +11,7 @@ import fp8_megatron
 
 from .nn.linear import _takes_fp8
 from .optim import named_class
+from .te.replacer import check_has_te, takes_te
 
 #: MS-AMP's levels, and O3, which MS-AMP has in its DeepSpeed and FSDP parts.
 opt_levels = ["O1", "O2", "O3"]
@@ -29,23 +30,25 @@ def initialize(
     Args:
         optimizer: torch's AdamW or Adam, or DeepSpeed's FusedAdam; AdamW with its defaults if there is none.
         opt_level: O1, O2 or O3.
-        use_te: refused; `msamp.te` says why.
+        use_te: turn Transformer Engine's linear modules into FP8 layers, in place of `torch.nn.Linear`.
 
     Raises:
-        ValueError: an unknown level, a model that is no module, an optimizer that cannot be used.
+        ValueError: an unknown level, a model that is no module, an optimizer that cannot be used, `use_te` without a
+            module of Transformer Engine.
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     if opt_level not in opt_levels:
         raise ValueError(f"opt_level({opt_level!r}) is none of {', '.join(opt_levels)}")
     if use_te:
-        from . import te  # noqa: F401  # its error says what to do
+        check_has_te(model)
     _leave_gradients_unscaled(sys._getframe(1))
     if torch.cuda.is_available():
         model.cuda()
     optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else torch_optimizer(optimizer)
     kind = named_class(optimizer)
-    model, fp8_optimizer = fp8_megatron.initialize(model, optimizer, opt_level=opt_level, filter=_takes_fp8)
+    takes = takes_te if use_te else _takes_fp8
+    model, fp8_optimizer = fp8_megatron.initialize(model, optimizer, opt_level=opt_level, filter=takes)
     fp8_optimizer.__class__ = kind
     return model, fp8_optimizer
 

@@ -20,6 +20,7 @@ import torch
 from ..errors import UserError
 from .gradients import clip_grad_norm_
 from .initialize import initialize as initialize_model
+from .te_modules import te_kind
 
 _LEVELS = ("O1", "O2", "O3")
 #: The norm to which DeepSpeed clips if its configuration does not say.
@@ -39,11 +40,13 @@ class Section:
         opt_level: O1, O2 or O3.
         config: the configuration for DeepSpeed itself.
         max_norm: the ``gradient_clipping`` that the optimizer takes over from DeepSpeed; 0: none.
+        use_te: only Transformer Engine's linear modules become FP8.
     """
 
     opt_level: str
     config: dict[str, Any]
     max_norm: float
+    use_te: bool
 
 
 def initialize(
@@ -82,7 +85,9 @@ def initialize(
         optimizer = _configured_optimizer(section.config, model_parameters or model.parameters())
     section.config.pop("optimizer", None)
     model.to(deepspeed.get_accelerator().current_device_name())
-    model, fp8_optimizer = initialize_model(model, optimizer, opt_level=section.opt_level)
+    model, fp8_optimizer = initialize_model(
+        model, optimizer, opt_level=section.opt_level, filter=_takes_te if section.use_te else None
+    )
     if section.max_norm:
         fp8_optimizer.register_step_pre_hook(_Clipping(model, section.max_norm))
     _keep_out_of_broadcasts(model)
@@ -110,10 +115,6 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
     level = asked.get("opt_level", "O1")
     if level not in _LEVELS:
         raise DeepSpeedConfigError(f'"msamp": opt_level({level!r}) is none of {", ".join(_LEVELS)}')
-    if asked.get("use_te", False):
-        raise DeepSpeedConfigError(
-            '"msamp": use_te: Transformer Engine\'s modules keep 16-bit weights of their own; leave use_te out'
-        )
     zero = dict(config.get("zero_optimization", {}))
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
@@ -129,7 +130,11 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
     if taken.pop("bf16", {}).get("enabled", False):
         taken["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     max_norm = float(taken.pop("gradient_clipping", _CLIPPING_DEFAULT))
-    return Section(level, taken | {"gradient_clipping": 0.0}, max_norm)
+    return Section(level, taken | {"gradient_clipping": 0.0}, max_norm, bool(asked.get("use_te", False)))
+
+
+def _takes_te(name: str, module: torch.nn.Module) -> bool:
+    return te_kind(module) is not None
 
 
 def _configured_optimizer(config: Mapping[str, Any], params: Any) -> torch.optim.Optimizer:

@@ -18,7 +18,6 @@ REFUSED = {
     "msamp.operators.dist_op": [],
     "msamp.operators.fp4_quantize": [],
     "msamp.optim": ["LBOptimizer"],
-    "msamp.te": [],
 }
 
 

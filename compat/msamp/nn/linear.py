@@ -8,14 +8,15 @@ import torch
 import torch.distributed as dist
 
 import fp8_megatron
+from fp8_megatron.any_model.te_modules import te_kind
 
 from ..common.dtype import Dtypes, QType
 from ..common.dtype.dtypes import WEIGHT_STORAGE
 
 
 def _takes_fp8(name: str, module: torch.nn.Module) -> bool:
-    """MS-AMP's mark of a layer that stays as it is: ``layer.use_fp32_linear = True``."""
-    return not getattr(module, "use_fp32_linear", False)
+    """Whether a linear layer is torch's, without MS-AMP's mark of one that stays: ``layer.use_fp32_linear = True``."""
+    return te_kind(module) is None and not getattr(module, "use_fp32_linear", False)
 
 
 class Whole:
