@@ -46,6 +46,12 @@ RUNS = ("bf16-amp", "te-delayed", "torchao-tensorwise", "O1", "O2", "O3")
 #: The package that a peer needs.
 _NEEDS = {"te-delayed": "transformer_engine", "torchao-tensorwise": "torchao"}
 _WARM_UP_STEPS = 4
+_HEADINGS = (
+    *("model", "run", "compiled", "step ms", "kernels", "waits", "speed", "peak GB", "of bf16", "resting GB"),
+    "last loss",
+)
+#: The share of a step that kernels fill at least where the host keeps up.
+_BUSY_SHARE = 0.95
 #: Lines of a profile.
 _SHOWN = 40
 _PACKAGES = ("torch", "triton", "transformers", "transformer_engine", "torchao")
@@ -53,7 +59,12 @@ _PACKAGES = ("torch", "triton", "transformers", "transformer_engine", "torchao")
 
 @dataclass
 class Result:
-    """One run. Memory in 10^9 bytes, None on a CPU; milliseconds of the median step."""
+    """One run. Memory in 10^9 bytes; milliseconds of the median step. What needs a GPU is None on a CPU.
+
+    Attributes:
+        kernel_ms: a step's kernels, without the gaps between them.
+        is_host_bound: whether the GPU waits for the host: kernels fill less than 95% of a step.
+    """
 
     model: str
     run: str
@@ -62,6 +73,8 @@ class Result:
     samples_per_second: float = 0.0
     peak_gb: float | None = None
     resting_gb: float | None = None
+    kernel_ms: float | None = None
+    is_host_bound: bool | None = None
     losses: list[float] = field(default_factory=list)
     error: str | None = None
 
@@ -159,8 +172,11 @@ def _measure(result: Result, device: torch.device, args: argparse.Namespace) -> 
     if is_cuda:
         result.peak_gb = torch.cuda.max_memory_allocated() / 1e9
         result.resting_gb = torch.cuda.memory_allocated() / 1e9
-    if args.profile:
-        _print_profile(trainee, forward, batches[0])
+        kernels = _kernels(trainee, forward, batches[0])
+        result.kernel_ms = sum(sum(times) for times in kernels.values())
+        result.is_host_bound = result.kernel_ms < _BUSY_SHARE * result.step_ms
+        if args.profile:
+            _print_profile(kernels, trainee, forward, batches[0])
 
 
 def _step(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -172,15 +188,22 @@ def _step(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> tor
     return loss.detach()
 
 
-def _print_profile(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> None:
-    """Print the times of one step's kernels, then of another step's Python functions, on stderr."""
-    with torch.profiler.profile() as kernel_profile:
+def _kernels(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Name → milliseconds of each launch of one step's kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         _step(trainee, forward, batch)
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = defaultdict(list)
-    for event in kernel_profile.events():
+    for event in profile.events():
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             kernels[event.name].append(event.device_time_total / 1e3)
+    return kernels
+
+
+def _print_profile(
+    kernels: dict[str, list[float]], trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]
+) -> None:
+    """Print the times of a step's kernels, then of another step's Python functions, on stderr."""
     times = {name: sum(each) for name, each in kernels.items()}
     print(f"kernels: {sum(times.values()):.1f} ms", file=sys.stderr)
     for name in sorted(times, key=lambda name: -times[name])[:_SHOWN]:
@@ -192,7 +215,7 @@ def _print_profile(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor
 
 def _table(results: list[Result]) -> Table:
     table = Table(title="Memory and speed, beside bf16-amp")
-    for heading in ("model", "run", "compiled", "step ms", "speed", "peak GB", "of bf16", "resting GB", "last loss"):
+    for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading in ("model", "run") else "right")
     bases = {(r.model, r.compiled): r for r in results if r.run == "bf16-amp" and r.error is None}
     for result in results:
@@ -206,7 +229,9 @@ def _table(results: list[Result]) -> Table:
             share = f"{result.peak_gb / base.peak_gb - 1:+.0%}"
         peak, resting = (("-" if value is None else f"{value:.2f}") for value in (result.peak_gb, result.resting_gb))
         compiled = "yes" if result.compiled else ""
-        row = (result.model, result.run, compiled, f"{result.step_ms:.1f}", speed, peak, share, resting)
+        kernel = "-" if result.kernel_ms is None else f"{result.kernel_ms:.1f}"
+        waits = "host" if result.is_host_bound else ""
+        row = (result.model, result.run, compiled, f"{result.step_ms:.1f}", kernel, waits, speed, peak, share, resting)
         table.add_row(*row, f"{result.losses[-1]:.4f}")
     return table
 
