@@ -3,7 +3,9 @@
 Each space (`sharding.partition`) keeps its gradients in one buffer, so that norms, clipping and the optimizer step take
 a few kernels. ``p.grad`` is the parameter's slot of it:
 
-- a plain parameter on one replica: a view in the parameter's own dtype. Autograd adds to it in place.
+- a plain matrix on one replica: a view in the parameter's own dtype. Autograd adds to it in place.
+- a vector on one replica: what autograd or a layer gives. `SpaceGrads.settle` copies all of them in one launch, because
+  a model has hundreds, and a launch each is what the host has no time for.
 - a linear weight in FP8 storage: a `GradTensor`. The first gradient of a step is stored in FP8; a second one widens the
   storage (`sharding.growing_grads`).
 
@@ -24,7 +26,7 @@ from ..device.group import Group
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer
-from ..sharding.partition import ParamSpace, Slot
+from ..sharding.partition import ParamSpace, Slot, StorageClass
 from .grad_tensor import GradTensor
 
 
@@ -114,11 +116,17 @@ class SpaceGrads(ABC):
         self.space = space
         self.grads = [ParamGrad(self, slot) for slot in space.slots]
 
-    def _attach(self) -> None:
+    def _attach(self, *, takes_at_once: bool = True) -> None:
+        """Become the gradients of the parameters.
+
+        Args:
+            takes_at_once: move each gradient to its storage when autograd has written it, rather than in `settle`.
+        """
         for grad in self.grads:
             grad.param.grad = None
             grad.param.main_grad = grad  # type: ignore[attr-defined]
-            grad.param.register_post_accumulate_grad_hook(_take_autograds)
+            if takes_at_once:
+                grad.param.register_post_accumulate_grad_hook(_take_autograds)
 
     def settle(self) -> list[bool]:
         """Make the storage agree with ``p.grad``: for each slot, whether it has a gradient. Others become zero."""
@@ -128,11 +136,16 @@ class SpaceGrads(ABC):
             used.append(grad is not None)
             if grad is None:
                 self.zero_(own.slot)
-            elif not own.is_own(grad):
-                own.assign_(grad)
-                if not own.is_left_to_others:
-                    own.param.grad = own.tensor
+        self._take([own for own in self.grads if own.param.grad is not None and not own.is_own(own.param.grad)])
         return used
+
+    def _take(self, owns: Sequence[ParamGrad]) -> None:
+        """Move gradients that lie elsewhere to their storage."""
+        for own in owns:
+            assert own.param.grad is not None
+            own.assign_(own.param.grad)
+            if not own.is_left_to_others:
+                own.param.grad = own.tensor
 
     def accumulate_(self, own: ParamGrad, grad: Tensor | WeightGrad) -> None:
         """Add a gradient that a layer wrote, to the parameter's ``grad``."""
@@ -246,7 +259,31 @@ class PlainGrads(SpaceGrads):
         self._filled: set[int] = set()
         for grad in self.grads:
             grad.tensor = self._views[grad.slot.offset]
-        self._attach()
+        self._are_vectors = space.storage is StorageClass.VECTOR
+        self._attach(takes_at_once=not self._are_vectors)
+
+    def accumulate_(self, own: ParamGrad, grad: Tensor | WeightGrad) -> None:
+        present = own.param.grad
+        if not self._are_vectors or not isinstance(grad, Tensor) or not _is_like(grad, own.tensor):
+            super().accumulate_(own, grad)
+        elif present is None:
+            own.param.grad = grad
+        elif not own.is_own(present):
+            present.add_(grad)  # as autograd does
+        else:
+            super().accumulate_(own, grad)
+
+    def _take(self, owns: Sequence[ParamGrad]) -> None:
+        grads = {own: own.param.grad for own in owns}
+        same = {own: grad for own, grad in grads.items() if grad is not None and _is_like(grad, own.tensor)}
+        if len(same) > 1:
+            torch._foreach_copy_([own.tensor for own in same], list(same.values()))
+            for own in same:
+                self._filled.add(own.slot.offset)
+                if not own.is_left_to_others:
+                    own.param.grad = own.tensor
+            owns = [own for own in owns if own not in same]
+        super()._take(owns)
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         view, values = self._views[slot.offset], grad.wide() if isinstance(grad, WeightGrad) else grad
@@ -272,6 +309,11 @@ class PlainGrads(SpaceGrads):
 
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
         (self.buffer.payload if slot is None else self._views[slot.offset]).mul_(factor)
+
+
+def _is_like(grad: Tensor, stored: Tensor) -> bool:
+    """Whether `grad` is copied to `stored` without a conversion."""
+    return type(grad) is Tensor and grad.dtype == stored.dtype and grad.layout is stored.layout
 
 
 @torch.no_grad()

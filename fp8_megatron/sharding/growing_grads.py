@@ -66,6 +66,7 @@ class GrowingGradBuffer(LocalGradBuffer):
                 slot.padded_slice(wider).copy_(self._values(slot))
         self.dtype, self.payload, self.scales = dtype, wider, None
         self._flat = {slot.offset: slot.slice(wider).view(-1) for slot in self.space.slots}
+        self._padded.clear()
 
     def forget(self, slot: Slot) -> None:
         """Drop the gradient of `slot`. The next one overwrites it."""

@@ -261,3 +261,23 @@ def test_frozen_for_a_while() -> None:
 def test_it_is_an_optimizer() -> None:
     _, optimizer = build()
     assert isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer, FP8Optimizer)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_vectors_reach_their_storage_in_one_launch(backwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    copy_all = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: copied.append(len(to)) or copy_all(to, of))
+    model, optimizer = build()
+    for seed in range(backwards):
+        backward(model, seed)
+    vectors = {name: param for name, param in model.named_parameters() if param.ndim == 1}
+    expected = {name: dense(param.grad) for name, param in vectors.items()}
+    assert set(expected) == {"linear.bias", "norm.weight", "norm.bias", "head.bias"} and not copied
+    norm = clip_grad_norm_(list(vectors.values()), 1e9)
+    assert copied == [4]
+    torch.testing.assert_close(norm, torch.cat([*expected.values()]).norm())
+    storage = next(space.grads.buffer for space in optimizer._spaces if len(space.space.slots) == 4)
+    for name, param in vectors.items():
+        torch.testing.assert_close(dense(param.grad), expected[name], rtol=0, atol=0)
+        assert param.grad.untyped_storage().data_ptr() == storage.payload.untyped_storage().data_ptr()
