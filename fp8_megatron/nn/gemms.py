@@ -149,6 +149,7 @@ def _measure_weight(probe: CastProbe, weight: ScaledTensor, operand: Quantized) 
 
 def _transposed_weight(linear: LinearParams) -> Quantized:
     """The weight [K, N] as dgrad takes it."""
-    weight, links = linear.weight.gemm_operand(linear.quantizers.weight), linear.links
-    kept = None if links is None else links.kept_transpose
-    return weight.transposed() if kept is None else kept.of(weight)
+    kept = None if linear.links is None else linear.links.kept_transpose
+    if kept is None:
+        return linear.weight.transposed_gemm_operand(linear.quantizers.weight)
+    return kept.of(linear.weight, linear.quantizers.weight)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from ..quantization.early_cast import EarlyCast
-from ..quantization.operand import Quantized
+from ..quantization.operand import Format, Quantized
+from ..quantization.scaled_tensor import ScaledTensor
 
 
 class KeptTranspose:
@@ -25,10 +26,10 @@ class KeptTranspose:
     def __init__(self) -> None:
         self._kept: Quantized | None = None
 
-    def of(self, weight: Quantized) -> Quantized:
-        """The transpose [K, N] of the weight [N, K]."""
+    def of(self, weight: ScaledTensor, format: Format) -> Quantized:
+        """The transpose [K, N] of the weight [N, K] in `format`."""
         if self._kept is None:
-            self._kept = weight.transposed()
+            self._kept = weight.transposed_gemm_operand(format)
         return self._kept
 
     def forget(self) -> None:

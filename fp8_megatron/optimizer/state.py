@@ -19,9 +19,9 @@ from torch import Tensor
 from ..collectives.scale_sync import max_over_group_
 from ..formats import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops
-from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.scaled_tensor import CastScale, ScaledTensor
 from ..sharding.grad_buffer import GradBuffer
-from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
+from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
 from ..sharding.released_grads import ReleasedGrad
 from ..sharding.transport import SendMemory
 from ..sharding.weight_gather import WeightGather
@@ -107,6 +107,8 @@ class SpaceState:
 
     Attributes:
         gather: sends the shard's weights to the other replicas; None with one replica.
+        chunk_amax: FP32 [shard_numel / CHUNK], the largest magnitude of each chunk of this shard's masters, of linear
+            weights. The optimizer kernel writes it. Scales of casts to FP8 come from it.
     """
 
     def __init__(self, space: ParamSpace, formats: StorageFormats) -> None:
@@ -116,15 +118,21 @@ class SpaceState:
         own, gathered = SendMemory(device), space.replicas.weight_memory
         self.derives_fp8 = formats.weight is StorageDtype.FP8
         self.weight_scales: Tensor | None = None
+        #: FP32 [num_slots, 4]: of linear weights that layers cast at each use, the scales of these casts.
+        self.cast_scales: Tensor | None = None
         self.chunk_amax: Tensor | None = None
         is_own_master = formats.master_weight is None
         if is_own_master:
             self.weight = StateTensor.zeros(space.numel, formats.weight, gathered)
         else:
             self.weight = StateTensor(gathered.zeros(space.numel, formats.weight.torch_dtype), None)
-        if self.derives_fp8:
+        if space.storage is StorageClass.LINEAR:
             # cuBLASLt refuses scale pointers that are not 16-byte aligned: one scale for every four floats.
-            self.weight_scales = torch.ones(len(space.slots), 4, device=device)
+            scales = torch.ones(len(space.slots), 4, device=device)
+            if self.derives_fp8:
+                self.weight_scales = scales
+            else:
+                self.cast_scales = scales
             self.chunk_amax = torch.zeros(n // CHUNK, device=device)
             self.chunk_slots = space.shard_chunk_slots()
         # Before state is allocated: this frees the storage that the model was built with.
@@ -156,6 +164,8 @@ class SpaceState:
             slot.param.set_storage(payload, self.weight.scales[first : first + slot.numel // STATE_BLOCK])
         else:
             slot.param.set_storage(payload, torch.ones(1, device=self.space.device))
+        if isinstance(slot.param, ScaledTensor) and self.cast_scales is not None:
+            slot.param.cast_scale = CastScale(self.cast_scales[index, :1], slot.numel)
 
     def set_master(self, slot: Slot, value: Tensor) -> None:
         """Give a parameter a new value (any float dtype, its shape); `derive_weights` then updates the weights."""
@@ -239,6 +249,9 @@ class SpaceState:
             if written is not None:
                 written[start:stop] = master
         self._publish_weights(written)
+        for slot in self.space.slots:
+            if isinstance(slot.param, ScaledTensor) and slot.param.cast_scale is not None:
+                slot.param.cast_scale.is_current = True
 
     def _pieces(self) -> Iterator[Fragment]:
         """The shard in pieces whose FP32 copies fit beside it."""
@@ -249,11 +262,14 @@ class SpaceState:
         """Send the weights of this shard's new masters to every replica, without waiting.
 
         FP8 weights are quantised from their masters with each tensor's scale taken from `chunk_amax`, over all ranks.
+        Other linear weights only get the scale that a layer casts them with.
 
         Args:
             written: what `_weights_to_write` gave, with the new weights.
         """
         shard = self._derived_fp8_shard() if self.derives_fp8 else written
+        if self.cast_scales is not None:
+            self._take_cast_scales(self.cast_scales)
         if self.gather is None:
             return
         if shard is not None:
@@ -361,13 +377,25 @@ class SpaceState:
         ops.derive_fp8_weights_(self.master.payload, self.master.scales, shard, scale, self.chunk_slots)
         return shard
 
+    def _take_cast_scales(self, scales: Tensor) -> None:
+        """Write the scales of the linear weights as they are stored, each from its own amax."""
+        amax = self._amax_on_replicas()
+        if self.formats.master_weight is not None:  # rounding keeps the order, so it commutes with the amax
+            amax = amax.to(self.weight.payload.dtype).float()
+        scales[:, 0] = ops.scale_from_amax(amax, E4M3, power_of_two=False)
+
     def _tensor_amax(self) -> Tensor:
-        """FP32 [num_slots]: each tensor's amax over the shards of all ranks, from `chunk_amax`."""
+        """FP32 [num_slots]: each tensor's amax over the shards of all ranks that share its scale."""
+        amax = self._amax_on_replicas()
+        max_over_group_(amax, self.space.sharing.scaled_with)
+        return amax
+
+    def _amax_on_replicas(self) -> Tensor:
+        """FP32 [num_slots]: each tensor's amax over the shards of all replicas, from `chunk_amax`."""
         assert self.chunk_amax is not None
         amax = self.chunk_amax.new_zeros(len(self.space.slots))
         amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
         max_over_group_(amax, self.space.replicas.group)
-        max_over_group_(amax, self.space.sharing.scaled_with)
         return amax
 
     def byte_counts(self) -> dict[str, int]:
@@ -377,7 +405,7 @@ class SpaceState:
         shares_master = self.weight is self.master
         scales = self.exp_avg.scale_bytes + self.exp_avg_sq.scale_bytes + self.master.scale_bytes
         scales += 0 if shares_master else self.weight.scale_bytes
-        for extra in (self.weight_scales, self.chunk_amax):
+        for extra in (self.weight_scales, self.cast_scales, self.chunk_amax):
             scales += 0 if extra is None else extra.nbytes
         if self.chunk_amax is not None:
             scales += self.chunk_slots.nbytes

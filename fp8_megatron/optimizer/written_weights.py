@@ -76,12 +76,12 @@ def _derive_weight(state: SpaceState, slot: Slot) -> None:
     """Derive one parameter's weight from its new master, on every replica."""
     stored = torch.nn.functional.pad(slot.flattened(state.get_master(slot)), (0, slot.padded - slot.numel))
     weight = slot.padded_slice(state.weight.payload)
-    if state.weight_scales is not None:
-        assert state.chunk_amax is not None
+    if state.chunk_amax is not None:
         for fragment in state.space.fragments(slot):
             chunks = stored[fragment.slot_start : fragment.slot_start + fragment.length].abs().view(-1, CHUNK)
             first = fragment.shard_start // CHUNK
             state.chunk_amax[first : first + len(chunks)] = chunks.amax(dim=1)
+    if state.weight_scales is not None:
         amax = stored.abs().amax().reshape(1)
         max_over_group_(amax, state.space.sharing.scaled_with)
         scale = state.weight_scales[state.space.slots.index(slot), :1]
@@ -93,3 +93,7 @@ def _derive_weight(state: SpaceState, slot: Slot) -> None:
         ops.quantize_blockwise_(stored, weight, slot.padded_slice(state.weight.scales, STATE_BLOCK))
     else:
         weight.copy_(stored)
+    if state.cast_scales is not None:
+        present = weight if state.weight.scales is None else stored  # a rounded copy of the master, or the master
+        scale = ops.scale_from_amax(present.float().abs().amax().reshape(1), E4M3, power_of_two=False)
+        state.cast_scales[state.space.slots.index(slot), :1] = scale

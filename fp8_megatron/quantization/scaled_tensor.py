@@ -32,6 +32,25 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
+class CastScale:
+    """The scale with which a weight of 16 or 32 bits is cast to E4M3: that of its amax, kept by who writes the weight.
+
+    A weight and its views share it, so that a write through any of them is seen.
+
+    Attributes:
+        scale: FP32 [1], 16-byte aligned, as cuBLASLt requires.
+        numel: elements of the weight. A view of some of them has another amax.
+        is_current: whether `scale` is that of the present values. A write through a tensor makes it False.
+    """
+
+    __slots__ = ("is_current", "numel", "scale")
+
+    def __init__(self, scale: Tensor, numel: int) -> None:
+        self.scale = scale
+        self.numel = numel
+        self.is_current = False
+
+
 class ScaledTensor(torch.Tensor):
     """x ≈ payload · scale.
 
@@ -49,6 +68,8 @@ class ScaledTensor(torch.Tensor):
     owner: WeightOwner | None = None
     #: Mark of the layer that it is the weight of. Views have it, copies do not, so a compiler can tell them apart.
     home: Any = None
+    #: What its cast to FP8 takes, if its owner keeps it.
+    cast_scale: CastScale | None = None
     _part: Part | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -118,13 +139,34 @@ class ScaledTensor(torch.Tensor):
         """
         if self._payload.dtype in FP8_DTYPES:
             return with_one_scale(self._payload, self._scale, format)
+        if format.has_one_scale:
+            return self._cast(format, transposed=False)
         return quantize(self.dequantize(), format)
+
+    def transposed_gemm_operand(self, format: Format) -> Quantized:
+        """The transpose [K, N] of `gemm_operand`. A weight that is cast at each use is read once."""
+        if self._payload.dtype in FP8_DTYPES or not format.has_one_scale:
+            return self.gemm_operand(format).transposed()
+        return self._cast(format, transposed=True).t
+
+    def _cast(self, format: Format, *, transposed: bool) -> Quantized:
+        """The cast of one layout, with one scale."""
+        known, value = self.cast_scale, self.dequantize()
+        if known is None or not known.is_current or known.numel != value.numel():
+            return quantize(value, format, rowwise=not transposed, transposed=transposed)
+        assert format.dtype is E4M3 and not format.power_of_two, format
+        payload, payload_t = ops.quantize_with_scale(
+            value, known.scale, E4M3, rowwise=not transposed, transposed=transposed
+        )
+        return Quantized(payload, payload_t, known.scale, format)
 
     def _assign(self, value: Tensor) -> None:
         """Take on new values in place, quantised in the tensor's own storage format; an owner does so itself."""
         if self.owner is not None:
             self.owner.write(value.master_value() if isinstance(value, ScaledTensor) else value)
             return
+        if self.cast_scale is not None:
+            self.cast_scale.is_current = False
         if isinstance(value, ScaledTensor) and value._payload.dtype == self._payload.dtype and self._owns_scale():
             self._payload.copy_(value._payload)
             self._scale.copy_(value._scale)
@@ -252,7 +294,7 @@ class ScaledTensor(torch.Tensor):
                 )
             scale = scale[start // block : (start + payload.numel()) // block]
         made = ScaledTensor(payload, scale, dtype=self.dtype)
-        made._part, made.home = self._part, self.home
+        made._part, made.home, made.cast_scale = self._part, self.home, self.cast_scale
         if self.owner is not None:
             is_whole = payload.shape == self.shape
             made.owner = self.owner if is_whole else OwnerOfView(self.owner, self._payload, payload)
@@ -381,7 +423,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 #: Attributes that a copy does not take over: its storage is its own, and nobody else's optimizer holds it.
-_STATE = frozenset(("_payload", "_scale", "_part", "owner", "main_grad"))
+_STATE = frozenset(("_payload", "_scale", "_part", "owner", "cast_scale", "main_grad"))
 
 
 def _rebuild(

@@ -8,16 +8,17 @@ import torch
 from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.links import KeptTranspose
-from fp8_megatron.quantization.operand import Format, Quantized
+from fp8_megatron.quantization.operand import Format
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 
 
 def test_made_once_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     transpose = ops.transpose
     monkeypatch.setattr(ops, "transpose", lambda payload: calls.append(1) or transpose(payload))
-    kept, weight = KeptTranspose(), Quantized(torch.randn(16, 32).to(E4M3), None, torch.ones(1), Format(E4M3))
-    first = kept.of(weight)
-    assert first.payload.shape == (32, 16) and kept.of(weight) is first and len(calls) == 1
+    kept, weight, format = KeptTranspose(), ScaledTensor.quantize(torch.randn(16, 32)), Format(E4M3)
+    first = kept.of(weight, format)
+    assert first.payload.shape == (32, 16) and kept.of(weight, format) is first and len(calls) == 1
     weight.payload.view(torch.uint8).zero_()
     kept.forget()
-    assert not kept.of(weight).payload.float().any() and len(calls) == 2
+    assert not kept.of(weight, format).payload.float().any() and len(calls) == 2
