@@ -13,6 +13,7 @@ exists in FP8. Forward moves 5 bytes a parameter for its casts, backward 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from torch.autograd.function import once_differentiable
 from ..kernels import ops
 from ..quantization.cast_health import CastProbe, row_scales, row_step
 from ..quantization.operand import Format, Quantized, multiply, multiply_into_, quantize
-from ..quantization.recipe import HeadQuantizers
+from ..quantization.recipe import HeadQuantizers, Quantizer
 from ..quantization.sources import NormStatistics, TensorSource
 from .cross_entropy import agree_on_statistics, local_columns, local_labels
 from .gemms import Computed
-from .normed import NormParams, norm_backward, quantized_norm, start_norm_columns
+from .normed import NormParams, norm_backward, quantized_norm
 from .parallelism import Local
 
 #: About how many vocabulary columns a part has. Smaller parts take less memory, but dgrad sums over more of them.
@@ -45,9 +46,8 @@ def fp8_norm_head_loss(
 ) -> Tensor:
     """−log softmax(norm(x)·Wᵀ)[label] of every token, with FP8 GEMMs.
 
-    The gradient of the logits needs no amax: each token's upstream gradient bounds it (see
-    `cross_entropy.reference.cross_entropy_backward_quantize`). The same holds under delayed scaling, where a history
-    could only be wrong.
+    The gradient of the logits has a scale for each token, which its loss gives (see `_RowScales`). It needs no amax and
+    no history.
 
     Args:
         x: BF16 [s, b, h], before the norm; with `SequenceColumn` [s/tp, b, h].
@@ -85,6 +85,63 @@ def fp8_norm_head_logits(
         return torch.cat(parts, dim=1).view(*parallelism.gathered_shape(x.shape[:-1]), weight.shape[0])
 
 
+class _RowScales:
+    """The scales of the logits' gradient: one for each token.
+
+    Let g be a token's upstream gradient and p its probabilities. The gradient of its logits is g · (p − onehot). Most
+    of its power is in the label's element, −g · (1 − p). With one scale for all tokens, E5M2 would round that element
+    to −g wherever 1 − p is above 13/14, because its next smaller number is 6/7 of the largest. This error has one sign.
+    The gradient would not sum to 0 over the vocabulary, and what all logits have in common would drift.
+
+    The scale of a token is g · (1 − p). The label's element is then −1, which is exact, and no other element is larger.
+    dgrad multiplies the rows of its output by the scales. wgrad sums over tokens, so its other operand is cast from
+    norm(x) times the scales.
+
+    Rounding to nearest makes the other elements 0.28% too small in the mean, because the rounding boundaries around a
+    power of two are not symmetric. They are cast times 1 / 0.99722. The label's element is −1 all the same.
+
+    Attributes:
+        inverse: FP32 [T]. p − onehot is multiplied by it before its cast.
+        scales: FP32 [T, 1].
+    """
+
+    #: The scale of the payload: the label's −1 becomes −2¹⁵, E5M2's largest power of two.
+    PAYLOAD_SCALE = 2.0**-15
+    #: The mean of E5M2(v) / v over evenly spread logarithms of v.
+    KEPT = 0.99722
+    #: The least 1 − p. Smaller ones are sums of rounding errors.
+    _LEAST = 2.0**-20
+
+    def __init__(self, label: Tensor, upstream: Tensor) -> None:
+        """Args: label: FP32 [T], 1 − p of the label, see `of_label`. upstream: FP32 [T]."""
+        self.inverse = label.mul(self.KEPT).reciprocal_()
+        self.scales = (label * upstream).unsqueeze(1)
+
+    @classmethod
+    def of_label(cls, loss: Tensor) -> Tensor:
+        """1 − p of the label, from `loss` FP32 [T] = −log p."""
+        return torch.expm1(-loss).neg_().clamp_(min=cls._LEAST)
+
+    def start_columns(
+        self, x: Tensor, norm: NormParams, statistics: NormStatistics, format: Format, parallelism: Local
+    ) -> Callable[[], Quantized]:
+        """Cast norm(x) times the scales and start to gather it. Call the result to get its columns [K, T]."""
+        own = x.reshape(-1, x.shape[-1])
+        scales = self.scales
+        if parallelism.group is not None and len(own) < len(scales):
+            scales = scales.chunk(parallelism.group.size())[parallelism.group.rank()]
+        # In FP32, so that the cast is the only rounding, and in place.
+        value = own.to(torch.float32, copy=True)
+        if statistics.mean.numel():
+            value.sub_(statistics.mean.unsqueeze(1))
+        value.mul_(statistics.rstd.unsqueeze(1) * scales).mul_(norm.weight)
+        if norm.bias is not None:
+            value.addcmul_(scales, norm.bias.float())
+        transposed = parallelism.casts_columns(format)
+        source = TensorSource(value, rowwise=not transposed, transposed=transposed)
+        return parallelism.gather_columns(lambda: Quantizer(format).quantize(source, sync=parallelism.sync))
+
+
 class _FP8NormHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -115,41 +172,41 @@ class _FP8NormHeadLoss(torch.autograd.Function):
             del logits
             first += part.shape[0]
         log_sum_exp, target = agree_on_statistics(*_merged(statistics), parallelism.group)
+        loss = log_sum_exp - target
         if needs_backward:
-            ctx.save_for_backward(x, weight, local, log_sum_exp, *kept)
+            ctx.save_for_backward(x, weight, local, log_sum_exp, _RowScales.of_label(loss), *kept)
             # Kept outside save_for_backward: each part is freed when its gradient is made.
             ctx.logits, ctx.weight_scales = all_logits, weight_scales
             ctx.norm, ctx.quantizers, ctx.parallelism = norm, quantizers, parallelism
             ctx.num_columns = num_columns
-        return (log_sum_exp - target).view(labels.shape)
+        return loss.view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, local, log_sum_exp, *kept = ctx.saved_tensors
+        x, weight, local, log_sum_exp, label, *kept = ctx.saved_tensors
         norm, quantizers, statistics = ctx.norm, ctx.quantizers, NormStatistics(*kept)
         grad_format: Format = quantizers.grad_output
         assert ctx.logits, "a second backward: the first gave the logits up"
-        columns = start_norm_columns(x, norm, statistics, quantizers.input.format, ctx.parallelism)
-        upstream = grad.reshape(-1).contiguous()
-        scale, grad_input, grads_t, first = None, None, [], 0
+        rows = _RowScales(label, grad.reshape(-1))
+        scale = torch.full((1,), rows.PAYLOAD_SCALE, device=x.device)
+        grad_input, grads_t, first = None, [], 0
         for part, weight_scale in zip(_parts(weight), ctx.weight_scales, strict=True):
             logits = ctx.logits.pop(0)
-            payload, payload_t, taken = ops.cross_entropy_backward_quantize(
+            payload, payload_t, _ = ops.cross_entropy_backward_quantize(
                 logits,
                 local - first,
                 log_sum_exp,
-                upstream,
+                rows.inverse,
                 grad_format.dtype,
                 scale=scale,
                 power_of_two=grad_format.power_of_two,
                 num_columns=_columns_of(part, first, ctx.num_columns),
             )
-            scale = taken if scale is None else scale
             probe = quantizers.grad_output_probe
             if probe is not None and probe.is_due:  # of the first part, as the weight
                 cast, own = Quantized(payload, None, scale, grad_format), _columns_of(part, first, ctx.num_columns)
-                _measure_gradient(probe, cast, logits[:, :own], local - first, log_sum_exp, upstream)
+                _measure_gradient(probe, cast, logits[:, :own], local - first, log_sum_exp, rows.inverse)
             del logits
             grads_t.append(Quantized(payload_t, None, scale, grad_format))
             part_t = TensorSource(part, rowwise=False, transposed=True).quantize(quantizers.weight, weight_scale).t
@@ -159,8 +216,10 @@ class _FP8NormHeadLoss(torch.autograd.Function):
             del partial
             first += part.shape[0]
         assert grad_input is not None
-        reducing = ctx.parallelism.start_grad_sum(Computed(grad_input))
+        reducing = ctx.parallelism.start_grad_sum(Computed(grad_input.mul_(rows.scales)))
         del grad_input
+        # After the logits are freed: the norm's output in FP32 would add to the peak.
+        columns = rows.start_columns(x, norm, statistics, quantizers.input.format, ctx.parallelism)
         grad_weight = _weight_gradient(grads_t, columns(), weight)
         del columns
         grad_x, grad_norm_weight, grad_norm_bias = norm_backward(reducing.summands(), None, x, norm, statistics)
@@ -189,15 +248,19 @@ def _logits(operand: Quantized, part: Tensor, quantizers: HeadQuantizers, dtype:
 
 
 def _measure_gradient(
-    probe: CastProbe, cast: Quantized, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, upstream: Tensor
+    probe: CastProbe, cast: Quantized, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, factors: Tensor
 ) -> None:
-    """Measure the cast of a gradient from `logits` [T, n], the first n columns of a part, for some rows."""
+    """Measure the cast of a gradient from `logits` [T, n], the first n columns of a part, for some rows.
+
+    Args:
+        factors: FP32 [T], what p − onehot was multiplied by.
+    """
     columns = logits.shape[1]
     if columns == 0:  # this rank holds padding alone
         return
     step = row_step(*logits.shape)
     rows = logits[::step].float().contiguous()
-    ops.cross_entropy_backward_(rows, *(values[::step].contiguous() for values in (labels, log_sum_exp, upstream)))
+    ops.cross_entropy_backward_(rows, *(values[::step].contiguous() for values in (labels, log_sum_exp, factors)))
     own = Quantized(cast.payload[:, :columns], None, cast.scale, cast.format)
     probe.measure(rows, own.payload[::step], row_scales(own, step))
 
