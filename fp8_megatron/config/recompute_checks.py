@@ -1,4 +1,4 @@
-"""Checks of --recompute-modules."""
+"""Checks of what layers keep for backward: --recompute-modules, --cpu-offloading-num-layers."""
 
 from __future__ import annotations
 
@@ -35,3 +35,27 @@ def recompute_module_problems(config: Config) -> Iterator[str]:
         yield f"recompute_modules(layernorm): layers of precision({precision}) keep the outputs of norms; drop it"
     elif set(modules) == {"layernorm"} and config.precision.is_fp8:
         yield "recompute_modules(layernorm) has no effect alone: FP8 layers recompute norms anyway; drop it"
+
+
+def offload_problems(config: Config) -> Iterator[str]:
+    """One line for each problem of --cpu-offloading-num-layers."""
+    training = config.training
+    count, method, group = training.cpu_offloading_num_layers, training.recompute_method, training.recompute_num_layers
+    if count == 0:
+        return
+    name = f"cpu_offloading_num_layers({count})"
+    if config.precision.precision == "te":
+        yield f"{name} is for this project's layers, not Transformer Engine's; choose precision fp8 or bf16"
+    try:
+        layout = config.pipeline_layout
+    except ValueError:
+        return  # `pipeline_checks.layout_problem` reports it
+    most = max(len(chunk) for stage in layout.chunks for chunk in stage)
+    if count > most:
+        stage = "virtual pipeline stage" if layout.is_interleaved else "pipeline stage"
+        yield f"{name} > {most} layers of a {stage}; choose at most {most}"
+    elif method == "uniform" and group is not None and count % group:
+        yield (
+            f"{name} % recompute_num_layers({group}) = {count % group}: recomputed chunks leave whole; choose "
+            f"{count // group * group or group}, or recompute_num_layers 1"
+        )

@@ -18,6 +18,7 @@ from .fields import (
     BatchSize,
     Count,
     CountOrZero,
+    LayersOrZero,
     Minutes,
     NotNegative,
     OptionalBatchSize,
@@ -279,6 +280,9 @@ class TrainingConfig:
     """Which layers full recomputation covers; see --recompute-num-layers."""
     recompute_num_layers: OptionalLayers = None
     """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
+    cpu_offloading_num_layers: LayersOrZero = 0
+    """The first so many layers of each (virtual) stage keep on the host what they keep for backward. Copies run beside
+    other layers. With full recomputation these are the layers' inputs."""
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:

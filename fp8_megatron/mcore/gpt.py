@@ -21,10 +21,12 @@ from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..config.windows import layer_pattern, window_sizes
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
+from ..nn.offload import ActivationOffload
 from ..quantization.recipe import Recipe
 from .initialization import named_quantizers_of_model
 from .layer_spec import block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
+from .offload import offload_layers
 from .rope import RotaryTable, replaced_position_embedding, rotary_table, tell_yarn
 from .topology import Topology
 
@@ -236,10 +238,14 @@ def build_model(
     mcore_config = transformer_config(config, device)
     table = rotary_table(config.model, device, topology.sequence_part)
     chunks, kept = [], config.precision.keep_fp8_transpose_cache
+    num_offloaded = config.training.cpu_offloading_num_layers
+    offload = ActivationOffload(device) if num_offloaded else None
     for virtual, layers in enumerate(topology.layout.chunks[topology.pp.rank()]):
         own = _build_chunk(
             config, mcore_config, vocab_size, topology, device, virtual, new_recipe(), unpadded_vocab_size, kept, table
         )
+        if offload is not None:
+            offload_layers(own.module.decoder, num_offloaded, offload)
         chunks.append(own)
         kept = max(0, kept - len(layers))
     return chunks
