@@ -16,7 +16,7 @@ from .ignored import ignored_settings
 from .limits import limit_problems
 from .pipeline_checks import interleaving_problem, layout_problem, recompute_problem
 from .precision_checks import precision_problems
-from .recompute_checks import offload_problems, recompute_module_problems
+from .recompute_checks import loss_chunk_problems, offload_problems, recompute_module_problems
 from .rope_checks import rope_problems
 from .run_checks import profile_problems, run_problems
 from .schedule_checks import batch_problem, schedule_problems
@@ -48,6 +48,7 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
         problems += _check_recompute(config)
         problems += recompute_module_problems(config)
         problems += offload_problems(config)
+        problems += loss_chunk_problems(config)
         problems += _check_cuda_graph(config)
         problems += precision_problems(config, on_this_machine=on_this_machine)
         problems += _check_length(config, world_size)
@@ -214,6 +215,8 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
     if training.cpu_offloading_num_layers:
         count = training.cpu_offloading_num_layers
         yield f"{name} does not record copies to the host, cpu_offloading_num_layers is {count}; drop one"
+    if training.loss_chunk_size is not None:
+        yield f"{name} does not record the backward inside loss_chunk_size({training.loss_chunk_size}); drop one"
     if config.precision.release_gradients:
         yield f"{name} would repeat one step's learning rate, by which release_gradients updates weights; drop one"
     if config.precision.precision == "te":

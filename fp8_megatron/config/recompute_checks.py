@@ -1,9 +1,10 @@
-"""Checks of what layers keep for backward: --recompute-modules, --cpu-offloading-num-layers."""
+"""Checks of what layers keep for backward: --recompute-modules, --cpu-offloading-num-layers, --loss-chunk-size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..storage import FP8_GEMM_MULTIPLE
 from .schema import Config
 from .words import shortened
 
@@ -59,3 +60,24 @@ def offload_problems(config: Config) -> Iterator[str]:
             f"{name} % recompute_num_layers({group}) = {count % group}: recomputed chunks leave whole; choose "
             f"{count // group * group or group}, or recompute_num_layers 1"
         )
+
+
+def loss_chunk_problems(config: Config) -> Iterator[str]:
+    """One line for each problem of --loss-chunk-size."""
+    size, parallel = config.training.loss_chunk_size, config.parallel
+    if size is None:
+        return
+    name = f"loss_chunk_size({size})"
+    if config.precision.precision == "te":
+        yield f"{name} is for this project's loss, not precision(te)'s; choose precision fp8 or bf16"
+    cp = parallel.context_parallel_size
+    positions = config.model.seq_length // cp
+    if size >= positions:
+        divided = f" / context_parallel_size({cp})" if cp > 1 else ""
+        length = f"seq_length({config.model.seq_length}){divided}"
+        yield f"{name} does not cut {length}; choose less than {positions}, or drop it"
+    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    multiple = FP8_GEMM_MULTIPLE * shares
+    if size % multiple:
+        over = f"{FP8_GEMM_MULTIPLE} × tensor_model_parallel_size({shares}) = " if shares > 1 else ""
+        yield f"{name} is not a multiple of {over}{multiple}; choose {max(1, size // multiple) * multiple}"

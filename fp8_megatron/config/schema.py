@@ -283,6 +283,8 @@ class TrainingConfig:
     cpu_offloading_num_layers: LayersOrZero = 0
     """The first so many layers of each (virtual) stage keep on the host what they keep for backward. Copies run beside
     other layers. With full recomputation these are the layers' inputs."""
+    loss_chunk_size: OptionalCount = None
+    """Positions of each sequence whose logits exist at a time. Backward computes logits again. Default: all."""
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:

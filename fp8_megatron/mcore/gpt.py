@@ -19,6 +19,7 @@ from torch import Tensor
 from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..config.windows import layer_pattern, window_sizes
+from ..nn.chunked_loss import TokenLoss, loss_in_chunks
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
 from ..nn.offload import ActivationOffload
@@ -48,9 +49,14 @@ class MegatronGPT(GPTModel):
 
 
 class GPT(MegatronGPT):
-    """megatron-core's GPTModel with this project's loss, and its RoPE if `use_rotary_table` is called."""
+    """megatron-core's GPTModel with this project's loss, and its RoPE if `use_rotary_table` is called.
+
+    Attributes:
+        loss_chunk_size: positions of each sequence whose logits exist at a time; None: all.
+    """
 
     output_layer: ColumnParallelLinear
+    loss_chunk_size: int | None = None
 
     def use_fp8_head(self, recipe: Recipe) -> None:
         """Compute the final norm, the LM head and the loss as one FP8 function. The decoder defers its norm."""
@@ -63,11 +69,31 @@ class GPT(MegatronGPT):
         self.rotary_pos_emb = table
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **others: Any) -> Tensor:
-        if labels is None or not self.post_process or not isinstance(self.output_layer, FP8OutputLayer):
+        if labels is None or not self.post_process:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
+        head = self.output_layer
+        if self.loss_chunk_size is None and not isinstance(head, FP8OutputLayer):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        loss, _ = self.output_layer(hidden_states, weight, labels=labels.transpose(0, 1))
+        if self.loss_chunk_size is None:
+            loss, _ = head(hidden_states, weight, labels=labels.transpose(0, 1))
+        else:
+            is_fp8 = isinstance(head, FP8OutputLayer)
+            token_loss: TokenLoss = head.token_loss if is_fp8 else self._token_loss
+            loss = loss_in_chunks(
+                token_loss,
+                hidden_states,
+                labels.transpose(0, 1).contiguous(),
+                head.loss_params(weight) if is_fp8 else (head.weight if weight is None else weight,),
+                chunk=self.loss_chunk_size,
+                ranks=self.pg_collection.tp.size() if self.config.sequence_parallel else 1,
+            )
         return loss.transpose(0, 1).contiguous()
+
+    def _token_loss(self, x: Tensor, labels: Tensor, *params: Tensor | None) -> Tensor:
+        """The loss FP32 [s, b] of some tokens with a 16-bit head: x [s, b, h] after the norm, labels [s, b]."""
+        logits, _ = self.output_layer(x, weight=params[0])
+        return vocab_parallel_cross_entropy(logits, labels, self.pg_collection.tp, self.unpadded_vocab_size)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels int64 [b, s], logits BF16 [s, b, V / tp] (backward overwrites them) → FP32 [b, s]."""
@@ -307,6 +333,8 @@ def _build_chunk(
     module.unpadded_vocab_size = unpadded_vocab_size
     if isinstance(module, GPT) and table is not None:
         module.use_rotary_table(table)
+    if isinstance(module, GPT):
+        module.loss_chunk_size = config.training.loss_chunk_size
     if config.precision.fp8_lm_head and module.post_process:
         module.use_fp8_head(recipe)
     _tag_vocab_parallel(module)

@@ -80,5 +80,18 @@ class FP8OutputLayer(ColumnParallelLinear):
             logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
         return logits, None
 
+    def loss_params(self, weight: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """The parameters of `token_loss`: the head's weight, and the norm's weight and bias."""
+        (norm,) = self.reads_weights_of
+        return self.weight if weight is None else weight, norm.weight, norm.bias
+
+    def token_loss(self, x: Tensor, labels: Tensor, *params: Tensor | None) -> Tensor:
+        """The loss FP32 [s, b] of some tokens: x [s, b, h] before the norm, labels [s, b], and `loss_params`."""
+        (norm,), (weight, norm_weight, norm_bias) = self.reads_weights_of, params
+        assert weight is not None and norm_weight is not None
+        # The layer before casts its output's gradient itself: it is whole when all chunks are done.
+        own = norm.norm_params()._replace(weight=norm_weight, bias=norm_bias, receiver=None)
+        return fp8_norm_head_loss(x, own, weight, labels, self.quantizers, self.parallelism, self.vocab_size)
+
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self.quantizers})"

@@ -1,7 +1,8 @@
 """Peak memory of a rank, from the configuration, before anything is built.
 
-The peak comes at the start of a backward, when all activations and the logits exist. The formulas follow what the
-layers keep (`nn.qkv`, `nn.mlp`, `nn.lm_head`). They count neither the CUDA context nor fragmentation.
+The peak comes at the start of a backward, when all activations and the logits exist, or in the backward of a layer, if
+that holds more than the logits. The formulas follow what the layers keep (`nn.qkv`, `nn.mlp`, `nn.lm_head`,
+`nn.offload`). They count neither the CUDA context nor fragmentation.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ class PeakBytes:
 
     Attributes:
         state: weights, gradients, optimizer state and their scales.
-        activations: of all micro-batches in flight.
-        logits: of the last stage, with what its backward needs at once.
+        activations: of all micro-batches in flight, on the device.
+        logits: of the last stage, with what its backward needs at once; 0 if `backward` is more.
+        backward: of the last stage, what the backward of a layer makes; 0 if `logits` is more. Earlier stages leave it
+            out.
         wire_buffers: send and receive buffers of gradients.
         transposes: transposed weights that stay over the micro-batches of a step.
         recording: what a CUDA graph holds beside the activations.
@@ -40,6 +43,7 @@ class PeakBytes:
     state: int
     activations: int
     logits: int
+    backward: int
     wire_buffers: int
     transposes: int
     recording: int
@@ -47,7 +51,7 @@ class PeakBytes:
     @property
     def total(self) -> int:
         """All kinds together."""
-        return self.state + self.activations + self.logits + self.wire_buffers + self.transposes + self.recording
+        return sum(vars(self).values())
 
 
 def predict_peak(
@@ -72,11 +76,14 @@ def predict_peak(
     layers = config.layers_of_stage(stage)
     kept = min(config.precision.keep_fp8_transpose_cache, len(layers))
     gathered = sum(count * stored.of_state(storage).weight.itemsize for storage, count in by_class.items())
-    is_last = stage == config.parallel.pipeline_model_parallel_size - 1
+    logits = backward = 0
+    if stage == config.parallel.pipeline_model_parallel_size - 1:
+        logits, backward = _logits(config, padded_vocab_size), _layer_backward(config, layers)
     return PeakBytes(
         state=state.linear.total + state.rest.total,
         activations=_activations(config, stage=stage, num_micro_batches=config.num_micro_batches(world_size)),
-        logits=_logits(config, padded_vocab_size) if is_last else 0,
+        logits=logits if logits >= backward else 0,
+        backward=backward if backward > logits else 0,
         wire_buffers=wire,
         transposes=kept * state.linear.num_params // max(len(layers), 1),
         recording=gathered // replicas if records and replicas > 1 else 0,
@@ -113,27 +120,60 @@ def _mlp_columns(config: Config, *, is_fp8: bool) -> int:
     return model.padded_ffn_hidden_size * ((2 if model.is_gated else 1) + (0 if is_fp8 else 1))
 
 
+def predict_host_bytes(config: Config, *, world_size: int, stage: int = 0) -> int:
+    """Host memory of a rank of pipeline stage `stage` for the activations that leave it, without pages' ends."""
+    chunks, count = config.pipeline_layout.chunks[stage], config.training.cpu_offloading_num_layers
+    left = [sum(_kept_by_layer(config, chunk)[:count]) for chunk in chunks]
+    num_micro_batches = config.num_micro_batches(world_size)
+    return round(config.tokens_per_micro_batch * _held_at_once(config, left, stage, num_micro_batches))
+
+
 def _activations(config: Config, *, stage: int, num_micro_batches: int) -> int:
-    """Bytes of a stage's activations of all micro-batches in flight, with what a recomputed layer needs beside them."""
-    chunks = config.pipeline_layout.chunks[stage]
+    """Bytes of a stage's activations of all micro-batches in flight, with what a recomputed layer needs beside them.
+
+    A stage whose layers leave has two of them at least: one runs, and one is on its way.
+    """
+    chunks, count = config.pipeline_layout.chunks[stage], config.training.cpu_offloading_num_layers
     tokens = config.tokens_per_micro_batch
-    held = [_held_per_token(config, chunk) for chunk in chunks]
+    kept = [_kept_by_layer(config, chunk) for chunk in chunks]
+    held = [sum(layers[count:]) for layers in kept]
+    moving = max((max(layers[:count], default=0.0) * max(0, 2 - len(layers[count:])) for layers in kept), default=0.0)
     recomputed = max(_recomputed_per_token(config, chunk) for chunk in chunks)
-    return round(tokens * (_held_at_once(config, held, stage, num_micro_batches) + recomputed))
+    return round(tokens * (_held_at_once(config, held, stage, num_micro_batches) + moving + recomputed))
 
 
-def _held_per_token(config: Config, layers: Sequence[int]) -> float:
-    """Bytes that a model chunk keeps of each token from its forward to its backward."""
+def _kept_by_layer(config: Config, layers: Sequence[int]) -> list[float]:
+    """Bytes that each layer of a model chunk keeps of each token from its forward to its backward, on either memory.
+
+    Layers that are recomputed together keep the input of the first; it counts for the last.
+    """
     training, parallel = config.training, config.parallel
     per_layer = [layer_bytes_per_token(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers]
     if training.recompute_granularity != "full":
-        return sum(per_layer)
+        return per_layer
     over_sequence = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     stream = _HALF * config.model.hidden_size / over_sequence
     count = training.recompute_num_layers or 1
     if training.recompute_method == "block":
-        return min(count, len(layers)) * stream + sum(per_layer[count:])
-    return -(-len(layers) // count) * stream
+        recomputed = min(count, len(layers))
+        return [stream] * recomputed + per_layer[recomputed:]
+    return [stream if index % count == count - 1 or index == len(layers) - 1 else 0.0 for index in range(len(layers))]
+
+
+def _layer_backward(config: Config, layers: Sequence[int]) -> int:
+    """Bytes that the MLP's backward makes of a micro-batch (`nn.mlp`): the gradient of its output in 16 bits and, in an
+    FP8 layer, in both layouts; that of its hidden state; and that of the activation's input with the activation.
+
+    Attention's backward makes less.
+    """
+    model, parallel = config.model, config.parallel
+    hidden, ffn = model.hidden_size, model.padded_ffn_hidden_size
+    columns = (2 if model.is_gated else 1) * ffn
+    tp = parallel.tensor_model_parallel_size
+    of_fp8 = (2 + 2) * hidden + (2 * ffn + 2 * columns + ffn) / tp
+    of_half = 2 * hidden + (2 * ffn + 2 * columns) / tp
+    most = max((of_fp8 if config.is_fp8_layer(layer) else of_half for layer in layers), default=0.0)
+    return round(config.tokens_per_micro_batch * most)
 
 
 def _recomputed_per_token(config: Config, layers: Sequence[int]) -> float:
@@ -177,10 +217,14 @@ def _held_at_once(config: Config, held: Sequence[float], stage: int, num_micro_b
 
 
 def _logits(config: Config, padded_vocab_size: int) -> int:
-    """Bytes at the peak of the LM head's backward, from the docstring of `nn.lm_head`."""
+    """Bytes at the peak of the LM head's backward, from the docstrings of `nn.lm_head` and `nn.chunked_loss`."""
     tp, hidden = config.parallel.tensor_model_parallel_size, config.model.hidden_size
     tokens, vocab = config.tokens_per_micro_batch, padded_vocab_size // tp
-    logits = 2 * tokens * vocab
+    chunk = config.training.loss_chunk_size
+    at_once = tokens if chunk is None else min(tokens, chunk * config.training.micro_batch_size)
+    logits = 2 * at_once * vocab
+    # Over chunks, the gradients of the weight are added in FP32, and that of the input is whole.
+    sums = 0 if chunk is None else 4 * hidden * vocab + 2 * tokens * hidden
     if config.precision.fp8_lm_head:
-        return logits + 2 * tokens * vocab // max(1, round(vocab / _HEAD_PART_COLUMNS))
-    return logits + 2 * hidden * vocab + 2 * tokens * hidden
+        return max(logits + logits // max(1, round(vocab / _HEAD_PART_COLUMNS)), 2 * hidden * vocab) + sums
+    return logits + 2 * hidden * vocab + 2 * at_once * hidden + sums

@@ -58,6 +58,15 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (2, VIRTUAL4 + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
         (2, VIRTUAL4 + "--recompute-granularity full --recompute-method block --recompute-num-layers 4"),
         (1, "--recompute-granularity selective"),
+        (1, "--cpu-offloading-num-layers 24"),
+        (2, VIRTUAL4 + "--cpu-offloading-num-layers 4"),
+        (
+            1,
+            "--cpu-offloading-num-layers 8 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 4",
+        ),
+        (1, "--loss-chunk-size 16 --fp8-lm-head"),
+        (2, "--bf16 --loss-chunk-size 32 --tensor-model-parallel-size 2 --sequence-parallel"),
         (1, "--recompute-activations --recompute-modules mlp core_attn layernorm"),
         (1, "--recompute-activations --recompute-modules mlp --cuda-graph-impl local"),
         (1, "--position-embedding-type rope --rotary-percent 0.5"),
@@ -327,6 +336,35 @@ FULL = "--recompute-granularity full "
             "recompute_num_layers(5) > 4 layers of a virtual pipeline stage; choose at most 4",
         ),
         (1, "--recompute-granularity selective --recompute-num-layers 2", "recompute_num_layers(2) belong to"),
+        # what leaves the device, and the loss over chunks
+        (
+            1,
+            "--cpu-offloading-num-layers 25",
+            "cpu_offloading_num_layers(25) > 24 layers of a pipeline stage; choose at most 24",
+        ),
+        (
+            2,
+            VIRTUAL4 + "--cpu-offloading-num-layers 5",
+            "cpu_offloading_num_layers(5) > 4 layers of a virtual pipeline stage; choose at most 4",
+        ),
+        (
+            1,
+            FULL + "--recompute-method uniform --recompute-num-layers 4 --cpu-offloading-num-layers 10",
+            "cpu_offloading_num_layers(10) % recompute_num_layers(4) = 2: recomputed chunks leave whole; choose 8",
+        ),
+        (
+            1,
+            "--cpu-offloading-num-layers 2 --cuda-graph-impl local",
+            "does not record copies to the host, cpu_offloading_num_layers is 2; drop one",
+        ),
+        (1, "--loss-chunk-size 1024", "loss_chunk_size(1024) does not cut seq_length(1024); choose less than 1024"),
+        (1, "--loss-chunk-size 100", "loss_chunk_size(100) is not a multiple of 16; choose 96"),
+        (
+            2,
+            "--loss-chunk-size 16 --tensor-model-parallel-size 2 --sequence-parallel",
+            "loss_chunk_size(16) is not a multiple of 16 × tensor_model_parallel_size(2) = 32; choose 32",
+        ),
+        (1, "--loss-chunk-size 16 --cuda-graph-impl local", "does not record the backward inside loss_chunk_size(16)"),
         # precision
         (1, "--bf16 --fp8-lm-head", "fp8_lm_head runs this project's FP8 GEMMs, which precision(bf16) does not use"),
         (
@@ -690,3 +728,9 @@ def test_a_blend_has_finite_weights(words: str) -> None:
 def test_a_split_has_finite_weights(split: str) -> None:
     (problem,) = problems(parse(f"--split {split}"), 1)
     assert problem.startswith(f"split({split}) is not three weights")
+
+
+def test_transformer_engines_layers_stay_whole() -> None:
+    found = problems(parse("--precision te --cpu-offloading-num-layers 2 --loss-chunk-size 16"), 1)
+    for setting in ("cpu_offloading_num_layers(2)", "loss_chunk_size(16)"):
+        assert any(line.startswith(setting) and "choose precision fp8 or bf16" in line for line in found)
