@@ -1,0 +1,115 @@
+"""Activations on the host and the loss over chunks, on a GPU: the same losses, no waiting host, less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.device import device as devices
+from fp8_megatron.mcore.runtime import runtime, seed_everything
+from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training.build import build_training_state
+from fp8_megatron.training.run_data import open_run_data
+from fp8_megatron.training.train_step import train_step
+from fp8_megatron.training.trainer import Trainer
+from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
+]
+
+MODEL = {**GPU_RUN, **LLAMA_STYLE_FLAGS, "num_layers": 8, "fp8_recipe": "delayed", "cuda_graph_impl": "none"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+MOVED = {"cpu_offloading_num_layers": 7}
+
+
+def losses(output_dir: Path, **overrides: object) -> list[float]:
+    """Of every step of a run on random tokens, two micro-batches a step."""
+    settings = {**MODEL, "global_batch_size": 8, "train_iters": 12, **overrides}
+    Trainer(parse_config(tiny_flags(output_dir, **settings))).fit()
+    return [r["loss"] for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
+
+
+@pytest.mark.parametrize(
+    "form", [{}, MLP, FULL, {"precision": "bf16", "fp8_recipe": None}], ids=["none", "mlp", "full", "bf16"]
+)
+def test_the_losses_are_those_without(tmp_path: Path, form: dict) -> None:
+    settings = {"deterministic_mode": True, **form}
+    expected = losses(tmp_path / "plain", **settings)
+    assert len(expected) == 12
+    assert losses(tmp_path / "moved", **settings, **MOVED) == expected
+    assert losses(tmp_path / "all", **settings, cpu_offloading_num_layers=8) == expected
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_the_loss_over_chunks_follows(tmp_path: Path, head: bool) -> None:
+    """As `test_training.test_every_level_follows_bf16`: 1% over the last five steps."""
+    expected = losses(tmp_path / "plain", fp8_lm_head=head)
+    measured = losses(tmp_path / "chunks", fp8_lm_head=head, loss_chunk_size=96)
+    assert measured[0] == pytest.approx(expected[0], rel=1e-3)
+    assert sum(measured[-5:]) == pytest.approx(sum(expected[-5:]), rel=1e-2)
+
+
+@pytest.fixture
+def build_state() -> Iterator[Callable[..., Any]]:
+    """A training state of given flags and its loader, on the GPU, until the test ends."""
+    with ExitStack() as stack:
+
+        def build(**overrides: object) -> Any:
+            config = parse_config(tiny_flags(Path("unused"), **{**MODEL, "train_iters": 100, **overrides}))
+            device = devices.select_device()
+            stack.enter_context(runtime(device))
+            topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
+            seed_everything(1, device, tensor_parallel_rank=0, pipeline_rank=0)
+            data = open_run_data(config, topology)
+            state = build_training_state(config, data.vocab_size, topology, device)
+            return state, data.train_loader(0)
+
+        yield build
+
+
+@pytest.mark.parametrize("form", [{}, {"loss_chunk_size": 96, "fp8_lm_head": True, **FULL}], ids=["none", "full"])
+def test_nothing_waits_for_the_device(build_state: Callable[..., Any], form: dict) -> None:
+    state, loader = build_state(**MOVED, **form)
+    for _ in range(3):
+        train_step(state, loader, wants_stop=False)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            values = train_step(state, loader, wants_stop=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(values[:3]).all()
+
+
+def _peak(build_state: Callable[..., Any], **settings: object) -> int:
+    """Bytes that the third step takes beside what it begins with."""
+    state, loader = build_state(
+        hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, num_layers=12, **settings
+    )
+    for _ in range(2):
+        train_step(state, loader, wants_stop=False)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    train_step(state, loader, wants_stop=False)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize(("count", "is_moved"), [(0, False), (11, True)])
+def test_the_device_holds_two_layers(build_state: Callable[..., Any], count: int, is_moved: bool) -> None:
+    """4,096 tokens keep 105 MB a layer: x, query, output and x in 1,024 columns, key and value in 256, the MLP's input
+    in 8,192, all BF16. Twelve layers are 1,258 MB; two, 134 MB of a layer's backward and the logits less than 500."""
+    peak = _peak(build_state, micro_batch_size=16, cpu_offloading_num_layers=count)
+    assert (peak < 500e6) == is_moved, peak
