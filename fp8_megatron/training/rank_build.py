@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -143,20 +143,27 @@ def _stand_in_for_a_gpu() -> Iterator[None]:
         # megatron-core compiles its fused functions; run by Python they keep the same tensors.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(runtime(_META))
-        stack.enter_context(_FlashAttention())
+        stack.enter_context(_flash_attention())
         yield
 
 
-class _FlashAttention(TorchFunctionMode):
-    """Attention as a GPU computes it. PyTorch would choose the matrix of all scores on the meta device."""
+@contextmanager
+def _flash_attention() -> Iterator[None]:
+    """Attention as a GPU computes it. PyTorch would choose the matrix of all scores on the meta device.
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            *args, kwargs["dropout_p"], kwargs["is_causal"], scale=kwargs["scale"]
-        )[0]
+    A function mode would not reach layers that backward runs again.
+    """
+    functional: Any = torch.nn.functional
+    replaced = functional.scaled_dot_product_attention
+
+    def attend(*args: Tensor, dropout_p: float, is_causal: bool, scale: float, **unused: Any) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(*args, dropout_p, is_causal, scale=scale)[0]
+
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = replaced
 
 
 class LiveBytes(TorchDispatchMode):
