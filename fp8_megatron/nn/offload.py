@@ -1,19 +1,29 @@
 """What layers keep for backward, moved to the host between their forward and their backward.
 
-A layer's tensors leave while the next layer runs, and come back while the layer behind it runs its backward. One side
-stream copies, and the host never waits. At the end of the next layer's forward the compute stream waits for the copies,
-and the device memory is free. So a rank holds two layers on the device, whatever the host's lead over the device.
+A layer's tensors leave while the next layer runs, and come back while the layer behind it runs its backward. Storages
+are copied whole and once, although several functions save views of one. Small storages, parameters, and what the caller
+names stay on the device.
 
-Storages are copied whole and once, although several functions save views of one. Small storages, parameters, and what
-the caller names stay on the device.
+One side stream copies, and the host never waits. The order of events, which makes reuse of memory safe without
+``record_stream``:
+
+- A layer's forward ends: the side stream waits for the compute stream, then copies the layer to the host.
+- The next layer's forward ends: the compute stream waits for those copies. Only then is the device memory given back,
+  so what reuses it runs after them. A rank holds two layers, whatever the host's lead over the device.
+- A layer's backward begins: memory for the layer in front is taken from the compute stream, the side stream waits for
+  that stream, which has used the memory before, and copies the layer back. The compute stream waits for those copies
+  when the backward of the layer in front begins. Until then the memory is held.
+- Host memory is given back when a layer has no reader. The next copy into it follows the last copy from it
+  on the same side stream.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +66,42 @@ class HostPages:
         self._free += pages
 
 
+class CopyStream(Protocol):
+    """Where copies run, one after another."""
+
+    def launch(self, copies: Callable[[], None]) -> Any:
+        """Run `copies` after all work so far; returns their end."""
+
+    def wait(self, end: Any) -> None:
+        """Let later work follow the copies that end there."""
+
+
+class _SideStream:
+    """A CUDA stream beside the compute stream, for which the host never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def launch(self, copies: Callable[[], None]) -> torch.cuda.Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copies()
+        return self._stream.record_event()
+
+    def wait(self, end: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(end)
+
+
+class _AtOnce:
+    """A device without streams."""
+
+    def launch(self, copies: Callable[[], None]) -> None:
+        copies()
+
+    def wait(self, end: None) -> None:
+        pass
+
+
 class _Layer:
     """What one layer keeps of one micro-batch.
 
@@ -63,18 +109,17 @@ class _Layer:
         before: the layer in front of it; None for the first.
         leaves: its storages go to the host.
         stored: its storages, while somebody may still read them.
-        arrival: the side stream's event after the copies back; None once the compute stream has waited for it.
+        departure: the end of the copies to the host.
         has_begun: its backward has begun.
     """
 
-    __slots__ = ("__weakref__", "_host", "_pages", "arrival", "before", "departure", "has_begun", "leaves", "stored")
+    __slots__ = ("__weakref__", "_host", "_pages", "before", "departure", "has_begun", "leaves", "stored")
 
     def __init__(self, host: HostPages, before: _Layer | None, *, leaves: bool) -> None:
         self._host, self._pages = host, list[Tensor]()
         self.before, self.leaves, self.has_begun = before, leaves, False
         self.stored: list[weakref.ref[_Stored]] = []
-        self.departure: torch.cuda.Event | None = None
-        self.arrival: torch.cuda.Event | None = None
+        self.departure: Any = None
 
     def __del__(self) -> None:
         self._host.give(self._pages)
@@ -83,23 +128,26 @@ class _Layer:
         """The storages that a function still keeps."""
         return (stored for ref in self.stored if (stored := ref()) is not None)
 
-    def copy_to_host(self) -> None:
-        """Copy every storage to the host, on the current stream."""
-        first = 0
-        for stored in self.alive():
-            stored.first_byte = first
-            first += stored.num_bytes
+    def copies_to_host(self) -> Callable[[], None]:
+        """Copy every storage to the host, when called."""
+        first, stored = 0, list(self.alive())
+        parts: list[tuple[Tensor, Tensor]] = []
+        for one in stored:
+            one.first_byte = first
+            first += one.num_bytes
         self._pages = self._host.take(first)
-        for stored in self.alive():
-            assert stored.on_device is not None
-            for page, part in self._parts(stored, stored.on_device):
-                page.copy_(part, non_blocking=True)
+        for one in stored:
+            assert one.on_device is not None
+            parts += self._parts(one, one.on_device)
+        return partial(_copy, parts)
 
-    def copy_from_host(self, stored: _Stored) -> None:
-        """Copy a storage back, on the current stream."""
-        assert stored.on_device is not None
-        for page, part in self._parts(stored, stored.on_device):
-            part.copy_(page, non_blocking=True)
+    def copies_from_host(self, stored: Iterable[_Stored]) -> Callable[[], None]:
+        """Copy storages back to their new memory, when called."""
+        parts: list[tuple[Tensor, Tensor]] = []
+        for one in stored:
+            assert one.on_device is not None
+            parts += self._parts(one, one.on_device)
+        return partial(_copy, [(values, page) for page, values in parts])
 
     def _parts(self, stored: _Stored, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs of bytes within one page, and the part of `values` that belongs there."""
@@ -109,6 +157,12 @@ class _Layer:
             count = min(PAGE_BYTES - place, stored.num_bytes - done)
             yield self._pages[page][place : place + count], values[done : done + count]
             done += count
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair into the first."""
+    for target, values in pairs:
+        target.copy_(values, non_blocking=True)
 
 
 class _Stored:
@@ -146,20 +200,21 @@ class ActivationOffload:
     follows by itself, layer by layer, last first.
 
     Args:
-        device: of the activations. On a CPU the same copies run at once.
+        device: of the activations.
+        stream: where copies run; None: a stream of a CUDA device, else at once.
 
     Attributes:
         host: the host's memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: CopyStream | None = None) -> None:
         self._device, self.host = device, HostPages(device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = stream or (_SideStream(device) if device.type == "cuda" else _AtOnce())
         self._layer: _Layer | None = None
         #: On its way to the host; its device memory is still held.
         self._leaving: _Layer | None = None
-        #: On its way back. Held here so that its memory is not reused before the copies end.
-        self._arriving: list[Tensor] = []
+        #: On its way back, and its memory, which must not be reused before the copies end.
+        self._arriving: tuple[Any, list[Tensor]] | None = None
         self._known: dict[int, _Stored] = {}
         self._resident: set[int] = set()
 
@@ -197,19 +252,12 @@ class ActivationOffload:
             self._leaving = None
         self._known.clear()
         if self._layer.leaves:
-            if self._stream is None:
-                self._layer.copy_to_host()
-            else:
-                self._stream.wait_stream(torch.cuda.current_stream(self._device))
-                with torch.cuda.stream(self._stream):
-                    self._layer.copy_to_host()
-                self._layer.departure = self._stream.record_event()
+            self._layer.departure = self._stream.launch(self._layer.copies_to_host())
             self._leaving = self._layer
 
     def _free(self, layer: _Layer) -> None:
         """Give up the device memory of a layer that has left."""
-        if layer.departure is not None:
-            torch.cuda.current_stream(self._device).wait_event(layer.departure)
+        self._stream.wait(layer.departure)
         for stored in layer.alive():
             stored.on_device = None
 
@@ -234,7 +282,7 @@ class ActivationOffload:
         layer = saved.layer if isinstance(saved, _Kept) else saved.stored.layer
         if not layer.has_begun:
             layer.has_begun = True
-            self._await(layer)
+            self._await()
             if layer.before is not None and layer.before.leaves:
                 self._fetch(layer.before)
         if isinstance(saved, _Kept):
@@ -242,33 +290,25 @@ class ActivationOffload:
         stored = saved.stored
         if stored.on_device is None:  # of a layer whose successor has no backward, or none yet
             self._fetch(layer)
-            self._await(layer)
+            self._await()
         assert stored.on_device is not None
         values = torch.empty(0, dtype=saved.dtype, device=stored.on_device.device)
         return values.set_(stored.on_device.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def _fetch(self, layer: _Layer) -> None:
         """Start to copy a layer back."""
+        self._await()
         missing = [stored for stored in layer.alive() if stored.on_device is None]
-        for stored in missing:  # memory of the compute stream, which frees it
-            stored.on_device = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device)
-        if self._stream is None:
-            for stored in missing:
-                layer.copy_from_host(stored)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for stored in missing:
-                layer.copy_from_host(stored)
-        layer.arrival = self._stream.record_event()
-        self._arriving = [stored.on_device for stored in missing if stored.on_device is not None]
+        memory = [torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device) for stored in missing]
+        for stored, values in zip(missing, memory, strict=True):
+            stored.on_device = values
+        self._arriving = self._stream.launch(layer.copies_from_host(missing)), memory
 
-    def _await(self, layer: _Layer) -> None:
-        """Let the compute stream wait until a layer is back."""
-        if layer.arrival is not None:
-            torch.cuda.current_stream(self._device).wait_event(layer.arrival)
-            layer.arrival = None
-        self._arriving = []
+    def _await(self) -> None:
+        """Let the compute stream wait until what is on its way back has arrived."""
+        if self._arriving is not None:
+            self._stream.wait(self._arriving[0])
+            self._arriving = None
 
 
 def _is_plain(tensor: Tensor) -> bool:

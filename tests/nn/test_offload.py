@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -64,6 +64,40 @@ def gradients(moved: ActivationOffload | None, num_leaving: int) -> list[Tensor]
             outputs[index - 1].backward(cotangent)
     outputs[-1].backward(cotangent)
     return [x.grad for x in inputs if x.grad is not None]
+
+
+class Late:
+    """Copies run as late as a stream may run them: when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], None]] = []
+        self.num_run = self.most = 0
+
+    def launch(self, copies: Callable[[], None]) -> int:
+        self.pending.append(copies)
+        self.most = max(self.most, len(self.pending))
+        return self.num_run + len(self.pending)
+
+    def wait(self, end: int) -> None:
+        while self.num_run < end:
+            self.pending.pop(0)()
+            self.num_run += 1
+
+
+@pytest.mark.parametrize("num_leaving", [1, 3, 4])
+def test_every_copy_is_waited_for(monkeypatch: pytest.MonkeyPatch, num_leaving: int) -> None:
+    """Values are read after their copy ran, and memory is given back after it."""
+    stream, free = Late(), ActivationOffload._free
+
+    def checked(moved: ActivationOffload, layer: offload._Layer) -> None:
+        free(moved, layer)
+        assert stream.num_run >= layer.departure
+
+    monkeypatch.setattr(ActivationOffload, "_free", checked)
+    moved = ActivationOffload(CPU, stream)
+    for own, expected in zip(gradients(moved, num_leaving), gradients(None, 0), strict=True):
+        assert torch.equal(own, expected)
+    assert stream.most <= 3  # nobody runs ahead of what was waited for
 
 
 @pytest.mark.parametrize("num_leaving", [1, 3, 4])

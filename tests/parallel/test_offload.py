@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -44,19 +45,19 @@ STEPS = MICRO_BATCHES = 2
 def run_and_count(config: Config, tokens: Tensor) -> tuple[TinyRun, int]:
     """A run, and the bytes that it copied to the host."""
     nbytes = 0
-    copy = offload._Layer.copy_to_host
+    copies = offload._Layer.copies_to_host
 
-    def counting(layer: offload._Layer) -> None:
+    def counting(layer: offload._Layer) -> Callable[[], None]:
         nonlocal nbytes
         nbytes += sum(stored.num_bytes for stored in layer.alive())
-        copy(layer)
+        return copies(layer)
 
     smallest = offload.MIN_BYTES
-    offload._Layer.copy_to_host, offload.MIN_BYTES = counting, 2**12  # type: ignore[method-assign]
+    offload._Layer.copies_to_host, offload.MIN_BYTES = counting, 2**12  # type: ignore[method-assign]
     try:
         return train_tiny_gpt(config, tokens), nbytes
     finally:
-        offload._Layer.copy_to_host, offload.MIN_BYTES = copy, smallest  # type: ignore[method-assign]
+        offload._Layer.copies_to_host, offload.MIN_BYTES = copies, smallest  # type: ignore[method-assign]
 
 
 def run(
