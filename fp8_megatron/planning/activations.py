@@ -31,10 +31,11 @@ class PeakBytes:
 
     Attributes:
         state: weights, gradients, optimizer state and their scales.
-        activations: of all micro-batches in flight, on the device.
-        logits: of the last stage, with what its backward needs at once; 0 if `backward` is more.
-        backward: of the last stage, what the backward of a layer makes; 0 if `logits` is more. Earlier stages leave it
-            out.
+        activations: of all micro-batches in flight, on the device. If the peak is in a layer's backward, with that of
+            layers on their way back and of a layer that is computed again.
+        logits: of the last stage, with what its backward needs at once; 0 if a layer's backward holds more.
+        backward: of the last stage, what a layer's backward makes; 0 if the peak is at the logits. Earlier stages leave
+            it out.
         wire_buffers: send and receive buffers of gradients.
         transposes: transposed weights that stay over the micro-batches of a step.
         recording: what a CUDA graph holds beside the activations.
@@ -76,14 +77,17 @@ def predict_peak(
     layers = config.layers_of_stage(stage)
     kept = min(config.precision.keep_fp8_transpose_cache, len(layers))
     gathered = sum(count * stored.of_state(storage).weight.itemsize for storage, count in by_class.items())
-    logits = backward = 0
+    activations = _activations(config, stage=stage, num_micro_batches=config.num_micro_batches(world_size))
+    leaving, arriving = _on_its_way(config, stage=stage)
+    in_backward, logits, backward = arriving + _recomputed(config, stage=stage), 0, 0
     if stage == config.parallel.pipeline_model_parallel_size - 1:
         logits, backward = _logits(config, padded_vocab_size), _layer_backward(config, layers)
+    is_at_logits = leaving + logits > in_backward + backward
     return PeakBytes(
         state=state.linear.total + state.rest.total,
-        activations=_activations(config, stage=stage, num_micro_batches=config.num_micro_batches(world_size)),
-        logits=logits if logits >= backward else 0,
-        backward=backward if backward > logits else 0,
+        activations=activations + (leaving if is_at_logits else in_backward),
+        logits=logits if is_at_logits else 0,
+        backward=0 if is_at_logits else backward,
         wire_buffers=wire,
         transposes=kept * state.linear.num_params // max(len(layers), 1),
         recording=gathered // replicas if records and replicas > 1 else 0,
@@ -129,17 +133,33 @@ def predict_host_bytes(config: Config, *, world_size: int, stage: int = 0) -> in
 
 
 def _activations(config: Config, *, stage: int, num_micro_batches: int) -> int:
-    """Bytes of a stage's activations of all micro-batches in flight, with what a recomputed layer needs beside them.
-
-    A stage whose layers leave has two of them at least: one runs, and one is on its way.
-    """
+    """Bytes of a stage's activations of all micro-batches in flight that stay on the device."""
     chunks, count = config.pipeline_layout.chunks[stage], config.training.cpu_offloading_num_layers
+    held = [sum(_kept_by_layer(config, chunk)[count:]) for chunk in chunks]
+    return round(config.tokens_per_micro_batch * _held_at_once(config, held, stage, num_micro_batches))
+
+
+def _on_its_way(config: Config, *, stage: int) -> tuple[int, int]:
+    """Bytes of layers on their way between device and host: at the logits, and in a layer's backward.
+
+    At the logits the last layer has not left, if it leaves at all. In backward two layers are on the device, one that
+    runs and one that arrives; the later ones are gone.
+    """
+    count = config.training.cpu_offloading_num_layers
+    leaving = arriving = 0.0
+    for chunk in config.pipeline_layout.chunks[stage]:
+        kept = _kept_by_layer(config, chunk)
+        largest, staying = max(kept[:count], default=0.0), sum(1 for layer in kept[count:] if layer)
+        leaving = max(leaving, largest * max(0, 1 - staying))
+        arriving = max(arriving, largest * max(0, 2 - staying))
     tokens = config.tokens_per_micro_batch
-    kept = [_kept_by_layer(config, chunk) for chunk in chunks]
-    held = [sum(layers[count:]) for layers in kept]
-    moving = max((max(layers[:count], default=0.0) * max(0, 2 - len(layers[count:])) for layers in kept), default=0.0)
-    recomputed = max(_recomputed_per_token(config, chunk) for chunk in chunks)
-    return round(tokens * (_held_at_once(config, held, stage, num_micro_batches) + moving + recomputed))
+    return round(tokens * leaving), round(tokens * arriving)
+
+
+def _recomputed(config: Config, *, stage: int) -> int:
+    """Bytes that exist beside a stage's activations while a layer is computed again."""
+    chunks = config.pipeline_layout.chunks[stage]
+    return round(config.tokens_per_micro_batch * max(_recomputed_per_token(config, chunk) for chunk in chunks))
 
 
 def _kept_by_layer(config: Config, layers: Sequence[int]) -> list[float]:

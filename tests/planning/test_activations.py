@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.planning.activations import predict_peak
+from fp8_megatron.config.schema import Config
+from fp8_megatron.planning.activations import predict_host_bytes, predict_peak
 from fp8_megatron.planning.vocabulary import padded_vocab_size
 from tests.planning.recorded_runs import ROOT, RecordedRun, recorded_runs
 
@@ -72,13 +73,13 @@ def test_ranks_that_share_sequences_share_what_they_keep() -> None:
 
 
 def test_recomputed_mlps_keep_no_input_of_their_activation() -> None:
-    """Of 20 bytes of an element, 8 are the MLP's; one layer has them at a time."""
+    """Of 20 bytes of an element, 8 are the MLP's. None has them while the logits exist."""
     config = parse_config(["--config", str(ROOT / "configs" / "gpt_7b.yaml"), "--mock-data"])
     training = replace(config.training, recompute_granularity="selective", recompute_modules=("mlp", "core_attn"))
     plain, held = (
         predict_peak(one, 50304, world_size=4).activations for one in (config, replace(config, training=training))
     )
-    assert plain - held == 4 * 2048 * 4096 * 8 * 31
+    assert plain - held == 4 * 2048 * 4096 * 8 * 32
 
 
 def test_recomputation_keeps_the_inputs_of_layers() -> None:
@@ -90,3 +91,50 @@ def test_recomputation_keeps_the_inputs_of_layers() -> None:
     recomputed = replace(config, training=training)
     held = predict_peak(recomputed, 50304, world_size=4).activations
     assert held == pytest.approx(4 * 2048 * 4096 * (32 * 2 + 20), rel=1e-3)
+
+
+def _llama_8b(**training: object) -> Config:
+    config = parse_config(["--config", str(ROOT / "configs" / "llama_8b.yaml"), "--mock-data", "--fp8-lm-head"])
+    changed = replace(config.training, global_batch_size=1, **training)  # type: ignore[arg-type]
+    return replace(config, training=changed)
+
+
+#: Bytes of a token and layer: x, query, output and x in 4,096 columns, key and value in 1,024, the MLP's input in
+#: 28,672, all BF16; statistics of two norms and 32 heads in FP32.
+KEPT = 2 * (4 * 4096 + 2 * 1024 + 28672) + 16 + 4 * 32
+
+
+@pytest.mark.parametrize(("count", "on_device"), [(0, 32), (20, 12), (30, 2), (31, 1), (32, 1)])
+def test_layers_that_leave_are_on_the_host(count: int, on_device: int) -> None:
+    """While the logits exist, the device has the layers that stay; or the last one, on its way."""
+    config = _llama_8b(cpu_offloading_num_layers=count)
+    assert predict_peak(config, 128256, world_size=1).activations == 8192 * KEPT * on_device
+    assert predict_host_bytes(config, world_size=1) == 8192 * KEPT * count
+
+
+@pytest.mark.parametrize(("group", "inputs", "again"), [(1, 4, 0), (4, 2, 4)])
+def test_inputs_of_recomputed_layers_leave(group: int, inputs: int, again: int) -> None:
+    """Four layers stay. In groups of one the logits are more than a layer's backward. Four at once are more than the
+    logits, and while they run backward the input of the group before arrives."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": group}
+    config = _llama_8b(cpu_offloading_num_layers=28, **full)
+    assert predict_host_bytes(config, world_size=1) == 8192 * 2 * 4096 * 28 // group
+    peak = predict_peak(config, 128256, world_size=1)
+    assert peak.activations == 8192 * (2 * 4096 * inputs + KEPT * again)
+    assert bool(peak.logits) == (again == 0) and bool(peak.backward) == (again > 0)
+
+
+def test_the_host_holds_the_micro_batches_in_flight() -> None:
+    config = parse_config(["--config", str(ROOT / "configs" / "gpt_175b.yaml"), "--mock-data"])
+    moved = replace(config, training=replace(config.training, cpu_offloading_num_layers=3))
+    bytes_of = [predict_host_bytes(moved, world_size=128, stage=stage) for stage in (0, 15)]
+    assert bytes_of[0] == pytest.approx(16 * bytes_of[1], rel=1e-6)
+    first, last = (predict_peak(one, 51200, world_size=128, stage=0).activations for one in (config, moved))
+    assert last == pytest.approx(first / 2, rel=1e-6)  # three of six layers
+
+
+def test_the_loss_over_chunks_has_the_logits_of_one() -> None:
+    """FP8 head: 8 parts of the vocabulary. The weight's gradient is added in FP32, and the input's is whole."""
+    whole, chunks = (predict_peak(_llama_8b(loss_chunk_size=size), 128256, world_size=1) for size in (None, 4096))
+    assert whole.logits == 2 * 8192 * 128256 * 9 // 8
+    assert chunks.logits == whole.logits // 2 + 4 * 4096 * 128256 + 2 * 8192 * 4096
