@@ -46,6 +46,11 @@ def _whole_sequences(config: Config) -> str | None:
     return "under context_parallel_size(1)" if config.parallel.context_parallel_size == 1 else None
 
 
+def _one_stage(config: Config) -> str | None:
+    has_one = config.parallel.pipeline_model_parallel_size == 1
+    return "under pipeline_model_parallel_size(1)" if has_one else None
+
+
 def _not_fp8(config: Config) -> str | None:
     return None if config.precision.is_fp8 else f"under precision({config.precision.precision})"
 
@@ -181,6 +186,7 @@ _RULES = (
     ),
     Ignored(("rope_scaling_factor",), _no_rope_scaling, "give --use-rope-scaling"),
     Ignored(("cp_comm_type",), _whole_sequences, "raise --context-parallel-size"),
+    Ignored(("fp8_pipeline_communication",), _one_stage, "raise --pipeline-model-parallel-size"),
     Ignored(("opt_level",), _not_fp8, "choose --precision fp8"),
     Ignored(
         ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16"),

@@ -42,6 +42,9 @@ class PrecisionConfig:
     fp8_dot_product_attention: Switch = False
     """Run attention in FP8 too, forward and backward, in the layers that are in FP8: for long sequences. Needs
     --fp8-recipe delayed, heads of 128 columns and no attention dropout; on a GPU a Hopper and nvidia-cudnn-frontend."""
+    fp8_pipeline_communication: Switch = False
+    """Pipeline stages send each other E4M3 with a scale for each 128 elements instead of BF16: activations, and their
+    gradients. Needs --precision fp8."""
     first_last_layers_bf16: Switch = False
     """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
     num_layers_at_start_in_bf16: LayersOrZero = 1

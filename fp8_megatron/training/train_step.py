@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ..device import memory as device_memory
+from ..mcore.pipeline import schedule_arguments
 from ..quantization.cast_report import CastReport
 from ..reporting.step_figures import StepFigures
 from ..sharding.grad_buffer import ShardedGradBuffer
@@ -176,6 +177,7 @@ def _run_schedule(
         seq_length=config.model.seq_length,
         micro_batch_size=config.training.micro_batch_size,
         forward_only=forward_only,
+        **schedule_arguments(state.model, state.topology, in_fp8=config.precision.fp8_pipeline_communication),
     )
 
 

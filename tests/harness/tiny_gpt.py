@@ -27,6 +27,7 @@ from fp8_megatron.data.document_bounds import DocumentBounds
 from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.mcore.data_parallel import FP8DataParallel
 from fp8_megatron.mcore.gpt import ModelChunk
+from fp8_megatron.mcore.pipeline import schedule_arguments
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
@@ -161,6 +162,7 @@ def forward_backward(gpt: TinyGPT, config: Config, micro_batches: Tensor) -> flo
         seq_length=config.model.seq_length,
         micro_batch_size=micro_batches.shape[1],
         forward_only=False,
+        **schedule_arguments(gpt.model, gpt.topology, in_fp8=config.precision.fp8_pipeline_communication),
     )
     topology = gpt.topology
     total = torch.zeros(1, device=micro_batches.device)

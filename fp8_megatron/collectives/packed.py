@@ -1,0 +1,53 @@
+"""A tensor in FP8 as one run of bytes: its payload, and behind it the scale of each block of 128 elements.
+
+A block's scale is a power of two, taken from the block's own amax. A block with an inf or a NaN decodes to NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..formats import GRAD_BLOCK
+from ..kernels import ops
+from ..kernels.sizes import round_up
+
+
+def packed_bytes(numel: int) -> int:
+    """Bytes of `packed` of `numel` elements."""
+    padded = round_up(numel, GRAD_BLOCK)
+    return padded + 4 * (padded // GRAD_BLOCK)
+
+
+def packed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [packed_bytes(x.numel())], one pass over `x`.
+
+    Args:
+        x: BF16 or FP32, contiguous.
+        dtype: of the payload, an FP8 format.
+    """
+    run = torch.empty(packed_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+    payload, scales = _parts(run, x.numel(), dtype)
+    ops.quantize_blockwise_(x.view(-1), payload, scales)
+    return run
+
+
+def unpacked(run: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """BF16 of `shape` from `packed` of a tensor of that shape; each value is rounded once more, to BF16.
+
+    Args:
+        dtype: of the payload.
+    """
+    numel = prod(shape)
+    payload, scales = _parts(run, numel, dtype)
+    values = torch.empty(payload.numel(), dtype=torch.bfloat16, device=run.device)
+    ops.accumulate_rows_(payload, scales, values, factor=1.0, add=False)
+    return values[:numel].view(*shape)
+
+
+def _parts(run: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    payload, scales = run.split([round_up(numel, GRAD_BLOCK), len(run) - round_up(numel, GRAD_BLOCK)])
+    return payload.view(dtype), scales.view(torch.float32)
