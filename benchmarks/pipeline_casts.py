@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import logging
 import statistics
@@ -40,7 +41,7 @@ from fp8_megatron.kernels.reference import decode, encode, scale_from_amax
 from fp8_megatron.mcore import gpt
 from fp8_megatron.outputs import check_output_file, write_output
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.reporting.parity import RunResult, compare_runs, read_run
+from fp8_megatron.reporting.parity import Parity, RunResult, compare_runs, read_run
 from fp8_megatron.training.trainer import Trainer
 
 #: Name → (format, elements that share a scale).
@@ -137,32 +138,42 @@ def main() -> int:
     files = [json.loads(path.read_text()) for path in (args.output, *args.add) if path.exists()]
     runs = {(run.level, run.seed): run for one in files for run in map(RunResult.from_json, one["runs"])}
     precision = {name: value for one in files for name, value in one["precision"].items()}
-    for seed in args.seeds:
-        for stages in args.stages:
-            level = f"{stages} stages" if stages > 1 else "1 stage"
-            if (level, seed) in runs:
-                continue
-            sample = Sample(args.measure)
-            run = runs[level, seed] = _train(words, level, seed, stages, sample)
-            precision |= sample.summary()
-            print(f"{level}, seed {seed}: validation {run.final_loss:.4f}, training {run.tail_loss:.4f}", flush=True)
-    parity = compare_runs(list(runs.values()), "1 stage")
     result = {
         "commit": commit(),
         "device": device_name(),
         "versions": versions(("torch", "triton", "megatron-core")),
         "flags": " ".join(words) or files[0]["flags"],
-        "gaps": [] if parity is None else [asdict(one) for one in parity.levels],
-        "precision": precision,
-        "runs": [run.to_json() for _, run in sorted(runs.items())],
     }
-    write_output(args.output, (json.dumps(result, indent=1) + "\n").encode())
-    for one in result["gaps"]:
-        width = "" if one["half_width"] is None else f" ± {one['half_width']:.3%}"
-        print(f"{one['level']}: validation {one['gap']:+.3%}{width}, training {one['tail_gap']:+.3%}")
-    for name, value in precision.items():
-        print(f"{name}: {value:.4g}")
+    for seed, stages in itertools.product(args.seeds, args.stages):
+        level = f"{stages} stages" if stages > 1 else "1 stage"
+        if (level, seed) not in runs:
+            sample = Sample(args.measure)
+            runs[level, seed] = _train(words, level, seed, stages, sample)
+            if sample.found:
+                precision[level] = sample.summary()
+            _write(args.output, result, runs, precision)
+    parity = _write(args.output, result, runs, precision)
+    for one in [] if parity is None else parity.levels:
+        width = "" if one.half_width is None else f" ± {one.half_width:.3%}"
+        print(f"{one.level}: validation {one.gap:+.3%}{width}, training {one.tail_gap:+.3%}, seeds {one.seeds}")
+    for level, figures in precision.items():
+        for name, value in figures.items():
+            print(f"{level}, {name}: {value:.4g}")
     return 0
+
+
+def _write(
+    path: Path,
+    result: dict[str, Any],
+    runs: dict[tuple[str, int], RunResult],
+    precision: dict[str, dict[str, float]],
+) -> Parity | None:
+    """Write what is known, and return the gaps."""
+    parity = compare_runs(list(runs.values()), "1 stage")
+    gaps = [] if parity is None else [asdict(one) for one in parity.levels]
+    known = {**result, "gaps": gaps, "precision": precision, "runs": [run.to_json() for _, run in sorted(runs.items())]}
+    write_output(path, (json.dumps(known, indent=1) + "\n").encode())
+    return parity
 
 
 def _train(words: list[str], level: str, seed: int, stages: int, sample: Sample) -> RunResult:

@@ -6,20 +6,19 @@ A block's scale is a power of two, taken from the block's own amax. A block with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch import Tensor
 
 from ..formats import GRAD_BLOCK
 from ..kernels import ops
-from ..kernels.sizes import round_up
 
 
 def packed_bytes(numel: int) -> int:
     """Bytes of `packed` of `numel` elements."""
-    padded = round_up(numel, GRAD_BLOCK)
-    return padded + 4 * (padded // GRAD_BLOCK)
+    num_blocks = ceil(numel / GRAD_BLOCK)
+    return num_blocks * (GRAD_BLOCK + 4)
 
 
 def packed(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,5 +48,6 @@ def unpacked(run: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _parts(run: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    payload, scales = run.split([round_up(numel, GRAD_BLOCK), len(run) - round_up(numel, GRAD_BLOCK)])
+    num_blocks = ceil(numel / GRAD_BLOCK)
+    payload, scales = run.split([num_blocks * GRAD_BLOCK, num_blocks * 4])
     return payload.view(dtype), scales.view(torch.float32)

@@ -31,7 +31,7 @@ def dry_run_report(config: Config, world_size: int) -> str:
         world_size: ranks of the job.
     """
     from ..planning.vocabulary import padded_vocab_size, vocab_size
-    from ..planning.wire import predict_wire_bytes
+    from ..planning.wire import predict_stage_bytes, predict_wire_bytes
 
     parallel, model = config.parallel, config.model
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -43,6 +43,7 @@ def dry_run_report(config: Config, world_size: int) -> str:
     context = f"context {parallel.context_parallel_size} × " if parallel.context_parallel_size > 1 else ""
     wires = [predict_wire_bytes(config, padded, world_size=world_size, stage=stage) for stage in range(pp)]
     wire = max(wires, key=lambda one: one.total)
+    between = [predict_stage_bytes(config, world_size=world_size, stage=stage) for stage in range(pp)]
     layout = config.pipeline_layout
     notes += [
         f"ranks: {world_size} = tensor {tp} × {context}pipeline {pp} × data {config.data_parallel_size(world_size)}",
@@ -51,6 +52,7 @@ def dry_run_report(config: Config, world_size: int) -> str:
         f"micro-batches of {config.training.micro_batch_size} per rank",
         f"wire: in each step a rank sends its data-parallel peers {_gigabytes(wire.gradients)} GB of gradients and "
         f"{_gigabytes(wire.weights)} GB of weights",
+        *([f"stages: in each step a rank sends other stages up to {_gigabytes(max(between))} GB"] if pp > 1 else []),
         "not checked here: files, folders, installed packages, the GPUs; activations are not in the table",
     ]
     return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])

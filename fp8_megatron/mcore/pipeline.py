@@ -22,7 +22,8 @@ class FP8P2PCommunicator(P2PCommunicator):
     """megatron-core's messages between neighbouring stages, with half the bytes.
 
     A tensor and its scales are one message of bytes (`collectives.packed`). megatron-core carries it as BF16 numbers,
-    which nothing computes with. Stages call it as they call megatron-core's.
+    which nothing computes with. Before it returns, the current stream (on a CPU: the host) waits for all messages:
+    what was received may be decoded, and the memory of what was sent is free.
     """
 
     def _communicate(

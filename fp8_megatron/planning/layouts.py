@@ -177,7 +177,8 @@ def _laid_out(
     layout = parallel.pipeline_layout(config.model.num_layers)
     most = max(len(layout.layers_of(stage)) for stage in range(pp))
     kept = min(config.precision.keep_fp8_transpose_cache, most)
-    precision = replace(config.precision, keep_fp8_transpose_cache=kept)
+    sends_fp8 = config.precision.fp8_pipeline_communication and pp > 1
+    precision = replace(config.precision, keep_fp8_transpose_cache=kept, fp8_pipeline_communication=sends_fp8)
     return replace(config, parallel=parallel, training=training, precision=precision)
 
 

@@ -14,7 +14,7 @@ from ..reporting.flops import layer_flops, linear_params_per_layer
 from ..sharding.partition import StorageClass
 from .memory import parameters_by_class
 from .storage import model_storage
-from .wire import predict_wire_bytes
+from .wire import predict_wire_bytes, stage_message_bytes
 
 
 @dataclass(frozen=True)
@@ -204,16 +204,15 @@ def predict_step(
     """
     if not has_rates(config):
         raise ValueError(f"no step of {config.precision.level} was profiled")
-    parallel, model = config.parallel, config.model
+    parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     num_micro_batches = config.num_micro_batches(world_size)
-    tokens = config.tokens_per_micro_batch
     stage, slowest = _slowest_stage(config, padded_vocab_size, num_micro_batches, rates)
     replicas = config.num_replicas(world_size)
     wire = predict_wire_bytes(config, padded_vocab_size, world_size=world_size, stage=stage)
     data_bytes = rates.node_bytes if tp * replicas <= gpus_per_node else min(rates.node_bytes, network_bytes)
     virtual = config.pipeline_layout.virtual_size or 1
-    sent = 2 * tokens * model.hidden_size / tp / (rates.node_bytes if world_size <= gpus_per_node else network_bytes)
+    sent = stage_message_bytes(config) / (rates.node_bytes if world_size <= gpus_per_node else network_bytes)
     return StepSeconds(
         gemms=slowest.gemms,
         attention=slowest.attention,

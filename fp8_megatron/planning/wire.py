@@ -1,9 +1,10 @@
-"""Bytes that a rank sends to its replicas in one step, from the configuration, before anything is built."""
+"""Bytes that a rank sends to its replicas and to neighbouring stages in one step, from the configuration alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..collectives.packed import packed_bytes
 from ..config.schema import Config
 from ..formats import GRAD_BLOCK, StorageDtype
 from .memory import parameters_by_class
@@ -46,3 +47,19 @@ def predict_wire_bytes(config: Config, padded_vocab_size: int, *, world_size: in
         weights += count * stored.of_state(storage).weight.itemsize
     share = (replicas - 1) / replicas
     return WireBytes(round(gradients * share), round(weights * share))
+
+
+def stage_message_bytes(config: Config) -> int:
+    """Bytes of one micro-batch's activations that a rank sends to the next stage; their gradients have as many."""
+    parallel = config.parallel
+    shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    values = config.tokens_per_micro_batch // shards * config.model.hidden_size
+    return packed_bytes(values) if config.precision.fp8_pipeline_communication else 2 * values
+
+
+def predict_stage_bytes(config: Config, *, world_size: int, stage: int = 0) -> int:
+    """Bytes that a rank of a pipeline stage sends to other stages in one step, in both directions."""
+    layout = config.pipeline_layout
+    num_chunks = len(layout.chunks[stage])
+    borders = 2 * num_chunks - (stage == 0) - (stage == layout.num_stages - 1)
+    return borders * config.num_micro_batches(world_size) * stage_message_bytes(config)

@@ -56,6 +56,8 @@ def test_stages_of_different_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_gpt.main(words.split()) == 0
     out = capsys.readouterr().out
     assert "stages: Et*7|t*10|t*10|t*5L" in out
+    # 16 micro-batches of 4 · 2,048 tokens of 4,096 values, to two neighbours.
+    assert f"stages: in each step a rank sends other stages up to {32 * 8192 * 4096 * 2 / 1e9:.2f} GB" in out
     params = [int(line.split("│")[2].replace(",", "")) for line in out.splitlines() if line.startswith("│")]
     layer, vocabulary = 12 * 4096**2 + 13 * 4096, 50304 * 4096
     assert params == [7 * layer + vocabulary + 2048 * 4096, 10 * layer, 10 * layer, 5 * layer + vocabulary + 2 * 4096]

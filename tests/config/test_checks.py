@@ -366,6 +366,11 @@ FULL = "--recompute-granularity full "
         ),
         (1, "--loss-chunk-size 16 --cuda-graph-impl local", "does not record the backward inside loss_chunk_size(16)"),
         # precision
+        (
+            2,
+            "--bf16 --fp8-pipeline-communication --pipeline-model-parallel-size 2",
+            "fp8_pipeline_communication is for FP8 layers, which precision(bf16) does not have; drop it or choose",
+        ),
         (1, "--bf16 --fp8-lm-head", "fp8_lm_head runs this project's FP8 GEMMs, which precision(bf16) does not use"),
         (
             2,
@@ -672,6 +677,11 @@ IGNORED = [
         "yarn_correction_range_round_to_int",
         "--position-embedding-type rope --no-yarn-correction-range-round-to-int",
         "under position_embedding_type(rope); drop it or give --position-embedding-type yarn",
+    ),
+    (
+        "fp8_pipeline_communication",
+        "--fp8-pipeline-communication",
+        "under pipeline_model_parallel_size(1); drop it or raise --pipeline-model-parallel-size",
     ),
     ("opt_level", "--bf16 --opt-level O2", "under precision(bf16); drop it or choose --precision fp8"),
     ("first_last_layers_bf16", "--fp16 --first-last-layers-bf16", "under precision(fp16)"),
