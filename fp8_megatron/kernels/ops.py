@@ -5,6 +5,8 @@ Each function names its specification in plain PyTorch, which documents argument
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -311,10 +313,14 @@ def quantize_rotated_qkv_grad(
     column_sums: bool,
     power_of_two: bool = False,
     amax_out: Tensor | None = None,
+    grad_scales: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`rope.reference.quantize_rotated_qkv_grad`: payload [T, N], transpose [N, T], column sums [N], scale taken."""
     _check_rotated(grads, rotation)
-    return _OPS.quantize_rotated_qkv_grad(grads, rotation, dtype, scale, power_of_two, amax_out, column_sums)
+    assert (grads[0].dtype in FP8_DTYPES) == (len(grad_scales) == 3) and (scale is not None or not grad_scales)
+    return _OPS.quantize_rotated_qkv_grad(
+        grads, rotation, dtype, scale, power_of_two, amax_out, column_sums, list(grad_scales)
+    )
 
 
 def norm_rotate_qk(y: Tensor, rotation: Rotation, norm: QKNorm, *, heads_per_group: int) -> tuple[Tensor, Tensor]:

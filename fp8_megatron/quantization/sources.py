@@ -129,31 +129,41 @@ class QKVGradSource:
     """Gradients of query [s, b, groups, heads per group · d], key and value [s, b, groups, d], with any strides.
 
     With a `rotation` they are those of the rotated query and key. The cast is of the gradient before the rotation.
+    FP8 gradients have `grad_scales`, FP32 [1] each, and a rotation (which may have no angles).
     """
 
     grads: list[Tensor]
     column_sums: bool = False
     rotation: Rotation | None = None
+    grad_scales: tuple[Tensor, ...] = ()
 
     def amax(self) -> Tensor:
-        if self.rotation is not None:
-            return ops.rotated_qkv_grad_amax(self.grads, self.rotation)
-        return torch.stack([ops.amax(grad) for grad in self.grads]).amax(dim=0)
+        grads = self._wide()
+        if self.rotation is not None and self.rotation.turns:
+            return ops.rotated_qkv_grad_amax(grads, self.rotation)
+        return torch.stack([ops.amax(grad) for grad in grads]).amax(dim=0)
 
     def every(self, step: int) -> QKVGradSource:
         """The source of every `step`-th sequence index; in FP32 if it rotates, as the cast reads it."""
-        rows = [grad[::step] for grad in self.grads]
+        rows = replace(self, grads=[grad[::step] for grad in self.grads])
         if self.rotation is None:
-            return replace(self, grads=rows)
+            return rows
         rotation = self.rotation._replace(cos_sin=self.rotation.cos_sin[::step].contiguous())
-        return replace(self, grads=[grad.float() for grad in rows], rotation=rotation)
+        return replace(rows, grads=[grad.float() for grad in rows._wide()], rotation=rotation, grad_scales=())
 
     def joined(self) -> Tensor:
         """The gradient of the projection's output [T, N], in the dtype of the gradients."""
-        if self.rotation is not None:
-            return ops.unrotate_qkv_grad(self.grads, self.rotation)
-        joined = torch.cat(self.grads, dim=-1)
+        grads = self._wide()
+        if self.rotation is not None and self.rotation.turns:
+            return ops.unrotate_qkv_grad(grads, self.rotation)
+        joined = torch.cat(grads, dim=-1)
         return joined.view(joined.shape[0] * joined.shape[1], -1)
+
+    def _wide(self) -> list[Tensor]:
+        """The gradients in 16 or 32 bits."""
+        if not self.grad_scales:
+            return self.grads
+        return [ops.decode(grad, scale) for grad, scale in zip(self.grads, self.grad_scales, strict=True)]
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastGrad:
         if not format.has_one_scale:
@@ -164,6 +174,7 @@ class QKVGradSource:
         if self.rotation is None:
             cast = ops.quantize_qkv_grad(self.grads, format.dtype, **settings)
         else:
+            settings["grad_scales"] = self.grad_scales
             cast = ops.quantize_rotated_qkv_grad(self.grads, self.rotation, format.dtype, **settings)
         payload, payload_t, sums, taken = cast
         operand = Quantized(payload, payload_t, taken if scale is None else scale, format)

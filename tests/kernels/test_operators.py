@@ -74,8 +74,9 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "unrotate_qkv_grad": [(qkv, one_rotation) for one_rotation in rotations],
         "rotated_qkv_grad_amax": [(qkv, one_rotation) for one_rotation in rotations],
         "quantize_rotated_qkv_grad": [
-            (qkv, rotations[0], E5M2, None, False, None, True),
-            (qkv, rotations[1], E5M2, scale, False, amax, False),
+            (qkv, rotations[0], E5M2, None, False, None, True, []),
+            (qkv, rotations[1], E5M2, scale, False, amax, False, []),
+            ([grad.to(E5M2) for grad in qkv], rotations[0], E5M2, scale, False, amax, True, [scale, one, one]),
         ],
         "norm_amax": [(x, weight, None, 1e-5, True), (x, weight, weight, 1e-5, False)],
         "norm_quantize": [

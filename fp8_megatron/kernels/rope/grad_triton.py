@@ -1,8 +1,8 @@
 """The gradient of a rotated QKV projection cast to FP8 in Triton: `reference.quantize_rotated_qkv_grad` and its amax.
 
 A program's tile holds pairs of columns of one head after another, so that the angles of its tokens stay in registers.
-Kernels that rotate are compiled without fused multiply-add: results are bitwise those of the specification. The value's
-gradient is not rotated and takes the kernel of `quantize.grad_output_triton`.
+Kernels are compiled without fused multiply-add: results are bitwise those of the specification. The value's gradient is
+not rotated. The programs of query, key and value share a launch.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -36,6 +36,7 @@ from ..quantize.triton import (
     take_scale,
     transposed_words,
 )
+from ..reference import decode
 from ..sizes import cdiv
 from .reference import Rotation
 from .triton import heads_of_rows, join_rotated_back, load_angles, load_pairs, rotate, tile_of
@@ -61,6 +62,8 @@ def _columns_of_pairs(pairs, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLE
         return 2 * pairs, 2 * pairs + 1
     elif 2 * HALF == HEAD_DIM:
         return pairs, pairs + HALF
+    elif HALF == 0:
+        return pairs, pairs + HEAD_DIM // 2
     else:
         first = tl.where(pairs < HALF, pairs, HALF + pairs)
         return first, tl.where(pairs < HALF, pairs + HALF, HEAD_DIM // 2 + pairs)
@@ -68,11 +71,17 @@ def _columns_of_pairs(pairs, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLE
 
 @triton.jit
 def _load_rotated_back(
-    x, offsets, first, second, cos, sin, mask, is_rotated, HEAD_DIM: tl.constexpr, HALF: tl.constexpr
-):
-    """The pairs of one head in the rows that begin at x + offsets [R, 1], rotated back: two FP32 [R, TILE_P]."""
+    x, offsets, first, second, cos, sin, mask, is_rotated, factor,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """The pairs of one head in the rows that begin at x + offsets [R, 1], times `factor` if `SCALED`, rotated back:
+    two FP32 [R, TILE_P]."""
     x1 = tl.load(x + offsets + first, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x + offsets + second, mask=mask, other=0.0).to(tl.float32)
+    if SCALED:
+        x1, x2 = x1 * factor, x2 * factor
+    if HALF == 0:
+        return x1, x2
     y1, y2 = rotate(x1, x2, cos, -sin)
     if 2 * HALF < HEAD_DIM:  # chosen, because an inf beside it times a sine of 0 is a NaN
         y1, y2 = tl.where(is_rotated, y1, x1), tl.where(is_rotated, y2, x2)
@@ -101,22 +110,25 @@ def _largest_of(largest, y0, y1, y2, y3):
 
 
 @triton.jit
-def _quantize_rotated_tiles(
-    x, cos_sin, payload, payload_t, scale, partials, amax_out, column_sums,
-    T, batch, stride_s, stride_b, stride_g, heads, num_groups, group_width, first_column, columns_total, num_partials,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr, HEADS: tl.constexpr, TILE_M: tl.constexpr, TILE_P: tl.constexpr,
-    MAX_PARTIALS: tl.constexpr,
+def _quantize_heads(
+    program, block, row, x, factor, cos_sin, payload, payload_t, inverse, amax_out, column_sums,
+    T, batch, stride_s, stride_b, stride_g, heads, num_groups, group_width, first_column, columns_total,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr,
+    FP_MAX: tl.constexpr, RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr, TILE_M: tl.constexpr, TILE_P: tl.constexpr,
 ):  # fmt: skip
-    """x [s, b, groups, heads · d] → columns [group · group_width + first_column, + heads · d) of the payload."""
+    """x [s, b, groups, heads · d] → columns [group · group_width + first_column, + heads · d) of the payload.
+
+    Heads [chunk · HEADS, + HEADS) of num_groups · heads, cut into tiles of TILE_P pairs, in rows [block · TILE_M,
+    + TILE_M).
+    """
     tiles_a_head: tl.constexpr = (HEAD_DIM // 2 + TILE_P - 1) // TILE_P
-    chunk = tl.program_id(0) // tiles_a_head
-    block = tl.num_programs(1) - 1 - tl.program_id(1)
-    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    chunk = program // tiles_a_head
+    if SCALED:
+        factor = tl.load(factor)
     m0 = block * TILE_M
     rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
-    pair = tl.program_id(0) % tiles_a_head * TILE_P + tl.arange(0, TILE_P)
+    pair = program % tiles_a_head * TILE_P + tl.arange(0, TILE_P)
     first_of_head, second_of_head = _columns_of_pairs(pair, HEAD_DIM, HALF, INTERLEAVED)
     first, second = first_of_head[None, :], second_of_head[None, :]
     in_head, is_rotated = (pair < HEAD_DIM // 2)[None, :], (pair < HALF)[None, :]
@@ -137,10 +149,18 @@ def _quantize_rotated_tiles(
     for index in range(chunk * HEADS, end):
         source = x + (index // heads).to(tl.int64) * stride_g + index % heads * HEAD_DIM
         k0 = index // heads * group_width + first_column + index % heads * HEAD_DIM
-        a0, b0 = _load_rotated_back(source, at0, first, second, cos0, sin0, mask, is_rotated, HEAD_DIM, HALF)
-        a1, b1 = _load_rotated_back(source, at1, first, second, cos1, sin1, mask, is_rotated, HEAD_DIM, HALF)
-        a2, b2 = _load_rotated_back(source, at2, first, second, cos2, sin2, mask, is_rotated, HEAD_DIM, HALF)
-        a3, b3 = _load_rotated_back(source, at3, first, second, cos3, sin3, mask, is_rotated, HEAD_DIM, HALF)
+        a0, b0 = _load_rotated_back(
+            source, at0, first, second, cos0, sin0, mask, is_rotated, factor, HEAD_DIM, HALF, SCALED
+        )
+        a1, b1 = _load_rotated_back(
+            source, at1, first, second, cos1, sin1, mask, is_rotated, factor, HEAD_DIM, HALF, SCALED
+        )
+        a2, b2 = _load_rotated_back(
+            source, at2, first, second, cos2, sin2, mask, is_rotated, factor, HEAD_DIM, HALF, SCALED
+        )
+        a3, b3 = _load_rotated_back(
+            source, at3, first, second, cos3, sin3, mask, is_rotated, factor, HEAD_DIM, HALF, SCALED
+        )
         if RECORD:
             largest = _largest_of(_largest_of(largest, a0, a1, a2, a3), b0, b1, b2, b3)
         if SUM_COLUMNS:
@@ -167,11 +187,69 @@ def _quantize_rotated_tiles(
                         at = ((rows + row) // batch).to(tl.int64) * stride_s
                         at += ((rows + row) % batch).to(tl.int64) * stride_b
                         cos, sin = load_angles(cos_sin, (rows + row) // batch, pair[None, :], with_angle, HALF)
-                        a, b = _load_rotated_back(source, at, first, second, cos, sin, mask, is_rotated, HEAD_DIM, HALF)
+                        a, b = _load_rotated_back(
+                            source, at, first, second, cos, sin, mask, is_rotated, factor, HEAD_DIM, HALF, SCALED
+                        )
                         count += num_clamped(a, inverse, FP_MAX) + num_clamped(b, inverse, FP_MAX)
                 add_clamped(amax_out, tl.sum(count))
-            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            if (program == 0) & (row == 0):
                 add_cast(amax_out, T, num_groups * heads * HEAD_DIM)
+
+
+@triton.jit
+def _quantize_rotated_tiles(
+    x, cos_sin, payload, payload_t, scale, partials, amax_out, column_sums,
+    T, batch, stride_s, stride_b, stride_g, heads, num_groups, group_width, first_column, columns_total, num_partials,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, HEADS: tl.constexpr, TILE_M: tl.constexpr, TILE_P: tl.constexpr,
+    MAX_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """x [s, b, groups, heads · d] → columns [group · group_width + first_column, + heads · d) of the payload."""
+    program = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # from the end: what the amax pass read last is still in L2
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    _quantize_heads(
+        program, block, tl.program_id(1), x, scale, cos_sin, payload, payload_t, inverse, amax_out, column_sums,
+        T, batch, stride_s, stride_b, stride_g, heads, num_groups, group_width, first_column, columns_total,
+        HEAD_DIM, HALF, INTERLEAVED, False, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
+    )  # fmt: skip
+
+
+@triton.jit
+def _quantize_rotated_fp8(
+    query, key, value, factor_query, factor_key, factor_value, cos_sin, payload, payload_t,
+    scale, amax_out, column_sums, query_programs, key_programs,
+    T, batch, query_s, query_b, query_g, key_s, key_b, key_g, value_s, value_b, value_g,
+    heads, num_groups, group_width, columns_total,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, FP_MAX: tl.constexpr, RECORD: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, HEADS: tl.constexpr, TILE_M: tl.constexpr, TILE_P: tl.constexpr,
+):  # fmt: skip
+    """All three gradients in FP8, with a given scale: those of query first, then of key, then of value."""
+    program, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    inverse = reciprocal(tl.load(scale))
+    if program < query_programs:
+        own = program
+        _quantize_heads(
+            own, block, block, query, factor_query, cos_sin, payload, payload_t, inverse,
+            amax_out, column_sums, T, batch, query_s, query_b, query_g, heads, num_groups, group_width, 0,
+            columns_total, HEAD_DIM, HALF, INTERLEAVED, True, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
+        )  # fmt: skip
+    elif program < query_programs + key_programs:
+        own = program - query_programs
+        _quantize_heads(
+            own, block, block, key, factor_key, cos_sin, payload, payload_t, inverse,
+            amax_out, column_sums, T, batch, key_s, key_b, key_g, 1, num_groups, group_width, heads * HEAD_DIM,
+            columns_total, HEAD_DIM, HALF, INTERLEAVED, True, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
+        )  # fmt: skip
+    else:
+        own = program - query_programs - key_programs
+        _quantize_heads(
+            own, block, block, value, factor_value, cos_sin, payload, payload_t, inverse,
+            amax_out, column_sums, T, batch, value_s, value_b, value_g, 1, num_groups, group_width,
+            (heads + 1) * HEAD_DIM, columns_total,
+            HEAD_DIM, 0, False, True, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -235,16 +313,19 @@ def quantize_rotated_qkv_grad(
     power_of_two: bool,
     amax_out: Tensor | None,
     column_sums: bool,
+    grad_scales: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`reference.quantize_rotated_qkv_grad`: a launch for each of query, key and value; under current scaling, three
-    more for their amaxes. Halves of other than multiples of 4 columns are written in FP32 in between.
+    """`reference.quantize_rotated_qkv_grad`: one launch; under current scaling, three more for the amaxes. Halves of
+    other than multiples of 4 columns are written in FP32 in between.
 
     Raises:
         ValueError: the number of tokens is not a multiple of 4, or a width not a multiple of 16.
     """
     cos_sin, head_dim, interleaved = rotation
-    if not interleaved and cos_sin.shape[2] % _STORED_TOGETHER:
-        whole = join_rotated_back(grads, rotation, torch.float32)
+    half = cos_sin.shape[2]
+    if not interleaved and half % _STORED_TOGETHER:
+        wide = [decode(grad, of_grad) for grad, of_grad in zip(grads, grad_scales, strict=True)] or grads
+        whole = join_rotated_back(wide, rotation, torch.float32)
         payload, payload_t, totals, taken = quantize_grad_output(whole, dtype, scale, power_of_two, amax_out, True)
         return payload, payload_t, totals if column_sums else totals.new_empty(0), taken
     query, key, value = grads = [dense(grad) for grad in grads]
@@ -257,22 +338,33 @@ def quantize_rotated_qkv_grad(
     current = scale is None
     taken = room_for_scale(current, device)
     used = taken if scale is None else scale
-    partials = _partial_amaxes(grads, rotation) if current else used
     record = used if amax_out is None else amax_out
     blocks = cdiv(T, _TILE_M)
     sums = torch.empty((1, blocks, total) if column_sums else (1, 1, 0), dtype=torch.float32, device=device)
-    casts = MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums
     tile_p = min(_MAX_TILE_P, triton.next_power_of_2(head_dim // 2))
     if interleaved and head_dim // 2 % tile_p:
         tile_p = _WHOLE_TILE_P
+    tiles_a_head, num_warps = cdiv(head_dim // 2, tile_p), max(1, tile_p * _NUM_WARPS // _MAX_TILE_P)
+    if grad_scales:
+        programs = [cdiv(groups * own, _HEADS_A_PROGRAM) * tiles_a_head for own in (query_width // head_dim, 1, 1)]
+        _quantize_rotated_fp8[(sum(programs), blocks)](
+            query, key, value, *grad_scales, cos_sin, payload, payload_t, used, record, sums, *programs[:2],
+            T, batch, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            query_width // head_dim, groups, group_width, total, head_dim, half, interleaved,
+            MAX_FINITE[dtype], recorded(amax_out), column_sums, _HEADS_A_PROGRAM, _TILE_M, tile_p,
+            num_warps=num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+        return payload, payload_t, sum_of_programs(sums)[0], taken
+    partials = _partial_amaxes(grads, rotation) if current else used
+    casts = MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums
     for grad, first_column in ((query, 0), (key, query_width)):
         heads = grad.shape[3] // head_dim
         chunks = cdiv(groups * heads, _HEADS_A_PROGRAM)
-        _quantize_rotated_tiles[(chunks * cdiv(head_dim // 2, tile_p), blocks)](
+        _quantize_rotated_tiles[(chunks * tiles_a_head, blocks)](
             grad, cos_sin, payload, payload_t, used, partials, record, sums,
             T, batch, *grad.stride()[:3], heads, groups, group_width, first_column, total, partials.numel(),
-            head_dim, cos_sin.shape[2], interleaved, *casts, _HEADS_A_PROGRAM, _TILE_M, tile_p, MAX_PARTIALS,
-            num_warps=max(1, tile_p * _NUM_WARPS // _MAX_TILE_P), enable_fp_fusion=False,
+            head_dim, half, interleaved, *casts, _HEADS_A_PROGRAM, _TILE_M, tile_p, MAX_PARTIALS,
+            num_warps=num_warps, enable_fp_fusion=False,
         )  # fmt: skip
     quantize_grad_tiles[(groups * cdiv(head_dim, _VALUE_TILE_K), blocks)](
         value, payload, payload_t, used, partials, record, sums,

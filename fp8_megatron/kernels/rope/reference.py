@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..quantize.reference import interleaved as joined
 from ..quantize.reference import quantize_grad_output
-from ..reference import amax
+from ..reference import amax, decode
 from ..registration import operator
 from ..shapes import fp32, layouts, taken_scale
 
@@ -33,6 +33,11 @@ class Rotation(NamedTuple):
     cos_sin: Tensor
     head_dim: int
     interleaved: bool
+
+    @property
+    def turns(self) -> bool:
+        """Whether there are angles: R > 0."""
+        return self.cos_sin.shape[2] > 0
 
 
 def rotated(x: Tensor, rotation: Rotation, *, inverse: bool = False) -> Tensor:
@@ -119,7 +124,9 @@ def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:
     return joined([grad.to(query.dtype) for grad in back])
 
 
-def _unrotated(grads: list[Tensor], rotation: Rotation) -> Tensor:
+def _unrotated(grads: list[Tensor], rotation: Rotation, grad_scales: list[Tensor]) -> Tensor:
+    if grad_scales:
+        grads = [decode(grad, scale) for grad, scale in zip(grads, grad_scales, strict=True)]
     query, key, value = grads
     return joined([rotated(query, rotation, inverse=True), rotated(key, rotation, inverse=True), value.float()])
 
@@ -127,7 +134,7 @@ def _unrotated(grads: list[Tensor], rotation: Rotation) -> Tensor:
 @operator(gpu=".grad_triton", fake=lambda a: fp32(a.grads[0], 1))
 def rotated_qkv_grad_amax(grads: list[Tensor], rotation: Rotation) -> Tensor:
     """Amax of what `quantize_rotated_qkv_grad` casts, FP32 [1], without writing it."""
-    return amax(_unrotated(grads, rotation))
+    return amax(_unrotated(grads, rotation, []))
 
 
 def _cast_outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -145,19 +152,23 @@ def quantize_rotated_qkv_grad(
     power_of_two: bool,
     amax_out: Tensor | None,
     column_sums: bool,
+    grad_scales: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_qkv_grad` of gradients that are rotated back first, in FP32, in the same read.
 
-    Moves 4 bytes an element (a given scale), and 8 bytes of each pair's angle per token.
+    With a given scale it moves 4 bytes an element, 3 of FP8 gradients, and 8 bytes of each pair's angle per token.
 
     Args:
         grads: of the rotated query [s, b, groups, heads per group · d], the rotated key and value [s, b, groups, d],
             with any strides.
+        rotation: with R = 0, nothing is rotated.
+        grad_scales: the dequantising scales of FP8 gradients, FP32 [1] each; empty for gradients in 16 or 32 bits.
+            They need a given `scale`.
 
     Returns:
         payload [T, N], its transpose, column sums FP32 [N] (empty unless requested), the scale taken (empty if given).
     """
     payload, payload_t, sums, taken = quantize_grad_output(
-        _unrotated(grads, rotation), dtype, scale, power_of_two, amax_out, transposed=True
+        _unrotated(grads, rotation, grad_scales), dtype, scale, power_of_two, amax_out, transposed=True
     )
     return payload, payload_t, sums if column_sums else sums.new_empty(0), taken
