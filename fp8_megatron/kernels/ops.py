@@ -43,6 +43,8 @@ from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
 from .reference import scale_from_amax as scale_from_amax
 from .rope.normed import QKNorm as QKNorm
+from .rope.quantized import KnownCast as KnownCast
+from .rope.quantized import QKVCasts as QKVCasts
 from .rope.reference import Rotation as Rotation
 from .rounding import Places as Places
 from .rounding import seed_of as seed_of
@@ -290,6 +292,15 @@ def split_rotated_qkv(y: Tensor, rotation: Rotation, *, heads_per_group: int) ->
     """`rope.reference.split_rotated_qkv`: query [T, groups · heads · d], key and value [T, groups · d]."""
     _check_projection(y, rotation, heads_per_group)
     return _OPS.split_rotated_qkv(y, rotation, heads_per_group)
+
+
+def quantize_rotated_qkv(
+    y: Tensor, rotation: Rotation, casts: QKVCasts, *, heads_per_group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope.quantized.quantize_rotated_qkv`: query [T, groups · heads · d], key and value [T, groups · d] in E4M3."""
+    _check_projection(y, rotation, heads_per_group)
+    assert len({0 if cast.record is None else cast.record.numel() for cast in casts}) == 1, casts
+    return _OPS.quantize_rotated_qkv(y, rotation, casts, heads_per_group)
 
 
 def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:

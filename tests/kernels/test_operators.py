@@ -78,6 +78,15 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (qkv, rotations[1], E5M2, scale, False, amax, False, []),
             ([grad.to(E5M2) for grad in qkv], rotations[0], E5M2, scale, False, amax, True, [scale, one, one]),
         ],
+        "quantize_rotated_qkv": [
+            (torch.randn(T, 128).bfloat16(), rotations[0], ops.QKVCasts(*3 * [ops.KnownCast(scale, None)]), 2),
+            (
+                torch.randn(T, 128).bfloat16(),
+                rotations[1],
+                ops.QKVCasts(*(ops.KnownCast(scale, torch.zeros(3)) for _ in range(3))),
+                2,
+            ),
+        ],
         "norm_amax": [(x, weight, None, 1e-5, True), (x, weight, weight, 1e-5, False)],
         "norm_quantize": [
             (x, weight, None, 1e-5, True, E4M3, None, False, None),
