@@ -1,4 +1,4 @@
-"""megatron-core's core attention in FP8. The output projection's function computes it (`nn.attention`)."""
+"""The place of megatron-core's core attention in FP8. Self-attention computes it in one function (`nn.attention`)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
-from ..nn.attention import AttentionOperands
 from ..quantization.attention import AttentionQuantizers
 from ..quantization.recipe import Recipe
 
 
 class FP8CoreAttention(MegatronModule):
-    """softmax(QKᵀ/√d)·V in FP8 with a causal mask. Its forward hands its operands on to the output projection.
+    """The casts of softmax(QKᵀ/√d)·V in FP8 with a causal mask; `FP8SelfAttention` computes it.
 
     Args:
         recipe: formats and delayed scaling. The rest is megatron-core's.
@@ -40,10 +38,3 @@ class FP8CoreAttention(MegatronModule):
         assert config.kv_channels is not None and not config.attention_dropout, config
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.quantizers = AttentionQuantizers.of(recipe)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **unused: Any
-    ) -> AttentionOperands:
-        """Query [s, b, heads, d], key and value [s, b, groups, d]."""
-        assert attention_mask is None, "FP8 attention has no documents"
-        return AttentionOperands(query, key, value, self.quantizers, self.softmax_scale)

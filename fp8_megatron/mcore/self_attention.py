@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from ..kernels.ops import QKNorm, Rotation
+from ..nn.attention import AttentionParams, fp8_norm_attention
 from ..nn.links import LayerLinks
 from ..nn.qkv import fp8_norm_qkv
 from ..nn.rope import split_rotated
+from .fp8_attention import FP8CoreAttention
 from .norm import HeadNorm, Norm
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 
@@ -64,11 +67,13 @@ class RotarySelfAttention(SelfAttention):
     def _rotation(self, rotary_pos_emb: Tensor | None, hidden_states: Tensor) -> Rotation | None:
         """Norms of query and key without RoPE have a rotation without angles."""
         if rotary_pos_emb is None:
-            if not self.config.qk_layernorm:
-                return None
-            parts = self.world_size if self.config.sequence_parallel else 1
-            rotary_pos_emb = hidden_states.new_empty((parts * hidden_states.shape[0], 2, 0), dtype=torch.float32)
+            return self._without_angles(hidden_states) if self.config.qk_layernorm else None
         return Rotation(rotary_pos_emb, self.hidden_size_per_attention_head, self.config.rotary_interleaved)
+
+    def _without_angles(self, hidden_states: Tensor) -> Rotation:
+        parts = self.world_size if self.config.sequence_parallel else 1
+        table = hidden_states.new_empty((parts * hidden_states.shape[0], 2, 0), dtype=torch.float32)
+        return Rotation(table, self.hidden_size_per_attention_head, self.config.rotary_interleaved)
 
     def _head_norms(self) -> tuple[HeadNorm, ...]:
         return tuple(norm for norm in (self.q_layernorm, self.k_layernorm) if isinstance(norm, HeadNorm))
@@ -86,7 +91,9 @@ class RotarySelfAttention(SelfAttention):
 
 
 class FP8SelfAttention(RotarySelfAttention):
-    """megatron-core's SelfAttention with `fp8_norm_qkv` inside. Call `fuse_norm` before the first forward.
+    """megatron-core's SelfAttention with `fp8_norm_qkv` inside, or with FP8 attention `fp8_norm_attention`.
+
+    Call `fuse_norm` before the first forward.
 
     Args:
         links: the layer's links; forward puts its input there, for the residual branch. The rest is megatron-core's.
@@ -102,6 +109,43 @@ class FP8SelfAttention(RotarySelfAttention):
     def fuse_norm(self, norm: Norm) -> None:
         """Compute the norm in front of this layer here. It is not registered: its parameters stay where they are."""
         self.reads_weights_of = (norm, self.linear_qkv, *self._head_norms())
+        if isinstance(self.core_attention, FP8CoreAttention):
+            self.reads_weights_of = (*self.reads_weights_of, self.linear_proj)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s, b, h] (before the norm) → output [s, b, h], and the bias still to add."""
+        if not isinstance(self.core_attention, FP8CoreAttention):
+            return super().forward(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)
+        assert attention_mask is None, "FP8 attention has no documents"
+        norm, linear, proj = self.reads_weights_of[0], self.linear_qkv, self.linear_proj
+        assert isinstance(norm, Norm)
+        attention = AttentionParams(
+            self.core_attention.quantizers,
+            self.core_attention.softmax_scale,
+            self._widths(),
+            self._rotation(rotary_pos_emb, hidden_states) or self._without_angles(hidden_states),
+            self._qk_norm(),
+        )
+        output, residual = fp8_norm_attention(
+            hidden_states,
+            norm.norm_params(),
+            linear.linear_params(),
+            proj.linear_params(),
+            attention,
+            adds_input=proj.adds_residual,
+        )
+        if residual is not None:
+            self._residual.put(residual)
+        if proj.output_is_whole:
+            return output, None
+        return reduce_from_tensor_model_parallel_region(output, group=proj.tp_group), proj.bias
 
     def query_key_value(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states [s, b, h] (before the norm) → query [s, b, heads, d], key and value [s, b, groups, d]."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..formats import E4M3
-from ..nn.attention import AttentionOperands, fp8_attention_linear
 from ..nn.gemms import LinearParams
 from ..nn.linear import fp8_linear
 from ..nn.links import LinearLinks
@@ -120,19 +119,15 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
         drops_out = self.training and self.config.hidden_dropout > 0.0
         return self.output_is_whole and not drops_out
 
-    def forward(self, input_: Tensor | AttentionOperands) -> tuple[Tensor, Tensor | None]:
-        """Input [..., K/tp], or FP8 attention that makes it → output [..., N], and the bias still to add."""
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Input [..., K/tp] → output [..., N], and the bias still to add."""
         if not self.output_is_whole:
             return super().forward(input_)
         return self._forward_impl(input_, self.weight, self.bias), None
 
-    def _forward_impl(
-        self, input: Tensor | AttentionOperands, weight: Tensor, bias: Tensor | None, **unused: Any
-    ) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> Tensor:
         branch = self.links.residual
         addend = branch.take() if branch is not None and self.adds_residual else None
-        if isinstance(input, AttentionOperands):
-            return fp8_attention_linear(input, self._params(weight, bias), addend=addend)
         return fp8_linear(input, self._params(weight, bias), keeps_input=self.keeps_input, addend=addend)
 
 

@@ -1,7 +1,11 @@
-"""Attention in FP8 and the output projection behind it as one function.
+"""The attention half of a transformer layer as one FP8 function: norm → QKV → RoPE → attention → output projection.
 
-The kernel writes attention's output in E4M3, and the projection's GEMM takes it as it is. Backward keeps query, key,
-value and output in FP8: half the bytes of 16-bit attention.
+One kernel reads the QKV projection's output, rotates it and writes query, key and value in E4M3. Attention's kernel
+writes its output in E4M3, and the output projection's GEMM takes that as it is. Backward keeps query, key, value and
+output in FP8: half the bytes of 16-bit attention. It reads the gradients of query, key and value in E5M2 where
+attention wrote them, rotates them back and casts them as one gradient of the QKV projection.
+
+Norms of query and key (`--qk-layernorm`) run in 16 bits, with casts of their own before and after attention.
 """
 
 from __future__ import annotations
@@ -13,82 +17,149 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels import ops
-from ..quantization.attention import AttentionQuantizers
+from ..kernels.ops import QKNorm, Rotation
+from ..quantization.attention import AttentionGrads, AttentionQuantizers
 from ..quantization.operand import Quantized
 from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.sources import GradSource, NormStatistics, QKVGradSource
 from .gemms import LinearParams, fprop, start_dgrad, wgrad
+from .normed import NormParams, norm_fprop, norm_linear_backward
 from .operands import delivered
+from .rope import normed_parts, qk_norm_backward
+from .rows import LocalRows
 
 
-class AttentionOperands(NamedTuple):
-    """Causal attention in FP8 before it is computed.
+class AttentionParams(NamedTuple):
+    """Causal attention in FP8.
 
     Attributes:
-        query: BF16 [s, b, heads, d]. key, value: BF16 [s, b, groups, d]. Any strides.
         softmax_scale: the factor of the scores.
+        widths: columns of query, key and value in one group of the QKV projection's output.
+        rotation: of query and key; it may have no angles.
+        qk_norm: of query and key, before the rotation; None if they have none.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
     quantizers: AttentionQuantizers
     softmax_scale: float
+    widths: tuple[int, int, int]
+    rotation: Rotation
+    qk_norm: QKNorm | None = None
 
 
-def fp8_attention_linear(attention: AttentionOperands, linear: LinearParams, *, addend: Tensor | None = None) -> Tensor:
-    """y = attention(query, key, value)·Wᵀ + b (+ addend); the weight gradient goes to ``weight.main_grad``.
+def fp8_norm_attention(
+    x: Tensor,
+    norm: NormParams,
+    qkv: LinearParams,
+    proj: LinearParams,
+    attention: AttentionParams,
+    *,
+    adds_input: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """proj(attention(qkv(norm(x)))) in FP8; the weight gradients go to their ``main_grad`` (see `wgrad`).
 
     Args:
-        linear: weight [N, heads · d], bias [N] or None.
-        addend: the residual branch, of y's shape and dtype; the GEMM, or the sum over ranks, adds it.
+        x: BF16 [s, b, h]; [s/tp, b, h] if qkv is `SequenceColumn` (and proj `SequenceRow`).
+        qkv: weight [groups · sum of widths, h], interleaved by group. proj: weight [N, heads · d].
+        adds_input: add x, the residual branch, inside. Not possible if the output is this rank's summand.
 
     Returns:
-        BF16 [s, b, N]; with `SequenceRow` [s/tp, b, N].
+        BF16 of x's shape. Unless `adds_input`, also x for the residual branch; the branch's gradient is added inside
+        the norm's backward.
     """
-    *qkv, quantizers, softmax_scale = attention
-    return _FP8AttentionLinear.apply(
-        *qkv, linear.weight, linear.bias, addend, quantizers, softmax_scale, linear, torch.is_grad_enabled()
-    )
+    params = (None,) * 4 if attention.qk_norm is None else attention.qk_norm[:4]
+    weights = norm.weight, norm.bias, qkv.weight, qkv.bias, proj.weight, proj.bias
+    needs_backward = torch.is_grad_enabled()
+    return _FP8NormAttention.apply(x, *weights, *params, norm, qkv, proj, attention, adds_input, needs_backward)
 
 
-class _FP8AttentionLinear(torch.autograd.Function):
+class _FP8NormAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weight: ScaledTensor,
-        bias: Tensor | None,
-        addend: Tensor | None,
-        quantizers: AttentionQuantizers,
-        softmax_scale: float,
-        linear: LinearParams,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        qkv_weight: ScaledTensor,
+        qkv_bias: Tensor | None,
+        proj_weight: ScaledTensor,
+        proj_bias: Tensor | None,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        query_bias: Tensor | None,
+        key_bias: Tensor | None,
+        norm: NormParams,
+        qkv: LinearParams,
+        proj: LinearParams,
+        attention: AttentionParams,
+        adds_input: bool,
         needs_backward: bool,
-    ) -> Tensor:
-        inputs = quantizers.cast_inputs(query, key, value)
-        out, log_sum_exp = ops.fp8_attention(inputs, inputs.scale_value.reciprocal(), softmax_scale=softmax_scale)
-        operand = _operand(out, inputs, linear)
-        y = fprop(linear.parallelism.gather(operand), linear, query.dtype, addend)
+    ) -> tuple[Tensor, Tensor | None]:
+        y, statistics = norm_fprop(x, norm, qkv)
+        y = y.view(*qkv.parallelism.gathered_shape(x.shape[:-1]), -1)
+        inputs = _cast_heads(y, attention)
+        kept = None if attention.qk_norm is None else y
+        del y
+        inverse_out = attention.quantizers.inverse_of_value(inputs)
+        out, log_sum_exp = ops.fp8_attention(inputs, inverse_out, softmax_scale=attention.softmax_scale)
+        rows = proj.parallelism.gather(_operand(out, inputs, proj))
+        projected = fprop(rows, proj, x.dtype, x if adds_input else None)
         if needs_backward:
-            ctx.save_for_backward(*inputs, out, log_sum_exp)
-            ctx.quantizers, ctx.softmax_scale, ctx.linear = quantizers, softmax_scale, linear
-        return y.view(-1, query.shape[1], y.shape[-1])
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(x, kept, out, log_sum_exp, *inputs, *statistics)
+            ctx.norm, ctx.qkv, ctx.proj, ctx.attention, ctx.adds_input = norm, qkv, proj, attention, adds_input
+        return projected.view(*x.shape[:-1], projected.shape[-1]), None if adds_input else x
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, out, log_sum_exp = ctx.saved_tensors
-        inputs, linear = ops.AttentionInputs(*saved), ctx.linear
-        g, grad_bias = linear.cast_grad(grad_output)
-        grad_out = start_dgrad(g, linear, grad_output.dtype)
-        grad_weight = wgrad(g, _operand(out, inputs, linear).transposed(), linear, grad_output.dtype)
-        grads = ctx.quantizers.backward(grad_out.wait().view(out.shape), inputs, out, log_sum_exp, ctx.softmax_scale)
-        grad_addend = grad_output if ctx.needs_input_grad[5] else None
-        return *grads, grad_weight, delivered(grad_bias, linear.bias), grad_addend, *[None] * 4
+    def backward(ctx: Any, grad_output: Tensor, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, y, out, log_sum_exp, *saved = ctx.saved_tensors
+        inputs = ops.AttentionInputs(*saved[: len(ops.AttentionInputs._fields)])
+        statistics = NormStatistics(*saved[len(inputs) :])
+        qkv, proj, attention = ctx.qkv, ctx.proj, ctx.attention
+        g, grad_proj_bias = proj.cast_grad(grad_output)
+        grad_out = start_dgrad(g, proj, grad_output.dtype)
+        grad_proj_weight = wgrad(g, _operand(out, inputs, proj).transposed(), proj, grad_output.dtype)
+        del g
+        grads = attention.quantizers.backward(
+            grad_out.wait().view(out.shape), inputs, out, log_sum_exp, attention.softmax_scale
+        )
+        del grad_out
+        source, of_qk_norm = _grad_source(grads, y, attention, qkv)
+        operand, grad_qkv_bias = qkv.quantizers.grad_output.quantize(source)
+        del grads, source
+        residual = grad_output if ctx.adds_input else residual_grad
+        grad_x, grad_norm_weight, grad_norm_bias, grad_qkv_weight = norm_linear_backward(
+            LocalRows(operand), residual, x, ctx.norm, statistics, qkv
+        )
+        of_qkv = grad_qkv_weight, delivered(grad_qkv_bias, qkv.bias)
+        of_proj = grad_proj_weight, delivered(grad_proj_bias, proj.bias)
+        return grad_x, grad_norm_weight, grad_norm_bias, *of_qkv, *of_proj, *of_qk_norm, *[None] * 6
 
 
-def _operand(out: Tensor, inputs: ops.AttentionInputs, linear: LinearParams) -> Quantized:
+def _cast_heads(y: Tensor, attention: AttentionParams) -> ops.AttentionInputs:
+    """Query, key and value of the QKV projection's output y [s, b, N] in E4M3."""
+    quantizers, widths, rotation = attention.quantizers, attention.widths, attention.rotation
+    if attention.qk_norm is None:
+        return quantizers.cast_projection(y, rotation, heads_per_group=widths[0] // rotation.head_dim)
+    query, key, value = normed_parts(y, rotation, attention.qk_norm, widths)
+    return quantizers.cast_inputs(query.reshape(*query.shape[:2], -1, rotation.head_dim), key, value)
+
+
+def _grad_source(
+    grads: AttentionGrads, y: Tensor | None, attention: AttentionParams, qkv: LinearParams
+) -> tuple[QKVGradSource | GradSource, tuple[Tensor | None, ...]]:
+    """The gradient of the QKV projection's output, to be cast, and those of the norms of query and key."""
+    groups, sums = grads.key.shape[2], qkv.bias is not None
+    if attention.qk_norm is None:
+        parts = [grad.view(*grad.shape[:2], groups, -1) for grad in grads[:3]]
+        return QKVGradSource(parts, sums, attention.rotation, grads.scales), (None,) * 4
+    assert y is not None
+    wide = [grad.view(*grad.shape[:2], groups, -1) for grad in grads.wide(y.dtype)]
+    grad_y, of_qk_norm = qk_norm_backward(wide, y, attention.rotation, attention.qk_norm)
+    return GradSource(grad_y, sums), of_qk_norm
+
+
+def _operand(out: Tensor, inputs: ops.AttentionInputs, proj: LinearParams) -> Quantized:
     """Attention's output as the projection's input [s · b, heads · d]."""
     matrix = out.view(out.shape[0] * out.shape[1], -1)
-    return Quantized(matrix, None, inputs.scale_value, linear.quantizers.input.format)
+    return Quantized(matrix, None, inputs.scale_value, proj.quantizers.input.format)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..formats import E4M3, E5M2
 from ..kernels import ops
+from ..kernels.ops import Rotation
 from .amax_history import AmaxHistory
+from .cast_health import row_scales, row_step
 from .cast_report import Role
-from .operand import Format
+from .operand import Format, Quantized
 from .recipe import Quantizer, Recipe
 from .sources import TensorSource
 
 #: A gradient that a kernel casts may exceed the amaxes of the last steps by this factor before it saturates.
 WRITTEN_HEADROOM = 4.0
+
+
+class AttentionGrads(NamedTuple):
+    """dQ [s, b, heads, d], dK and dV [s, b, groups, d] in E5M2, and their dequantising scales FP32 [1]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scales: tuple[Tensor, Tensor, Tensor]
+
+    def wide(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The gradients in `dtype`."""
+        return tuple(grad.to(dtype).mul_(scale) for grad, scale in zip(self[:3], self.scales, strict=True))
 
 
 @dataclass(frozen=True)
@@ -58,9 +74,54 @@ class AttentionQuantizers:
             yield from quantizer.slots()
         yield from self.written
 
+    def cast_projection(self, y: Tensor, rotation: Rotation, *, heads_per_group: int) -> ops.AttentionInputs:
+        """Query, key (both rotated) and value of the QKV projection's output y [s, b, N] in E4M3, contiguous."""
+        sequence, batch, columns = y.shape
+        flat = y.view(-1, columns)
+        casts = self._known_casts()
+        if casts is None:
+            casts = self._first_casts_of_inputs(_rotated_parts(flat, rotation, heads_per_group))
+        payloads = ops.quantize_rotated_qkv(flat, rotation, casts, heads_per_group=heads_per_group)
+        for part, (quantizer, payload, cast) in enumerate(zip(self._of_inputs(), payloads, casts, strict=True)):
+            if quantizer.probe is not None and quantizer.probe.is_due:
+                step = min(row_step(*payload.shape), sequence)
+                table = rotation.cos_sin[::step].contiguous()
+                rows = y[::step].float().view(-1, columns)  # as the kernel reads them
+                rotated = _rotated_parts(rows, rotation._replace(cos_sin=table), heads_per_group)[part]
+                taken = payload.view(torch.uint8).view(sequence, batch, -1)[::step].reshape(rotated.shape).view(E4M3)
+                operand = Quantized(taken, None, cast.scale, quantizer.format)
+                quantizer.probe.measure(rotated, taken, row_scales(operand, 1))
+        heads = (payload.view(sequence, batch, -1, rotation.head_dim) for payload in payloads)
+        return ops.AttentionInputs(*heads, *(cast.scale for cast in casts))
+
+    def inverse_of_value(self, inputs: ops.AttentionInputs) -> Tensor:
+        """FP32 [1], the reciprocal of the value's scale in this step."""
+        return self.history.inverse_of(self.value.slot) if self.history.is_warm else inputs.scale_value.reciprocal()
+
+    def _of_inputs(self) -> tuple[Quantizer, Quantizer, Quantizer]:
+        return self.query, self.key, self.value
+
+    def _known_casts(self) -> ops.QKVCasts | None:
+        """The casts of query, key and value with delayed scales; None before the history has scales."""
+        if not self.history.is_warm:
+            return None
+        slots = (quantizer.slot for quantizer in self._of_inputs())
+        return ops.QKVCasts(*(ops.KnownCast(self.history.scale_of(s), self.history.record_of(s)) for s in slots))
+
+    def _first_casts_of_inputs(self, parts: Sequence[Tensor]) -> ops.QKVCasts:
+        """Casts before the history has scales. A value that 16 bits rounded down saturates by less than 2⁻⁸."""
+        casts = []
+        for quantizer, part in zip(self._of_inputs(), parts, strict=True):
+            amax = ops.amax(part)
+            if self.history.record is not None:
+                self.history.raise_amax(quantizer.slot, amax)
+            scale = ops.scale_from_amax(amax, E4M3, power_of_two=self.history.power_of_two)
+            casts.append(ops.KnownCast(scale, None))
+        return ops.QKVCasts(*casts)
+
     def cast_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> ops.AttentionInputs:
         """Query [s, b, heads, d], key and value [s, b, groups, d] in E4M3, contiguous."""
-        pairs = zip((self.query, self.key, self.value), (query, key, value), strict=True)
+        pairs = zip(self._of_inputs(), (query, key, value), strict=True)
         casts = [quantizer.quantize(TensorSource(_as_matrix(x))) for quantizer, x in pairs]
         payloads = [cast.payload.view(x.shape) for cast, x in zip(casts, (query, key, value), strict=True)]
         return ops.AttentionInputs(*payloads, *(cast.scale for cast in casts))
@@ -72,8 +133,12 @@ class AttentionQuantizers:
         out: Tensor,
         log_sum_exp: Tensor,
         softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV in the dtype of `grad` [s, b, heads, d]."""
+    ) -> AttentionGrads:
+        """dQ, dK and dV.
+
+        Args:
+            grad: of the output, [s, b, heads, d], in 16 bits.
+        """
         cast = self.grad_output.quantize(TensorSource(_as_matrix(grad)))
 
         def compute(casts: ops.AttentionGradCasts) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,15 +154,11 @@ class AttentionQuantizers:
             )
 
         casts = self._delayed_casts() if self.history.is_warm else self._first_casts(compute, grad.device)
-        query, key, value = compute(casts)
+        grads = compute(casts)
         if not self.history.is_warm:
             for slot, (_, _, amax) in zip(self.written, casts, strict=True):
                 self.history.raise_amax(slot, amax)
-        return (
-            query.to(grad.dtype).mul_(casts.query.scale),
-            key.to(grad.dtype).mul_(casts.key.scale),
-            value.to(grad.dtype).mul_(casts.value.scale),
-        )
+        return AttentionGrads(*grads, (casts.query.scale, casts.key.scale, casts.value.scale))
 
     def _delayed_casts(self) -> ops.AttentionGradCasts:
         history = self.history
@@ -125,6 +186,15 @@ class AttentionQuantizers:
     def _from_amax(self, amax: Tensor) -> ops.WrittenCast:
         scale = ops.scale_from_amax(amax * WRITTEN_HEADROOM, E5M2, power_of_two=self.history.power_of_two)
         return ops.WrittenCast(scale, scale.reciprocal(), torch.empty_like(amax))
+
+
+def _rotated_parts(y: Tensor, rotation: Rotation, heads_per_group: int) -> Sequence[Tensor]:
+    """Query and key (rotated) and value of y [T, N], each [T, columns]."""
+    if rotation.turns:
+        return ops.split_rotated_qkv(y, rotation, heads_per_group=heads_per_group)
+    d = rotation.head_dim
+    parts = y.view(len(y), -1, (heads_per_group + 2) * d).split([heads_per_group * d, d, d], dim=2)
+    return [part.reshape(len(y), -1) for part in parts]
 
 
 def _as_matrix(x: Tensor) -> Tensor:
