@@ -172,6 +172,40 @@ def grouped_rotations(device: torch.device, tokens: int, hidden: int, *, head_di
     )
 
 
+def attention_casts(
+    device: torch.device, tokens: int, heads: int, heads_per_group: int, *, head_dim: int = 128
+) -> Iterator[Case]:
+    """Casts around FP8 attention, at b = 1: rotated heads to E4M3, and gradients rotated back to E5M2."""
+    groups = heads // heads_per_group
+    width = (heads + 2 * groups) * head_dim
+    n, at = tokens * width, f"{tokens}×{width}, {heads_per_group} a group"
+    rotation = ops.Rotation(torch.rand(tokens, 2, head_dim // 2, device=device), head_dim, False)
+    y, angles = _rotating(device, tokens, width), rotation.cos_sin.nbytes
+    known = [ops.KnownCast(torch.ones(4, device=device)[:1], torch.zeros(4, device=device)[:3]) for _ in range(3)]
+    yield Case(
+        f"RoPE → query, key, value in E4M3 {at}",
+        lambda i: ops.quantize_rotated_qkv(y(i), rotation, ops.QKVCasts(*known), heads_per_group=heads_per_group),
+        3 * n + angles,
+    )
+    grads = [
+        torch.randn(tokens, 1, groups, own * head_dim, device=device).bfloat16() for own in (heads_per_group, 1, 1)
+    ]
+    scale: dict[str, Any] = dict(scale=known[0].scale, amax_out=known[0].record, column_sums=False)
+    yield Case(
+        f"QKV gradients rotated back → E5M2, known scale {at}",
+        lambda _: ops.quantize_rotated_qkv_grad(grads, rotation, E5M2, **scale),
+        4 * n + angles,
+    )
+    in_fp8 = [grad.to(E5M2) for grad in grads]
+    yield Case(
+        f"QKV gradients in E5M2 rotated back → E5M2, known scale {at}",
+        lambda _: ops.quantize_rotated_qkv_grad(
+            in_fp8, rotation, E5M2, grad_scales=[cast.scale for cast in known], **scale
+        ),
+        3 * n + angles,
+    )
+
+
 def _rotation(name: str, y: Rotating, rotation: ops.Rotation, num_bytes: float) -> Case:
     return Case(name, lambda i: ops.rotate_qk_(y(i), rotation, heads_per_group=1), num_bytes)
 

@@ -61,6 +61,8 @@ def cases(section: str, device: torch.device, log2_elements: int) -> Iterator[Ca
             yield from fused_cases.qkv_gradients(device, TOKENS, HIDDEN)
             yield from fused_cases.rotations(device, TOKENS, HIDDEN)
             yield from fused_cases.grouped_rotations(device, TOKENS, HIDDEN)
+            for heads_per_group in (1, 4):
+                yield from fused_cases.attention_casts(device, TOKENS, HIDDEN // 128, heads_per_group)
         case "activations":
             yield from fused_cases.activations(device, TOKENS, FFN, "gelu")
             yield from fused_cases.activations(device, TOKENS, LLAMA_FFN, "swiglu")
