@@ -3,16 +3,21 @@
 An operator finds its layer by a number. The number is the value of a tensor on the CPU, the layer's token, so that
 equal layers have equal graphs. The token requires a gradient: that keeps backward in the graph, where it gives the
 weight's gradient to `main_grad`, as `linear` does. A compiler thus never sees a weight or its gradient.
+
+The operators have no autograd of their own: `_Linear` has it, and a compiler traces it. An operator with a Python
+function for autograd costs the host 15 µs more a call, although a compiled graph never asks it for a gradient.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..formats import E4M3, GEMM_BLOCK
 from ..quantization.operand import Quantized
@@ -51,10 +56,27 @@ def compiled_linear(x: Tensor, layer: CompilableLayer, dtype: torch.dtype) -> Te
     """y [T, N] in `dtype` = x [T, K] · Wᵀ + b, with the bits of `fp8_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
     has_blocks = not layer.quantizers.input.format.has_one_scale
-    return _linear(x, layer.token, layer.added_bias, layer.out_features, dtype, keeps_input, has_blocks)[0]
+    y: Tensor = _Linear.apply(x, layer.token, layer.added_bias, layer.out_features, dtype, keeps_input, has_blocks)
+    return y
 
 
-@torch.library.custom_op("fp8_megatron::linear", mutates_args=())
+_NAMESPACE = "fp8_megatron"
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+
+
+def _define(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Declare the operator `name`, which `function` computes on every device.
+
+    A compiler that records CUDA graphs leaves it out: a recording repeats kernels alone, and here Python says that the
+    weight has a gradient.
+    """
+    schema = torch.library.infer_schema(function, op_name=name, mutates_args=())
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, function, device)
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
+
+
 def _linear(
     x: Tensor,
     token: Tensor,
@@ -75,8 +97,7 @@ def _linear(
     return y, columns.payload, columns.scale.clone() if linear.quantizers.input.history else columns.scale
 
 
-@_linear.register_fake
-def _(
+def _fake_linear(
     x: Tensor,
     token: Tensor,
     bias: Tensor | None,
@@ -93,7 +114,6 @@ def _(
     return y, x.new_empty((columns, rows), dtype=E4M3), x.new_empty(scales, dtype=torch.float32)
 
 
-@torch.library.custom_op("fp8_megatron::linear_backward", mutates_args=())
 def _linear_backward(
     grad_output: Tensor,
     columns: Tensor,
@@ -119,8 +139,7 @@ def _linear_backward(
     return grad_input, no_sums if grad_bias is None else grad_bias, torch.zeros_like(token)
 
 
-@_linear_backward.register_fake
-def _(
+def _fake_linear_backward(
     grad_output: Tensor,
     columns: Tensor,
     scale: Tensor,
@@ -137,31 +156,42 @@ def _(
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, token, bias = inputs[:3]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], output[2], token)
-    ctx.in_features, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
+_define("linear", _linear, _fake_linear)
+_define("linear_backward", _linear_backward, _fake_linear_backward)
 
 
-def _backward(ctx: Any, grad_output: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
-    if grad_output is None:
-        return (None,) * 7
-    columns, scale, token = ctx.saved_tensors
-    has_bias, needs_grad_input = ctx.bias_dtype is not None, ctx.needs_input_grad[0]
-    grad_input, grad_bias, grad_token = _linear_backward(
-        grad_output.contiguous(), columns, scale, token, ctx.in_features, has_bias, needs_grad_input
-    )
-    return (
-        grad_input if needs_grad_input else None,
-        grad_token,
-        grad_bias.to(ctx.bias_dtype) if has_bias else None,
-        *(None,) * 4,
-    )
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        token: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        dtype: torch.dtype,
+        keeps_input: bool,
+        has_blocks: bool,
+    ) -> Tensor:
+        y, columns, scale = torch.ops.fp8_megatron.linear(x, token, bias, out_features, dtype, keeps_input, has_blocks)
+        ctx.save_for_backward(columns, scale, token)
+        ctx.in_features, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
+        output: Tensor = y
+        return output
 
-
-_linear.register_autograd(_backward, setup_context=_keep)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        columns, scale, token = ctx.saved_tensors
+        has_bias, needs_grad_input = ctx.bias_dtype is not None, ctx.needs_input_grad[0]
+        grad_input, grad_bias, grad_token = torch.ops.fp8_megatron.linear_backward(
+            grad_output.contiguous(), columns, scale, token, ctx.in_features, has_bias, needs_grad_input
+        )
+        return (
+            grad_input if needs_grad_input else None,
+            grad_token,
+            grad_bias.to(ctx.bias_dtype) if has_bias else None,
+            *(None,) * 4,
+        )
 
 
 def _params(token: Tensor, bias: Tensor | None) -> LinearParams:

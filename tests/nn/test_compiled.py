@@ -250,3 +250,11 @@ def test_exchanged_weights_and_their_gradients() -> None:
         call(given, x)
     torch.func.functional_call(model, given, (x,)).backward(cotangent)
     assert given["0.weight"].grad is not None and model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_backward"])
+def test_operators_stay_out_of_cuda_graphs_and_have_no_autograd(name: str) -> None:
+    operator = getattr(torch.ops.fp8_megatron, name).default
+    assert torch.Tag.cudagraph_unsafe in operator.tags
+    # An autograd function in Python would cost the host 15 µs a call.
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Autograd")
