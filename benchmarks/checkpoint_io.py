@@ -43,6 +43,9 @@ from fp8_megatron.device.cudnn import load_bundled
 
 load_bundled()  # before megatron-core, which imports Transformer Engine
 
+# Run as a script from a clone, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.provenance import commit, device_name, versions
 from fp8_megatron.checkpoint import loading, torch_dist
 from fp8_megatron.checkpoint.concurrency import NUM_READERS
 from fp8_megatron.checkpoint.encoding import Encoded
@@ -159,7 +162,9 @@ def main() -> None:
 
         steps()
         result: dict[str, Any] = {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "commit": commit(),
+            "device": device_name() if device.type == "cuda" else "cpu",
+            "versions": versions(("torch", "megatron-core")),
             "cores": len(os.sched_getaffinity(0)),
             "ranks": topology.world_size,
         }

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 import time
 import timeit
@@ -24,6 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Run as a script from a clone, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.provenance import commit, device_name, versions
 from fp8_megatron.commands.arguments import Parser, output_file
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
@@ -148,13 +150,6 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    ).stdout.strip()
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, print, and write the JSON if one is asked for."""
     parser = Parser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
@@ -170,9 +165,9 @@ def main(words: Sequence[str] | None = None) -> None:
             "command": shlex.join(
                 ["python", "benchmarks/host_overhead.py", *(sys.argv[1:] if words is None else words)]
             ),
-            "commit": _commit(),
-            "device": "no-op kernels" if is_no_op else torch.cuda.get_device_name(),
-            "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+            "commit": commit(),
+            "device": "no-op kernels" if is_no_op else device_name(),
+            "versions": versions(("torch", "triton")),
             "rows": [asdict(row) for row in rows],
         }
         write_output(arguments.output, (json.dumps(result, indent=1) + "\n").encode(), "--output")

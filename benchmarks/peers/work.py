@@ -8,7 +8,6 @@ the recipe of the peer.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.provenance import versions
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.config.learning_rate import LearningRateSchedule
@@ -38,6 +38,7 @@ from fp8_megatron.reporting.flops import model_flops_per_token
 
 Batch = dict[str, Tensor]
 
+_PACKAGES = ("torch", "megatron-core", "transformer_engine", "torchao")
 #: Steps left out of the speed, as in benchmarks/compare.py.
 WARM_UP_STEPS = 5
 
@@ -211,7 +212,7 @@ def report(work: Work, step_seconds: list[float], losses: Tensor, *, gpu_gb: flo
         "world_size": work.world_size,
         "micro_batch_size": training.micro_batch_size,
         "num_micro_batches": work.num_micro_batches,
-        "versions": _versions(),
+        "versions": versions(_PACKAGES),
     }
     line = json.dumps(figures)
     print(f"JSON {line}", flush=True)
@@ -273,14 +274,3 @@ def _check(config: Config) -> None:
     }
     if refused := [flag for flag, is_asked in asked.items() if is_asked]:
         raise ConfigError(f"a peer has no {', '.join(refused)}: it trains with AdamW, and does nothing else")
-
-
-def _versions() -> dict[str, str | None]:
-    packages = ("torch", "megatron-core", "transformer_engine", "torchao")
-    versions: dict[str, str | None] = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions

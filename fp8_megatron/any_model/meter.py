@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeGuard
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from ..quantization.scaled_tensor import ScaledTensor
+from ..reporting.tables import table_lines
 from .optimizer import FP8Optimizer
 
 #: Steps that are not timed: the first ones compile kernels and allocate memory.
@@ -139,7 +141,10 @@ class Row:
 def table(rows: Sequence[Row]) -> str:
     """Rows as text, one below the other. Percentages are of the first row."""
     first = rows[0].bytes
-    lines: list[Sequence[str]] = [("", "weights", "gradients", "optimizer", "total", "GPU peak", "ms/step", "loss")]
+    drawn = Table(box=None, pad_edge=False)
+    drawn.add_column("", no_wrap=True)
+    for heading in ("weights", "gradients", "optimizer", "total", "GPU peak", "ms/step", "loss"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         own = row.bytes
         pairs = [
@@ -150,20 +155,12 @@ def table(rows: Sequence[Row]) -> str:
         ]
         sizes = [_megabytes(size) + ("" if row is rows[0] else _difference(size, other)) for size, other in pairs]
         peak = "-" if row.peak is None else _megabytes(row.peak)
-        lines.append((row.name, *sizes, peak, f"{1000 * row.step_seconds:.1f}", f"{row.loss:.4f}"))
-    return _aligned(lines)
+        drawn.add_row(row.name, *sizes, peak, f"{1000 * row.step_seconds:.1f}", f"{row.loss:.4f}")
+    return "\n".join(table_lines(drawn))
 
 
 def _difference(size: int, other: int) -> str:
     return f" {100 * (size / other - 1):+.0f}%" if other else ""
-
-
-def _aligned(lines: Iterable[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if place == 0 else cell.rjust(width) for place, (cell, width) in enumerate(cells))
-        for cells in (list(zip(line, widths, strict=True)) for line in lines)
-    )
 
 
 def _megabytes(size: int) -> str:
