@@ -15,9 +15,12 @@ from ..nn.conv1d import FP8Conv1D
 from ..nn.module import FP8Linear
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe, RecipeName
+from . import attention, te_modules
+from .attention import FP8MultiheadAttention, convert_attention
+from .notes import keep_notes
 from .report import STAYS, report
 from .te_layers import FP8LayerNormMLP
-from .te_modules import check_stays, convert_te, reason_to_stay, te_kind, te_weights
+from .te_modules import check_stays, convert_te, te_kind, te_weights
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +39,11 @@ def replace_linears(
 ) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
     """Turn the linear layers of `model` into `FP8Linear`, in place. Returns old weight → new weight.
 
-    `torch.nn.Linear` and transformers' ``Conv1D`` are linear layers, and so are three modules of Transformer Engine
-    (`te_modules`). A layer keeps its identity: its name, its hooks, and its bias, which stays the same parameter. Its
-    weight is a new parameter, of shape [out_features, in_features]. Layers that share a weight share the new one.
-    Weights that Transformer Engine splits by rows become one.
+    `torch.nn.Linear` and transformers' ``Conv1D`` are linear layers. `torch.nn.MultiheadAttention` (`attention`) and
+    three modules of Transformer Engine (`te_modules`) hold linear layers. A layer keeps its identity: its name, its
+    hooks, and its bias, which stays the same parameter. Its weight is a new parameter, of shape
+    [out_features, in_features]. Layers that share a weight share the new one. Weights that Transformer Engine splits by
+    rows become one.
 
     A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, another kind of module has its
     weight too, or it is a parametrised, patched or derived class. One line in the log says what stayed; `report` gives
@@ -65,8 +69,9 @@ def replace_linears(
             continue
         if name in stays:
             setattr(module, STAYS, stays[name])
-        elif te_kind(module) is not None:
-            for own_name, layer in convert_te(name, module, replaced, recipe, weight).items():
+        elif te_kind(module) is not None or isinstance(module, torch.nn.MultiheadAttention):
+            convert = convert_te if te_kind(module) is not None else convert_attention
+            for own_name, layer in convert(name, module, replaced, recipe, weight).items():
                 slots[own_name] = list(layer.quantizers.slots())
         else:
             _convert(name, module, replaced, recipe, weight)
@@ -96,12 +101,13 @@ def build_recipe(recipe: Recipe | RecipeName) -> Recipe:
 
 def is_linear(module: torch.nn.Module) -> bool:
     """Whether `module` is a linear layer: `torch.nn.Linear`, a class derived from it, transformers' ``Conv1D``, or a
-    module of Transformer Engine with linear weights."""
-    return isinstance(module, torch.nn.Linear) or _is_conv1d(module) or te_kind(module) is not None
+    module with linear weights of its own: `torch.nn.MultiheadAttention`, or Transformer Engine's."""
+    kinds = (torch.nn.Linear, torch.nn.MultiheadAttention)
+    return isinstance(module, kinds) or _is_conv1d(module) or te_kind(module) is not None
 
 
 def _is_fp8(module: torch.nn.Module) -> bool:
-    return isinstance(module, (FP8Linear, FP8LayerNormMLP))
+    return isinstance(module, (FP8Linear, FP8LayerNormMLP, FP8MultiheadAttention))
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:
@@ -126,16 +132,24 @@ def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilte
         else:
             stays[name] = reason
     for name, module in willing.items():
-        is_te = te_kind(module) is not None
-        weights = [one for names in te_weights(module) for one in names] if is_te else ["weight"]
-        for weight in weights:
-            for other, holder in holders[module._parameters[weight]].items():  # type: ignore[index]
-                alike = holder is module or (type(holder) is type(module) and not is_te)
+        for parameter in _weights(module):
+            for other, holder in holders[parameter].items():
+                alike = holder is module or (type(holder) is type(module) and "weight" in module._parameters)
                 if not alike or (other in stays and other not in willing):
                     stays[name] = f"its weight is also that of {other or 'the model'}"
     for name, reason in stays.items():
         check_stays(name, model.get_submodule(name), reason)
     return stays
+
+
+def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The weights of a linear layer that is to become FP8."""
+    names = ["weight"]
+    if te_kind(module) is not None:
+        names = [one for parts in te_weights(module) for one in parts]
+    elif isinstance(module, torch.nn.MultiheadAttention):
+        names = ["in_proj_weight"]
+    return [parameter for name in names if (parameter := module._parameters[name]) is not None]
 
 
 def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
@@ -152,9 +166,12 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
     """Why this layer stays as it is; None if nothing speaks against FP8."""
     if parametrize.is_parametrized(module):
         return "it is parametrised"
-    if te_kind(module) is not None:
-        refused = filter is not None and not filter(name, module)
-        return "the filter refuses it" if refused else reason_to_stay(name, module, recipe)
+    if te_kind(module) is not None or isinstance(module, torch.nn.MultiheadAttention):
+        if filter is not None and not filter(name, module):
+            return "the filter refuses it"
+        if te_kind(module) is None:
+            return attention.reason_to_stay(module, recipe)
+        return te_modules.reason_to_stay(name, module, recipe)
     if type(module) is not torch.nn.Linear and not _is_conv1d(module):
         return f"{type(module).__name__} is a class of its own"
     weight = module._parameters.get("weight")
@@ -193,13 +210,18 @@ def _convert(
         return
     new = module._parameters["weight"]
     assert new is not None
-    # What other code has noted on the parameter, such as that it has no decay.
-    new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
+    keep_notes(old, new)
     replaced[old] = new
 
 
 def _close_fast_paths(model: torch.nn.Module) -> None:
-    """Keep torch's transformer layers from the kernel that reads their linear layers' weights in evaluation."""
+    """Keep torch's transformer layers from the kernels that read their linear layers' weights in evaluation."""
     for module in model.modules():
-        if isinstance(module, torch.nn.TransformerEncoderLayer) and isinstance(module.linear1, FP8Linear):
+        if isinstance(module, torch.nn.TransformerEncoderLayer) and _holds_fp8(module):
             module.activation_relu_or_gelu = 0
+        elif isinstance(module, torch.nn.TransformerEncoder) and _holds_fp8(module):
+            module.use_nested_tensor = False  # only those kernels take nested tensors
+
+
+def _holds_fp8(module: torch.nn.Module) -> bool:
+    return any(isinstance(child, FP8Linear) for child in module.modules())

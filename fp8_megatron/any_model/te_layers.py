@@ -10,7 +10,7 @@ run in torch otherwise, also under `torch.compile`. Both round to FP8 in front o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ..nn.module import FP8Linear, compute_dtype
 from ..nn.normed import NormParams
 from ..nn.normed_linear import fp8_norm_linear
 from ..quantization.scaled_tensor import ScaledTensor
+from .child_names import ChildNames
 from .te_activations import ACTIVATIONS, FUSED
 
 _EXTRA_STATE = "_extra_state"
@@ -170,7 +171,7 @@ class FP8LayerNormLinear(FP8TELinear):
         return self.norm.apply(x, self.layer_norm_weight, self.layer_norm_bias)
 
 
-class FP8LayerNormMLP(torch.nn.Module):
+class FP8LayerNormMLP(ChildNames):
     """Norm, fc1, activation and fc2, called as ``te.LayerNormMLP``. A state dict has its names: ``fc1_weight``, ….
 
     Attributes:
@@ -182,6 +183,7 @@ class FP8LayerNormMLP(torch.nn.Module):
         recomputes: compute fc1's output again in backward instead of keeping it.
     """
 
+    original_names: ClassVar = {f"{fc}_{kind}": f"{fc}.{kind}" for fc in ("fc1", "fc2") for kind in ("weight", "bias")}
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
     fc1: FP8TELinear
@@ -247,12 +249,9 @@ class FP8LayerNormMLP(torch.nn.Module):
         """fc2's bias [hidden], by Transformer Engine's name."""
         return self.fc2.bias
 
-    def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """torch's, with Transformer Engine's names."""
-        destination = super().state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
-        for theirs, ours in self._renamed(prefix):
-            if ours in destination:
-                destination[theirs] = destination.pop(ours)
+        destination = super().state_dict(*args, prefix=prefix, **kwargs)
         for fc in ("fc1", "fc2"):
             destination.pop(f"{prefix}{fc}.{_EXTRA_STATE}", None)
         return destination
@@ -264,22 +263,10 @@ class FP8LayerNormMLP(torch.nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """See `FP8TELinear.set_extra_state`."""
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
-    ) -> None:
-        # In place: torch loads the children from this dict afterwards.
-        for theirs, ours in self._renamed(prefix):
-            if theirs in state_dict:
-                state_dict[ours] = state_dict.pop(theirs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         for fc in ("fc1", "fc2"):
             state_dict.setdefault(f"{prefix}{fc}.{_EXTRA_STATE}", None)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-
-    @staticmethod
-    def _renamed(prefix: str) -> list[tuple[str, str]]:
-        """Transformer Engine's keys of a state dict, and those of the children."""
-        kinds = [(fc, kind) for fc in ("fc1", "fc2") for kind in ("weight", "bias")]
-        return [(f"{prefix}{fc}_{kind}", f"{prefix}{fc}.{kind}") for fc, kind in kinds]
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 def on_rows(function: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..formats import StorageDtype
 from ..quantization.recipe import Recipe
+from .notes import keep_notes
 from .te_activations import ACTIVATIONS
 from .te_layers import FP8LayerNormLinear, FP8LayerNormMLP, FP8TELinear, NormSettings
 
@@ -189,4 +190,6 @@ def _take(
     layer.take(value, bias, recipe=recipe, weight=storage if is_trained else StorageDtype.FP8, name=name)
     new = layer._parameters["weight"]
     assert new is not None
+    if not _is_quantized(weights[0]):  # its attributes are its storage
+        keep_notes(weights[0], new)
     replaced.update(dict.fromkeys(weights, new))
