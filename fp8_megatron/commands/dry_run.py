@@ -53,9 +53,28 @@ def dry_run_report(config: Config, world_size: int) -> str:
         f"wire: in each step a rank sends its data-parallel peers {_gigabytes(wire.gradients)} GB of gradients and "
         f"{_gigabytes(wire.weights)} GB of weights",
         *([f"stages: in each step a rank sends other stages up to {_gigabytes(max(between))} GB"] if pp > 1 else []),
-        "not checked here: files, folders, installed packages, the GPUs; activations are not in the table",
+        *_peak(config, world_size),
+        "not checked here: files, folders, installed packages, the GPUs",
     ]
     return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])
+
+
+def _peak(config: Config, world_size: int) -> list[str]:
+    """The largest predicted peak of a stage, and host memory for activations that leave a rank."""
+    from ..planning.activations import predict_host_bytes
+    from ..planning.layouts import largest_peak
+
+    stage, peak = largest_peak(config, world_size)
+    at = "logits" if peak.logits else "backward of a layer"
+    extra = _gigabytes(peak.logits or peak.backward)
+    lines = [
+        f"peak: predicted {_gigabytes(peak.total)} GB of stage {stage}, with {_gigabytes(peak.activations)} GB of "
+        f"activations, {extra} GB in the {at}"
+    ]
+    host = max(
+        predict_host_bytes(config, world_size=world_size, stage=one) for one in range(config.pipeline_layout.num_stages)
+    )
+    return lines + ([f"host: {_gigabytes(host)} GB for the activations of a rank"] if host else [])
 
 
 def _memory(config: Config, padded_vocab_size: int, world_size: int) -> str:

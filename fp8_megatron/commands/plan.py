@@ -4,10 +4,12 @@
     fp8-megatron plan --gpus 128 --levels bf16 O3 5-byte -- --config configs/gpt_175b.yaml
     fp8-megatron plan --gpus 128 --build --levels bf16 O3 -- --config configs/gpt_175b.yaml
     fp8-megatron plan --largest 8 32 128 --output largest.png
+    fp8-megatron plan --gpus 1 --memory-gb 141 --longest -- --config configs/llama_8b.yaml configs/fast.yaml
 
 All flags after -- describe the run, as for training. Tensor- and pipeline-parallel sizes, the micro-batch and full
 recomputation are varied; the global batch and all else stay. Step times come from rates measured on H200. --build
 varies nothing: it builds a rank of every kind of pipeline stage of the run, without a GPU, and counts its memory.
+--longest varies the length of sequences, and what leaves a GPU's memory.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from ..config.checks import check_config
 from ..config.io import own_and_run_flags
 from ..config.schema import Config
 from ..planning.layouts import ROOM, Cluster, Layout, best_layouts, better_accumulation
@@ -32,7 +35,7 @@ LEVELS = levels_of("bf16", "te", "O1", "O2", "O3", "5-byte")
 _MOST_GPUS = 100_000
 #: What --largest compares. Transformer Engine's model states are BF16's.
 _LARGEST_LEVELS = ("bf16", "O3", "5-byte")
-_KINDS = ("state", "activations", "logits", "wire_buffers", "transposes", "recording")
+_KINDS = ("state", "activations", "logits", "backward", "wire_buffers", "transposes", "recording")
 
 
 def main(words: Sequence[str] | None = None, prog: str = "plan.py") -> int:
@@ -48,6 +51,10 @@ def _main(words: list[str], prog: str) -> int:
         parser.error("--output is for --largest; drop it")
     if args.build and args.largest is not None:
         parser.error("--build is for --gpus; drop it")
+    if args.longest and (args.build or args.largest is not None):
+        parser.error("--longest is for --gpus alone; drop --build and --largest")
+    if args.longest and len(args.levels or ()) > 1:
+        parser.error(f"--longest is for one precision; give one of --levels {' '.join(args.levels)}")
     if args.build:
         from .plan_build import report_build
 
@@ -64,6 +71,13 @@ def _main(words: list[str], prog: str) -> int:
         levels = {level: LEVELS[level] for level in args.levels or _LARGEST_LEVELS}
         return report_largest(levels, flags, clusters, args.output, prog)
     cluster = Cluster(args.gpus, args.gpus_per_node, args.memory_gb * 1e9, args.network_gb * 1e9)
+    if args.longest:
+        from .plan_longest import report_longest
+
+        (level,) = args.levels or [None]
+        config = _configuration([*flags, *(LEVELS[level] if level else [])], prog)
+        check_config(config, args.gpus, on_this_machine=False)
+        return report_longest(config, cluster)
     status = 0
     for level in args.levels or [None]:
         config = _configuration([*flags, *(LEVELS[level] if level else [])], prog)
@@ -97,6 +111,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--build",
         action="store_true",
         help="instead: build a rank of every kind of pipeline stage of the run and count its memory (minutes)",
+    )
+    parser.add_argument(
+        "--longest",
+        action="store_true",
+        help="instead: the longest sequence that fits, by what is recomputed, kept on the host and cut",
     )
     parser.add_argument("--output", type=output_file, metavar="FILE", help="draw --largest as an image")
     parser.add_argument(
@@ -148,6 +167,7 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
         _table(level, layouts[:top], cluster),
         f"the first: GB of a rank of stage {best.stage}: "
         + ", ".join(f"{kind.replace('_', ' ')} {held[kind] / 1e9:.2f}" for kind in _KINDS if held[kind]),
+        *_on_host(best, cluster),
         f"the first: GB that a rank sends in a step: gradients {wire.gradients / 1e9:.2f}, weights "
         f"{wire.weights / 1e9:.2f}",
     ]
@@ -169,6 +189,14 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
         lines.append(f"no step times: no rates of {level} were measured; the smallest peaks come first")
     lines.append(f"{len(layouts)} layouts fit into {ROOM:.0%} of {cluster.memory_bytes / 1e9:g} GB")
     return "\n".join(lines)
+
+
+def _on_host(layout: Layout, cluster: Cluster) -> list[str]:
+    """Host memory of a node for the activations of its ranks; nothing if they stay on the GPUs."""
+    from ..planning.activations import predict_host_bytes
+
+    host = predict_host_bytes(layout.config, world_size=cluster.gpus, stage=layout.stage)
+    return [f"the first: GB on the host for a rank's activations: {host / 1e9:.2f}"] if host else []
 
 
 def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:

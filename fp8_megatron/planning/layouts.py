@@ -26,7 +26,7 @@ _NONE: Mapping[str, Any] = MappingProxyType(
     }
 )
 #: Settings of what is recomputed: nothing, the MLPs, whole layers.
-_RECOMPUTATIONS: tuple[Mapping[str, Any], ...] = (
+RECOMPUTATIONS: tuple[Mapping[str, Any], ...] = (
     _NONE,
     MappingProxyType({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
     MappingProxyType({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
@@ -136,7 +136,7 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
             if cluster.gpus % (tp * cp * pp):
                 continue
             for micro_batch in _powers_of_two(batch * tp * cp * pp // cluster.gpus):
-                for recomputation in _RECOMPUTATIONS:
+                for recomputation in RECOMPUTATIONS:
                     yield _laid_out(config, tp, pp, micro_batch, batch, recomputation)
 
 
@@ -177,6 +177,8 @@ def _laid_out(
     layout = parallel.pipeline_layout(config.model.num_layers)
     most = max(len(layout.layers_of(stage)) for stage in range(pp))
     kept = min(config.precision.keep_fp8_transpose_cache, most)
+    largest = max(len(chunk) for stage in layout.chunks for chunk in stage)
+    training = replace(training, cpu_offloading_num_layers=min(training.cpu_offloading_num_layers, largest))
     sends_fp8 = config.precision.fp8_pipeline_communication and pp > 1
     precision = replace(config.precision, keep_fp8_transpose_cache=kept, fp8_pipeline_communication=sends_fp8)
     return replace(config, parallel=parallel, training=training, precision=precision)

@@ -15,6 +15,7 @@ from ..device.memory import memory_bytes
 from ..errors import UserError
 from ..mcore.topology import Topology
 from ..outputs import check_free_bytes, free_bytes
+from ..planning.activations import predict_host_bytes
 from ..planning.memory import predict_checkpoint_bytes, predict_memory
 from .run_start import RunStart
 
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 def check_memory(config: Config, topology: Topology, device: torch.device, padded_vocab_size: int) -> None:
     """Compare the memory of a GPU, or of a machine without one, with what is certain to be held. For all ranks.
 
-    Weights, gradients and optimizer state are certain. Activations and temporary memory are not counted.
+    Weights, gradients and optimizer state are certain. Activations and temporary memory are not counted, but for those
+    that leave for the host.
 
     Raises:
         UserError: they do not fit. The same on every rank.
@@ -33,6 +35,7 @@ def check_memory(config: Config, topology: Topology, device: torch.device, padde
     available = memory_bytes(device)
     on_gpu = device.type == "cuda"
     problem = None if num_bytes <= available else _memory_problem(config, num_bytes, where, available, on_gpu=on_gpu)
+    problem = problem or _host_problem(config, topology)
     for text in Ranks(topology).everyones(problem):
         if text is not None:
             raise UserError(text)
@@ -52,6 +55,20 @@ def _state_on(config: Config, topology: Topology, device: torch.device, padded_v
     num_ranks = node_size()
     where = "this machine" if num_ranks == 1 else f"the {num_ranks} ranks of this machine"
     return num_ranks * sum(map(state_bytes, stages)) // len(stages), where
+
+
+def _host_problem(config: Config, topology: Topology) -> str | None:
+    """Why the host cannot take the activations of its ranks; None if it can. Stages count by their mean, as above."""
+    count, stages = config.training.cpu_offloading_num_layers, config.pipeline_layout.num_stages
+    total = sum(predict_host_bytes(config, world_size=topology.world_size, stage=stage) for stage in range(stages))
+    needed, available = node_size() * total // stages, memory_bytes(torch.device("cpu"))
+    if needed <= available:
+        return None
+    return (
+        f"activations of cpu_offloading_num_layers({count}) take {needed / 1e9:,.3f} GB of host memory for "
+        f"{node_size()} ranks, and this machine has {available / 1e9:,.3f} GB; lower it, or recompute more: "
+        f"--recompute-granularity full keeps the least"
+    )
 
 
 def _memory_problem(config: Config, num_bytes: int, where: str, available: int, *, on_gpu: bool) -> str:

@@ -106,3 +106,32 @@ def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixt
         status = exit_info.code  # type: ignore[assignment]
     captured = capsys.readouterr()
     assert status == 2 and said in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"--longest -- --config {CONFIGS}/llama_8b.yaml --global-batch-size 1"
+    assert plan.main(f"--gpus 1 --memory-gb 141 {run}".split()) == 0
+    out = capsys.readouterr().out
+    rows = _rows(out)
+    assert [row[:3] for row in rows[:3]] == [
+        ["nothing", a, b] for a, b in (("no", "no"), ("yes", "no"), ("yes", "yes"))
+    ]
+    lengths = [int(row[3].replace(",", "")) for row in rows]
+    assert len(lengths) == 9 and lengths[0] == min(lengths) and lengths[-1] == max(lengths)
+    assert "--loss-chunk-size 8192" in out
+    assert plan.main(f"--gpus 1 --memory-gb 24 {run}".split()) == 1
+    assert "none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("others", ["--build", "--levels O3 bf16"])
+def test_the_longest_sequence_is_one_question(capsys: pytest.CaptureFixture[str], others: str) -> None:
+    with pytest.raises(SystemExit):
+        plan.main(f"--gpus 1 --longest {others} -- --config {CONFIGS}/llama_8b.yaml".split())
+    assert "--longest is for" in capsys.readouterr().err
+
+
+def test_host_memory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--gpus 1 --memory-gb 141 --top 1 -- --config {CONFIGS}/llama_8b.yaml --cpu-offloading-num-layers 31"
+    assert plan.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "GB on the host for a rank's activations: " in out and "copies to the host, which count as hidden" in out

@@ -1,0 +1,84 @@
+"""The longest sequence that fits into a GPU's memory, by what leaves that memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..config.schema import Config
+from .activations import predict_host_bytes
+from .layouts import RECOMPUTATIONS, ROOM, Cluster, largest_peak
+
+#: Positions of each sequence whose logits exist at a time, in the forms that cut the loss.
+LOSS_CHUNK = 8192
+#: Of each of the two chunks that a rank has of a sequence (`data.sequence_parts`), over its tensor-parallel ranks.
+_STEP = 1024
+#: The longest that is tried.
+_MOST = 2**24
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence of one form.
+
+    Attributes:
+        recomputed: what is recomputed: nothing, mlp or full.
+        cuts_loss: the loss is computed over `LOSS_CHUNK` positions at a time.
+        offloads: all layers of a (virtual) stage but the last keep their activations on the host.
+        config: of the run; None if not even the shortest fits.
+        peak_bytes: of a rank, predicted.
+        host_bytes: of a rank, on the host.
+    """
+
+    recomputed: str
+    cuts_loss: bool
+    offloads: bool
+    config: Config | None
+    peak_bytes: int = 0
+    host_bytes: int = 0
+
+
+def longest_sequences(config: Config, cluster: Cluster) -> Iterator[Longest]:
+    """The longest sequence that fits for each form: what is recomputed, whether the loss is cut, and what leaves.
+
+    Micro-batches have one sequence. The layout and the global batch are the configuration's, and peaks fill `ROOM` of a
+    GPU's memory.
+    """
+    for recomputation in RECOMPUTATIONS:
+        granularity = recomputation["recompute_granularity"]
+        name = {None: "nothing", "selective": "mlp"}.get(granularity, "full")
+        for cuts_loss, offloads in ((False, False), (True, False), (True, True)):
+            count = _offloaded_layers(config) if offloads else 0
+            training = replace(config.training, micro_batch_size=1, cpu_offloading_num_layers=count, **recomputation)
+            form = replace(config, training=training)
+            yield _longest(form, cluster, Longest(name, cuts_loss, offloads, None))
+
+
+def _offloaded_layers(config: Config) -> int:
+    """All layers of the largest model chunk but the last."""
+    return max(len(chunk) for stage in config.pipeline_layout.chunks for chunk in stage) - 1
+
+
+def _longest(config: Config, cluster: Cluster, form: Longest) -> Longest:
+    parallel = config.parallel
+    step = _STEP * 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    fits, too_long = 0, _MOST // step + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        _, peak = largest_peak(_of_length(config, middle * step, form), cluster.gpus)
+        if peak.total <= ROOM * cluster.memory_bytes:
+            fits = middle
+        else:
+            too_long = middle
+    if fits == 0:
+        return form
+    found = _of_length(config, fits * step, form)
+    stage, peak = largest_peak(found, cluster.gpus)
+    host = predict_host_bytes(found, world_size=cluster.gpus, stage=stage)
+    return replace(form, config=found, peak_bytes=peak.total, host_bytes=host)
+
+
+def _of_length(config: Config, length: int, form: Longest) -> Config:
+    cuts = form.cuts_loss and length // config.parallel.context_parallel_size > LOSS_CHUNK
+    model = replace(config.model, seq_length=length, max_position_embeddings=None)
+    return replace(config, model=model, training=replace(config.training, loss_chunk_size=LOSS_CHUNK if cuts else None))

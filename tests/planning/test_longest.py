@@ -1,0 +1,54 @@
+"""The longest sequence fits, and the next one does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8_megatron.config.checks import check_config
+from fp8_megatron.config.io import parse_config
+from fp8_megatron.planning.layouts import ROOM, Cluster, largest_peak
+from fp8_megatron.planning.longest import LOSS_CHUNK, Longest, longest_sequences
+from tests.planning.recorded_runs import ROOT
+
+
+def found(flags: str, gpus: int, memory_gb: float) -> tuple[list[Longest], Cluster]:
+    words = ["--config", str(ROOT / "configs" / "llama_8b.yaml"), str(ROOT / "configs" / "fast.yaml"), "--mock-data"]
+    cluster = Cluster(gpus, 8, memory_gb * 1e9, 50e9)
+    return list(longest_sequences(parse_config([*words, *flags.split()]), cluster)), cluster
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus"),
+    [
+        ("--global-batch-size 1", 1),
+        ("--global-batch-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+    ],
+)
+def test_it_fits_and_the_next_length_does_not(flags: str, gpus: int) -> None:
+    forms, cluster = found(flags, gpus, 141)
+    assert [(one.recomputed, one.cuts_loss, one.offloads) for one in forms] == [
+        (name, *form) for name in ("nothing", "mlp", "full") for form in ((False, False), (True, False), (True, True))
+    ]
+    for one in forms:
+        assert one.config is not None
+        check_config(one.config, gpus, on_this_machine=False)
+        parallel, model, training = one.config.parallel, one.config.model, one.config.training
+        assert training.loss_chunk_size == (LOSS_CHUNK if one.cuts_loss else None)
+        assert (training.cpu_offloading_num_layers > 0) == one.offloads == (one.host_bytes > 0)
+        assert largest_peak(one.config, gpus)[1].total == one.peak_bytes <= ROOM * cluster.memory_bytes
+        step = 2048 * parallel.context_parallel_size * parallel.tensor_model_parallel_size
+        longer = replace(one.config, model=replace(model, seq_length=model.seq_length + step))
+        assert largest_peak(longer, gpus)[1].total > ROOM * cluster.memory_bytes
+    lengths = [one.config.model.seq_length for one in forms if one.config is not None]
+    assert all(
+        whole <= cut < moved for whole, cut, moved in zip(lengths[::3], lengths[1::3], lengths[2::3], strict=True)
+    )
+    assert lengths[::3] == sorted(lengths[::3]) and lengths[0] < lengths[6]
+
+
+def test_a_model_that_does_not_fit_has_none() -> None:
+    forms, _ = found("--global-batch-size 1", 1, 40)
+    assert all(one.config is None for one in forms)
