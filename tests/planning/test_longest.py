@@ -8,6 +8,7 @@ import pytest
 
 from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.planning.activations import layer_bytes_per_token
 from fp8_megatron.planning.layouts import ROOM, Cluster, largest_peak
 from fp8_megatron.planning.longest import LOSS_CHUNK, Longest, longest_sequences
 from tests.planning.recorded_runs import ROOT
@@ -52,3 +53,30 @@ def test_it_fits_and_the_next_length_does_not(flags: str, gpus: int) -> None:
 def test_a_model_that_does_not_fit_has_none() -> None:
     forms, _ = found("--global-batch-size 1", 1, 40)
     assert all(one.config is None for one in forms)
+
+
+def test_the_table_of_the_docs() -> None:
+    forms, _ = found("--global-batch-size 1", 1, 141)
+    text = (ROOT / "docs" / "llama.md").read_text(encoding="utf-8").split("## Long sequences in memory")[1]
+    rows = [
+        f"| {one.recomputed} | {'yes' if one.cuts_loss else 'no'} | {'yes' if one.offloads else 'no'} "
+        f"| {one.config.model.seq_length:,} | {one.peak_bytes / 1e9:.1f} | {one.host_bytes / 1e9:.1f} |"
+        for one in forms
+        if one.config is not None
+    ]
+    assert len(rows) == 9 and "\n".join(rows) in text
+    shared, _ = found("--global-batch-size 1 --context-parallel-size 4", 4, 141)
+    ends = [shared[index].config for index in (0, -1)]
+    assert "from {:,} to {:,} tokens".format(*(one.model.seq_length for one in ends if one is not None)) in text
+
+
+def test_what_a_layer_keeps() -> None:
+    """The table of bytes in docs/llama.md."""
+    text = (ROOT / "docs" / "llama.md").read_text(encoding="utf-8").split("## Long sequences in memory")[1]
+    quoted = [
+        int(row.split("|")[2].replace(",", "")) for row in text.splitlines() if ", BF16 |" in row or ", FP32 |" in row
+    ]
+    (whole,) = (int(row.split("|")[2].replace(",", "")) for row in text.splitlines() if row.startswith("| all but"))
+    config = parse_config(["--config", str(ROOT / "configs" / "llama_8b.yaml"), "--mock-data"])
+    kept = layer_bytes_per_token(config, is_fp8=True)
+    assert kept == sum(quoted) and whole == kept - 2 * config.model.hidden_size
