@@ -17,10 +17,12 @@ from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, random_batc
 MODELS = {
     "gpt3": replace(GPT3_STYLE, num_layers=4),
     "llama": replace(LLAMA_STYLE, num_layers=4),
+    "wide_heads": replace(LLAMA_STYLE, num_layers=4, kv_channels=128),
 }
 PRECISIONS = {
     "O3": PrecisionConfig(),
     "delayed": PrecisionConfig(fp8_recipe="delayed"),
+    "fp8_attention": PrecisionConfig(fp8_recipe="delayed", fp8_dot_product_attention=True),
     "bf16": PrecisionConfig(precision="bf16"),
 }
 TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -76,6 +78,7 @@ def run(
         ("llama", "O3", "one", "none", 3),
         ("gpt3", "delayed", "one", "full", 3),
         ("llama", "O3", "one", "mlp", 4),
+        ("wide_heads", "fp8_attention", "one", "none", 3),
         ("gpt3", "bf16", "one", "none", 2),
         ("gpt3", "delayed", "tp2_sp", "none", 3),
         pytest.param("llama", "O3", "cp2", "none", 3, marks=pytest.mark.slow),
