@@ -107,11 +107,13 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     recomputed = config.training.recomputed_modules
     queries = model.num_attention_heads * model.head_dim
     streams = 2 * model.hidden_size * (1 if is_fp8 else 2)
-    attention = 2 * (queries + model.query_groups * model.head_dim)
-    # FP8 attention keeps all of them in one byte each.
-    attention -= attention // 2 if is_fp8 and config.precision.fp8_dot_product_attention else 0
+    keys = model.query_groups * model.head_dim
+    attention = 2 * (queries + keys)
+    fp8_attention = is_fp8 and config.precision.fp8_dot_product_attention
+    attention -= attention // 2 if fp8_attention else 0  # a byte each
     split = attention + (0 if "mlp" in recomputed else _mlp_columns(config, is_fp8=is_fp8))
-    split += (queries + model.query_groups * model.head_dim) if model.qk_layernorm else 0
+    if model.qk_layernorm:  # the value in 16 bits lies beside their inputs; FP8 attention has another
+        split += queries + keys + (keys if fp8_attention else 0)
     masks = 2 * model.hidden_size if model.hidden_dropout > 0 else 0
     over_sequence = tp if config.parallel.sequence_parallel else 1
     log_sums = 4 * model.num_attention_heads / tp

@@ -153,15 +153,18 @@ def test_the_residual_branch_may_be_added_outside() -> None:
         assert torch.equal(one, same)
 
 
-def test_backward_keeps_a_byte_a_value() -> None:
-    """Of query, key, value and output; beside them the input, a number a head and one a token, and four scales."""
-    layer = Layer()
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_keeps_a_byte_a_value(kind: str) -> None:
+    """Of query, key, value and output; beside them the input, a number a head and one a token, and four scales. Norms
+    of query and key keep the projection's output in 16 bits."""
+    layer = Layer(kind)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         layer.forward(*layer.operands())
     tokens = SEQ * BATCH
     values = tokens * WIDTH * (2 * HEADS + 2 * GROUPS)
-    assert sum(x.nbytes for x in kept) == values + 2 * tokens * HIDDEN + 4 * tokens * (HEADS + 1) + 4 * 4
+    normed = 2 * tokens * GROUPS * sum(WIDTHS) if kind == "qk_norm" else 0
+    assert sum(x.nbytes for x in kept) == values + normed + 2 * tokens * HIDDEN + 4 * tokens * (HEADS + 1) + 4 * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ import pytest
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
-from fp8_megatron.planning.activations import predict_host_bytes, predict_peak
+from fp8_megatron.planning.activations import layer_bytes_per_token, predict_host_bytes, predict_peak
 from fp8_megatron.planning.vocabulary import padded_vocab_size
 from tests.planning.recorded_runs import ROOT, RecordedRun, recorded_runs
 
@@ -70,6 +70,17 @@ def test_ranks_that_share_sequences_share_what_they_keep() -> None:
     assert part.state == whole.state and part.wire_buffers == whole.wire_buffers
     # Logits alone would be a quarter; the gradient of the head's weight is whole.
     assert whole.logits / 4 < part.logits < whole.logits / 2
+
+
+@pytest.mark.parametrize(("fp8_attention", "columns"), [(False, 4096 + 1024), (True, 4096 + 2 * 1024)])
+def test_norms_of_query_and_key_keep_their_inputs(fp8_attention: bool, columns: int) -> None:
+    """In 16 bits. Attention in 16 bits keeps the value beside them anyway; tests/nn/test_fp8_attention.py counts the
+    bytes of FP8 attention."""
+    flags = ["--fp8-recipe", "delayed"] + (["--fp8-dot-product-attention"] if fp8_attention else [])
+    config = parse_config(["--config", str(ROOT / "configs" / "llama_8b.yaml"), "--mock-data", *flags])
+    normed = replace(config, model=replace(config.model, qk_layernorm=True))
+    plain, more = (layer_bytes_per_token(one, is_fp8=True) for one in (config, normed))
+    assert more - plain == 2 * columns
 
 
 def test_recomputed_mlps_keep_no_input_of_their_activation() -> None:
