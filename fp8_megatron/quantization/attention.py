@@ -13,7 +13,7 @@ from ..formats import E4M3, E5M2
 from ..kernels import ops
 from ..kernels.ops import Rotation
 from .amax_history import AmaxHistory
-from .cast_health import row_scales, row_step
+from .cast_health import CastProbe, row_scales, row_step
 from .cast_report import Role
 from .operand import Format, Quantized
 from .recipe import Quantizer, Recipe
@@ -82,15 +82,10 @@ class AttentionQuantizers:
         if casts is None:
             casts = self._first_casts_of_inputs(_rotated_parts(flat, rotation, heads_per_group))
         payloads = ops.quantize_rotated_qkv(flat, rotation, casts, heads_per_group=heads_per_group)
-        for part, (quantizer, payload, cast) in enumerate(zip(self._of_inputs(), payloads, casts, strict=True)):
+        for part, quantizer in enumerate(self._of_inputs()):
             if quantizer.probe is not None and quantizer.probe.is_due:
-                step = min(row_step(*payload.shape), sequence)
-                table = rotation.cos_sin[::step].contiguous()
-                rows = y[::step].float().view(-1, columns)  # as the kernel reads them
-                rotated = _rotated_parts(rows, rotation._replace(cos_sin=table), heads_per_group)[part]
-                taken = payload.view(torch.uint8).view(sequence, batch, -1)[::step].reshape(rotated.shape).view(E4M3)
-                operand = Quantized(taken, None, cast.scale, quantizer.format)
-                quantizer.probe.measure(rotated, taken, row_scales(operand, 1))
+                cast = Quantized(payloads[part], None, casts[part].scale, quantizer.format)
+                _measure_part(quantizer.probe, cast, y, rotation, heads_per_group, part)
         heads = (payload.view(sequence, batch, -1, rotation.head_dim) for payload in payloads)
         return ops.AttentionInputs(*heads, *(cast.scale for cast in casts))
 
@@ -195,6 +190,19 @@ def _rotated_parts(y: Tensor, rotation: Rotation, heads_per_group: int) -> Seque
     d = rotation.head_dim
     parts = y.view(len(y), -1, (heads_per_group + 2) * d).split([heads_per_group * d, d, d], dim=2)
     return [part.reshape(len(y), -1) for part in parts]
+
+
+def _measure_part(
+    probe: CastProbe, cast: Quantized, y: Tensor, rotation: Rotation, heads_per_group: int, part: int
+) -> None:
+    """Measure the cast [s · b, columns] of query, key or value (`part` 0, 1 or 2) of y [s, b, N], on evenly spaced
+    sequence indices. Values are computed again in FP32, as the kernel reads them."""
+    payload, length = cast.payload, y.shape[0]
+    step = min(row_step(*payload.shape), length)
+    angles = rotation._replace(cos_sin=rotation.cos_sin[::step].contiguous())
+    values = _rotated_parts(y[::step].float().flatten(0, 1), angles, heads_per_group)[part]
+    rows = payload.view(torch.uint8).unflatten(0, (length, -1))[::step].reshape(values.shape).view(payload.dtype)
+    probe.measure(values, rows, row_scales(Quantized(rows, None, cast.scale, cast.format), 1))
 
 
 def _as_matrix(x: Tensor) -> Tensor:
