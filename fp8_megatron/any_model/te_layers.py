@@ -152,8 +152,12 @@ class FP8LayerNormLinear(FP8TELinear):
         """See `FP8TELinear.forward`. With `returns_norm` the norm's output is the last of the outputs."""
         if not self.returns_norm:
             return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
-        normed = self._normed(inp.to(compute_dtype(inp)))
-        y = super()._multiply(normed, normed.dtype)
+        dtype = compute_dtype(inp)
+        normed = self._normed(inp.to(dtype))
+        if isinstance(self._parameters.get("weight"), ScaledTensor):
+            y = super()._multiply(normed, torch.bfloat16 if dtype is torch.float32 else dtype).to(dtype)
+        else:
+            y = super()._multiply_plain(normed, dtype)
         return self._with_bias(y, normed)
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:

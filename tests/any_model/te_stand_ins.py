@@ -97,10 +97,12 @@ def _gated(activation: Any) -> Any:
 
 def _clamped(z: Tensor) -> Tensor:
     gate, up = z.chunk(2, dim=-1)
-    return torch.minimum(gate, torch.tensor(7.0)).mul((1.702 * gate.clamp(max=7.0)).sigmoid()) * (up.clamp(-7, 7) + 1)
+    return torch.minimum(gate, gate.new_tensor(7.0)).mul((1.702 * gate.clamp(max=7.0)).sigmoid()) * (
+        up.clamp(-7, 7) + 1
+    )
 
 
-_FORMULAS: dict[str, Any] = {
+FORMULAS: dict[str, Any] = {
     "gelu": lambda z: F.gelu(z, approximate="tanh"),
     "qgelu": lambda z: z / (1 + (-1.702 * z).exp()),
     "relu": lambda z: z.clamp(min=0),
@@ -115,7 +117,7 @@ for _name, _plain in (
     ("sreglu", "srelu"),
     ("swiglu", "silu"),
 ):
-    _FORMULAS[_name] = _gated(_FORMULAS[_plain])
+    FORMULAS[_name] = _gated(FORMULAS[_plain])
 
 
 class LayerNormMLP(_Base):
@@ -140,7 +142,7 @@ class LayerNormMLP(_Base):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         normed = self._norm(inp)
         z = normed @ self.fc1_weight.t()
-        y = _FORMULAS[self.activation](z + self.fc1_bias if self.use_bias else z) @ self.fc2_weight.t()
+        y = FORMULAS[self.activation](z + self.fc1_bias if self.use_bias else z) @ self.fc2_weight.t()
         return self._outputs(y, self.fc2_bias if self.use_bias else None, normed)
 
 

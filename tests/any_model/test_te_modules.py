@@ -21,7 +21,14 @@ from fp8_megatron.any_model.te_layers import FP8LayerNormLinear, FP8LayerNormMLP
 from fp8_megatron.errors import UserError
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from tests.any_model.te_stand_ins import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor
+from tests.any_model.te_stand_ins import (
+    FORMULAS,
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    QuantizedTensor,
+)
 
 ONE_GEMM_DB, ONE_GRAD_DB = 27.5, 22.0
 #: A gated activation multiplies two of fc1's outputs, so that their noise adds.
@@ -128,14 +135,23 @@ def test_padding_changes_nothing(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [LayerNormLinear, LayerNormMLP])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dtypes_and_autocast(kind: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("returns_norm", [False, True], ids=["", "returns_norm"])
+def test_dtypes_autocast_and_plain_copies(kind: Any, dtype: torch.dtype, returns_norm: bool) -> None:
     torch.manual_seed(0)
-    module, exact = convert(kind(128, 256))
+    module, exact = convert(kind(128, 256, return_layernorm_output=returns_norm))
+
+    def outputs(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
+        y = layer(x)
+        return y if returns_norm else (y,)
+
     x = torch.randn(2, 24, 128).to(dtype)
-    y = module(x)
-    assert y.dtype is dtype and snr_db(y.double(), exact(x.double()).detach()) > MLP_DB
+    expected = outputs(exact, x.double())
+    for y, value in zip(outputs(module, x), expected, strict=True):
+        assert y.dtype is dtype and snr_db(y.double(), value.detach()) > MLP_DB
+    for y, value in zip(outputs(plain_model(module), x), expected, strict=True):
+        assert y.dtype is dtype and snr_db(y.double(), value.detach()) > 28.0  # the rounded weights
     with torch.autocast("cpu", torch.bfloat16):
-        assert module(x).dtype is torch.bfloat16
+        assert all(y.dtype is torch.bfloat16 for y in outputs(module, x))
 
 
 @pytest.mark.parametrize("kind", [LayerNormLinear, LayerNormMLP])
@@ -300,16 +316,18 @@ class Quantized(QuantizedTensor):
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantised", "kept"])
 def test_weights_in_their_fp8_are_taken(keeps: bool) -> None:
+    """The masters start from what the weights were made from, if it is kept, and from the decoded weights otherwise."""
     torch.manual_seed(0)
     module, value = Linear(32, 64), torch.randn(64, 32)
-    weight = torch.nn.Parameter((value.bfloat16() if keeps else value).as_subclass(Quantized))
+    decoded = value.to(torch.float8_e4m3fn).float()
+    weight = torch.nn.Parameter(decoded.as_subclass(Quantized))
+    weight.dequantize = lambda: decoded.clone()  # type: ignore[method-assign]
     if keeps:
-        weight.kept = value
-    weight.dequantize = lambda: torch.Tensor(value)  # type: ignore[method-assign]
+        weight.kept = value  # type: ignore[attr-defined]
     module._parameters["weight"] = weight
     model = torch.nn.Sequential(module)
     model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
-    assert snr_db(model.state_dict()["0.weight"].float(), value) > (50.0 if keeps else 70.0)
+    assert snr_db(model.state_dict()["0.weight"], value if keeps else decoded) > 70.0
 
 
 def test_weights_in_their_fp8_that_stay_are_refused() -> None:
@@ -325,5 +343,8 @@ def test_parts_of_a_weight_in_two_groups_are_refused() -> None:
         fp8_megatron.initialize(model, torch.optim.AdamW(groups), "O2")
 
 
-def test_every_activation_that_is_fused_is_known() -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_far_from_zero(activation: str) -> None:
+    z = 10.0 * torch.randn(64, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(ACTIVATIONS[activation](z), FORMULAS[activation](z))
     assert set(FUSED) <= set(ACTIVATIONS)
