@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +27,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
 ]
+NEEDS_CUDNN_FRONTEND = pytest.mark.skipif(
+    importlib.util.find_spec("cudnn") is None, reason="needs a Hopper GPU and nvidia-cudnn-frontend"
+)
+FP8_ATTENTION = {"fp8_recipe": "delayed", "fp8_dot_product_attention": True, "kv_channels": 128}
 
 
 def fit(output_dir: Path, **overrides: object) -> list[tuple[float, float]]:
@@ -59,6 +64,7 @@ def test_a_model_beyond_the_gpu_is_refused_before_it_is_built(tmp_path: Path) ->
         {"opt_level": "O3", "global_batch_size": 12, "keep_fp8_transpose_cache": 1},
         {"opt_level": "O1", "fp8_recipe": "blockwise"},
         {"opt_level": "O3", "fp8_recipe": "blockwise", "fp8_lm_head": True},
+        pytest.param({"opt_level": "O3", **FP8_ATTENTION}, marks=NEEDS_CUDNN_FRONTEND),
     ],
     ids=[
         "O1",
@@ -71,13 +77,14 @@ def test_a_model_beyond_the_gpu_is_refused_before_it_is_built(tmp_path: Path) ->
         "O3-kept-transposes",
         "O1-blockwise",
         "O3-blockwise-head",
+        "O3-fp8-attention",
     ],
 )
 def test_every_level_follows_bf16(tmp_path: Path, level: dict, style: dict) -> None:
     """30 steps from one seed. One step's loss differs by the forward's quantisation noise, 28 dB on each GEMM of the
     residual branches: measured under 0.3%; 1% is allowed."""
-    batch = {name: value for name, value in level.items() if name == "global_batch_size"}
-    expected = fit(tmp_path / "bf16", precision="bf16", train_iters=30, **batch, **style)
+    work = {name: value for name, value in level.items() if name in ("global_batch_size", "kv_channels")}
+    expected = fit(tmp_path / "bf16", precision="bf16", train_iters=30, **work, **style)
     measured = fit(tmp_path / "fp8", train_iters=30, **level, **style)
     assert measured[0][0] == pytest.approx(expected[0][0], rel=5e-3)
     assert sum(loss for loss, _ in measured[-5:]) == pytest.approx(sum(loss for loss, _ in expected[-5:]), rel=1e-2)
@@ -149,8 +156,9 @@ def build_state():  # type: ignore[no-untyped-def]
         {"fp8_recipe": "delayed"},
         {"fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed"},
         {"fp8_recipe": "blockwise"},
+        pytest.param(FP8_ATTENTION, marks=NEEDS_CUDNN_FRONTEND),
     ],
-    ids=["tensorwise", "delayed", "delayed-wgrad", "blockwise"],
+    ids=["tensorwise", "delayed", "delayed-wgrad", "blockwise", "fp8-attention"],
 )
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("fp8_lm_head", [False, True])
