@@ -6,9 +6,12 @@ Backward casts their gradient into both layouts, 2 bytes an element in all, and 
 layout at once and sums over parts. The second waits until all logits are freed; then wgrad writes each part's rows of
 the weight gradient.
 
+Each token's gradient has its own scale (`_RowScales`). wgrad's other operand is cast from norm(x) times these scales.
+
 For T tokens of width h, memory peaks when the first part is cast: 2TV bytes of logits and 2TV/n of gradient. (In BF16
 the peak is 2TV + 2hV + 2Th: wgrad's output and the logits.) At most one part of the weight, hV/n bytes in one layout,
-exists in FP8. Forward moves 5 bytes a parameter for its casts, backward 3.
+exists in FP8. When the logits are freed, norm(x) takes 4Th bytes in FP32 until it is cast. Forward moves 5 bytes a
+parameter for its casts, backward 3.
 """
 
 from __future__ import annotations
@@ -220,8 +223,10 @@ class _FP8NormHeadLoss(torch.autograd.Function):
         del grad_input
         # After the logits are freed: the norm's output in FP32 would add to the peak.
         columns = rows.start_columns(x, norm, statistics, quantizers.input.format, ctx.parallelism)
-        grad_weight = _weight_gradient(grads_t, columns(), weight)
-        del columns
+        x_t = columns()
+        del columns  # on one rank it holds the values in FP32
+        grad_weight = _weight_gradient(grads_t, x_t, weight)
+        del x_t
         grad_x, grad_norm_weight, grad_norm_bias = norm_backward(reducing.summands(), None, x, norm, statistics)
         return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, *[None] * 6
 
