@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,12 +22,12 @@ def test_a_sample_of_tokens_of_different_sizes() -> None:
     sample.look("gradients", 100 * x)  # not its turn
     assert not sample.found
     sample.look("gradients", x.bfloat16())
-    found = sample.summary()
+    found = sample.summary()["gradients"]
     for form, decibels in (("E4M3, row", 31.5), ("E4M3, block", 31.5), ("E4M3, tensor", 31.5), ("E5M2, tensor", 25.5)):
-        assert found[f"gradients/{form}/snr_db"] == pytest.approx(decibels, abs=0.5)
-    assert found["gradients/E4M3, tensor/zeroed_fraction"] == pytest.approx(0.5, abs=0.01)
-    assert found["gradients/E4M3, block/zeroed_fraction"] < 1e-3
-    assert found["gradients/largest over median amax of a row"] > 1
+        assert found[form]["snr_db"] == pytest.approx(decibels, abs=0.5)
+    assert found["E4M3, tensor"]["zeroed_fraction"] == pytest.approx(0.5, abs=0.01)
+    assert found["E4M3, block"]["zeroed_fraction"] < 1e-3
+    assert found["rows"]["largest_over_median_amax"] > 1
 
 
 def test_borders_are_between_equal_stages() -> None:
@@ -68,3 +69,19 @@ def test_runs_add_up_in_a_file(
         ("2 stages", 0),
         ("2 stages", 1),
     ]
+
+
+def test_a_llama_in_fp32_learns_and_feels_the_casts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the model is transformers' (pip install -e '.[dev]')")
+    rises = (np.arange(4000) % 50).astype(np.uint16)
+    rises.tofile(tmp_path / "tokens.bin")
+    words = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --position-embedding-type rope "
+        "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 50 "
+        f"--micro-batch-size 4 --train-iters 12 --lr 1e-2 --eval-iters 2 --data-path {tmp_path / 'tokens'}"
+    ).split()
+    level, again, cast = (
+        pipeline_casts._train_in_fp32(words, "", 1, stages, Sample(every)) for stages, every in ((1, 0), (1, 0), (2, 1))
+    )
+    assert level.training == again.training and level.final_loss < level.training[0][1] - 1
+    assert level.training[0][1] != cast.training[0][1] and cast.final_loss == pytest.approx(level.final_loss, abs=0.1)
