@@ -55,11 +55,7 @@ class FP8MultiheadAttention(ChildNames, torch.nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal=True is a hint about attn_mask: give attn_mask, too")
         is_batched = query.dim() == 3
-        if is_batched and not self.batch_first:
-            turned = {id(x): x.transpose(0, 1) for x in (query, key, value)}
-        else:
-            turned = {id(x): x if is_batched else x.unsqueeze(0) for x in (query, key, value)}
-        q, k, v = self._projected(turned[id(query)], turned[id(key)], turned[id(value)])
+        q, k, v = self._projected(query, key, value)
         hints_causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if hints_causal else _added(attn_mask, key_padding_mask, q, k)
         dropout = self.dropout if self.training else 0.0
@@ -77,12 +73,21 @@ class FP8MultiheadAttention(ChildNames, torch.nn.MultiheadAttention):
         return y if self.batch_first else y.transpose(0, 1), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [N, heads, L, head_dim] of inputs [N, L, embed_dim]."""
-        made = {id(x): x for x in (query, key, value)}
-        parts = {number: self.in_proj(x).chunk(3, dim=-1) for number, x in made.items()}
-        chosen = (parts[id(x)][index] for index, x in enumerate((query, key, value)))
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in chosen)
-        return q, k, v
+        """Query, key and value [N, heads, L, head_dim] of inputs as `forward` takes them."""
+        # Comparisons in place of a dict by identity, which torch 2.11 does not trace.
+        of_query = self._parts(query)
+        of_key = of_query if key is query else self._parts(key)
+        of_value = of_key if value is key else of_query if value is query else self._parts(value)
+        return of_query[0], of_key[1], of_value[2]
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The three parts [N, heads, L, head_dim] of the projection of one input."""
+        if x.dim() != 3:
+            x = x.unsqueeze(0)
+        elif not self.batch_first:
+            x = x.transpose(0, 1)
+        parts = self.in_proj(x).chunk(3, dim=-1)
+        return tuple(part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
 
 
 def _added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
