@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..collectives.row_exchange import RowSum
 from ..formats import FP8_DTYPES
+from ..kernels import ops
+from ..kernels.ops import WrittenCast
 from ..quantization.cast_health import CastProbe
 from ..quantization.operand import Quantized, multiply_into_
 from ..quantization.recipe import LinearQuantizers
@@ -124,6 +126,18 @@ def fprop(
 def start_dgrad(g: OperandRows, linear: LinearParams, dtype: torch.dtype) -> RowSum | PendingSum:
     """Start grad_input: [T, K], or this rank's part [T/tp, K] of the sum over ranks."""
     return linear.parallelism.start_grad_sum(Product(g, _transposed_weight(linear), dtype))
+
+
+def dgrad_to_fp8(g: Quantized, linear: LinearParams, dtype: torch.dtype, cast: WrittenCast) -> Tensor:
+    """grad_input [T, K] in FP8 `dtype`, cast inside the GEMM. The layer's ranks must not share the sum.
+
+    Args:
+        cast: its scale; the amax is written.
+    """
+    weight = _transposed_weight(linear)
+    out = g.payload.new_empty((g.payload.shape[0], weight.payload.shape[0]), dtype=dtype)
+    ops.scaled_mm_to_fp8_(out, cast.amax, g.payload, weight.payload, g.scale, weight.scale, cast.inverse)
+    return out
 
 
 def wgrad(g: OperandRows, x_t: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor | None:

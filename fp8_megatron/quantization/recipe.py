@@ -215,8 +215,10 @@ class Recipe:
         slot = self.history.add_slot(dtype, headroom=WEIGHT_GRAD_HEADROOM, role=Role.WEIGHT_GRAD)
         return DelayedGradScale(self.history, slot)
 
-    def quantizer(self, format: Format, role: Role = Role.INPUT) -> Quantizer:
-        """A new quantiser. Under delayed scaling it takes a slot of the history, for a tensor of `role`."""
+    def quantizer(self, format: Format, role: Role = Role.INPUT, *, headroom: float = 1.0) -> Quantizer:
+        """A new quantiser. Under delayed scaling it takes a slot of the history, for a tensor of `role`
+        (`AmaxHistory.add_slot`)."""
         if self.history is None:
             return Quantizer(format, probe=self._probe())
-        return Quantizer(format, self.history, self.history.add_slot(format.dtype, role=role), self._probe())
+        slot = self.history.add_slot(format.dtype, headroom=headroom, role=role)
+        return Quantizer(format, self.history, slot, self._probe())
