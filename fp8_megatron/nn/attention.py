@@ -10,6 +10,7 @@ Norms of query and key (`--qk-layernorm`) run in 16 bits, with casts of their ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,11 @@ from ..quantization.attention import AttentionGrads, AttentionQuantizers
 from ..quantization.operand import Quantized
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import GradSource, NormStatistics, QKVGradSource
-from .gemms import LinearParams, fprop, start_dgrad, wgrad
+from .gemms import LinearParams, dgrad_to_fp8, fprop, start_dgrad, wgrad
 from .normed import NormParams, norm_fprop, norm_linear_backward
 from .operands import delivered
 from .rope import normed_parts, qk_norm_backward
-from .rows import LocalRows
+from .rows import LocalRows, OperandRows
 
 
 class AttentionParams(NamedTuple):
@@ -117,12 +118,10 @@ class _FP8NormAttention(torch.autograd.Function):
         statistics = NormStatistics(*saved[len(inputs) :])
         qkv, proj, attention = ctx.qkv, ctx.proj, ctx.attention
         g, grad_proj_bias = proj.cast_grad(grad_output)
-        grad_out = start_dgrad(g, proj, grad_output.dtype)
+        grad_out = _start_grad_out(g, proj, attention.quantizers, grad_output.dtype)
         grad_proj_weight = wgrad(g, _operand(out, inputs, proj).transposed(), proj, grad_output.dtype)
         del g
-        grads = attention.quantizers.backward(
-            grad_out.wait().view(out.shape), inputs, out, log_sum_exp, attention.softmax_scale
-        )
+        grads = attention.quantizers.backward(grad_out(), inputs, out, log_sum_exp, attention.softmax_scale)
         del grad_out
         source, of_qk_norm = _grad_source(grads, y, attention, qkv)
         operand, grad_qkv_bias = qkv.quantizers.grad_output.quantize(source)
@@ -143,6 +142,22 @@ def _cast_heads(y: Tensor, attention: AttentionParams) -> ops.AttentionInputs:
         return quantizers.cast_projection(y, rotation, heads_per_group=widths[0] // rotation.head_dim)
     query, key, value = normed_parts(y, rotation, attention.qk_norm, widths)
     return quantizers.cast_inputs(query.reshape(*query.shape[:2], -1, rotation.head_dim), key, value)
+
+
+def _start_grad_out(
+    g: OperandRows, proj: LinearParams, quantizers: AttentionQuantizers, dtype: torch.dtype
+) -> Callable[[], Quantized]:
+    """Start the gradient of attention's output [s · b, heads · d]. Call the result to get it in E5M2.
+
+    The GEMM casts it if its rows do not arrive in parts: each part would write an amax of its own.
+    """
+    cast = quantizers.grad_output_cast() if isinstance(g, LocalRows) else None
+    if cast is None:
+        pending = start_dgrad(g, proj, dtype)
+        return lambda: quantizers.cast_grad_output(pending.wait())
+    format = quantizers.grad_output.format
+    payload = dgrad_to_fp8(g.whole(), proj, format.dtype, cast)
+    return lambda: Quantized(payload, None, cast.scale, format)
 
 
 def _grad_source(

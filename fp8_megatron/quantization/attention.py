@@ -39,7 +39,7 @@ class AttentionGrads(NamedTuple):
 @dataclass(frozen=True)
 class AttentionQuantizers:
     """The casts of attention: query, key, value and the output's gradient by quantisers; dS, dQ, dK and dV, which the
-    backward kernel casts, by slots of the history.
+    backward kernel casts, by slots of the history. The GEMM that computes the output's gradient may cast it, too.
 
     The output takes the value's scale: its rows are means of the value's.
     """
@@ -64,7 +64,7 @@ class AttentionQuantizers:
             raise ValueError(f"FP8 attention needs delayed scaling; recipe {recipe.name} takes scales from the values")
         forward, backward = (Format(dtype, power_of_two=recipe.power_of_two) for dtype in (E4M3, E5M2))
         query, key, value = (recipe.quantizer(forward, Role.ATTENTION_INPUT) for _ in range(3))
-        grad_output = recipe.quantizer(backward, Role.ATTENTION_GRAD)
+        grad_output = recipe.quantizer(backward, Role.ATTENTION_GRAD, headroom=WRITTEN_HEADROOM)
         slots = tuple(history.add_slot(E5M2, headroom=WRITTEN_HEADROOM, role=Role.ATTENTION_GRAD) for _ in range(4))
         return cls(query, key, value, grad_output, history, slots)
 
@@ -121,9 +121,19 @@ class AttentionQuantizers:
         payloads = [cast.payload.view(x.shape) for cast, x in zip(casts, (query, key, value), strict=True)]
         return ops.AttentionInputs(*payloads, *(cast.scale for cast in casts))
 
+    def grad_output_cast(self) -> ops.WrittenCast | None:
+        """How a GEMM casts the output's gradient. None if `cast_grad_output` must: the scale is not known, or the cast
+        is measured."""
+        is_measured = self.grad_output.probe is not None and self.grad_output.probe.is_due
+        return self._written_cast(self.grad_output.slot) if self.history.is_warm and not is_measured else None
+
+    def cast_grad_output(self, grad: Tensor) -> Quantized:
+        """The output's gradient [T, heads · d] in E5M2."""
+        return self.grad_output.quantize(TensorSource(grad))
+
     def backward(
         self,
-        grad: Tensor,
+        grad: Quantized,
         inputs: ops.AttentionInputs,
         out: Tensor,
         log_sum_exp: Tensor,
@@ -132,15 +142,14 @@ class AttentionQuantizers:
         """dQ, dK and dV.
 
         Args:
-            grad: of the output, [s, b, heads, d], in 16 bits.
+            grad: of the output, E5M2 [s · b, heads · d].
         """
-        cast = self.grad_output.quantize(TensorSource(_as_matrix(grad)))
 
         def compute(casts: ops.AttentionGradCasts) -> tuple[Tensor, Tensor, Tensor]:
             return ops.fp8_attention_backward(
                 inputs,
-                cast.payload.view(grad.shape),
-                cast.scale,
+                grad.payload.view(out.shape),
+                grad.scale,
                 out,
                 inputs.scale_value,
                 log_sum_exp,
@@ -148,7 +157,7 @@ class AttentionQuantizers:
                 softmax_scale=softmax_scale,
             )
 
-        casts = self._delayed_casts() if self.history.is_warm else self._first_casts(compute, grad.device)
+        casts = self._delayed_casts() if self.history.is_warm else self._first_casts(compute, out.device)
         grads = compute(casts)
         if not self.history.is_warm:
             for slot, (_, _, amax) in zip(self.written, casts, strict=True):
@@ -156,13 +165,11 @@ class AttentionQuantizers:
         return AttentionGrads(*grads, (casts.query.scale, casts.key.scale, casts.value.scale))
 
     def _delayed_casts(self) -> ops.AttentionGradCasts:
+        return ops.AttentionGradCasts(*map(self._written_cast, self.written))
+
+    def _written_cast(self, slot: int) -> ops.WrittenCast:
         history = self.history
-        return ops.AttentionGradCasts(
-            *(
-                ops.WrittenCast(history.scale_of(slot), history.inverse_of(slot), history.written_amax_of(slot))
-                for slot in self.written
-            )
-        )
+        return ops.WrittenCast(history.scale_of(slot), history.inverse_of(slot), history.written_amax_of(slot))
 
     def _first_casts(
         self, compute: Callable[[ops.AttentionGradCasts], object], device: torch.device
