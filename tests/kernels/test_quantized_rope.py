@@ -156,3 +156,17 @@ def test_kernels_cast_fp8_gradients_bit_for_bit(shape: tuple[int, ...], interlea
         assert_same_bits(measured[:2], expected[:2])
         torch.testing.assert_close(measured[2].cpu(), expected[2], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(record.cpu(), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[5] == 0], ids=str)
+def test_kernels_without_angles_move_the_same_values(shape: tuple[int, ...]) -> None:
+    rotation, y, grads = rotation_of(shape, False), projected(shape), gradients(shape)
+    turned, moved = on_gpu(rotation), [grad.cuda() for grad in grads]
+    parts = ops.split_rotated_qkv(y.cuda(), turned, heads_per_group=shape[3])
+    assert_same_bits(parts, ops.split_rotated_qkv(y, rotation, heads_per_group=shape[3]))
+    assert_same_bits((ops.unrotate_qkv_grad(moved, turned),), (ops.unrotate_qkv_grad(grads, rotation),))
+    assert_same_bits((ops.rotated_qkv_grad_amax(moved, turned),), (ops.rotated_qkv_grad_amax(grads, rotation),))
+    measured = ops.quantize_rotated_qkv_grad(moved, turned, E5M2, scale=None, column_sums=False)
+    assert_same_bits(measured, ops.quantize_rotated_qkv_grad(grads, rotation, E5M2, scale=None, column_sums=False))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import MAX_FINITE
-from ..quantize.grad_output_triton import check_layouts, dense, quantize_grad_output, quantize_grad_tiles
+from ..quantize.grad_output_triton import check_layouts, dense, quantize_grad_output
 from ..quantize.triton import (
     MAX_PARTIALS,
     add_cast,
@@ -41,18 +41,18 @@ from ..sizes import cdiv
 from .reference import Rotation
 from .triton import heads_of_rows, join_rotated_back, load_angles, load_pairs, rotate, tile_of
 
-_TILE_M = 64
+#: Tokens of a tile; more where a head's tile is narrow, so that a thread has four pairs of each row.
+_TILE_M = 32
 _MAX_TILE_P = 64
+_NARROW_TILE_P = 16
 #: FP8 columns that a store of a half writes at least: ptxas 12.8 miscompiles narrower ones.
 _STORED_TOGETHER = 4
 #: Divides the pairs of any head. ptxas 12.8 also miscompiled masked stores of single bytes, as interleaved pairs need.
 _WHOLE_TILE_P = 8
 #: Heads that share a program's angles. More read fewer angles; fewer fill the multiprocessors more evenly.
 _HEADS_A_PROGRAM = 4
-_NUM_WARPS = 8
+_NUM_WARPS = 4
 _AMAX_WARPS = 4
-_VALUE_TILE_K = 128
-_VALUE_WARPS = 4
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _largest_of(largest, y0, y1, y2, y3):
 
 @triton.jit
 def _quantize_heads(
-    program, block, row, x, factor, cos_sin, payload, payload_t, inverse, amax_out, column_sums,
+    chunk, block, x, factor, cos_sin, payload, payload_t, inverse, amax_out, column_sums,
     T, batch, stride_s, stride_b, stride_g, heads, num_groups, group_width, first_column, columns_total,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr,
     FP_MAX: tl.constexpr, RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr,
@@ -123,12 +123,13 @@ def _quantize_heads(
     + TILE_M).
     """
     tiles_a_head: tl.constexpr = (HEAD_DIM // 2 + TILE_P - 1) // TILE_P
-    chunk = program // tiles_a_head
+    tile = chunk % tiles_a_head
+    chunk = chunk // tiles_a_head
     if SCALED:
         factor = tl.load(factor)
     m0 = block * TILE_M
     rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
-    pair = program % tiles_a_head * TILE_P + tl.arange(0, TILE_P)
+    pair = tile * TILE_P + tl.arange(0, TILE_P)
     first_of_head, second_of_head = _columns_of_pairs(pair, HEAD_DIM, HALF, INTERLEAVED)
     first, second = first_of_head[None, :], second_of_head[None, :]
     in_head, is_rotated = (pair < HEAD_DIM // 2)[None, :], (pair < HALF)[None, :]
@@ -146,7 +147,7 @@ def _quantize_heads(
     words_mask = (m0 // 4 + words < T // 4) & (pair < HEAD_DIM // 2)[:, None]
     largest = tl.zeros([TILE_M // 4, TILE_P], tl.float32)
     end = tl.minimum((chunk + 1) * HEADS, num_groups * heads)
-    for index in range(chunk * HEADS, end):
+    for index in tl.range(chunk * HEADS, end, num_stages=2):  # loads of the next head start early
         source = x + (index // heads).to(tl.int64) * stride_g + index % heads * HEAD_DIM
         k0 = index // heads * group_width + first_column + index % heads * HEAD_DIM
         a0, b0 = _load_rotated_back(
@@ -192,63 +193,42 @@ def _quantize_heads(
                         )
                         count += num_clamped(a, inverse, FP_MAX) + num_clamped(b, inverse, FP_MAX)
                 add_clamped(amax_out, tl.sum(count))
-            if (program == 0) & (row == 0):
+            if (chunk == 0) & (tile == 0) & (block == 0):
                 add_cast(amax_out, T, num_groups * heads * HEAD_DIM)
 
 
 @triton.jit
 def _quantize_rotated_tiles(
-    x, cos_sin, payload, payload_t, scale, partials, amax_out, column_sums,
-    T, batch, stride_s, stride_b, stride_g, heads, num_groups, group_width, first_column, columns_total, num_partials,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    query, key, value, factor_query, factor_key, factor_value, cos_sin, payload, payload_t,
+    scale, partials, amax_out, column_sums, query_programs, key_programs,
+    T, batch, query_s, query_b, query_g, key_s, key_b, key_g, value_s, value_b, value_g,
+    heads, num_groups, group_width, columns_total, num_partials,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr,
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, HEADS: tl.constexpr, TILE_M: tl.constexpr, TILE_P: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """x [s, b, groups, heads · d] → columns [group · group_width + first_column, + heads · d) of the payload."""
     program = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # from the end: what the amax pass read last is still in L2
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
-    _quantize_heads(
-        program, block, tl.program_id(1), x, scale, cos_sin, payload, payload_t, inverse, amax_out, column_sums,
-        T, batch, stride_s, stride_b, stride_g, heads, num_groups, group_width, first_column, columns_total,
-        HEAD_DIM, HALF, INTERLEAVED, False, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
-    )  # fmt: skip
-
-
-@triton.jit
-def _quantize_rotated_fp8(
-    query, key, value, factor_query, factor_key, factor_value, cos_sin, payload, payload_t,
-    scale, amax_out, column_sums, query_programs, key_programs,
-    T, batch, query_s, query_b, query_g, key_s, key_b, key_g, value_s, value_b, value_g,
-    heads, num_groups, group_width, columns_total,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, FP_MAX: tl.constexpr, RECORD: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr, HEADS: tl.constexpr, TILE_M: tl.constexpr, TILE_P: tl.constexpr,
-):  # fmt: skip
-    """All three gradients in FP8, with a given scale: those of query first, then of key, then of value."""
-    program, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    inverse = reciprocal(tl.load(scale))
     if program < query_programs:
-        own = program
         _quantize_heads(
-            own, block, block, query, factor_query, cos_sin, payload, payload_t, inverse,
-            amax_out, column_sums, T, batch, query_s, query_b, query_g, heads, num_groups, group_width, 0,
-            columns_total, HEAD_DIM, HALF, INTERLEAVED, True, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
+            program, block, query, factor_query, cos_sin, payload, payload_t, inverse, amax_out, column_sums,
+            T, batch, query_s, query_b, query_g, heads, num_groups, group_width, 0, columns_total,
+            HEAD_DIM, HALF, INTERLEAVED, SCALED, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
         )  # fmt: skip
     elif program < query_programs + key_programs:
-        own = program - query_programs
         _quantize_heads(
-            own, block, block, key, factor_key, cos_sin, payload, payload_t, inverse,
-            amax_out, column_sums, T, batch, key_s, key_b, key_g, 1, num_groups, group_width, heads * HEAD_DIM,
-            columns_total, HEAD_DIM, HALF, INTERLEAVED, True, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
+            program - query_programs, block, key, factor_key, cos_sin, payload, payload_t, inverse, amax_out,
+            column_sums, T, batch, key_s, key_b, key_g, 1, num_groups, group_width, heads * HEAD_DIM, columns_total,
+            HEAD_DIM, HALF, INTERLEAVED, SCALED, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
         )  # fmt: skip
     else:
-        own = program - query_programs - key_programs
         _quantize_heads(
-            own, block, block, value, factor_value, cos_sin, payload, payload_t, inverse,
-            amax_out, column_sums, T, batch, value_s, value_b, value_g, 1, num_groups, group_width,
-            (heads + 1) * HEAD_DIM, columns_total,
-            HEAD_DIM, 0, False, True, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
+            program - query_programs - key_programs, block, value, factor_value, cos_sin, payload, payload_t, inverse,
+            amax_out, column_sums,
+            T, batch, value_s, value_b, value_g, 1, num_groups, group_width, (heads + 1) * HEAD_DIM, columns_total,
+            HEAD_DIM, 0, False, SCALED, FP_MAX, RECORD, SUM_COLUMNS, HEADS, TILE_M, TILE_P,
         )  # fmt: skip
 
 
@@ -330,45 +310,32 @@ def quantize_rotated_qkv_grad(
         return payload, payload_t, totals if column_sums else totals.new_empty(0), taken
     query, key, value = grads = [dense(grad) for grad in grads]
     seq, batch, groups, query_width = query.shape
-    T, group_width, device = seq * batch, query_width + 2 * head_dim, query.device
+    T, heads, device = seq * batch, query_width // head_dim, query.device
     check_layouts(T, query_width, head_dim)
+    group_width = query_width + 2 * head_dim
     total = groups * group_width
     payload = torch.empty((T, total), dtype=dtype, device=device)
     payload_t = torch.empty((total, T), dtype=dtype, device=device)
     current = scale is None
     taken = room_for_scale(current, device)
     used = taken if scale is None else scale
-    record = used if amax_out is None else amax_out
-    blocks = cdiv(T, _TILE_M)
-    sums = torch.empty((1, blocks, total) if column_sums else (1, 1, 0), dtype=torch.float32, device=device)
+    partials = _partial_amaxes(grads, rotation) if current else used
     tile_p = min(_MAX_TILE_P, triton.next_power_of_2(head_dim // 2))
     if interleaved and head_dim // 2 % tile_p:
         tile_p = _WHOLE_TILE_P
-    tiles_a_head, num_warps = cdiv(head_dim // 2, tile_p), max(1, tile_p * _NUM_WARPS // _MAX_TILE_P)
-    if grad_scales:
-        programs = [cdiv(groups * own, _HEADS_A_PROGRAM) * tiles_a_head for own in (query_width // head_dim, 1, 1)]
-        _quantize_rotated_fp8[(sum(programs), blocks)](
-            query, key, value, *grad_scales, cos_sin, payload, payload_t, used, record, sums, *programs[:2],
-            T, batch, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            query_width // head_dim, groups, group_width, total, head_dim, half, interleaved,
-            MAX_FINITE[dtype], recorded(amax_out), column_sums, _HEADS_A_PROGRAM, _TILE_M, tile_p,
-            num_warps=num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
-        return payload, payload_t, sum_of_programs(sums)[0], taken
-    partials = _partial_amaxes(grads, rotation) if current else used
-    casts = MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums
-    for grad, first_column in ((query, 0), (key, query_width)):
-        heads = grad.shape[3] // head_dim
-        chunks = cdiv(groups * heads, _HEADS_A_PROGRAM)
-        _quantize_rotated_tiles[(chunks * tiles_a_head, blocks)](
-            grad, cos_sin, payload, payload_t, used, partials, record, sums,
-            T, batch, *grad.stride()[:3], heads, groups, group_width, first_column, total, partials.numel(),
-            head_dim, half, interleaved, *casts, _HEADS_A_PROGRAM, _TILE_M, tile_p, MAX_PARTIALS,
-            num_warps=num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
-    quantize_grad_tiles[(groups * cdiv(head_dim, _VALUE_TILE_K), blocks)](
-        value, payload, payload_t, used, partials, record, sums,
-        T, batch, *value.stride()[:3], head_dim, group_width, query_width + head_dim, total, partials.numel(),
-        *casts, True, _TILE_M, _VALUE_TILE_K, MAX_PARTIALS, num_warps=_VALUE_WARPS,
+    tile_m = _TILE_M * max(1, _NARROW_TILE_P // tile_p)
+    blocks = cdiv(T, tile_m)
+    sums = torch.empty((1, blocks, total) if column_sums else (1, 1, 0), dtype=torch.float32, device=device)
+    tiles_a_head = cdiv(head_dim // 2, tile_p)
+    query_programs = cdiv(groups * heads, _HEADS_A_PROGRAM) * tiles_a_head
+    key_programs = cdiv(groups, _HEADS_A_PROGRAM) * tiles_a_head
+    _quantize_rotated_tiles[(query_programs + 2 * key_programs, blocks)](
+        query, key, value, *(grad_scales or [used] * 3), cos_sin, payload, payload_t,
+        used, partials, used if amax_out is None else amax_out, sums, query_programs, key_programs,
+        T, batch, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        heads, groups, group_width, total, partials.numel(), head_dim, half, interleaved, bool(grad_scales),
+        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums,
+        _HEADS_A_PROGRAM, tile_m, tile_p, MAX_PARTIALS,
+        num_warps=max(1, tile_p * _NUM_WARPS // _MAX_TILE_P), enable_fp_fusion=False,
     )  # fmt: skip
     return payload, payload_t, sum_of_programs(sums)[0], taken

@@ -177,8 +177,8 @@ def _unrotate_and_join(
 
 
 def tile_of(rotation: Rotation) -> tuple[int, int]:
-    """Rows (heads of tokens) and pairs of a program's tile."""
-    tile_p = triton.next_power_of_2(rotation.cos_sin.shape[2])
+    """Rows (heads of tokens) and pairs of a program's tile. Without angles, the rows are those of whole heads."""
+    tile_p = triton.next_power_of_2(rotation.cos_sin.shape[2] or rotation.head_dim // 2)
     return max(1, _TILE_PAIRS // tile_p), tile_p
 
 
