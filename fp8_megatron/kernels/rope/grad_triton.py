@@ -304,7 +304,9 @@ def quantize_rotated_qkv_grad(
     cos_sin, head_dim, interleaved = rotation
     half = cos_sin.shape[2]
     if not interleaved and half % _STORED_TOGETHER:
-        wide = [decode(grad, of_grad) for grad, of_grad in zip(grads, grad_scales, strict=True)] or grads
+        wide = grads
+        if grad_scales:
+            wide = [decode(grad, of_grad) for grad, of_grad in zip(grads, grad_scales, strict=True)]
         whole = join_rotated_back(wide, rotation, torch.float32)
         payload, payload_t, totals, taken = quantize_grad_output(whole, dtype, scale, power_of_two, amax_out, True)
         return payload, payload_t, totals if column_sums else totals.new_empty(0), taken
