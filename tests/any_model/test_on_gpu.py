@@ -58,7 +58,10 @@ def test_a_loop_under_autocast_trains(level: str, scales: bool, compiles: bool) 
     call = torch.compile(model, fullgraph=True) if compiles else model
     measured = train(model, call, optimizer, scales=scales)
     assert expected[-1] < 0.5 * expected[0]
-    assert measured[-1] < 1.2 * expected[-1], (expected[-1], measured[-1])
+    # The output of each of the two layers carries FP8's noise. Its power at the end is about that of the target, which
+    # is the first loss.
+    noise = 2 * 10 ** (-E4M3_E4M3_DB / 10) * expected[0]
+    assert measured[-1] < 1.2 * expected[-1] + noise, (expected[-1], measured[-1], noise)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
