@@ -8,7 +8,8 @@ the meta device, whose tensors have shapes and no values, to that. On CUDA it on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
@@ -21,8 +22,11 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class _CudaElsewhere(TorchFunctionMode):
     """Sends ``device="cuda"`` and ``.cuda()`` to another device, and multiplies 16-bit matrices in FP32 on a CPU.
 
-    A CPU without BF16 instructions takes three times as long for a BF16 product as for an FP32 one. In both cases
+    A CPU without BF16 instructions takes 3 to 30 times as long for a BF16 product as for an FP32 one. In both cases
     operands and result are 16-bit and the sum is FP32, as on a GPU.
+
+    torch turns a mode off while it runs what the mode was asked for, and ``torch.autograd.backward`` is asked for, too.
+    So backward is run by the engine here, with the mode on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,12 +44,32 @@ class _CudaElsewhere(TorchFunctionMode):
             and args[0].dtype in _SIXTEEN_BITS
         ):
             return (args[0].float() @ args[1].float()).to(args[0].dtype)
+        if func is torch.autograd.backward and self._in_fp32:
+            call = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            if _is_plain(**call):
+                with self:
+                    return _run_backward(call["tensors"][0], call.get("grad_tensors"))
         if kwargs:
             device = kwargs.get("device")
             if device is not None and str(device).startswith("cuda"):
                 kwargs = {**kwargs, "device": self._device}
             return func(*args, **kwargs)
         return func(*args)
+
+
+def _is_plain(tensors: Sequence[torch.Tensor], grad_tensors: object = None, **others: object) -> bool:
+    """Whether this is a schedule's backward: of one tensor, to all leaves, and once."""
+    if len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor) or any(others.values()):
+        return False
+    return isinstance(grad_tensors, torch.Tensor) or (grad_tensors is None and tensors[0].numel() == 1)
+
+
+def _run_backward(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """What ``torch.autograd.backward`` does with one tensor and its gradient."""
+    gradient = torch.ones_like(tensor) if gradient is None else gradient
+    torch.autograd.Variable._execution_engine.run_backward(
+        (tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class CpuRngTracker:

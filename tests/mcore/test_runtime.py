@@ -1,0 +1,65 @@
+"""What megatron-core runs on where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.mcore.runtime import runtime
+
+
+class _Product(torch.autograd.Function):
+    """x·Wᵀ, multiplied in forward and in backward by `Tensor.matmul`, as megatron-core's linear layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.matmul(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0].matmul(weight), grads[0].t().matmul(x)
+
+
+@pytest.mark.parametrize("gives_gradient", [True, False], ids=["gradient", "scalar"])
+def test_products_of_16_bits_are_taken_in_fp32(gives_gradient: bool) -> None:
+    """In backward, too: the values are those of FP32 products, rounded once, and no product of 16 bits runs."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(48, 64).bfloat16().requires_grad_(), torch.randn(32, 64).bfloat16().requires_grad_()
+    cotangent = torch.randn(48, 32).bfloat16()
+    dtypes: list[torch.dtype] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mm.default:
+                dtypes.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with runtime(torch.device("cpu")), Watch():
+        y = _Product.apply(x, weight)
+        if gives_gradient:
+            torch.autograd.backward(y, grad_tensors=cotangent)
+        else:
+            torch.autograd.backward((y * cotangent).sum())
+    assert dtypes == [torch.float32] * 3
+    assert x.grad is not None and weight.grad is not None
+    g = cotangent.float()
+    assert torch.equal(x.grad, (g @ weight.detach().float()).bfloat16())
+    assert torch.equal(weight.grad, (g.t() @ x.detach().float()).bfloat16())
+
+
+def test_other_backward_calls_are_torch_s_own() -> None:
+    """Several tensors, kept graphs, chosen inputs, and a vector without a gradient."""
+    x = torch.randn(4, requires_grad=True)
+    with runtime(torch.device("cpu")):
+        y = x * 2
+        torch.autograd.backward([y.sum(), (x * 3).sum()], retain_graph=True)
+        assert x.grad is not None and torch.equal(x.grad, torch.full((4,), 5.0))
+        torch.autograd.backward(y.sum(), inputs=[x])
+        assert torch.equal(x.grad, torch.full((4,), 7.0))
+        with pytest.raises(RuntimeError, match="scalar"):
+            torch.autograd.backward(x * 2)
