@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..config.limits import FieldType, field_types
-from ..config.model import ROTARY_KINDS, ModelConfig
+from ..config.model import ROTARY_KINDS, SETTINGS_WITHOUT_YARN, YARN_SETTINGS, ModelConfig
 from ..config.words import flag_with
 
 #: Settings of the model that change what weights of the same shapes compute. Given the shapes, the number of heads
@@ -31,35 +31,18 @@ COMPUTED = (
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
-    "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
+    *YARN_SETTINGS,
     "window_size",
     "window_attn_skip_freq",
 )
-#: Of these, the ones that YaRN alone reads, and those that RoPE reads without it.
-_YARN = (
-    "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
-)
-_WITHOUT_YARN = (
-    "rotary_percent",
-    "rotary_interleaved",
+#: Base and scaling of RoPE, which a longer context may change.
+_SCALES = (
+    "rotary_base",
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
+    *YARN_SETTINGS,
 )
-#: Base and scaling of RoPE, which a longer context may change.
-_SCALES = ("rotary_base", *_WITHOUT_YARN[2:], *_YARN)
 #: Megatron's arguments that change what a model computes and that no setting here stands for, each with the values
 #: under which it changes nothing. A setting that comes to stand for one replaces its row by a name in `COMPUTED`.
 NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -133,7 +116,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         known["disable_bias_linear"] = not known["add_bias_linear"]
     if known.get("rotary_seq_len_interpolation_factor", 1) is None:
         known["rotary_seq_len_interpolation_factor"] = 1
-    for name in _YARN:  # None stands for the default of megatron-core's YaRN, which is this project's
+    for name in YARN_SETTINGS:  # None stands for the default of megatron-core's YaRN, which is this project's
         if name in known and known[name] is None:
             known[name] = getattr(ModelConfig, name)
     window, skips = known.get("window_size"), known.get("window_attn_skip_freq")
@@ -182,10 +165,10 @@ def first_difference(saved: Mapping[str, Any], model: ModelConfig, *, finetune: 
 def _unread(model: ModelConfig) -> tuple[str, ...]:
     """Of `COMPUTED`, what the model does not read."""
     if not model.uses_rope:
-        return ("rotary_base", *_WITHOUT_YARN, *_YARN)
+        return ("rotary_base", *SETTINGS_WITHOUT_YARN, *YARN_SETTINGS)
     if model.position_embedding_type == "yarn":
-        return _WITHOUT_YARN
-    return _YARN if model.use_rope_scaling else (*_YARN, "rope_scaling_factor")
+        return SETTINGS_WITHOUT_YARN
+    return YARN_SETTINGS if model.use_rope_scaling else (*YARN_SETTINGS, "rope_scaling_factor")
 
 
 def _is_same(saved: Mapping[str, Any], model: ModelConfig, name: str) -> bool:

@@ -9,6 +9,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from .model import SETTINGS_WITHOUT_YARN, YARN_SETTINGS
 from .schema import Config
 
 
@@ -160,30 +161,9 @@ def _no_profile(config: Config) -> str | None:
 
 _RULES = (
     Ignored(("rotary_base",), _no_rope, "give --position-embedding-type rope"),
-    Ignored(
-        (  # megatron-core's YaRN reads none of them, or refuses them
-            "rotary_percent",
-            "rotary_interleaved",
-            "rotary_seq_len_interpolation_factor",
-            "use_rope_scaling",
-            "rope_scaling_factor",
-        ),
-        _other_than_rope,
-        "give --position-embedding-type rope",
-    ),
-    Ignored(
-        (
-            "rotary_scaling_factor",
-            "yarn_original_max_position_embeddings",
-            "yarn_beta_fast",
-            "yarn_beta_slow",
-            "yarn_correction_range_round_to_int",
-            "mscale",
-            "mscale_all_dim",
-        ),
-        _no_yarn,
-        "give --position-embedding-type yarn",
-    ),
+    # megatron-core's YaRN reads none of them, or refuses them.
+    Ignored(SETTINGS_WITHOUT_YARN, _other_than_rope, "give --position-embedding-type rope"),
+    Ignored(YARN_SETTINGS, _no_yarn, "give --position-embedding-type yarn"),
     Ignored(("rope_scaling_factor",), _no_rope_scaling, "give --use-rope-scaling"),
     Ignored(("cp_comm_type",), _whole_sequences, "raise --context-parallel-size"),
     Ignored(("fp8_pipeline_communication",), _one_stage, "raise --pipeline-model-parallel-size"),

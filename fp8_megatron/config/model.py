@@ -22,6 +22,24 @@ from .windows import has_window, layer_pattern, window_sizes
 
 #: Kinds of position embedding that rotate query and key.
 ROTARY_KINDS = ("rope", "yarn")
+#: What RoPE reads unless it is scaled by YaRN.
+SETTINGS_WITHOUT_YARN = (
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
+#: What YaRN alone reads.
+YARN_SETTINGS = (
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 @dataclass(frozen=True)
