@@ -1,5 +1,5 @@
 """Memory and step time of models of transformers with `fp8_megatron.initialize`, beside BF16 autocast, Transformer
-Engine and torchao, each with and without torch.compile:
+Engine and torchao, each with and without torch.compile, and with forward and backward recorded (`record_step`):
 
 python benchmarks/any_model.py --models vit-1.2b gpt2-xl --output runs/any_model.json
 
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ from torch.autograd import DeviceType
 
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.any_model_work import WORKS, Trainee, build
+from benchmarks.any_model_work import WORKS, Batch, Trainee, build
 from benchmarks.provenance import commit, device_name, versions
+from fp8_megatron.any_model.recorded_step import RecordedStep, record_step
 from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.device.cudnn import load_bundled
@@ -45,9 +47,24 @@ from fp8_megatron.outputs import write_output
 RUNS = ("bf16-amp", "te-delayed", "torchao-tensorwise", "O1", "O2", "O3")
 #: The package that a peer needs.
 _NEEDS = {"te-delayed": "transformer_engine", "torchao-tensorwise": "torchao"}
+#: Of one forward and backward.
+Compute = Callable[[Batch], torch.Tensor]
+#: A recorded run is recorded in the last one.
 _WARM_UP_STEPS = 4
 _HEADINGS = (
-    *("model", "run", "compiled", "step ms", "kernels", "waits", "speed", "peak GB", "of bf16", "resting GB"),
+    *(
+        "model",
+        "run",
+        "compiled",
+        "recorded",
+        "step ms",
+        "kernels",
+        "waits",
+        "speed",
+        "peak GB",
+        "of bf16",
+        "resting GB",
+    ),
     "last loss",
 )
 #: The share of a step that kernels fill at least where the host keeps up.
@@ -64,11 +81,13 @@ class Result:
     Attributes:
         kernel_ms: a step's kernels, without the gaps between them.
         is_host_bound: whether the GPU waits for the host: kernels fill less than 95% of a step.
+        recorded: forward and backward are a CUDA graph. The memory that it keeps is in both figures.
     """
 
     model: str
     run: str
     compiled: bool
+    recorded: bool = False
     step_ms: float = 0.0
     samples_per_second: float = 0.0
     peak_gb: float | None = None
@@ -99,6 +118,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(WORKS), default=list(WORKS))
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--compiled-runs", nargs="*", choices=RUNS, default=["bf16-amp", "torchao-tensorwise", "O2"])
+    parser.add_argument("--recorded-runs", nargs="*", choices=RUNS, default=[], help="once more, recorded (none)")
+    parser.add_argument(
+        "--compiled-recorded-runs", nargs="*", choices=RUNS, default=[], help="once more, compiled and recorded (none)"
+    )
     parser.add_argument("--steps", type=whole(), default=10, help="measured steps (10)")
     parser.add_argument("--timeout", type=whole(), default=600, help="seconds for one model (600)")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same kinds")
@@ -111,7 +134,9 @@ def _parse() -> argparse.Namespace:
 def _in_a_process(model: str, args: argparse.Namespace) -> list[Result]:
     """The results that a process for `model` printed, a line each, until it ended or its time was over."""
     command = [sys.executable, __file__, "--child", "--models", model, "--runs", *args.runs]
-    command += ["--compiled-runs", *args.compiled_runs, "--steps", str(args.steps), *(["--tiny"] if args.tiny else [])]
+    command += ["--compiled-runs", *args.compiled_runs, "--recorded-runs", *args.recorded_runs]
+    command += ["--compiled-recorded-runs", *args.compiled_recorded_runs, "--steps", str(args.steps)]
+    command += ["--tiny"] if args.tiny else []
     command += ["--profile"] if args.profile else []
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=args.timeout, check=False)
@@ -129,14 +154,18 @@ def _measure_model(args: argparse.Namespace) -> None:
     model = args.models[0]
     load_bundled()
     device = select_device()
-    cases = [(run, False) for run in args.runs] + [(run, True) for run in args.compiled_runs if run in args.runs]
-    for run, compiled in cases:
+    cases = [(run, False, False) for run in args.runs]
+    cases += [(run, True, False) for run in args.compiled_runs if run in args.runs]
+    cases += [(run, False, True) for run in args.recorded_runs] + [
+        (run, True, True) for run in args.compiled_recorded_runs
+    ]
+    for run, compiled, recorded in cases:
         needed = {WORKS[model].needs, _NEEDS.get(run, "torch")}
         missing = [package for package in sorted(needed) if importlib.util.find_spec(package) is None]
         if missing:
             print(f"{model} {run}: {missing[0]} is not installed; left out", file=sys.stderr, flush=True)
             continue
-        result = Result(model, run, compiled)
+        result = Result(model, run, compiled, recorded)
         try:
             _measure(result, device, args)
         except Exception as error:  # a peer may fail in any way, and the others are measured all the same
@@ -151,7 +180,9 @@ def _measure_model(args: argparse.Namespace) -> None:
 def _measure(result: Result, device: torch.device, args: argparse.Namespace) -> None:
     work = WORKS[result.model]
     trainee = build(work, result.run, device, tiny=args.tiny)
-    forward = torch.compile(trainee.model) if result.compiled else trainee.model
+    compute = _loop(trainee, torch.compile(trainee.model) if result.compiled else trainee.model)
+    if result.recorded:
+        compute = record_step(compute, trainee.model)
     generator = torch.Generator(device).manual_seed(1)
     batches = [work.batch(generator, device, args.tiny) for _ in range(4)]
     losses, times = [], []
@@ -162,7 +193,7 @@ def _measure(result: Result, device: torch.device, args: argparse.Namespace) -> 
         if step == _WARM_UP_STEPS and is_cuda:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        losses.append(_step(trainee, forward, batches[step % len(batches)]))
+        losses.append(_step(trainee, compute, batches[step % len(batches)]))
         if is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
@@ -170,28 +201,39 @@ def _measure(result: Result, device: torch.device, args: argparse.Namespace) -> 
     result.step_ms, result.samples_per_second = seconds * 1e3, len(next(iter(batches[0].values()))) / seconds
     result.losses = [float(loss) for loss in losses]
     if is_cuda:
-        result.peak_gb = torch.cuda.max_memory_allocated() / 1e9
-        result.resting_gb = torch.cuda.memory_allocated() / 1e9
-        kernels = _kernels(trainee, forward, batches[0])
+        kept = compute.kept_bytes if isinstance(compute, RecordedStep) else 0
+        result.peak_gb = (torch.cuda.max_memory_allocated() + kept) / 1e9
+        result.resting_gb = (torch.cuda.memory_allocated() + kept) / 1e9
+        kernels = _kernels(trainee, compute, batches[0])
         result.kernel_ms = sum(sum(times) for times in kernels.values())
         result.is_host_bound = result.kernel_ms < _BUSY_SHARE * result.step_ms
         if args.profile:
-            _print_profile(kernels, trainee, forward, batches[0])
+            _print_profile(kernels, trainee, compute, batches[0])
 
 
-def _step(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    with trainee.context():
-        loss = forward(**batch).loss
-    loss.backward()
+def _loop(trainee: Trainee, forward: Any) -> Compute:
+    """Forward and backward of a batch."""
+
+    def compute(batch: Batch) -> torch.Tensor:
+        with trainee.context():
+            loss: torch.Tensor = forward(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    return compute
+
+
+def _step(trainee: Trainee, compute: Compute, batch: Batch) -> torch.Tensor:
+    loss = compute(batch)
     trainee.optimizer.step()
     trainee.optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return loss
 
 
-def _kernels(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+def _kernels(trainee: Trainee, compute: Compute, batch: Batch) -> dict[str, list[float]]:
     """Name → milliseconds of each launch of one step's kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _step(trainee, forward, batch)
+        _step(trainee, compute, batch)
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in profile.events():
@@ -200,16 +242,14 @@ def _kernels(trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]) -> 
     return kernels
 
 
-def _print_profile(
-    kernels: dict[str, list[float]], trainee: Trainee, forward: Any, batch: dict[str, torch.Tensor]
-) -> None:
+def _print_profile(kernels: dict[str, list[float]], trainee: Trainee, compute: Compute, batch: Batch) -> None:
     """Print the times of a step's kernels, then of another step's Python functions, on stderr."""
     times = {name: sum(each) for name, each in kernels.items()}
     print(f"kernels: {sum(times.values()):.1f} ms", file=sys.stderr)
     for name in sorted(times, key=lambda name: -times[name])[:_SHOWN]:
         print(f"{times[name]:8.2f} ms {len(kernels[name]):6} × {name[:110]}", file=sys.stderr)
     profiler = cProfile.Profile()
-    profiler.runcall(_step, trainee, forward, batch)
+    profiler.runcall(_step, trainee, compute, batch)
     pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(_SHOWN)
 
 
@@ -217,22 +257,22 @@ def _table(results: list[Result]) -> Table:
     table = Table(title="Memory and speed, beside bf16-amp")
     for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading in ("model", "run") else "right")
-    bases = {(r.model, r.compiled): r for r in results if r.run == "bf16-amp" and r.error is None}
+    bases = {(r.model, r.compiled, r.recorded): r for r in results if r.run == "bf16-amp" and r.error is None}
     for result in results:
         if result.error is not None:
-            table.add_row(result.model, result.run, str(result.compiled), result.error[:60])
+            table.add_row(result.model, result.run, str(result.compiled), str(result.recorded), result.error[:60])
             continue
-        base = bases.get((result.model, result.compiled))
+        base = bases.get((result.model, result.compiled, result.recorded))
         speed = "" if base is None else f"{base.step_ms / result.step_ms:.2f} ×"
         share = ""
         if base is not None and base.peak_gb and result.peak_gb:
             share = f"{result.peak_gb / base.peak_gb - 1:+.0%}"
         peak, resting = (("-" if value is None else f"{value:.2f}") for value in (result.peak_gb, result.resting_gb))
-        compiled = "yes" if result.compiled else ""
+        compiled, recorded = ("yes" if is_so else "" for is_so in (result.compiled, result.recorded))
         kernel = "-" if result.kernel_ms is None else f"{result.kernel_ms:.1f}"
         waits = "host" if result.is_host_bound else ""
-        row = (result.model, result.run, compiled, f"{result.step_ms:.1f}", kernel, waits, speed, peak, share, resting)
-        table.add_row(*row, f"{result.losses[-1]:.4f}")
+        row = (result.model, result.run, compiled, recorded, f"{result.step_ms:.1f}", kernel, waits, speed, peak, share)
+        table.add_row(*row, resting, f"{result.losses[-1]:.4f}")
     return table
 
 

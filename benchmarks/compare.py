@@ -52,28 +52,26 @@ MODELS = {
     "llama-8b": "llama_8b",
     "qwen3-8b": "qwen3_8b",
 }
-_LEAN = [
-    *("--precision", "fp8", "--fp8-recipe", "delayed"),
-    *("--fp8-lm-head", "--grad-accumulation-dtype", "bf16"),
-]
-_FAST = [*_LEAN, "--fp8-weight-grad-scaling", "delayed"]
+_CURRENT = ["--precision", "fp8", "--fp8-recipe", "tensorwise"]
+_HISTORY = ["--precision", "fp8", "--fp8-recipe", "delayed"]
+_BLOCKS = ["--fp8-weight-grad-scaling", "block"]
+_HEAD = ["--fp8-lm-head", "--grad-accumulation-dtype", "bf16"]
+_DELAYED = [*_HISTORY, "--no-fp8-lm-head", *_BLOCKS]
+_FAST = [*_HISTORY, *_HEAD, "--fp8-weight-grad-scaling", "delayed"]
 _GRAPH, _NO_GRAPH = (["--cuda-graph-impl", impl] for impl in ("local", "none"))
 RUNS = {
-    "O3": ["--precision", "fp8"],
-    "O3-delayed": ["--precision", "fp8", "--fp8-recipe", "delayed"],
+    "O3": _CURRENT,
+    "O3-delayed": _DELAYED,
     "O3-blockwise": ["--precision", "fp8", "--fp8-recipe", "blockwise"],
-    "O3-lean": _LEAN,
+    "O3-lean": [*_HISTORY, *_HEAD, *_BLOCKS],
     "O3-fast": _FAST,
     "O3-fp8-attention": [*_FAST, "--fp8-dot-product-attention"],
     "O3-graph": [*_FAST, *_GRAPH],
     "O3-no-graph": [*_FAST, *_NO_GRAPH],
-    "O3-nccl": ["--precision", "fp8", "--fp8-recipe", "delayed", "--dp-transport", "nccl"],
-    "O3-no-overlap": [
-        *("--precision", "fp8", "--fp8-recipe", "delayed"),
-        *("--no-overlap-grad-reduce", "--no-overlap-param-gather"),
-    ],
-    "O1": ["--precision", "fp8", "--opt-level", "O1"],
-    "O2": ["--precision", "fp8", "--opt-level", "O2"],
+    "O3-nccl": [*_DELAYED, "--dp-transport", "nccl"],
+    "O3-no-overlap": [*_DELAYED, "--no-overlap-grad-reduce", "--no-overlap-param-gather"],
+    "O1": [*_CURRENT, "--opt-level", "O1"],
+    "O2": [*_CURRENT, "--opt-level", "O2"],
     "bf16": ["--precision", "bf16"],
     "bf16-graph": ["--precision", "bf16", *_GRAPH],
     "bf16-no-graph": ["--precision", "bf16", *_NO_GRAPH],

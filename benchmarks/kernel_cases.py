@@ -16,7 +16,7 @@ _LAYOUTS = (("", True, False), (" + transposed", True, True), (" transposed", Fa
 
 
 def quantization(device: torch.device, m: int, k: int) -> Iterator[Case]:
-    """amax, both modes of tensorwise quantisation of [m, k], and the transposition of a payload."""
+    """amax, both modes of tensorwise quantisation of [m, k], the transposition of a payload, and a weight's cast."""
     n, at = m * k, f"{m}×{k}"
     x = Rotating(lambda: torch.randn(m, k, device=device, dtype=torch.bfloat16))
     scale, recorded = torch.tensor([0.02], device=device), torch.zeros(3, device=device)
@@ -25,6 +25,20 @@ def quantization(device: torch.device, m: int, k: int) -> Iterator[Case]:
         yield from _casts(x, scale, recorded, at, layout, rowwise=rowwise, transposed=transposed)
     payload = Rotating(lambda: ops.quantize_current(x(0), E4M3)[0])
     yield Case(f"transpose {at}", lambda i: ops.transpose(payload(i)), 2 * n)
+    for transposed in (False, True):
+        yield _weight_cast(device, m, k, scale, transposed=transposed)
+
+
+def _weight_cast(device: torch.device, m: int, k: int, scale: Tensor, *, transposed: bool) -> Case:
+    """A weight at O1 and O2, in one layout."""
+    weight = Rotating(lambda: torch.randn(m, k, device=device, dtype=torch.float16))
+    scales = torch.ones(m * k // STATE_BLOCK, device=device)
+    layout = " transposed" if transposed else ""
+    return Case(
+        f"quantize_weight FP16/{STATE_BLOCK}{layout} {m}×{k}",
+        lambda i: ops.quantize_weight(weight(i), scales, scale, E4M3, transposed=transposed),
+        (2 + 4 / STATE_BLOCK + 1) * m * k,
+    )
 
 
 def _casts(

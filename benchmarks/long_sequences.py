@@ -3,8 +3,8 @@
 python benchmarks/long_sequences.py --runs 8192:none 8192:mlp+offload 131072:full+offload+chunks --output runs/long.json
 
 A run is a length and a form: none, or some of mlp, full (what is recomputed), offload (activations of all layers but
-the last go to the host) and chunks (the loss over 8,192 positions at a time). Tokens are random. Flags after -- come
-behind configs/llama_8b.yaml and configs/fast.yaml.
+the last go to the host), chunks (the loss over 8,192 positions at a time) and cut (MLPs too). Tokens are random. Flags
+after -- come behind configs/llama_8b.yaml and configs/fast.yaml.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ def configuration(length: int, form: str, flags: list[str]) -> Config:
         words += _RECOMPUTATIONS.get(part, "").split()
     if "chunks" in parts:
         words += ["--loss-chunk-size", str(_CHUNK)]
+    if "cut" in parts:
+        words += ["--mlp-chunks-for-training", str(-(-length // _CHUNK))]
     if "offload" in parts:
         words += ["--cpu-offloading-num-layers", str(parse_config(words).model.num_layers - 1)]
     config = parse_config(words)
@@ -183,9 +185,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
     args = parser.parse_args(words)
     for run in args.runs:
         length, _, form = run.partition(":")
-        unknown = set(form.split("+")) - {"none", "offload", "chunks", *_RECOMPUTATIONS}
+        unknown = set(form.split("+")) - {"none", "offload", "chunks", "cut", *_RECOMPUTATIONS}
         if not length.isdigit() or unknown:
-            parser.error(f"--runs {run}: give a length and none, or some of mlp full offload chunks joined by +")
+            parser.error(f"--runs {run}: give a length and none, or some of mlp full offload chunks cut joined by +")
     return args
 
 

@@ -2,7 +2,7 @@
 
 python examples/vision_timm.py                  a small ViT, images made on the spot; a CPU takes seconds
 python examples/vision_timm.py --model deit_s --data imagenet-1k --batch-size 128   the hub's name, or a local folder
-python examples/vision_timm.py --model swin_1b --batch-size 16   the shapes of FP8-LM's tables, random images
+python examples/vision_timm.py --model swin_1b --batch-size 16 --record   the shapes of FP8-LM's tables, random images
 
 Models: small (a ViT for 32 × 32 images), deit_s (DeiT-S), swin_t (Swin-T), swin_1b (Swin-1.0B), vit_1b (ViT-1.2B).
 """
@@ -45,18 +45,26 @@ def train(name: str, images: torch.Tensor, labels: torch.Tensor, arguments: argp
         model, optimizer = fp8_megatron.initialize(model, optimizer, opt_level=name)
     run = torch.compile(model) if arguments.compile else model
 
+    def gradients(batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = F.cross_entropy(run(batch), target)
+        loss.backward()
+        return loss
+
+    recorded = fp8_megatron.record_step(gradients, model) if arguments.record else None
+
     meter = Meter(name, model, optimizer)
     size = arguments.batch_size
     for step in range(arguments.steps):
         start = step * size % (len(images) - size + 1)
         batch, target = (each[start : start + size].to(device, non_blocking=True) for each in (images, labels))
-        with torch.autocast(device, dtype=torch.bfloat16):
-            loss = F.cross_entropy(run(batch), target)
-        loss.backward()
+        loss = (recorded or gradients)(batch, target)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
         meter.step(loss)
         optimizer.zero_grad()
+    if recorded:
+        meter.kept_bytes = recorded.kept_bytes
     return meter.finish()
 
 
@@ -97,6 +105,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--record", action="store_true", help="forward and backward as one CUDA graph")
     arguments = parser.parse_args()
     size = MODELS[arguments.model][2]
     number = max(64, arguments.steps * arguments.batch_size if arguments.data else 4 * arguments.batch_size)

@@ -17,6 +17,7 @@ _HOMES = {
     "FP8Optimizer": "any_model.optimizer",
     "clip_grad_norm_": "any_model.gradients",
     "initialize": "any_model.initialize",
+    "record_step": "any_model.recorded_step",
     "replace_linears": "any_model.linears",
 }
 

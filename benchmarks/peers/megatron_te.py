@@ -33,6 +33,7 @@ from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config
 from fp8_megatron.data.sequence_parts import NUM_TOKENS
 from fp8_megatron.mcore.initialization import named_parameters_of_model
+from fp8_megatron.mcore.rope import tell_yarn
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.training.batches import masked_mean_loss
@@ -160,7 +161,7 @@ def _transformer_config(work: Work) -> Any:
     activation = torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
     if not model.swiglu and not fuses_activation:  # the fused kernel computes this approximation under GELU's name
         activation = partial(torch.nn.functional.gelu, approximate="tanh")
-    return TransformerConfig(
+    settings = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.padded_ffn_hidden_size,
@@ -198,6 +199,8 @@ def _transformer_config(work: Work) -> Any:
         recompute_num_layers=training.recompute_num_layers,
         **_fp8_settings(work),
     )
+    tell_yarn(settings, model)
+    return settings
 
 
 def _fp8_settings(work: Work) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report,
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config, ModelConfig
+from fp8_megatron.mcore.rope import rotary_table
 from fp8_megatron.training.schedule import build_scheduler
 
 #: torchao's recipe by the name of the run; None is BF16.
@@ -158,13 +159,14 @@ def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor) -> T
     return (per_token * mask).sum() / mask.sum().clamp(min=1.0)
 
 
+@lru_cache(maxsize=1)
 def rotation_of(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (arXiv 2104.09864), FP32 [s, rotated part of a head], halves alike."""
-    width = int(model.head_dim * model.rotary_percent)
-    frequencies = model.rotary_base ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-    angles = torch.outer(torch.arange(model.seq_length, device=device, dtype=torch.float32), frequencies)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    """Cosines and sines of RoPE (arXiv 2104.09864) with the model's scaling, FP32 [s, rotated part of a head], halves
+    alike."""
+    table = rotary_table(model, device)
+    assert table is not None, model
+    cosines, sines = table(model.seq_length).repeat(1, 1, 2).unbind(1)
+    return cosines, sines
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -192,6 +194,8 @@ def check(config: Config, recipe: str) -> None:
         )
     if config.training.recompute_granularity is not None:
         raise ConfigError("this peer recomputes nothing; leave --recompute-granularity out")
+    if config.model.rotary_interleaved:
+        raise ConfigError("this peer rotates halves of heads; leave --rotary-interleaved out")
 
 
 def train(work: Work, output: Path | None) -> None:

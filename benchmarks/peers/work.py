@@ -268,6 +268,7 @@ def _check(config: Config) -> None:
         ),
         f"--decoupled-lr {config.optimizer.decoupled_lr}": config.optimizer.decoupled_lr is not None,
         f"--iterations-to-skip {' '.join(training.iterations_to_skip)}": bool(training.iterations_to_skip),
+        f"--mlp-chunks-for-training {training.mlp_chunks_for_training}": training.mlp_chunks_for_training > 1,
         "--no-decoupled-weight-decay": not config.optimizer.decoupled_weight_decay,
         f"--attention-dropout {config.model.attention_dropout}": config.model.attention_dropout > 0.0,
         f"--hidden-dropout {config.model.hidden_dropout}": config.model.hidden_dropout > 0.0,

@@ -24,6 +24,7 @@ from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.data_parallel import Exchange, build_grad_buffer
 from ..sharding.grad_buffer import ShardedGradBuffer
+from ..sharding.growing_grads import multiply_
 from ..sharding.partition import ParamSpace, Slot
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.staging import StagingPools
@@ -62,7 +63,7 @@ class Replication:
         self._staging = StagingPools()
         self._is_finished = True
         self._num_checked = 0
-        self._last_use: tuple[int, ...] = ()
+        self._last_use: tuple[tuple[int, int], ...] = ()
         self._agreement: tuple[torch.distributed.Work | None, Tensor] | None = None
 
     def add_space(self, space: ParamSpace, storage: ModelStorage) -> ShardedGrads:
@@ -89,14 +90,15 @@ class Replication:
             space.reduce()
 
     def _check_use(self) -> None:
-        """Replicas agree on which parameters have gradients: Σ h and Σ h² of a hash h tell whether all are equal.
+        """Replicas agree on which parameters have gradients, and how many of each have left: Σ h and Σ h² of a hash h
+        tell whether all are equal.
 
         The answer is read one step later, unless this rank has other gradients than in the last step.
         """
         self._read_agreement()
         use = tuple(
-            index
-            for index, grad in enumerate(grad for space in self.spaces for grad in space.grads)
+            (index, space.num_sent.get(grad.slot.offset, 0))
+            for index, (space, grad) in enumerate((space, grad) for space in self.spaces for grad in space.grads)
             if grad.param.grad is not None
         )
         hashed = zlib.crc32(repr(use).encode()) & 0xFFFF
@@ -118,8 +120,9 @@ class Replication:
         total, squares = sums.tolist()
         if self.group.size() * squares != total * total:
             raise ReplicaError(
-                f"replicas have gradients of different parameters; rank {self.group.rank()} has "
-                f"{len(self._last_use)}: let every rank use the same parameters in a step"
+                f"replicas have gradients of different parameters, or numbers of them; rank {self.group.rank()} has "
+                f"{len(self._last_use)}, {sum(number for _, number in self._last_use)} times: let every rank use the "
+                f"same parameters in a step, and call backward as often"
             )
 
     def meet(self, what: str) -> None:
@@ -223,7 +226,11 @@ class _NoHook:
 
 
 class ShardedGrads(SpaceGrads):
-    """The gradients of one space over replicas; ``p.grad`` is a `GradTensor` of the mean."""
+    """The gradients of one space over replicas; ``p.grad`` is a `GradTensor` of the mean.
+
+    Attributes:
+        num_sent: by slot, its gradients since the last reduction that left one by one, during backward.
+    """
 
     buffer: ShardedGradBuffer
 
@@ -238,6 +245,7 @@ class ShardedGrads(SpaceGrads):
         self._replication = replication
         #: Offsets of the slots that may hold something else than zeros.
         self._live: set[int] = set()
+        self.num_sent: dict[int, int] = {}
         self._is_dirty = False
         #: FP32 [num_slots], of the means; None if a mean has changed.
         self._squared_norms: Tensor | None = None
@@ -251,12 +259,15 @@ class ShardedGrads(SpaceGrads):
         self._is_dirty = True
         self._squared_norms = None
         self._live.add(slot.offset)
+        if self.buffer.local is None:
+            self.num_sent[slot.offset] = self.num_sent.get(slot.offset, 0) + 1
         self.buffer.accumulate_(slot, grad)
 
     def reduce(self) -> None:
         """Send what has not left yet, and wait for everything; called through `Replication.finish`."""
         if self._is_dirty:
             self._is_dirty = False
+            self.num_sent.clear()
             self.buffer.finish()
             if self.buffer.local is not None:
                 self.buffer.local.reset()  # it was added to the shard
@@ -303,8 +314,8 @@ class ShardedGrads(SpaceGrads):
 
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
         self._replication.finish()
-        for part in [self.buffer.payload] if slot is None else self._parts(slot):
-            part.mul_(factor)
+        live = [own.slot for own in self.grads if own.slot.offset in self._live]
+        multiply_([part for own in (live if slot is None else [slot]) for part in self._parts(own)], factor)
         if self._squared_norms is not None:
             index = slice(None) if slot is None else slice(self._index[slot.offset], self._index[slot.offset] + 1)
             self._squared_norms[index] *= factor * factor

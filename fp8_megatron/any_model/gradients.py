@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
+from ..errors import UserError
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
-from ..sharding.growing_grads import GrowingGradBuffer
+from ..sharding.growing_grads import GrowingGradBuffer, multiply_
 from ..sharding.partition import ParamSpace, Slot, StorageClass
 from .grad_tensor import GradTensor
 
@@ -47,9 +48,28 @@ class ParamGrad:
         self.is_left_to_others = False
 
     def accumulate_(self, grad: Tensor | WeightGrad) -> None:
-        """Add one micro-batch's gradient (any float dtype, the parameter's shape)."""
-        if self.param.requires_grad:
+        """Add one micro-batch's gradient (any float dtype, the parameter's shape), if backward is to make it."""
+        if self.param.requires_grad and self._is_wanted():
             self.space.accumulate_(self, grad)
+
+    def _is_wanted(self) -> bool:
+        """Whether the backward that runs is to give this parameter a gradient. ``torch.autograd.grad`` and
+        ``backward(inputs=…)`` ask for some gradients alone, and layers do not see that.
+
+        Raises:
+            UserError: ``torch.autograd.grad`` asks for this very gradient, which the layer has no other place for.
+        """
+        node: Any = torch._C._current_autograd_node()
+        for following, _ in () if node is None else node.next_functions:
+            if getattr(following, "variable", None) is self.param:
+                try:
+                    return bool(torch._C._will_engine_execute_node(following))
+                except RuntimeError as error:
+                    raise UserError(
+                        f"torch.autograd.grad does not return the gradient of {self.slot.name}, a parameter of an FP8 "
+                        f"layer: call backward(inputs=[…]), and read p.grad"
+                    ) from error
+        return True
 
     def is_own(self, grad: Tensor) -> bool:
         """Whether `grad` is this gradient."""
@@ -136,8 +156,12 @@ class SpaceGrads(ABC):
             used.append(grad is not None)
             if grad is None:
                 self.zero_(own.slot)
-        self._take([own for own in self.grads if own.param.grad is not None and not own.is_own(own.param.grad)])
+        self.take_others()
         return used
+
+    def take_others(self) -> None:
+        """Move gradients that lie elsewhere (``p.grad`` is another tensor) to their storage."""
+        self._take([own for own in self.grads if own.param.grad is not None and not own.is_own(own.param.grad)])
 
     def _take(self, owns: Sequence[ParamGrad]) -> None:
         """Move gradients that lie elsewhere to their storage."""
@@ -193,10 +217,31 @@ class SpaceGrads(ABC):
 
     @abstractmethod
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
-        """Multiply the gradient of `slot`, or all gradients, by a number."""
+        """Multiply the gradient of `slot`, or all gradients, by a number.
+
+        Padding, and slots without a gradient, stay zero: nothing would overwrite a NaN there.
+        """
 
 
-class LinearGrads(SpaceGrads):
+class LocalGrads(SpaceGrads):
+    """Gradients on one replica. A step that writes them can be recorded (`recorded_grads`)."""
+
+    @abstractmethod
+    def count(self, slot: Slot) -> int:
+        """How many gradients `slot` holds the sum of; 0: the next one overwrites it. Where their number does not decide
+        how they are stored, 1 stands for any."""
+
+    @abstractmethod
+    def mark(self, slot: Slot, count: int) -> None:
+        """`slot` holds the sum of `count` gradients, which a recorded step has written."""
+
+    def fits(self, count: int) -> bool:
+        """Whether the storage stays as it is if a slot holds the sum of `count` gradients."""
+        del count
+        return True
+
+
+class LinearGrads(LocalGrads):
     """Gradients of linear weights on one replica.
 
     Args:
@@ -230,6 +275,15 @@ class LinearGrads(SpaceGrads):
             self.buffer.forget(slot)
             self.buffer.zero_if_unwritten(slot)
 
+    def count(self, slot: Slot) -> int:
+        return self.buffer.count(slot)
+
+    def mark(self, slot: Slot, count: int) -> None:
+        self.buffer.mark(slot, count)
+
+    def fits(self, count: int) -> bool:
+        return self.buffer.fits(count)
+
     def values(self, slot: Slot) -> Tensor:
         return self.buffer.values(slot)
 
@@ -240,7 +294,7 @@ class LinearGrads(SpaceGrads):
         self.buffer.scale_(factor, slot)
 
 
-class PlainGrads(SpaceGrads):
+class PlainGrads(LocalGrads):
     """Gradients of plain parameters on one replica, in their own dtype.
 
     A slot is written where ``p.grad`` is its view, so autograd and users write to the storage without being seen.
@@ -301,6 +355,15 @@ class PlainGrads(SpaceGrads):
             self._views[slot.offset].zero_()
             self._filled.discard(slot.offset)
 
+    def count(self, slot: Slot) -> int:
+        return int(slot.offset in self._filled)
+
+    def mark(self, slot: Slot, count: int) -> None:
+        if count:
+            self._filled.add(slot.offset)
+        else:
+            self._filled.discard(slot.offset)
+
     def values(self, slot: Slot) -> Tensor:
         return self._views[slot.offset].to(torch.float32, copy=True)
 
@@ -308,7 +371,8 @@ class PlainGrads(SpaceGrads):
         return self._views[slot.offset].float().square().sum().reshape(1)
 
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
-        (self.buffer.payload if slot is None else self._views[slot.offset]).mul_(factor)
+        offsets = self._filled if slot is None else {slot.offset}
+        multiply_([self._views[offset] for offset in offsets], factor)
 
 
 def _is_like(grad: Tensor, stored: Tensor) -> bool:

@@ -70,10 +70,14 @@ class Meter:
     Args:
         name: of the row, for instance ``O2``.
         model, optimizer: what is trained.
+
+    Attributes:
+        kept_bytes: of the loop's recordings (`RecordedStep.kept_bytes`), for the loop to set.
     """
 
     def __init__(self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         self.name = name
+        self.kept_bytes = 0
         self.bytes: Bytes | None = None
         self.losses: list[Tensor] = []
         self.num_steps = 0
@@ -113,7 +117,10 @@ class Meter:
 
     def peak_bytes(self) -> int | None:
         """Most memory in use on the GPU since the meter was made; None on a CPU."""
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        if self._device.type != "cuda":
+            return None
+        resting = torch.cuda.memory_allocated(self._device)
+        return max(torch.cuda.max_memory_allocated(self._device), resting + self.kept_bytes)
 
     def finish(self, loss: float | None = None) -> Row:
         """The loop's figures. Drops model and optimizer, so that the next loop has their memory.

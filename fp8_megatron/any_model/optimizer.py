@@ -305,6 +305,7 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(self) -> None:
+        self._check_not_recorded()
         self._check_frozen()
         self._check_ranks()
         self._drop_consolidated()
@@ -323,6 +324,12 @@ class FP8Optimizer(torch.optim.Optimizer):
         for history in self._histories:
             history.update(group, factor)
         self._wait_for_weights()
+
+    def _check_not_recorded(self) -> None:
+        if self._num_skipped.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise OptimizerError(
+                "optimizer.step() is inside a recorded step, where it would repeat its numbers: call it behind the step"
+            )
 
     def _check_ranks(self) -> None:
         num_ranks = None if self._knew_ranks else _num_ranks()

@@ -165,7 +165,7 @@ class FP8LayerNormLinear(FP8TELinear):
         if torch.compiler.is_compiling() or not self.weight.requires_grad or not x.numel():
             return super()._multiply(self._normed(x), dtype)
         norm = self.norm.params(self.layer_norm_weight, self.layer_norm_bias)
-        linear = LinearParams(self.weight, self.added_bias, self.quantizers)
+        linear = LinearParams(self.weight, self.added_bias, self.quantizers_now)
         return on_rows(lambda rows: fp8_norm_linear(rows, norm, linear), x, self._row_multiple)
 
     def _multiply_plain(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -220,7 +220,7 @@ class FP8LayerNormMLP(ChildNames):
         return all(isinstance(weight, ScaledTensor) and weight.requires_grad for weight in weights)
 
     def _fused(self, x: Tensor) -> Tensor:
-        fc1, fc2 = (LinearParams(fc.weight, fc.added_bias, fc.quantizers) for fc in (self.fc1, self.fc2))
+        fc1, fc2 = (LinearParams(fc.weight, fc.added_bias, fc.quantizers_now) for fc in (self.fc1, self.fc2))
         norm, activation = self.norm.params(self.layer_norm_weight, self.layer_norm_bias), FUSED[self.activation]
 
         def mlp(rows: Tensor) -> Tensor:

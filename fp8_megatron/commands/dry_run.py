@@ -48,6 +48,7 @@ def dry_run_report(config: Config, world_size: int) -> str:
     notes += [
         f"ranks: {world_size} = tensor {tp} × {context}pipeline {pp} × data {config.data_parallel_size(world_size)}",
         *([f"stages: {layout.text} (E embedding, t layer, L loss)"] if pp > 1 else []),
+        *([f"FP8: {config.fp8_summary}"] if config.precision.is_fp8 else []),
         f"step: {batch:,} sequences, {batch * model.seq_length:,} tokens, {config.num_micro_batches(world_size)} "
         f"micro-batches of {config.training.micro_batch_size} per rank",
         f"wire: in each step a rank sends its data-parallel peers {_gigabytes(wire.gradients)} GB of gradients and "

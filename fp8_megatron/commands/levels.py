@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 _FP8 = ("--precision", "fp8")
 _O3 = (*_FP8, "--opt-level", "O3")
-_O3_DELAYED = (*_O3, "--fp8-recipe", "delayed")
+_CURRENT = ("--fp8-recipe", "tensorwise")  # with an LM head in 16 bits, and gradients scaled in blocks
 
 #: Flags of each level. They stand behind those of the run, so they win.
 LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -16,18 +16,21 @@ LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "te": ("--precision", "te"),
         "te-tensorwise": ("--precision", "te", "--fp8-recipe", "tensorwise"),
         "te-delayed": ("--precision", "te", "--fp8-recipe", "delayed"),
-        "O1": (*_FP8, "--opt-level", "O1"),
-        "O2": (*_FP8, "--opt-level", "O2"),
-        "O3": _O3,
-        "O3-delayed": _O3_DELAYED,
+        "O1": (*_FP8, "--opt-level", "O1", *_CURRENT),
+        "O2": (*_FP8, "--opt-level", "O2", *_CURRENT),
+        "O3": (*_O3, *_CURRENT),
+        "O3-delayed": (
+            *(*_O3, "--fp8-recipe", "delayed"),
+            *("--no-fp8-lm-head", "--fp8-weight-grad-scaling", "block"),
+        ),
         "O3-blockwise": (*_O3, "--fp8-recipe", "blockwise"),
         # configs/fast.yaml
         "fast": (
-            *_O3_DELAYED,
+            *(*_O3, "--fp8-recipe", "delayed"),
             *("--fp8-lm-head", "--fp8-weight-grad-scaling", "delayed", "--grad-accumulation-dtype", "bf16"),
         ),
         "5-byte": (
-            *(*_FP8, "--main-params-dtype", "split"),
+            *(*_FP8, *_CURRENT, "--main-params-dtype", "split"),
             *("--exp-avg-dtype", "int8", "--exp-avg-sq-dtype", "uint8"),
         ),
     }

@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..data.indexed import IndexedSummary, check_indexed_dataset
-from ..data.token_writer import DatasetWriter
 from ..errors import UserError
 from ..outputs import check_output_file, writing_to
 from .arguments import Parser, nonempty, path
 from .program import exit_status
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..data.indexed import IndexedSummary
 
 
 def merge(arguments: argparse.Namespace) -> int:
@@ -31,6 +33,9 @@ def merge(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the folder has no pairs, a pair is damaged or has another dtype, or the output exists.
     """
+    from ..data.indexed import check_indexed_dataset  # imports megatron-core
+    from ..data.token_writer import DatasetWriter
+
     prefix: str = arguments.output_prefix
     outputs = [Path(f"{prefix}{extension}") for extension in (".bin", ".idx")]
     prefixes = [name for name in _prefixes(arguments.input) if Path(name).resolve() != Path(prefix).resolve()]
@@ -83,7 +88,7 @@ def _prefixes(folder: Path) -> list[str]:
 
 def _document_ends(summary: IndexedSummary) -> np.ndarray:
     """The end of each document in sequences, int64 [documents]."""
-    return np.asarray(summary.document_boundaries[1:], dtype=np.int64)
+    return summary.document_boundaries[1:].astype("int64")
 
 
 def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:

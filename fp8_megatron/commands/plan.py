@@ -19,16 +19,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..config.checks import check_config
 from ..config.io import own_and_run_flags
 from ..config.schema import Config
-from ..planning.layouts import ROOM, Cluster, Layout, best_layouts, better_accumulation
-from ..planning.vocabulary import padded_vocab_size
 from .arguments import Parser, output_file, real, whole
 from .levels import levels_of
 from .program import exit_status
 from .run_settings import run_command_line
+
+if TYPE_CHECKING:
+    from ..planning.layouts import Cluster, Layout
 
 LEVELS = levels_of("bf16", "te", "O1", "O2", "O3", "5-byte")
 #: GPUs that a job can have.
@@ -55,6 +57,8 @@ def _main(words: list[str], prog: str) -> int:
         parser.error("--longest is for --gpus alone; drop --build and --largest")
     if args.longest and len(args.levels or ()) > 1:
         parser.error(f"--longest is for one precision; give one of --levels {' '.join(args.levels)}")
+    from ..planning.layouts import ROOM, Cluster, best_layouts  # imports torch
+
     if args.build:
         from .plan_build import report_build
 
@@ -156,7 +160,9 @@ def _records(cluster: Cluster, config: Config) -> bool:
 
 def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> str:
     """The fastest layouts, the memory of the best by kind, its wire bytes, and what no measurement vouches for."""
+    from ..planning.layouts import ROOM, better_accumulation
     from ..planning.speed import unmeasured
+    from ..planning.vocabulary import padded_vocab_size
     from ..planning.wire import predict_wire_bytes
     from ..training.graph_choice import waits_for_host
 

@@ -16,7 +16,12 @@ from .ignored import ignored_settings
 from .limits import limit_problems
 from .pipeline_checks import interleaving_problem, layout_problem, recompute_problem
 from .precision_checks import precision_problems
-from .recompute_checks import loss_chunk_problems, offload_problems, recompute_module_problems
+from .recompute_checks import (
+    loss_chunk_problems,
+    mlp_chunk_problems,
+    offload_problems,
+    recompute_module_problems,
+)
 from .rope_checks import rope_problems
 from .run_checks import profile_problems, run_problems
 from .schedule_checks import batch_problem, schedule_problems
@@ -49,6 +54,7 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
         problems += recompute_module_problems(config)
         problems += offload_problems(config)
         problems += loss_chunk_problems(config)
+        problems += mlp_chunk_problems(config)
         problems += _check_cuda_graph(config)
         problems += precision_problems(config, on_this_machine=on_this_machine)
         problems += _check_length(config, world_size)
@@ -173,7 +179,7 @@ def _check_release(config: Config, num_replicas: int, num_micro_batches: int) ->
 def _check_weight_grad_scaling(config: Config) -> Iterator[str]:
     """Check what --fp8-weight-grad-scaling delayed needs."""
     precision = config.precision
-    if precision.fp8_weight_grad_scaling == "block":
+    if precision.weight_grad_scaling == "block":
         return
     name = "fp8_weight_grad_scaling(delayed)"
     if not precision.is_fp8:
@@ -322,7 +328,7 @@ def _check_gemm_sizes(config: Config) -> Iterator[str]:
             f"FP8 GEMM: seq_length({model.seq_length}) × micro_batch_size({config.training.micro_batch_size}){divided} "
             f"= {tokens} tokens is not a multiple of {over}; choose another seq_length or micro_batch_size"
         )
-    if config.precision.fp8_lm_head:
+    if config.has_fp8_lm_head:
         yield from _check_vocabulary(config)
 
 
@@ -330,8 +336,7 @@ def _check_vocabulary(config: Config) -> Iterator[str]:
     """Check each rank's rows of an FP8 LM head. Without --vocab-size, they must fit for any tokenizer."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     divisor = model.make_vocab_size_divisible_by
-    rows = divisor if model.vocab_size is None else -(-model.vocab_size // (divisor * tp)) * divisor
-    if rows % FP8_GEMM_MULTIPLE:
+    if config.head_rows % FP8_GEMM_MULTIPLE:
         size = "the tokenizer's vocabulary" if model.vocab_size is None else f"vocab_size({model.vocab_size})"
         yield (
             f"fp8_lm_head: {size} padded by make_vocab_size_divisible_by({divisor}) is not sure to leave each of "

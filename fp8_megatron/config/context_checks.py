@@ -24,11 +24,37 @@ def context_problems(config: Config) -> Iterator[str]:
         yield f"{name} is for this project's attention, not Transformer Engine's; choose --precision fp8 or bf16"
     if precision.fp8_dot_product_attention:
         yield f"{name} runs attention in 16 bits; drop fp8_dot_product_attention"
+    if config.parallel.cp_comm_type == "a2a":
+        yield from _head_problems(config)
+    else:
+        yield from _block_problems(config)
+    if model.attention_dropout > 0:
+        yield f"{name} has no dropout in attention; give --attention-dropout 0, not {model.attention_dropout}"
+
+
+def _head_problems(config: Config) -> Iterator[str]:
+    """Ranks that exchange heads have the same number of them, and of their groups."""
+    parallel, model = config.parallel, config.model
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    name = "num_query_groups" if model.group_query_attention else "num_attention_heads"
+    count = model.query_groups
+    if count % tp == 0 and count // tp % cp:
+        yield (
+            f"cp_comm_type(a2a): {name}({count}) / tensor_model_parallel_size({tp}) % context_parallel_size({cp}) = "
+            f"{count // tp % cp}, and each rank takes as many; choose a context_parallel_size that divides "
+            f"{count // tp}, or cp_comm_type p2p"
+        )
+
+
+def _block_problems(config: Config) -> Iterator[str]:
+    """What the kernels of blocks of keys do not compute (`nn.context_attention`)."""
+    name = f"context_parallel_size({config.parallel.context_parallel_size})"
+    model = config.model
     for setting in ("reset_attention_mask", "sft"):
         if getattr(config.data, setting):
-            yield f"{name} has no documents in attention; drop {setting}, or choose context_parallel_size 1"
+            yield f"{name} has no documents in attention; drop {setting}, or choose cp_comm_type a2a"
     if model.window_size is not None:
-        yield f"{name} has no windows; drop window_size({model.window_size}), or choose context_parallel_size 1"
+        yield f"{name} has no windows; drop window_size({model.window_size}), or choose cp_comm_type a2a"
     width = model.head_dim
     if width % _WIDTH_MULTIPLE or width > _MAX_WIDTH:
         yield (
@@ -45,8 +71,6 @@ def context_problems(config: Config) -> Iterator[str]:
             f"{name} has no attention_backend(cudnn) in deterministic_mode, as cuDNN's backward does not repeat its "
             f"bits; give --attention-backend auto"
         )
-    if model.attention_dropout > 0:
-        yield f"{name} has no dropout in attention; give --attention-dropout 0, not {model.attention_dropout}"
 
 
 def _length_problems(config: Config) -> Iterator[str]:

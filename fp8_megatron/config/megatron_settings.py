@@ -14,7 +14,6 @@ from .schema import Config
 #: Settings whose default is not Megatron's, and why. docs/from-megatron.md shows them.
 OTHER_DEFAULTS: Mapping[str, str] = MappingProxyType(
     {
-        "fp8_recipe": "`tensorwise`; `--fp8-format` and `--fp8-hybrid` bring Megatron's `delayed`",
         "fp8_amax_history_len": "16 steps; `--fp8-format` and `--fp8-hybrid` bring Megatron's 1",
         "fp8_amax_compute_algo": "`max`; `--fp8-format` and `--fp8-hybrid` bring Megatron's `most_recent`",
         "main_grads_dtype": "that of the level (`--opt-level`)",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from ..storage import LEVELS, StorageDtype, StorageFormats
-from .fields import UNSET, History, LayersOrZero, Switch
+from .fields import UNSET, History, LayersOrZero, OptionalSwitch, Switch
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
@@ -30,15 +30,17 @@ class PrecisionConfig:
     """bf16; fp16 (with a loss scale); te (Transformer Engine's FP8 GEMMs, if installed); fp8 (this project's)."""
     opt_level: OptLevel = "O3"
     """Storage with fp8. O1: FP8 weight gradients. O2: also FP8 + FP16 moments. O3: also FP8 weights, FP16 master."""
-    fp8_recipe: FP8Recipe = "tensorwise"
-    """Scales of the operands of FP8 GEMMs. tensorwise: one per tensor, from its values. delayed: one per tensor, from
-    past steps. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights."""
-    fp8_weight_grad_scaling: Literal["block", "delayed"] = "block"
+    fp8_recipe: FP8Recipe = "delayed"
+    """Scales of the operands of FP8 GEMMs. delayed: one per tensor, from past steps. tensorwise: one per tensor, from
+    its values. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights."""
+    fp8_weight_grad_scaling: Annotated[Literal["block", "delayed"] | None, UNSET] = None
     """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
-    past steps' amaxes, so that the GEMM writes FP8 itself (faster; needs --fp8-recipe delayed)."""
-    fp8_lm_head: Switch = False
+    past steps' amaxes, so that the GEMM writes FP8 itself. Default: delayed with --fp8-recipe delayed and
+    --fp8-amax-compute-algo max, else block."""
+    fp8_lm_head: OptionalSwitch = None
     """Run the three GEMMs of the LM head in FP8 too. Its weight is stored in 16 bits and cast for each GEMM;
-    cross-entropy casts the gradient of the logits to FP8. Needs --precision fp8."""
+    cross-entropy casts the gradient of the logits to FP8. Default: with --precision fp8 and --fp8-recipe delayed, where
+    the vocabulary's size allows it and all layers are in FP8."""
     fp8_dot_product_attention: Switch = False
     """Run attention in FP8 too, forward and backward, in the layers that are in FP8: for long sequences. Needs
     --fp8-recipe delayed, heads of 128 columns and no attention dropout; on a GPU a Hopper and nvidia-cudnn-frontend."""
@@ -86,6 +88,14 @@ class PrecisionConfig:
     def is_fp8(self) -> bool:
         """Whether layers are this project's FP8 layers."""
         return self.precision == "fp8"
+
+    @property
+    def weight_grad_scaling(self) -> Literal["block", "delayed"]:
+        """Scales of FP8 weight gradients: as asked for, or delayed where that is possible."""
+        if self.fp8_weight_grad_scaling is not None:
+            return self.fp8_weight_grad_scaling
+        has_history = self.is_fp8 and self.fp8_recipe == "delayed" and self.fp8_amax_compute_algo == "max"
+        return "delayed" if has_history and self.formats.main_grad is StorageDtype.FP8 else "block"
 
     @property
     def level(self) -> str:

@@ -1,10 +1,11 @@
-"""Checks of what layers keep for backward: --recompute-modules, --cpu-offloading-num-layers, --loss-chunk-size."""
+"""Checks of what layers keep for backward: --recompute-modules, --mlp-chunks-for-training,
+--cpu-offloading-num-layers, --loss-chunk-size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..storage import FP8_GEMM_MULTIPLE
+from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK
 from .schema import Config
 from .words import shortened
 
@@ -59,6 +60,32 @@ def offload_problems(config: Config) -> Iterator[str]:
         yield (
             f"{name} % recompute_num_layers({group}) = {count % group}: recomputed chunks leave whole; choose "
             f"{count // group * group or group}, or recompute_num_layers 1"
+        )
+
+
+def mlp_chunk_problems(config: Config) -> Iterator[str]:
+    """One line for each problem of --mlp-chunks-for-training."""
+    training, parallel = config.training, config.parallel
+    count = training.mlp_chunks_for_training
+    if count == 1:
+        return
+    name = f"mlp_chunks_for_training({count})"
+    if config.precision.precision == "te":
+        yield f"{name} is for this project's layers, not Transformer Engine's; choose precision fp8 or bf16"
+    if training.recompute_granularity != "full" and "mlp" not in training.recomputed_modules:
+        yield (
+            f"{name}: backward computes MLPs in chunks again; give --recompute-granularity full, or selective with "
+            f"--recompute-modules mlp"
+        )
+    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    positions = config.model.seq_length // (parallel.context_parallel_size * shares)
+    multiple = (
+        GEMM_BLOCK if config.precision.is_fp8 and config.precision.fp8_recipe == "blockwise" else FP8_GEMM_MULTIPLE
+    )
+    if count > positions // multiple:
+        yield (
+            f"{name} × {multiple} > {positions} positions of a rank, and a chunk has a multiple of {multiple}; choose "
+            f"at most {max(1, positions // multiple)}"
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from ..storage import GradReduceMode
+from ..storage import FP8_GEMM_MULTIPLE, GradReduceMode
 from .batch_schedule import BatchSchedule
 from .fields import (
     UNSET,
@@ -65,9 +65,9 @@ class ParallelConfig:
     """Ranks that share each layer."""
     context_parallel_size: Ranks = 1
     """Ranks that share each sequence. They hold the same weights, and exchange keys and values in attention."""
-    cp_comm_type: Literal["p2p", "all_gather"] = "p2p"
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """How context-parallel ranks exchange keys and values. p2p: round a ring, one rank's at a time. all_gather: all
-    that a rank needs at once, with memory for them."""
+    that a rank needs at once, with memory for them. a2a: each rank attends with some heads over whole sequences."""
     pipeline_model_parallel_size: Ranks = 1
     """Stages that share the layers."""
     num_layers_per_virtual_pipeline_stage: OptionalLayers = None
@@ -118,6 +118,11 @@ class ParallelConfig:
     def ranks_per_sample(self) -> int:
         """Ranks that work on one sample: tensor × context × pipeline."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether context-parallel ranks exchange their parts of a sequence for heads."""
+        return self.context_parallel_size > 1 and self.cp_comm_type == "a2a"
 
     def pipeline_layout(self, num_layers: int) -> PipelineLayout:
         """The layers of every stage of a model of `num_layers`.
@@ -285,6 +290,8 @@ class TrainingConfig:
     other layers. With full recomputation these are the layers' inputs."""
     loss_chunk_size: OptionalCount = None
     """Positions of each sequence whose logits exist at a time. Backward computes logits again. Default: all."""
+    mlp_chunks_for_training: Count = 1
+    """Chunks of a sequence that go through an MLP one after another, forward and backward. Needs recomputed MLPs."""
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
@@ -313,6 +320,33 @@ class Config:
             return precision.is_fp8
         last = self.model.num_layers - precision.num_layers_at_end_in_bf16
         return precision.num_layers_at_start_in_bf16 <= layer < last
+
+    @property
+    def has_fp8_lm_head(self) -> bool:
+        """Whether the LM head's GEMMs are in FP8: as asked for, or where that is sure to be possible."""
+        precision = self.precision
+        if precision.fp8_lm_head is not None:
+            return precision.fp8_lm_head
+        is_wanted = precision.is_fp8 and precision.fp8_recipe == "delayed" and not precision.first_last_layers_bf16
+        return is_wanted and self.head_rows % FP8_GEMM_MULTIPLE == 0
+
+    @property
+    def fp8_summary(self) -> str:
+        """What --precision fp8 does in this run, also where flags leave it open."""
+        precision = self.precision
+        head = "in FP8" if self.has_fp8_lm_head else "in 16 bits"
+        return (
+            f"{precision.level}, {precision.fp8_recipe} scales, {precision.weight_grad_scaling} scales of weight "
+            f"gradients, LM head {head}"
+        )
+
+    @property
+    def head_rows(self) -> int:
+        """A number that divides the rows of the LM head on each tensor-parallel rank, for any tokenizer if it sets the
+        vocabulary.
+        """
+        divisor, size = self.model.make_vocab_size_divisible_by, self.model.vocab_size
+        return divisor if size is None else -(-size // (divisor * self.parallel.tensor_model_parallel_size)) * divisor
 
     @property
     def pipeline_layout(self) -> PipelineLayout:

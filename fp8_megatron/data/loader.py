@@ -223,10 +223,13 @@ def _stack(
 
 
 def part_of(batch: dict[str, torch.Tensor], part: SequencePart) -> dict[str, torch.Tensor]:
-    """A rank's tokens of a batch of whole sequences, and with `NUM_TOKENS` how many count over all ranks."""
-    assert CU_SEQLENS not in batch, "documents lie in whole sequences"
+    """A rank's tokens of a batch of whole sequences, and with `NUM_TOKENS` how many count over all ranks.
+
+    Documents stay those of the whole sequences.
+    """
     num_tokens = batch["loss_mask"].sum(dtype=torch.float32).view(1)
-    return {key: part.of(tensor, dim=1) for key, tensor in batch.items()} | {NUM_TOKENS: num_tokens}
+    own = {key: tensor if key == CU_SEQLENS else part.of(tensor, dim=1) for key, tensor in batch.items()}
+    return own | {NUM_TOKENS: num_tokens}
 
 
 def _ignore_signals(_worker: int) -> None:

@@ -36,6 +36,7 @@ from .health.reference import NUM_STATISTICS as NUM_STATISTICS
 from .health.reference import Statistic as Statistic
 from .norm import reference as _norm  # noqa: F401
 from .quantize import reference as _quantize  # noqa: F401
+from .quantize import weight as _weight  # noqa: F401
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
 from .quantize.blockwise import load_state as load_state
 from .reference import decode as decode
@@ -134,6 +135,32 @@ def norm_requantize(
     return _OPS.norm_requantize(x, weight, bias, mean, rstd, scale, dtype, transposed)
 
 
+def norm_amax_scaled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, row_scales: Tensor
+) -> Tensor:
+    """`norm.reference.norm_amax_scaled`: FP32 [1]."""
+    assert row_scales.shape == rstd.shape == x.shape[:1], (row_scales.shape, rstd.shape, x.shape)
+    return _OPS.norm_amax_scaled(x, weight, bias, mean, rstd, row_scales)
+
+
+def norm_quantize_scaled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    row_scales: Tensor,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    power_of_two: bool = False,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`norm.reference.norm_quantize_scaled`: payload [T, K] or [K, T], the scale taken."""
+    assert row_scales.shape == rstd.shape == x.shape[:1] and dtype in FP8_DTYPES, (row_scales.shape, x.shape, dtype)
+    return _OPS.norm_quantize_scaled(x, weight, bias, mean, rstd, row_scales, dtype, scale, power_of_two, transposed)
+
+
 def norm_backward(
     grad: Tensor,
     residual_grad: Tensor | None,
@@ -217,7 +244,7 @@ def activation_backward_quantize(
 
 
 def cross_entropy_statistics(
-    logits: Tensor, labels: Tensor, *, num_columns: int | None = None
+    logits: Tensor, labels: Tensor, *, first: int = 0, num_columns: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`cross_entropy.reference.cross_entropy_statistics`: a row's maximum, Σ exp and label's logit, FP32 [T].
 
@@ -227,14 +254,25 @@ def cross_entropy_statistics(
         logits.shape,
         labels.shape,
     )
-    return _OPS.cross_entropy_statistics(logits, labels, _num_columns(logits, num_columns))
+    return _OPS.cross_entropy_statistics(logits, labels, first, _num_columns(logits, num_columns))
 
 
 def cross_entropy_backward_(
-    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, *, num_columns: int | None = None
+    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, *, first: int = 0, num_columns: int | None = None
 ) -> None:
     """`cross_entropy.reference.cross_entropy_backward_`: logits → their gradient, in place."""
-    _OPS.cross_entropy_backward_(logits, labels, log_sum_exp, grad, _num_columns(logits, num_columns))
+    _OPS.cross_entropy_backward_(logits, labels, log_sum_exp, grad, first, _num_columns(logits, num_columns))
+
+
+def token_scales(log_sum_exp: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_entropy.reference.token_scales`: factors [T] of the cast, scales [T], the payload's scale [1]."""
+    assert log_sum_exp.shape == target.shape == upstream.shape and upstream.dtype == torch.float32, (
+        log_sum_exp.shape,
+        target.shape,
+        upstream.shape,
+        upstream.dtype,
+    )
+    return _OPS.token_scales(log_sum_exp, target, upstream)
 
 
 def cross_entropy_backward_quantize(
@@ -242,13 +280,13 @@ def cross_entropy_backward_quantize(
     labels: Tensor,
     log_sum_exp: Tensor,
     grad: Tensor,
+    scale: Tensor,
     dtype: torch.dtype,
     *,
-    scale: Tensor | None,
-    power_of_two: bool = False,
+    first: int = 0,
     num_columns: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`cross_entropy.reference.cross_entropy_backward_quantize`: payload [T, V], transpose [V, T], the scale taken."""
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy.reference.cross_entropy_backward_quantize`: payload [T, V], transpose [V, T]."""
     assert logits.is_contiguous() and labels.shape == log_sum_exp.shape == grad.shape == logits.shape[:1], (
         logits.shape,
         labels.shape,
@@ -256,7 +294,7 @@ def cross_entropy_backward_quantize(
     )
     assert grad.dtype == torch.float32 and dtype in FP8_DTYPES, (grad.dtype, dtype)
     return _OPS.cross_entropy_backward_quantize(
-        logits, labels, log_sum_exp, grad, dtype, scale, power_of_two, _num_columns(logits, num_columns)
+        logits, labels, log_sum_exp, grad, scale, dtype, first, _num_columns(logits, num_columns)
     )
 
 
@@ -580,6 +618,13 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     """`quantize.blockwise.dequantize_blockwise`: FP32 [n]."""
     return _OPS.dequantize_blockwise(payload, scales)
+
+
+def quantize_weight(weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
+    """`quantize.weight.quantize_weight`: FP16 [N, K] with block scales → payload [N, K], or [K, N]."""
+    assert weight.ndim == 2 and weight.is_contiguous() and weight.dtype == torch.float16, (weight.shape, weight.dtype)
+    assert scales.is_contiguous() and weight.numel() % scales.numel() == 0, (weight.shape, scales.shape)
+    return _OPS.quantize_weight(weight, scales, scale, dtype, transposed)
 
 
 def accumulate_rows_(

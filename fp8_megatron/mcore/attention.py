@@ -24,6 +24,7 @@ from ..device.device import UnsupportedDeviceError
 from ..device.group import Group
 from ..kernels.ops import BlockKernel
 from ..nn.context_attention import CommType, ContextParallel, context_attention
+from ..nn.head_exchange import heads_of_sequence, sequences_of_heads
 from ..nn.masked_attention import dense_attention, flash_attention
 
 logger = logging.getLogger(__name__)
@@ -100,13 +101,14 @@ class CoreAttention(MegatronModule):
     """softmax(QKᵀ/√d)·V with a causal mask, in 16 bits; grouped queries share their keys and values.
 
     Documents and windows (`nn.masked_attention`) run in FlashAttention's kernels on a GPU. On a CPU, and with the
-    backend ``math``, they are a dense mask. Ranks that share sequences attend as `nn.context_attention` says.
+    backend ``math``, they are a dense mask. Ranks that share sequences attend as `nn.context_attention` says, or
+    exchange them for heads (`nn.head_exchange`).
 
     Args:
         layer_number: 1 is the first layer of the model. `config.window_size` and `config.window_attn_skip_freq` say
             whether it has a window.
         backend: ``auto`` or one kernel. One kernel raises an error if it does not take the shape.
-        cp_comm_type, pg_collection: how the ranks of `pg_collection.cp` exchange keys and values.
+        cp_comm_type, pg_collection: how the ranks of `pg_collection.cp` exchange keys and values; ``a2a``: heads.
     """
 
     def __init__(
@@ -136,9 +138,11 @@ class CoreAttention(MegatronModule):
         #: The ranks that share each sequence; None if this rank has whole sequences.
         self.context_group: Group | None = None
         if config.context_parallel_size > 1:
-            assert pg_collection is not None and cp_comm_type in get_args(CommType), (pg_collection, cp_comm_type)
-            assert self.window is None and not self.dropout, config
-            self.context_group, self.comm_type = pg_collection.cp, cast(CommType, cp_comm_type)
+            assert pg_collection is not None and not self.dropout, (pg_collection, config)
+            assert cp_comm_type == "a2a" or (cp_comm_type in get_args(CommType) and self.window is None), config
+            self.context_group = pg_collection.cp
+            #: None: the ranks exchange heads.
+            self.comm_type = None if cp_comm_type == "a2a" else cast(CommType, cp_comm_type)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **unused: Any
@@ -156,11 +160,21 @@ class CoreAttention(MegatronModule):
         return self._attend(query, key, value, attention_mask, 0.0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, dropout: float) -> Tensor:
-        if self.context_group is not None:
-            assert cu_seqlens is None, "documents lie in whole sequences"
-            kernel = self._block_kernel(query)
-            shared = ContextParallel(self.context_group, self.comm_type, self.softmax_scale, kernel)
-            return context_attention(query, key, value, shared)
+        if self.context_group is None:
+            return self._attend_in_sequences(query, key, value, cu_seqlens, dropout)
+        if self.comm_type is None:
+            query, key, value = sequences_of_heads(query, key, value, self.context_group)
+            result = self._attend_in_sequences(query, key, value, cu_seqlens, dropout)
+            return heads_of_sequence(result.view(query.shape), self.context_group).flatten(2)
+        assert cu_seqlens is None, "documents lie in whole sequences"
+        kernel = self._block_kernel(query)
+        shared = ContextParallel(self.context_group, self.comm_type, self.softmax_scale, kernel)
+        return context_attention(query, key, value, shared)
+
+    def _attend_in_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, dropout: float
+    ) -> Tensor:
+        """Attention of heads of which this rank has the whole sequences."""
         window = self.window if self.window is not None and self.window < query.shape[0] - 1 else None
         if cu_seqlens is not None or window is not None:
             is_dense = query.device.type == "cpu" or self.backends is _BACKENDS["math"]

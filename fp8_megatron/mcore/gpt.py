@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from ..config.pipeline_layout import PipelineLayout
@@ -69,7 +70,10 @@ class GPT(MegatronGPT):
         self.rotary_pos_emb = table
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **others: Any) -> Tensor:
-        if labels is None or not self.post_process:
+        if not self.post_process:
+            # megatron-core's schedules free what was sent, but no view.
+            return make_viewless_tensor(hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True)
+        if labels is None:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
         head = self.output_layer
         if self.loss_chunk_size is None and not isinstance(head, FP8OutputLayer):
@@ -170,6 +174,8 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         batch_p2p_comm=not layout.is_interleaved,
         batch_p2p_sync=False,
         overlap_p2p_comm=False,
+        # A stage's backward needs the graph of what it sent, not the values.
+        deallocate_pipeline_outputs=parallel.pipeline_model_parallel_size > 1,
         deterministic_mode=training.deterministic_mode,
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
@@ -182,9 +188,12 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
 
 
 def _recomputed_modules(config: Config) -> list[str]:
-    """megatron-core's parts to recompute. It recomputes norms only of Transformer Engine's layers."""
-    modules = config.training.recomputed_modules
-    return [module for module in modules if module != "layernorm" or config.precision.precision == "te"]
+    """megatron-core's parts to recompute. It recomputes norms only of Transformer Engine's layers, and no MLPs in
+    chunks, which do so themselves."""
+    ours = set() if config.precision.precision == "te" else {"layernorm"}
+    if config.training.mlp_chunks_for_training > 1:
+        ours.add("mlp")
+    return [module for module in config.training.recomputed_modules if module not in ours]
 
 
 def _windows(model: ModelConfig) -> dict[str, Any]:
@@ -307,8 +316,10 @@ def _build_chunk(
             model.attention_backend,
             model.activation,
             qk_layernorm=model.qk_layernorm,
-            defers_final_norm=config.precision.fp8_lm_head,
+            defers_final_norm=config.has_fp8_lm_head,
             fp8_attention=config.precision.fp8_dot_product_attention,
+            mlp_chunks=config.training.mlp_chunks_for_training,
+            exchanges_heads=config.parallel.exchanges_heads,
         )
     model_class = MegatronGPT if config.precision.precision == "te" else GPT
     module = model_class(
@@ -335,7 +346,7 @@ def _build_chunk(
         module.use_rotary_table(table)
     if isinstance(module, GPT):
         module.loss_chunk_size = config.training.loss_chunk_size
-    if config.precision.fp8_lm_head and module.post_process:
+    if config.has_fp8_lm_head and module.post_process:
         module.use_fp8_head(recipe)
     _tag_vocab_parallel(module)
     if module.pre_process and module.embedding.add_position_embedding:

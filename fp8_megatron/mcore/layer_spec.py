@@ -20,7 +20,7 @@ from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
 from .fp8_attention import FP8CoreAttention
-from .mlp import FP8MLP
+from .mlp import FP8MLP, ChunkedMLP
 from .norm import DeferredNorm, HeadNorm, Norm
 from .self_attention import FP8SelfAttention, RotarySelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
@@ -41,6 +41,8 @@ def layer_spec(
     *,
     qk_layernorm: bool = False,
     fp8_attention: bool = False,
+    mlp_chunks: int = 1,
+    exchanges_heads: bool = False,
 ) -> ModuleSpec:
     """One transformer layer. Linear layers are FP8 with `recipe`, or megatron-core's own in BF16 if it is None.
 
@@ -49,6 +51,8 @@ def layer_spec(
         activation: of the MLP, as `kernels.activation` names it.
         qk_layernorm: the heads of query and key have norms.
         fp8_attention: attention is in FP8 where the linear layers are.
+        mlp_chunks: chunks of a sequence that the MLP computes one after another.
+        exchanges_heads: ranks that share sequences exchange them for heads around attention.
     """
     head_norm = HeadNorm if qk_layernorm else IdentityOp
     core_attention = ModuleSpec(module=CoreAttention, params={"backend": attention_backend})
@@ -63,7 +67,7 @@ def layer_spec(
                     params={"attn_mask_type": AttnMaskType.causal},
                     submodules=_attention(column, core_attention, row, head_norm),
                 ),
-                ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+                _half_mlp(MLPSubmodules(linear_fc1=column, linear_fc2=row), mlp_chunks),
                 (Norm, Norm),
             ),
         )
@@ -85,19 +89,29 @@ def layer_spec(
             ModuleSpec(
                 module=FP8SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal, "links": links},
-                # Core attention keeps its output for backward anyway.
+                # Core attention keeps its output for backward anyway, unless the projection's input is another.
                 submodules=_attention(
-                    column_of(links.qkv), core_attention, row_of(links.proj, keeps_input=True), head_norm
+                    column_of(links.qkv),
+                    core_attention,
+                    row_of(links.proj, keeps_input=not exchanges_heads),
+                    head_norm,
                 ),
             ),
             ModuleSpec(
                 module=FP8MLP,
-                params={"activation": activation},
+                params={"activation": activation, "num_chunks": mlp_chunks},
                 submodules=MLPSubmodules(linear_fc1=column_of(links.fc1), linear_fc2=row_of(links.fc2)),
             ),
             (_norm_before(front), _norm_before(links.proj.early_cast)),
         ),
     )
+
+
+def _half_mlp(submodules: MLPSubmodules, num_chunks: int) -> ModuleSpec:
+    """The MLP of a 16-bit layer."""
+    if num_chunks == 1:
+        return ModuleSpec(module=MLP, submodules=submodules)
+    return ModuleSpec(module=ChunkedMLP, params={"num_chunks": num_chunks}, submodules=submodules)
 
 
 def _norm_before(receiver: EarlyCast | None) -> ModuleSpec:
@@ -151,12 +165,14 @@ def block_submodules(
     qk_layernorm: bool = False,
     defers_final_norm: bool = False,
     fp8_attention: bool = False,
+    mlp_chunks: int = 1,
+    exchanges_heads: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk, each with its own recipe and links, and the final norm.
 
     Args:
         qk_layernorm: the heads of query and key have norms.
-        fp8_attention: see `layer_spec`.
+        fp8_attention, mlp_chunks, exchanges_heads: see `layer_spec`.
         defers_final_norm: the LM head computes it (see `nn.lm_head`).
     """
     final_norm: ModuleSpec | type = Norm
@@ -167,7 +183,14 @@ def block_submodules(
     return TransformerBlockSubmodules(
         layer_specs=[
             layer_spec(
-                recipe, own, attention_backend, activation, qk_layernorm=qk_layernorm, fp8_attention=fp8_attention
+                recipe,
+                own,
+                attention_backend,
+                activation,
+                qk_layernorm=qk_layernorm,
+                fp8_attention=fp8_attention,
+                mlp_chunks=mlp_chunks,
+                exchanges_heads=exchanges_heads,
             )
             for recipe, own in zip(layer_recipes, links, strict=True)
         ],

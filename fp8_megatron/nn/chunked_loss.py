@@ -6,14 +6,13 @@ head's GEMM runs once more. Gradients of parameters are added over chunks in FP3
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .operands import delivered
+from .chunk_grads import ChunkGrads, chunks
 
 
 class TokenLoss(Protocol):
@@ -51,7 +50,7 @@ class _LossInChunks(torch.autograd.Function):
         ctx.params = params  # themselves, with their main gradients
         losses = torch.empty(labels.shape, dtype=torch.float32, device=x.device)
         with torch.no_grad():
-            for own in _chunks(x.shape[0], rows):
+            for own in chunks(x.shape[0], rows):
                 part = token_loss(x[own], _of_chunk(labels, own, ranks), *params)
                 losses.view(ranks, -1, *labels.shape[1:])[:, own] = part.view(ranks, -1, *labels.shape[1:])
         return losses
@@ -59,43 +58,13 @@ class _LossInChunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, labels), params = ctx.saved_tensors, ctx.params
+        x, labels = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        wanted = [index for index, param in enumerate(params) if param is not None and ctx.needs_input_grad[5 + index]]
-        totals: dict[int, Tensor] = {}
-        for own in _chunks(x.shape[0], ctx.rows):
-            chunk = x[own].detach().requires_grad_()
-            leaves = [None if param is None else param.detach().requires_grad_() for param in params]
-            with torch.enable_grad():
-                loss = ctx.token_loss(chunk, _of_chunk(labels, own, ctx.ranks), *leaves)
-            upstream = _of_chunk(grad, own, ctx.ranks)
-            of_chunk, *of_params = torch.autograd.grad(loss, [chunk, *(leaves[index] for index in wanted)], upstream)
-            grad_x[own] = of_chunk
-            del loss, of_chunk, chunk
-            while of_params:  # frees each before the next is added
-                index, part = wanted[len(of_params) - 1], of_params.pop()
-                totals[index] = part.float() if index not in totals else totals[index].add_(part)
-                del part
-        return (
-            None,
-            grad_x,
-            None,
-            None,
-            None,
-            *(_of_param(param, totals.pop(i, None)) for i, param in enumerate(params)),
-        )
-
-
-def _chunks(num_rows: int, rows: int) -> Iterator[slice]:
-    """Each chunk's rows of a rank's part."""
-    return (slice(first, min(first + rows, num_rows)) for first in range(0, num_rows, rows))
-
-
-def _of_param(param: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """The gradient for autograd, which adds a matrix's to that of a tied embedding."""
-    if param is None or grad is None:
-        return None
-    return delivered(grad, param) if param.dim() == 1 else grad.to(param.dtype)
+        grads = ChunkGrads(ctx.params, ctx.needs_input_grad[5:])
+        for own in chunks(x.shape[0], ctx.rows):
+            upstream, targets = (_of_chunk(values, own, ctx.ranks) for values in (grad, labels))
+            grad_x[own] = grads.of_chunk(ctx.token_loss, x[own], upstream, targets)
+        return None, grad_x, None, None, None, *grads.results()
 
 
 def _of_chunk(values: Tensor, rows: slice, ranks: int) -> Tensor:

@@ -40,6 +40,13 @@ class CompilableLayer(Protocol):
     def added_bias(self) -> Tensor | None:
         """[out_features]."""
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether a forward now trains nothing."""
+
+
+#: Attribute of a compiled graph's node: the backward that asked, and the numbers of tokens that it does not reach.
+_LEFT_OUT = "_fp8_megatron_left_out"
 
 _layers: weakref.WeakValueDictionary[int, CompilableLayer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -56,7 +63,9 @@ def compiled_linear(x: Tensor, layer: CompilableLayer, dtype: torch.dtype) -> Te
     """y [T, N] in `dtype` = x [T, K] · Wᵀ + b, with the bits of `fp8_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
     has_blocks = not layer.quantizers.input.format.has_one_scale
-    y: Tensor = _Linear.apply(x, layer.token, layer.added_bias, layer.out_features, dtype, keeps_input, has_blocks)
+    y: Tensor = _Linear.apply(
+        x, layer.token, layer.added_bias, layer.out_features, dtype, keeps_input, has_blocks, layer.evaluates
+    )
     return y
 
 
@@ -85,16 +94,18 @@ def _linear(
     dtype: torch.dtype,
     keeps_input: bool,
     has_blocks: bool,
+    evaluates: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and the input's columns for wgrad with their scale; both empty if not `keeps_input`."""
     linear = _params(token, bias)
-    operand = linear.quantizers.input.quantize(TensorSource(x, transposed=keeps_input))
+    quantizers = linear.quantizers.evaluating() if evaluates else linear.quantizers
+    operand = quantizers.input.quantize(TensorSource(x, transposed=keeps_input))
     y = fprop(LocalRows(operand), linear, dtype)
     if not keeps_input:
         return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
     columns = operand.t
     # The compiler may write to memory that it was given; a delayed scale is not its own.
-    return y, columns.payload, columns.scale.clone() if linear.quantizers.input.history else columns.scale
+    return y, columns.payload, columns.scale.clone() if quantizers.input.history else columns.scale
 
 
 def _fake_linear(
@@ -105,6 +116,7 @@ def _fake_linear(
     dtype: torch.dtype,
     keeps_input: bool,
     has_blocks: bool,
+    evaluates: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
     y = x.new_empty((rows, out_features), dtype=dtype)
@@ -125,7 +137,7 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input, of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`."""
     linear = _params(token, grad_output.new_empty(0) if has_bias else None)
-    has_columns = columns.numel() > 0
+    has_columns = columns.numel() > 0 and _is_wanted(token)
     g, grad_bias = linear.cast_grad(grad_output, transposed=has_columns)
     grad_input = grad_output.new_empty(0)
     if needs_grad_input:
@@ -171,8 +183,11 @@ class _Linear(torch.autograd.Function):
         dtype: torch.dtype,
         keeps_input: bool,
         has_blocks: bool,
+        evaluates: bool,
     ) -> Tensor:
-        y, columns, scale = torch.ops.fp8_megatron.linear(x, token, bias, out_features, dtype, keeps_input, has_blocks)
+        y, columns, scale = torch.ops.fp8_megatron.linear(
+            x, token, bias, out_features, dtype, keeps_input, has_blocks, evaluates
+        )
         ctx.save_for_backward(columns, scale, token)
         ctx.in_features, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
         output: Tensor = y
@@ -190,8 +205,31 @@ class _Linear(torch.autograd.Function):
             grad_input if needs_grad_input else None,
             grad_token,
             grad_bias.to(ctx.bias_dtype) if has_bias else None,
-            *(None,) * 4,
+            *(None,) * 5,
         )
+
+
+def _is_wanted(token: Tensor) -> bool:
+    """Whether the backward that runs reaches `token`. ``torch.autograd.grad`` and ``backward(inputs=…)`` ask for some
+    gradients alone, and a compiled graph computes all of them.
+
+    The graph's node keeps the answer for all its tokens, because it has hundreds of inputs.
+    """
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return True
+    task = torch._C._current_graph_task_id()
+    known, left_out = getattr(node, _LEFT_OUT, (None, frozenset()))
+    if known != task:
+        tokens = {layer.token: number for number, layer in _layers.items()}
+        following = ((one, getattr(one, "variable", None)) for one, _ in node.next_functions)
+        left_out = frozenset(
+            tokens[variable]
+            for one, variable in following
+            if variable in tokens and not torch._C._will_engine_execute_node(one)
+        )
+        setattr(node, _LEFT_OUT, (task, left_out))
+    return int(token.item()) not in left_out
 
 
 def _params(token: Tensor, bias: Tensor | None) -> LinearParams:

@@ -36,27 +36,26 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group | None, vocab_size: int | None) -> Tensor:
         flat = logits.view(-1, logits.shape[-1])
-        local = local_labels(labels, flat.shape[1], group)
+        flat_labels, first = labels.reshape(-1), first_column(flat.shape[1], group)
         num_columns = local_columns(vocab_size, flat.shape[1], group)
-        statistics = ops.cross_entropy_statistics(flat, local, num_columns=num_columns)
+        statistics = ops.cross_entropy_statistics(flat, flat_labels, first=first, num_columns=num_columns)
         log_sum_exp, target = agree_on_statistics(*statistics, group)
-        ctx.save_for_backward(flat, local, log_sum_exp)
-        ctx.shape, ctx.num_columns = logits.shape, num_columns
+        ctx.save_for_backward(flat, flat_labels, log_sum_exp)
+        ctx.shape, ctx.first, ctx.num_columns = logits.shape, first, num_columns
         return (log_sum_exp - target).view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, log_sum_exp = ctx.saved_tensors
+        logits, labels, log_sum_exp = ctx.saved_tensors
         upstream = grad.reshape(-1).contiguous()
-        ops.cross_entropy_backward_(logits, local, log_sum_exp, upstream, num_columns=ctx.num_columns)
+        ops.cross_entropy_backward_(logits, labels, log_sum_exp, upstream, first=ctx.first, num_columns=ctx.num_columns)
         return logits.view(ctx.shape), None, None, None
 
 
-def local_labels(labels: Tensor, num_columns: int, group: Group | None) -> Tensor:
-    """int64 [tokens], counted from this rank's first column."""
-    flat = labels.reshape(-1)
-    return flat if group is None or group.size() == 1 else flat - group.rank() * num_columns
+def first_column(num_columns: int, group: Group | None) -> int:
+    """The vocabulary's index of the first of this rank's `num_columns` columns."""
+    return 0 if group is None or group.size() == 1 else group.rank() * num_columns
 
 
 def local_columns(vocab_size: int | None, num_columns: int, group: Group | None) -> int:
@@ -67,8 +66,7 @@ def local_columns(vocab_size: int | None, num_columns: int, group: Group | None)
     """
     if vocab_size is None:
         return num_columns
-    first = 0 if group is None or group.size() == 1 else group.rank() * num_columns
-    return min(max(vocab_size - first, 0), num_columns)
+    return min(max(vocab_size - first_column(num_columns, group), 0), num_columns)
 
 
 def fill_padding(logits: Tensor, vocab_size: int, group: Group | None) -> Tensor:

@@ -6,17 +6,31 @@ Backward casts their gradient into both layouts, 2 bytes an element in all, and 
 layout at once and sums over parts. The second waits until all logits are freed; then wgrad writes each part's rows of
 the weight gradient.
 
-Each token's gradient has its own scale (`_RowScales`). wgrad's other operand is cast from norm(x) times these scales.
-
 For T tokens of width h, memory peaks when the first part is cast: 2TV bytes of logits and 2TV/n of gradient. (In BF16
 the peak is 2TV + 2hV + 2Th: wgrad's output and the logits.) At most one part of the weight, hV/n bytes in one layout,
-exists in FP8. When the logits are freed, norm(x) takes 4Th bytes in FP32 until it is cast. Forward moves 5 bytes a
-parameter for its casts, backward 3.
+exists in FP8. Forward moves 5 bytes a parameter for its casts, backward 3. Backward reads the logits once, and for
+wgrad norm's input twice.
+
+The scales of the logits' gradient
+==================================
+
+Let g be a token's upstream gradient and p its probabilities. The gradient of its logits is g · (p − onehot). Most of
+its power is in the label's element, −g · (1 − p). With one scale for all tokens, E5M2 would round that element to −g
+wherever 1 − p is above 13/14, because its next smaller number is 6/7 of the largest. This error has one sign. The
+gradient would not sum to 0 over the vocabulary, and what all logits have in common would drift.
+
+So each token has its own scale, g · (1 − p) (`ops.token_scales`). The label's element is then −1, which is exact, and
+no other element is larger. dgrad multiplies the rows of its output by the scales. wgrad sums over tokens, so its other
+operand is cast from norm(x) times the scales (`_ScaledNorm`).
+
+Rounding to nearest makes the other elements 0.28% too small in the mean, because the rounding boundaries around a
+power of two are not symmetric. They are cast times 1 / 0.99722. The label's element is −1 all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +42,7 @@ from ..quantization.cast_health import CastProbe, row_scales, row_step
 from ..quantization.operand import Format, Quantized, multiply, multiply_into_, quantize
 from ..quantization.recipe import HeadQuantizers, Quantizer
 from ..quantization.sources import NormStatistics, TensorSource
-from .cross_entropy import agree_on_statistics, local_columns, local_labels
+from .cross_entropy import agree_on_statistics, first_column, local_columns
 from .gemms import Computed
 from .normed import NormParams, norm_backward, quantized_norm
 from .parallelism import Local
@@ -49,8 +63,7 @@ def fp8_norm_head_loss(
 ) -> Tensor:
     """−log softmax(norm(x)·Wᵀ)[label] of every token, with FP8 GEMMs.
 
-    The gradient of the logits has a scale for each token, which its loss gives (see `_RowScales`). It needs no amax and
-    no history.
+    The gradient of the logits has a scale for each token, which its loss gives. It needs no amax and no history.
 
     Args:
         x: BF16 [s, b, h], before the norm; with `SequenceColumn` [s/tp, b, h].
@@ -88,61 +101,52 @@ def fp8_norm_head_logits(
         return torch.cat(parts, dim=1).view(*parallelism.gathered_shape(x.shape[:-1]), weight.shape[0])
 
 
-class _RowScales:
-    """The scales of the logits' gradient: one for each token.
-
-    Let g be a token's upstream gradient and p its probabilities. The gradient of its logits is g · (p − onehot). Most
-    of its power is in the label's element, −g · (1 − p). With one scale for all tokens, E5M2 would round that element
-    to −g wherever 1 − p is above 13/14, because its next smaller number is 6/7 of the largest. This error has one sign.
-    The gradient would not sum to 0 over the vocabulary, and what all logits have in common would drift.
-
-    The scale of a token is g · (1 − p). The label's element is then −1, which is exact, and no other element is larger.
-    dgrad multiplies the rows of its output by the scales. wgrad sums over tokens, so its other operand is cast from
-    norm(x) times the scales.
-
-    Rounding to nearest makes the other elements 0.28% too small in the mean, because the rounding boundaries around a
-    power of two are not symmetric. They are cast times 1 / 0.99722. The label's element is −1 all the same.
+@dataclass(frozen=True)
+class _ScaledNorm:
+    """The source of wgrad's other operand: norm(x) times the tokens' scales, computed in FP32 where it is cast.
 
     Attributes:
-        inverse: FP32 [T]. p − onehot is multiplied by it before its cast.
-        scales: FP32 [T, 1].
+        x: 16-bit [T, K], in front of the norm. row_scales: FP32 [T].
+        transposed: cast the columns [K, T], not the rows [T, K].
     """
 
-    #: The scale of the payload: the label's −1 becomes −2¹⁵, E5M2's largest power of two.
-    PAYLOAD_SCALE = 2.0**-15
-    #: The mean of E5M2(v) / v over evenly spread logarithms of v.
-    KEPT = 0.99722
-    #: The least 1 − p. Smaller ones are sums of rounding errors.
-    _LEAST = 2.0**-20
+    x: Tensor
+    norm: NormParams
+    statistics: NormStatistics
+    row_scales: Tensor
+    transposed: bool
 
-    def __init__(self, label: Tensor, upstream: Tensor) -> None:
-        """Args: label: FP32 [T], 1 − p of the label, see `of_label`. upstream: FP32 [T]."""
-        self.inverse = label.mul(self.KEPT).reciprocal_()
-        self.scales = (label * upstream).unsqueeze(1)
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+        norm, statistics = self.norm, self.statistics
+        return self.x, norm.weight, norm.bias, statistics.mean, statistics.rstd, self.row_scales
 
-    @classmethod
-    def of_label(cls, loss: Tensor) -> Tensor:
-        """1 − p of the label, from `loss` FP32 [T] = −log p."""
-        return torch.expm1(-loss).neg_().clamp_(min=cls._LEAST)
+    def amax(self) -> Tensor:
+        return ops.norm_amax_scaled(*self._operands())
 
-    def start_columns(
-        self, x: Tensor, norm: NormParams, statistics: NormStatistics, format: Format, parallelism: Local
-    ) -> Callable[[], Quantized]:
-        """Cast norm(x) times the scales and start to gather it. Call the result to get its columns [K, T]."""
-        own = x.reshape(-1, x.shape[-1])
-        scales = self.scales
-        if parallelism.group is not None and len(own) < len(scales):
-            scales = scales.chunk(parallelism.group.size())[parallelism.group.rank()]
-        # In FP32, so that the cast is the only rounding, and in place.
-        value = own.to(torch.float32, copy=True)
-        if statistics.mean.numel():
-            value.sub_(statistics.mean.unsqueeze(1))
-        value.mul_(statistics.rstd.unsqueeze(1) * scales).mul_(norm.weight)
-        if norm.bias is not None:
-            value.addcmul_(scales, norm.bias.float())
-        transposed = parallelism.casts_columns(format)
-        source = TensorSource(value, rowwise=not transposed, transposed=transposed)
-        return parallelism.gather_columns(lambda: Quantizer(format).quantize(source, sync=parallelism.sync))
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
+        assert amax_out is None and format.has_one_scale, "its scales are those of its own values, one for the tensor"
+        payload, taken = ops.norm_quantize_scaled(
+            *self._operands(),
+            format.dtype,
+            scale=scale,
+            power_of_two=format.power_of_two,
+            transposed=self.transposed,
+        )
+        used = taken if scale is None else scale
+        if self.transposed:
+            return Quantized(None, payload, used, format)
+        return Quantized(payload, None, used, format)
+
+
+def _scaled_columns(
+    x: Tensor, norm: NormParams, statistics: NormStatistics, scales: Tensor, format: Format, parallelism: Local
+) -> Quantized:
+    """norm(x) times `scales` FP32 [T] of all tokens, cast, and gathered where ranks share the sequence: [K, T]."""
+    own = x.reshape(-1, x.shape[-1])
+    if parallelism.group is not None and len(own) < len(scales):
+        scales = scales.chunk(parallelism.group.size())[parallelism.group.rank()]
+    source = _ScaledNorm(own, norm, statistics, scales, parallelism.casts_columns(format))
+    return parallelism.gather_columns(partial(Quantizer(format).quantize, source, sync=parallelism.sync))()
 
 
 class _FP8NormHeadLoss(torch.autograd.Function):
@@ -162,69 +166,60 @@ class _FP8NormHeadLoss(torch.autograd.Function):
     ) -> Tensor:
         rows, kept = quantized_norm(x, norm, quantizers.input, parallelism)
         operand = rows.whole()
-        local = local_labels(labels, weight.shape[0], parallelism.group)
+        flat_labels, begin = labels.reshape(-1), first_column(weight.shape[0], parallelism.group)
         num_columns = local_columns(vocab_size, weight.shape[0], parallelism.group)
         statistics, all_logits, weight_scales, first = [], [], [], 0
         for part in _parts(weight):
             logits, weight_scale = _logits(operand, part, quantizers, x.dtype)
             own = _columns_of(part, first, num_columns)
-            statistics.append(ops.cross_entropy_statistics(logits, local - first, num_columns=own))
+            statistics.append(ops.cross_entropy_statistics(logits, flat_labels, first=begin + first, num_columns=own))
             if needs_backward:
                 all_logits.append(logits)
                 weight_scales.append(weight_scale)
             del logits
             first += part.shape[0]
         log_sum_exp, target = agree_on_statistics(*_merged(statistics), parallelism.group)
-        loss = log_sum_exp - target
         if needs_backward:
-            ctx.save_for_backward(x, weight, local, log_sum_exp, _RowScales.of_label(loss), *kept)
+            ctx.save_for_backward(x, weight, flat_labels, log_sum_exp, target, *kept)
             # Kept outside save_for_backward: each part is freed when its gradient is made.
             ctx.logits, ctx.weight_scales = all_logits, weight_scales
             ctx.norm, ctx.quantizers, ctx.parallelism = norm, quantizers, parallelism
-            ctx.num_columns = num_columns
-        return loss.view(labels.shape)
+            ctx.begin, ctx.num_columns = begin, num_columns
+        return (log_sum_exp - target).view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, local, log_sum_exp, label, *kept = ctx.saved_tensors
+        x, weight, labels, log_sum_exp, target, *kept = ctx.saved_tensors
         norm, quantizers, statistics = ctx.norm, ctx.quantizers, NormStatistics(*kept)
         grad_format: Format = quantizers.grad_output
         assert ctx.logits, "a second backward: the first gave the logits up"
-        rows = _RowScales(label, grad.reshape(-1))
-        scale = torch.full((1,), rows.PAYLOAD_SCALE, device=x.device)
+        factors, scales, scale = ops.token_scales(log_sum_exp, target, grad.reshape(-1))
         grad_input, grads_t, first = None, [], 0
         for part, weight_scale in zip(_parts(weight), ctx.weight_scales, strict=True):
             logits = ctx.logits.pop(0)
-            payload, payload_t, _ = ops.cross_entropy_backward_quantize(
-                logits,
-                local - first,
-                log_sum_exp,
-                rows.inverse,
-                grad_format.dtype,
-                scale=scale,
-                power_of_two=grad_format.power_of_two,
-                num_columns=_columns_of(part, first, ctx.num_columns),
+            own = _columns_of(part, first, ctx.num_columns)
+            place: dict[str, int] = dict(first=ctx.begin + first, num_columns=own)
+            payload, payload_t = ops.cross_entropy_backward_quantize(
+                logits, labels, log_sum_exp, factors, scale, grad_format.dtype, **place
             )
+            cast = Quantized(payload, None, scale, grad_format)
             probe = quantizers.grad_output_probe
             if probe is not None and probe.is_due:  # of the first part, as the weight
-                cast, own = Quantized(payload, None, scale, grad_format), _columns_of(part, first, ctx.num_columns)
-                _measure_gradient(probe, cast, logits[:, :own], local - first, log_sum_exp, rows.inverse)
+                _measure_gradient(probe, cast, logits, labels, log_sum_exp, factors, **place)
             del logits
             grads_t.append(Quantized(payload_t, None, scale, grad_format))
             part_t = TensorSource(part, rowwise=False, transposed=True).quantize(quantizers.weight, weight_scale).t
-            partial = multiply(Quantized(payload, None, scale, grad_format), part_t, x.dtype)
-            del payload, payload_t, part_t
-            grad_input = partial if grad_input is None else grad_input.add_(partial)
-            del partial
+            # The GEMM adds what the parts before gave, and rounds once.
+            total = x.new_empty(len(labels), weight.shape[1])
+            multiply_into_(total, cast, part_t, addend=grad_input)
+            grad_input = total
+            del payload, payload_t, part_t, cast, total
             first += part.shape[0]
         assert grad_input is not None
-        reducing = ctx.parallelism.start_grad_sum(Computed(grad_input.mul_(rows.scales)))
+        reducing = ctx.parallelism.start_grad_sum(Computed(grad_input.mul_(scales.unsqueeze(1))))
         del grad_input
-        # After the logits are freed: the norm's output in FP32 would add to the peak.
-        columns = rows.start_columns(x, norm, statistics, quantizers.input.format, ctx.parallelism)
-        x_t = columns()
-        del columns  # on one rank it holds the values in FP32
+        x_t = _scaled_columns(x, norm, statistics, scales, quantizers.input.format, ctx.parallelism)
         grad_weight = _weight_gradient(grads_t, x_t, weight)
         del x_t
         grad_x, grad_norm_weight, grad_norm_bias = norm_backward(reducing.summands(), None, x, norm, statistics)
@@ -253,20 +248,28 @@ def _logits(operand: Quantized, part: Tensor, quantizers: HeadQuantizers, dtype:
 
 
 def _measure_gradient(
-    probe: CastProbe, cast: Quantized, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, factors: Tensor
+    probe: CastProbe,
+    cast: Quantized,
+    logits: Tensor,
+    labels: Tensor,
+    log_sum_exp: Tensor,
+    factors: Tensor,
+    *,
+    first: int,
+    num_columns: int,
 ) -> None:
-    """Measure the cast of a gradient from `logits` [T, n], the first n columns of a part, for some rows.
+    """Measure the cast of a gradient from a part's `logits` [T, V], but for its padding, for some rows.
 
     Args:
         factors: FP32 [T], what p − onehot was multiplied by.
     """
-    columns = logits.shape[1]
-    if columns == 0:  # this rank holds padding alone
+    if num_columns == 0:  # this rank holds padding alone
         return
-    step = row_step(*logits.shape)
-    rows = logits[::step].float().contiguous()
-    ops.cross_entropy_backward_(rows, *(values[::step].contiguous() for values in (labels, log_sum_exp, factors)))
-    own = Quantized(cast.payload[:, :columns], None, cast.scale, cast.format)
+    step = row_step(len(logits), num_columns)
+    rows = logits[::step, :num_columns].float().contiguous()
+    operands = (values[::step].contiguous() for values in (labels, log_sum_exp, factors))
+    ops.cross_entropy_backward_(rows, *operands, first=first)
+    own = Quantized(cast.payload[:, :num_columns], None, cast.scale, cast.format)
     probe.measure(rows, own.payload[::step], row_scales(own, step))
 
 

@@ -138,7 +138,7 @@ class FP8Linear(torch.nn.Linear):
         """
         if x.dtype not in _DTYPES:
             raise TypeError(f"{self.name}: an FP8 layer takes FP32, BF16 or FP16, not {x.dtype}; cast the input")
-        if x.shape[-1:] != (self.in_features,):
+        if not x.ndim or x.shape[-1] != self.in_features:
             raise ValueError(f"{self.name}: the input's last size is not {self.in_features}: {tuple(x.shape)}")
         dtype = compute_dtype(x)
         weight: Tensor | None = self._parameters.get("weight")  # `self.weight` costs the host ten times as much
@@ -148,9 +148,22 @@ class FP8Linear(torch.nn.Linear):
         return y.float() if dtype is torch.float32 else y
 
     @property
+    def evaluates(self) -> bool:
+        """Whether a forward now trains nothing: after ``eval()`` and without gradients. It leaves no amax behind."""
+        return not self.training and not torch.is_grad_enabled()
+
+    @property
+    def quantizers_now(self) -> LinearQuantizers:
+        """The quantisers of a forward now."""
+        return self.quantizers.evaluating() if self.evaluates else self.quantizers
+
+    @property
     def added_bias(self) -> Tensor | None:
         """The bias [out_features] that the GEMM adds."""
-        return self.bias
+        try:
+            return self._parameters["bias"]  # `self.bias` costs the host ten times as much
+        except KeyError:  # a hook computes it
+            return self.bias
 
     def _multiply_plain(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The output in `dtype` with a plain weight, which `torch.func.functional_call` has put in the place of the
@@ -181,7 +194,8 @@ class FP8Linear(torch.nn.Linear):
         rows = x.numel() // self.in_features
         padding = -rows % self._row_multiple if rows else self._row_multiple
         if not padding and not torch.compiler.is_compiling():
-            return fp8_linear(x, LinearParams(self.weight, self.added_bias, self.quantizers), dtype=dtype)
+            weight: Any = self._parameters["weight"]
+            return fp8_linear(x, LinearParams(weight, self.added_bias, self.quantizers_now), dtype=dtype)
         if torch.compiler.is_compiling() and self.weight.home is not self.home:
             return self._multiply_exchanged(x, dtype)
         x2d = x.reshape(-1, self.in_features)
@@ -190,7 +204,7 @@ class FP8Linear(torch.nn.Linear):
         if torch.compiler.is_compiling():
             y = compiled_linear(x2d, self, dtype)
         else:
-            y = fp8_linear(x2d, LinearParams(self.weight, self.added_bias, self.quantizers), dtype=dtype)
+            y = fp8_linear(x2d, LinearParams(self.weight, self.added_bias, self.quantizers_now), dtype=dtype)
         return y[:rows].view(*x.shape[:-1], self.out_features)
 
     def plain_weight(self) -> Tensor:
@@ -259,7 +273,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a layer's output: autocast's if it is on, otherwise x's."""
-    device_type = x.device.type
+    device_type = "cuda" if x.is_cuda else x.device.type  # torch makes a new string at each call
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 

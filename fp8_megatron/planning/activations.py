@@ -98,7 +98,8 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     """Bytes that one layer keeps of each token of the micro-batch for its backward, on one rank.
 
     An FP8 layer keeps the two residual streams, queries, keys, values, attention's output and the MLP's input to its
-    activation in 16 bits. Norms of query and key keep their inputs, RoPE nothing. A 16-bit layer also keeps the outputs
+    activation in 16 bits. Norms of query and key keep their inputs, RoPE nothing; with heads exchanged over ranks the
+    projection keeps its input in FP8. A 16-bit layer also keeps the outputs
     of both norms and of the activation. What --recompute-modules names is left out; attention's output stays, as the
     projection needs it. Transformer Engine's layers keep FP8 copies of some of these; they are counted as a 16-bit
     layer, which is an upper bound.
@@ -111,9 +112,12 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     attention = 2 * (queries + keys)
     fp8_attention = is_fp8 and config.precision.fp8_dot_product_attention
     attention -= attention // 2 if fp8_attention else 0  # a byte each
-    split = attention + (0 if "mlp" in recomputed else _mlp_columns(config, is_fp8=is_fp8))
+    leaves_mlp = "mlp" in recomputed or config.training.mlp_chunks_for_training > 1
+    split = attention + (0 if leaves_mlp else _mlp_columns(config, is_fp8=is_fp8))
     if model.qk_layernorm:  # the value in 16 bits lies beside their inputs; FP8 attention has another
         split += queries + keys + (keys if fp8_attention else 0)
+    if config.parallel.exchanges_heads:  # attention keeps one output, the projection another, in FP8 if it is
+        split += queries // 2 if is_fp8 else queries
     masks = 2 * model.hidden_size if model.hidden_dropout > 0 else 0
     over_sequence = tp if config.parallel.sequence_parallel else 1
     log_sums = 4 * model.num_attention_heads / tp
@@ -186,8 +190,11 @@ def _layer_backward(config: Config, layers: Sequence[int]) -> int:
     """Bytes that the MLP's backward makes of a micro-batch (`nn.mlp`): the gradient of its output in 16 bits and, in an
     FP8 layer, in both layouts; that of its hidden state; and that of the activation's input with the activation.
 
-    Attention's backward makes less.
+    Attention's backward makes less. In chunks, what lies between the GEMMs is that of one, and weight gradients are
+    added in FP32 (`nn.chunked_mlp`).
     """
+    if config.training.mlp_chunks_for_training > 1:
+        return max((_chunked_backward(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers), default=0)
     model, parallel = config.model, config.parallel
     hidden, ffn = model.hidden_size, model.padded_ffn_hidden_size
     columns = (2 if model.is_gated else 1) * ffn
@@ -198,12 +205,31 @@ def _layer_backward(config: Config, layers: Sequence[int]) -> int:
     return round(config.tokens_per_micro_batch * most)
 
 
+def _chunked_backward(config: Config, *, is_fp8: bool) -> int:
+    """`_layer_backward` in chunks: the most of the last chunk, of the norm's backward behind it, and of attention's."""
+    model, parallel = config.model, config.parallel
+    tp, hidden, ffn = parallel.tensor_model_parallel_size, model.hidden_size, model.padded_ffn_hidden_size
+    columns = (2 if model.is_gated else 1) * ffn
+    tokens, over_sequence = config.tokens_per_micro_batch, tp if parallel.sequence_parallel else 1
+    chunk = tokens / config.training.mlp_chunks_for_training
+    weights = (columns + ffn) * hidden / tp
+    stream = tokens * hidden / over_sequence
+    queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
+    of_attention = tokens * _HALF * (2 * queries + 2 * keys) / tp
+    if is_fp8:
+        # The gradients of the MLP's output, with its cast, and of the norm's. Of the chunk, gradients and their casts.
+        in_chunk = chunk * (hidden + (_HALF * columns + _HALF * ffn + 2 * columns + ffn) / tp)
+        return round(max(5 * stream + in_chunk + 5 * weights, 8 * stream, of_attention))
+    in_chunk = chunk * _HALF * 2 * (columns + ffn) / tp
+    return round(max(4 * stream + in_chunk + 6 * weights, 6 * stream, of_attention))
+
+
 def _recomputed_per_token(config: Config, layers: Sequence[int]) -> float:
     """Bytes that exist of each token while layers of a model chunk are computed again for their backward."""
     training = config.training
     if not layers:
         return 0.0
-    if "mlp" in training.recomputed_modules:
+    if "mlp" in training.recomputed_modules and training.mlp_chunks_for_training == 1:
         columns = max(_mlp_columns(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers)
         return _HALF * columns / config.parallel.tensor_model_parallel_size
     if training.recompute_granularity != "full":
@@ -247,6 +273,6 @@ def _logits(config: Config, padded_vocab_size: int) -> int:
     logits = 2 * at_once * vocab
     # Over chunks, the gradients of the weight are added in FP32, and that of the input is whole.
     sums = 0 if chunk is None else 4 * hidden * vocab + 2 * tokens * hidden
-    if config.precision.fp8_lm_head:
+    if config.has_fp8_lm_head:
         return max(logits + logits // max(1, round(vocab / _HEAD_PART_COLUMNS)), 2 * hidden * vocab) + sums
     return logits + 2 * hidden * vocab + 2 * at_once * hidden + sums

@@ -9,8 +9,8 @@ from ..config.schema import Config
 from .activations import predict_host_bytes
 from .layouts import RECOMPUTATIONS, ROOM, Cluster, largest_peak
 
-#: Positions of each sequence whose logits exist at a time, in the forms that cut the loss.
-LOSS_CHUNK = 8192
+#: Positions of each sequence whose logits, or whose MLPs' tensors, exist at a time, in the forms that cut them.
+CHUNK = 8192
 #: Of each of the two chunks that a rank has of a sequence (`data.sequence_parts`), over its tensor-parallel ranks.
 _STEP = 1024
 #: The longest that is tried.
@@ -23,7 +23,8 @@ class Longest:
 
     Attributes:
         recomputed: what is recomputed: nothing, mlp or full.
-        cuts_loss: the loss is computed over `LOSS_CHUNK` positions at a time.
+        cuts_loss: the loss is computed over `CHUNK` positions at a time.
+        cuts_mlps: so are the MLPs.
         offloads: all layers of a (virtual) stage but the last keep their activations on the host.
         config: of the run; None if not even the shortest fits.
         peak_bytes: of a rank, predicted.
@@ -32,6 +33,7 @@ class Longest:
 
     recomputed: str
     cuts_loss: bool
+    cuts_mlps: bool
     offloads: bool
     config: Config | None
     peak_bytes: int = 0
@@ -39,7 +41,7 @@ class Longest:
 
 
 def longest_sequences(config: Config, cluster: Cluster) -> Iterator[Longest]:
-    """The longest sequence that fits for each form: what is recomputed, whether the loss is cut, and what leaves.
+    """The longest sequence that fits for each form: what is recomputed, whether loss and MLPs are cut, what leaves.
 
     Micro-batches have one sequence. The layout and the global batch are the configuration's, and peaks fill `ROOM` of a
     GPU's memory.
@@ -47,11 +49,14 @@ def longest_sequences(config: Config, cluster: Cluster) -> Iterator[Longest]:
     for recomputation in RECOMPUTATIONS:
         granularity = recomputation["recompute_granularity"]
         name = {None: "nothing", "selective": "mlp"}.get(granularity, "full")
-        for cuts_loss, offloads in ((False, False), (True, False), (True, True)):
+        forms = [(False, False, False), (True, False, False), (True, False, True)]
+        if granularity is not None:  # MLPs in chunks are computed again
+            forms += [(True, True, False), (True, True, True)]
+        for cuts_loss, cuts_mlps, offloads in forms:
             count = _offloaded_layers(config) if offloads else 0
             training = replace(config.training, micro_batch_size=1, cpu_offloading_num_layers=count, **recomputation)
             form = replace(config, training=training)
-            yield _longest(form, cluster, Longest(name, cuts_loss, offloads, None))
+            yield _longest(form, cluster, Longest(name, cuts_loss, cuts_mlps, offloads, None))
 
 
 def _offloaded_layers(config: Config) -> int:
@@ -79,6 +84,10 @@ def _longest(config: Config, cluster: Cluster, form: Longest) -> Longest:
 
 
 def _of_length(config: Config, length: int, form: Longest) -> Config:
-    cuts = form.cuts_loss and length // config.parallel.context_parallel_size > LOSS_CHUNK
+    chunks = -(-length // config.parallel.context_parallel_size // CHUNK)
+    loss_chunk = CHUNK if form.cuts_loss and chunks > 1 else None
+    training = replace(
+        config.training, loss_chunk_size=loss_chunk, mlp_chunks_for_training=chunks if form.cuts_mlps else 1
+    )
     model = replace(config.model, seq_length=length, max_position_embeddings=None)
-    return replace(config, model=model, training=replace(config.training, loss_chunk_size=LOSS_CHUNK if cuts else None))
+    return replace(config, model=model, training=training)

@@ -163,6 +163,7 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[s
             ("layers of under 1 TFLOP, whose kernels are slower", layer_flops(config) < _SMALL_LAYER_FLOPS),
             ("recomputation", config.training.recompute_granularity is not None),
             ("copies to the host, which count as hidden", config.training.cpu_offloading_num_layers > 0),
+            ("MLPs over chunks", config.training.mlp_chunks_for_training > 1),
             ("the loss over chunks", config.training.loss_chunk_size is not None),
             ("SwiGLU", config.model.swiglu),
             ("squared ReLU", config.model.squared_relu),
@@ -279,11 +280,12 @@ def _gemms(
     """Seconds of the GEMMs of one micro-batch: forward, input gradient and weight gradient."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     layer = forwards * 6 * tokens * linear_params_per_layer(model) / tp
-    if "mlp" in config.training.recomputed_modules:  # 16-bit layers also compute the MLP's second GEMM again
+    # 16-bit layers also compute the MLP's second GEMM again.
+    if "mlp" in config.training.recomputed_modules or config.training.mlp_chunks_for_training > 1:
         layer += 2 * tokens * model.hidden_size * model.padded_ffn_hidden_size * (2 if model.is_gated else 1) / tp
     # Over chunks, backward computes the logits again.
     head = (6 if config.training.loss_chunk_size is None else 8) * tokens * model.hidden_size * vocab / tp
-    head_flops = rates.fp8_gemm_flops if config.precision.fp8_lm_head else rates.half_gemm_flops
+    head_flops = rates.fp8_gemm_flops if config.has_fp8_lm_head else rates.half_gemm_flops
     fp8, half = num_fp8 * layer / rates.fp8_gemm_flops, (num_layers - num_fp8) * layer / rates.half_gemm_flops
     return fp8 + half + head / head_flops
 

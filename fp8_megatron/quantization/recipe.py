@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -79,17 +79,18 @@ class Quantizer:
             sync: shares the amax over a tensor-parallel group whose ranks hold parts of one tensor. Not used for
                 delayed scales (the history is reduced over that group) and for blocks (ranks share no scales).
         """
-        cast = self._cast(source, sync)
+        history = self.history
+        if history is not None and history.is_warm:
+            scale, amax_out = history.scale_of(self.slot), history.record_of(self.slot)
+            cast = source.quantize(self.format, scale, amax_out=amax_out)
+        else:
+            cast = self._cast_by_values(source, sync)
         if self.probe is not None and self.probe.is_due:
             self.probe.measure_source(source, cast)
         return cast
 
-    def _cast(self, source: Source[Cast], sync: AmaxSync | None) -> Cast:
+    def _cast_by_values(self, source: Source[Cast], sync: AmaxSync | None) -> Cast:
         history, format = self.history, self.format
-        known = self.known_scale()
-        if known is not None:
-            scale, amax_out = known
-            return source.quantize(format, scale, amax_out=amax_out)
         if (sync is None and history is None) or not format.has_one_scale:
             return source.quantize(format, None)
         amax = source.amax()
@@ -127,6 +128,10 @@ class LinearQuantizers:
     weight_grad: DelayedGradScale | None = None
     weight_probe: CastProbe | None = field(default=None, repr=False, compare=False)
     weight_grad_probe: CastProbe | None = field(default=None, repr=False, compare=False)
+
+    def evaluating(self) -> LinearQuantizers:
+        """Those of a forward that trains nothing: the input's scale comes from its values, and the history stays."""
+        return replace(self, input=replace(self.input, history=None))
 
     def slots(self) -> Iterator[int]:
         """The layer's slots of the history."""

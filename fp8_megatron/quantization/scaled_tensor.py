@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _aten = torch.ops.aten
+_DATA: Any = torch.Tensor.data  # the descriptor
 
 
 class CastScale:
@@ -113,6 +114,27 @@ class ScaledTensor(torch.Tensor):
         """The stored FP32 scales."""
         return self._scale
 
+    @property
+    def data(self) -> Tensor:
+        """A view without autograd, as of any tensor. What is assigned is written: the tensor keeps its memory.
+
+        Raises:
+            ValueError: what is assigned has another shape, or is on another device.
+        """
+        view: Tensor = _DATA.__get__(self)
+        return view
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.device != self.device:
+            raise ValueError(
+                f"a weight {tuple(self.shape)} on {self.device} cannot become {tuple(value.shape)} on {value.device} "
+                f"through .data: move its layer with .to(device), or assign a tensor of its shape"
+            )
+        if not (isinstance(value, ScaledTensor) and value._payload.data_ptr() == self._payload.data_ptr()):
+            with torch.no_grad():
+                self._assign(value)
+
     def set_storage(self, payload: Tensor, scale: Tensor) -> None:
         """Re-point the tensor at other storage of the same shape (a view into a flat buffer)."""
         assert payload.shape == self.shape and payload.is_contiguous(), (payload.shape, self.shape)
@@ -151,12 +173,15 @@ class ScaledTensor(torch.Tensor):
 
     def _cast(self, format: Format, *, transposed: bool) -> Quantized:
         """The cast of one layout, with one scale."""
-        known, value = self.cast_scale, self.dequantize()
-        if known is None or not known.is_current or known.numel != value.numel():
-            return quantize(value, format, rowwise=not transposed, transposed=transposed)
+        known, weight = self.cast_scale, self._payload
+        if known is None or not known.is_current or known.numel != weight.numel():
+            return quantize(self.dequantize(), format, rowwise=not transposed, transposed=transposed)
         assert format.dtype is E4M3 and not format.power_of_two, format
+        if weight.dtype is torch.float16 and self._scale.numel() > 1 and weight.is_contiguous():
+            cast = ops.quantize_weight(weight, self._scale, known.scale, E4M3, transposed=transposed)
+            return Quantized(None if transposed else cast, cast if transposed else None, known.scale, format)
         payload, payload_t = ops.quantize_with_scale(
-            value, known.scale, E4M3, rowwise=not transposed, transposed=transposed
+            self.dequantize(), known.scale, E4M3, rowwise=not transposed, transposed=transposed
         )
         return Quantized(payload, payload_t, known.scale, format)
 

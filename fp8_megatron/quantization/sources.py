@@ -67,8 +67,7 @@ class CastActivationGrad(NamedTuple):
     column_sums: Tensor | None
 
 
-@dataclass(frozen=True)
-class TensorSource:
+class TensorSource(NamedTuple):
     """A tensor `x` [M, K], cast in the requested layouts."""
 
     x: Tensor
@@ -87,8 +86,7 @@ class TensorSource:
         return Quantized(payload if self.rowwise else None, payload_t if self.transposed else None, scale, format)
 
 
-@dataclass(frozen=True)
-class GradSource:
+class GradSource(NamedTuple):
     """An output gradient `g` [M, K], in both layouts, or in its own without `transposed`. `column_sums`: for a bias."""
 
     g: Tensor

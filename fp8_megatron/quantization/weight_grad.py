@@ -6,7 +6,6 @@ casts it. (FP8-LM, arXiv 2310.18313, section 2.1, also has one scale per tensor,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..formats import CLAMPED_ABOVE, E4M3
 from ..kernels import ops
 from .amax_history import AmaxHistory
-from .operand import Quantized, multiply
+from .operand import Quantized, multiply, multiply_into_
 
 #: From this many elements on, clamped ones are counted in a sample.
 _SAMPLED_FROM = 2**20
@@ -28,29 +27,33 @@ class DelayedGradScale(NamedTuple):
     slot: int
 
 
-@dataclass(frozen=True)
-class WeightGrad:
+class WeightGrad(NamedTuple):
     """grad_weight [N, K] = gᵀ·x of one micro-batch, computed on demand. Compute it only once.
 
     Attributes:
         g_t: the output gradient's transpose [N, T]. x_t: the input's [K, T].
         dtype: the dtype of `wide`.
         scale: the delayed scale. If it is None, an FP8 gradient is cast from `wide`, with a scale for each block.
+        total: FP32 [N, K], the gradient itself if it was added up over chunks of tokens (`WeightGradSum`). There are no
+            operands then.
     """
 
     g_t: Quantized
     x_t: Quantized
     dtype: torch.dtype
     scale: DelayedGradScale | None = None
+    total: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
         """[N, K]."""
+        if self.total is not None:
+            return self.total.shape
         return torch.Size((self.g_t.payload.shape[0], self.x_t.payload.shape[0]))
 
     def wide(self) -> Tensor:
-        """The gradient in `dtype`, [N, K]."""
-        grad = multiply(self.g_t, self.x_t, self.dtype)
+        """The gradient in `dtype`, [N, K]; in FP32 if it was added up."""
+        grad = multiply(self.g_t, self.x_t, self.dtype) if self.total is None else self.total
         if self.scale is not None and not self.writes_fp8:
             self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
         return grad
@@ -77,18 +80,52 @@ class WeightGrad:
 
     def write_fp8_(self, payload: Tensor, scales: Tensor) -> None:
         """Write the gradient to flat E4M3 `payload` [≥ N·K], zeros behind it, and its scale to all of `scales`."""
-        assert self.scale is not None and self.g_t.format.has_one_scale, (self.scale, self.g_t.format)
+        assert self.scale is not None
         history, slot = self.scale
         numel = self.shape.numel()
-        ops.scaled_mm_to_fp8_(
-            payload[:numel].view(self.shape),
-            history.written_amax_of(slot),
-            self.g_t.payload,
-            self.x_t.payload,
-            self.g_t.scale,
-            self.x_t.scale,
-            history.inverse_of(slot),
-        )
+        out = payload[:numel].view(self.shape)
+        if self.total is None:
+            assert self.g_t.format.has_one_scale, self.g_t.format
+            ops.scaled_mm_to_fp8_(
+                out,
+                history.written_amax_of(slot),
+                self.g_t.payload,
+                self.x_t.payload,
+                self.g_t.scale,
+                self.x_t.scale,
+                history.inverse_of(slot),
+            )
+        else:
+            amax = history.amax_of(slot)
+            cast, _ = ops.quantize_with_scale(self.total, history.scale_of(slot), E4M3, amax_out=amax)
+            out.copy_(cast)
         if numel < payload.numel():
             payload[numel:].view(torch.uint8).zero_()
         scales.copy_(history.scale_of(slot).expand_as(scales))
+
+
+class WeightGradSum:
+    """grad_weight [N, K], added up in FP32 over chunks of tokens by the GEMM itself.
+
+    Args:
+        scale: as `WeightGrad.scale`.
+    """
+
+    __slots__ = ("_dtype", "_scale", "_total")
+
+    def __init__(self, dtype: torch.dtype, scale: DelayedGradScale | None) -> None:
+        self._dtype, self._scale = dtype, scale
+        self._total: Tensor | None = None
+
+    def add(self, g_t: Quantized, x_t: Quantized) -> None:
+        """Add a chunk's gradient, from its `WeightGrad.g_t` and `x_t`."""
+        if self._total is None:
+            self._total = multiply(g_t, x_t, torch.float32)
+        else:
+            multiply_into_(self._total, g_t, x_t, addend=self._total)
+
+    def take(self) -> WeightGrad:
+        """Return and drop the sum. At least one chunk was added."""
+        total, self._total = self._total, None
+        assert total is not None
+        return WeightGrad(None, None, self._dtype, self._scale, total)  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,23 @@ class GrowingGradBuffer(LocalGradBuffer):
     def is_written(self, slot: Slot) -> bool:
         """Whether the slot holds a gradient."""
         return slot.offset in self._written
+
+    def count(self, slot: Slot) -> int:
+        """How many gradients the slot holds the sum of."""
+        return self._counts.get(slot.offset, 0) if slot.offset in self._written else 0
+
+    def mark(self, slot: Slot, count: int) -> None:
+        """The slot holds the sum of `count` gradients that were written without `accumulate_`, and fit (`fits`)."""
+        self._counts[slot.offset] = count
+        if count:
+            self._written.add(slot.offset)
+            self.expect(count)
+        else:
+            self._written.discard(slot.offset)
+
+    def fits(self, num_gradients: int) -> bool:
+        """Whether the storage is wide enough for `num_gradients` of one parameter."""
+        return num_gradients <= self.most_gradients or storage_of_sum(num_gradients) is self.dtype
 
     def _takes_fp8(self, slot: Slot) -> bool:
         return self.scales is not None and slot.offset not in self._written
@@ -85,11 +104,19 @@ class GrowingGradBuffer(LocalGradBuffer):
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
         """Multiply the gradient of `slot`, or all gradients, by a number. FP8 gradients lose nothing: their scales
         take the factor."""
-        stored = self.payload if self.scales is None else self.scales
-        block = 1 if self.scales is None else GRAD_BLOCK
-        (stored if slot is None else slot.padded_slice(stored, block)).mul_(factor)
+        offsets = self._written if slot is None else self._written & {slot.offset}
+        if self.scales is None:
+            multiply_([self._flat[offset] for offset in offsets], factor)
+        else:
+            multiply_([self._padded[offset][1] for offset in offsets], factor)
 
     def squared_norm_of(self, slot: Slot) -> Tensor:
         """Σ x² of the gradient of `slot`, FP32 [1]."""
         scales = None if self.scales is None else slot.padded_slice(self.scales, GRAD_BLOCK)
         return ops.squared_norm(slot.padded_slice(self.payload), scales)
+
+
+def multiply_(parts: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors, in place and in a few launches, by a number, [] or [1] if it is a tensor."""
+    if parts:
+        torch._foreach_mul_(list(parts), factor.reshape(()) if isinstance(factor, Tensor) else factor)

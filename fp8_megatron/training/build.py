@@ -187,7 +187,7 @@ def build_recipe(precision: PrecisionConfig, *, has_probes: bool = False) -> Rec
         precision.fp8_recipe,
         precision.fp8_power_of_two_scales,
         history,
-        delays_weight_grads=precision.fp8_weight_grad_scaling == "delayed",
+        delays_weight_grads=precision.weight_grad_scaling == "delayed",
         has_probes=has_probes,
     )
 
@@ -197,7 +197,7 @@ def build_exchange(config: Config) -> Exchange:
     parallel = config.parallel
     return Exchange(
         bucket_numel=parallel.ddp_bucket_size,
-        whole_linears=config.precision.fp8_weight_grad_scaling == "delayed",
+        whole_linears=config.precision.weight_grad_scaling == "delayed",
         reduction=parallel.fp8_grad_reduce,
         wire_in_node=StorageDtype(parallel.fp8_wire_intra),
         overlaps_reduce=parallel.overlap_grad_reduce,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..collectives.transport import copy_engine, recording
 from ..config.schema import MIN_CUDA_GRAPH_WARMUP_STEPS
+from ..device import cuda_graph
 from ..device import memory as device_memory
 from .batches import Batch, take_step
 
@@ -163,10 +164,8 @@ class StepGraph:
         """Record every kind of step at once. A later recording might not fit into memory, and would disturb timings."""
         started = time.monotonic()
         measures = self._can_measure()
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # frees the memory of the warm-up's activations for the graph
-        free_before = _reserved_beside_tensors(self._device)
+        cuda_graph.make_room(self._device)
+        free_before = cuda_graph.reserved_beside_tensors(self._device)
         plain = self._record_kind(measures_underflow=False)
         self._recorded = {(False, False): plain, (True, False): plain}
         if measures:
@@ -175,7 +174,7 @@ class StepGraph:
         if self._can_sample:
             gc.collect()
             self._recorded[True, True] = self._record_kind(measures_underflow=True, samples_casts=True)
-        self._kept_bytes = _reserved_beside_tensors(self._device) - free_before
+        self._kept_bytes = cuda_graph.reserved_beside_tensors(self._device) - free_before
         device_memory.begin_another_peak(self._device)
         device_memory.count_memory_beside_allocator(self._kept_bytes)
         seconds, kept = time.monotonic() - started, self._kept_bytes / 2**30
@@ -183,29 +182,18 @@ class StepGraph:
 
     def _record_kind(self, *, measures_underflow: bool, samples_casts: bool = False) -> _Recorded:
         self._before_recording()
-        graph = torch.cuda.CUDAGraph()
-        for generator in get_all_rng_states().values():
-            graph.register_generator_state(generator)
-        first: Exception | None = None
+
+        def compute() -> Tensor:
+            with recording.recording():
+                return self._compute(self._batches, measures_underflow=measures_underflow, samples_casts=samples_casts)
+
         try:
-            # Meanwhile loaders pin memory and watches query events, so only this thread's calls may break the capture.
-            with (
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-                recording.recording(),
-            ):
-                try:
-                    figures = self._compute(
-                        self._batches, measures_underflow=measures_underflow, samples_casts=samples_casts
-                    )
-                except Exception as error:
-                    first = error
-                    raise
+            graph, figures = cuda_graph.capture(compute, self._pool, generators=[*get_all_rng_states().values()])
         except Exception as error:
-            first = first or error  # ending a broken capture raises a second error
             if not self._may_go_on:
                 # Logged at once: destroying process groups with collectives in a broken recording may hang.
-                logger.error("recording a step failed; give --cuda-graph-impl none to train without", exc_info=first)
-            raise first from None
+                logger.error("recording a step failed; give --cuda-graph-impl none to train without", exc_info=error)
+            raise
         return _Recorded(graph, figures)
 
     def _remember_launch(self) -> None:
@@ -218,7 +206,3 @@ class StepGraph:
         assert world is not None
         work = copy_engine.CopyWork("forward and backward", world, event, time.monotonic(), by="a CUDA graph")
         copy_engine.remember(work, "launch")
-
-
-def _reserved_beside_tensors(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

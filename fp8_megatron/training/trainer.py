@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -241,6 +242,7 @@ class _Run:
             batch_size = self.batches.batch_size(consumed_samples)
             consumed_samples += batch_size
             num_micro_batches = batch_size // self.state.samples_per_micro_batch
+            save_is_due |= checkpoint.saves_at(iteration)  # after the next step, if this one is left out
             if iteration in self.left_out:
                 if pending is not None:
                     self._record(pending.result())
@@ -249,7 +251,6 @@ class _Run:
                 continue
             learning_rate = self.state.optimizer.learning_rate
             self.profiler.before(iteration)
-            save_is_due |= checkpoint.saves_at(iteration)
             check = self._new_check(iteration, save_is_due=save_is_due)
             sampler = self._sampler_of(iteration)
             values = train_step(
@@ -279,7 +280,7 @@ class _Run:
                 self._record(pending.result())
             pending = queued
             evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
-            stops = self.stop_requested or iteration - first + 1 == training.exit_interval
+            stops = self.stop_requested or iteration - first + 1 >= (training.exit_interval or math.inf)
             if evaluates or save_is_due or stops or iteration == total:
                 self._record(pending.result())
                 pending = None

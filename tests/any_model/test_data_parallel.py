@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -261,9 +262,18 @@ def _unequal_use(group: Group) -> None:
     optimizer.step()
 
 
-def test_unequal_use_is_an_error(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"ReplicaError: .* rank \d has \d+: let every rank use the same parameters"):
-        ranks.run(on_default_group, _unequal_use, num_ranks=2)
+def _unequal_backwards(group: Group) -> None:
+    model, optimizer = build("O2")
+    for _ in range(1 + group.rank()):
+        model(torch.arange(32)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("unequal", [_unequal_use, _unequal_backwards])
+def test_unequal_use_is_an_error(ranks: RankPool, unequal: Callable[[Group], None]) -> None:
+    error = r"ReplicaError: .* rank \d has \d+, \d+ times: let every rank use the same parameters"
+    with pytest.raises(RankError, match=error):
+        ranks.run(on_default_group, unequal, num_ranks=2)
 
 
 def _one_rank_overflows(group: Group) -> tuple[int, bool]:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.grad_tensor import GradTensor
 from fp8_megatron.any_model.gradients import clip_grad_norm_
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
+from fp8_megatron.errors import UserError
 from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.stats import snr_db
 
@@ -154,6 +156,34 @@ def test_our_clipping_is_torchs() -> None:
     assert clip_grad_norm_(model.head.weight, 1e9).item() == pytest.approx(dense(model.head.weight.grad).norm().item())
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_one_bad_gradient_skips_one_step(level: str, num_micro_batches: int) -> None:
+    """Clipping makes gradients NaN. Their padding, and slots without a gradient, do not stay NaN."""
+    model, optimizer = build(level)
+    for step in range(6):
+        optimizer.zero_grad()
+        for seed in range(num_micro_batches):
+            backward(model, 10 * step + seed)
+        if step in (1, 3):
+            model.norm.weight.grad.fill_(math.nan)
+        if step in (3, 4):
+            model.linear.weight.grad = model.head.weight.grad = model.head.bias.grad = None
+        if step == 5:  # of some parameters
+            model.head.bias.grad.fill_(math.inf)
+            model.linear.weight.grad.mul_(math.nan)
+            clip_grad_norm_([model.head.bias, model.head.weight], 1.0)
+        else:
+            clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        assert optimizer.num_skipped_steps == {1: 1, 2: 1, 3: 2, 4: 2, 5: 3}.get(step, 0), step
+    optimizer.zero_grad()
+    backward(model, 60)
+    optimizer.step()
+    assert optimizer.num_skipped_steps == 3
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
 def test_gradients_are_none_before_backward_and_after_zero_grad() -> None:
     model, optimizer = build()
     for drop in (lambda: None, optimizer.zero_grad, model.zero_grad, lambda: optimizer.zero_grad(set_to_none=True)):
@@ -233,6 +263,40 @@ def test_a_model_is_copied_and_pickled_without_its_optimizer() -> None:
             assert not isinstance(optimizer, type(getattr(param, "main_grad", None)))
     backward(model)
     assert model.linear.weight.owner.value().abs().max() < 1.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_backward_that_asks_for_some_gradients_leaves_the_others(level: str, checkpoints: bool) -> None:
+    """As an adversary's or a saliency map's does. In plain torch no other ``p.grad`` changes."""
+    model, _ = build(level)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(model, x, use_reentrant=False) if checkpoints else model(x)
+        return y.square().sum()
+
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    run(x).backward()
+    expected, x.grad = x.grad, None
+    before = {name: dense(param.grad) for name, param in model.named_parameters()}
+    (of_input,) = torch.autograd.grad(run(x), x)
+    run(x).backward(inputs=[x])
+    assert torch.equal(of_input, expected) and torch.equal(x.grad, expected)
+    for name, param in model.named_parameters():
+        assert torch.equal(dense(param.grad), before[name]), name
+    model.zero_grad()
+    torch.autograd.grad(run(x), x)
+    assert all(param.grad is None for param in model.parameters())
+    run(x).backward(inputs=[model.linear.weight])
+    assert torch.equal(dense(model.linear.weight.grad), before["linear.weight"])
+    assert [name for name, param in model.named_parameters() if param.grad is not None] == ["linear.weight"]
+
+
+def test_the_gradient_of_a_layer_cannot_be_returned() -> None:
+    model, _ = build()
+    with pytest.raises(UserError, match=r"gradient of linear\.weight, .*backward\(inputs="):
+        torch.autograd.grad(model(torch.randn(32, 48)).sum(), list(model.parameters()), allow_unused=True)
+    assert model.linear.weight.grad is None
 
 
 def test_sparse_gradients_are_refused() -> None:

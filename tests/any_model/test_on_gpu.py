@@ -134,10 +134,44 @@ def test_nothing_waits_for_the_device() -> None:
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(x).float().square().mean()
             loss.backward()
+            fp8_megatron.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_one_bad_gradient_skips_one_step(dtype: torch.dtype, num_micro_batches: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.LayerNorm(48), torch.nn.Linear(48, 5)).to(
+        "cuda", dtype
+    )
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "O2")
+    for step in range(4):
+        for _ in range(num_micro_batches):
+            model(torch.randn(32, 48, device="cuda", dtype=dtype)).float().square().mean().backward()
+        if step == 1:
+            model[1].weight.grad.fill_(float("nan"))
+        fp8_megatron.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.num_skipped_steps == 1
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_a_backward_that_asks_for_some_gradients_leaves_the_others(compiles: bool) -> None:
+    torch._dynamo.reset()
+    model = build()
+    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "O2")
+    call = torch.compile(model) if compiles else model
+    x = torch.randn(256, 256, device="cuda", requires_grad=True)
+    (asked,) = torch.autograd.grad(call(x).square().sum(), x)
+    assert all(param.grad is None for param in model.parameters())
+    call(x).square().sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    assert torch.equal(x.grad, asked)  # type: ignore[arg-type]
 
 
 def test_layers_move_to_the_gpu_and_are_copied_there() -> None:

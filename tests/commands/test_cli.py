@@ -99,6 +99,18 @@ def test_a_mistake_is_told_where_neither_torch_nor_megatron_can_be_imported(word
     assert result.stderr.startswith("error: ")
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_imports_neither_torch_nor_megatron(name: str) -> None:
+    code = (
+        "import sys; from fp8_megatron import cli\n"
+        f"try: cli.main([{name!r}, '--help'])\n"
+        "finally: print('imported:', *({'torch', 'transformers', 'megatron'} & sys.modules.keys()))"
+    )
+    result = python("-c", code)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    assert result.stdout.startswith("usage: ") and result.stdout.splitlines()[-1] == "imported:"
+
+
 def test_importing_changes_nothing() -> None:
     code = "import os, sys; before = dict(os.environ); import fp8_megatron, fp8_megatron.device.cudnn as cudnn; "
     result = python("-c", code + "print(os.environ == before, cudnn._home)")

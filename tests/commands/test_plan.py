@@ -113,11 +113,11 @@ def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(f"--gpus 1 --memory-gb 141 {run}".split()) == 0
     out = capsys.readouterr().out
     rows = _rows(out)
-    assert [row[:3] for row in rows[:3]] == [
-        ["nothing", a, b] for a, b in (("no", "no"), ("yes", "no"), ("yes", "yes"))
+    assert [row[:4] for row in rows[:3]] == [
+        ["nothing", *form] for form in (("no", "no", "no"), ("yes", "no", "no"), ("yes", "no", "yes"))
     ]
-    lengths = [int(row[3].replace(",", "")) for row in rows]
-    assert len(lengths) == 9 and lengths[0] == min(lengths) and lengths[-1] == max(lengths)
+    lengths = [int(row[4].replace(",", "")) for row in rows]
+    assert len(lengths) == 13 and lengths[0] == min(lengths) and lengths[-1] == max(lengths)
     assert "--loss-chunk-size 8192" in out
     assert plan.main(f"--gpus 1 --memory-gb 24 {run}".split()) == 1
     assert "none" in capsys.readouterr().out

@@ -67,6 +67,12 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         ),
         (1, "--loss-chunk-size 16 --fp8-lm-head"),
         (2, "--bf16 --loss-chunk-size 32 --tensor-model-parallel-size 2 --sequence-parallel"),
+        (1, "--recompute-activations --recompute-modules mlp --mlp-chunks-for-training 64"),
+        (
+            1,
+            "--bf16 --mlp-chunks-for-training 5 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+        ),
         (1, "--recompute-activations --recompute-modules mlp core_attn layernorm"),
         (1, "--recompute-activations --recompute-modules mlp --cuda-graph-impl local"),
         (1, "--position-embedding-type rope --rotary-percent 0.5"),
@@ -364,6 +370,18 @@ FULL = "--recompute-granularity full "
             "--loss-chunk-size 16 --tensor-model-parallel-size 2 --sequence-parallel",
             "loss_chunk_size(16) is not a multiple of 16 × tensor_model_parallel_size(2) = 32; choose 32",
         ),
+        (
+            1,
+            "--mlp-chunks-for-training 4 --recompute-activations",
+            "mlp_chunks_for_training(4): backward computes MLPs in chunks again; give --recompute-granularity full",
+        ),
+        (
+            2,
+            FULL + "--recompute-method uniform --recompute-num-layers 1 --mlp-chunks-for-training 64 "
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            "mlp_chunks_for_training(64) × 16 > 512 positions of a rank, and a chunk has a multiple of 16; choose at "
+            "most 32",
+        ),
         (1, "--loss-chunk-size 16 --cuda-graph-impl local", "does not record the backward inside loss_chunk_size(16)"),
         # precision
         (
@@ -438,7 +456,7 @@ FULL = "--recompute-granularity full "
         # weight gradients with a delayed scale
         (
             1,
-            "--fp8-weight-grad-scaling delayed",
+            "--fp8-weight-grad-scaling delayed --fp8-recipe tensorwise",
             "takes scales from the amax history of fp8_recipe(delayed), not tensorwise; give both",
         ),
         (
@@ -595,9 +613,9 @@ def test_te_needs_transformer_engine(installed: bool, monkeypatch: pytest.Monkey
             "params_dtype(fp8) has no effect under precision(te)"
             in problems(parse("--precision te --params-dtype fp8"), 1)[0]
         )
-        kept = "--precision te --first-last-layers-bf16"
+        kept = "--precision te --fp8-recipe tensorwise --first-last-layers-bf16"
         assert problems(parse(kept), 1) == []
-        (problem,) = problems(parse(f"{kept} --fp8-recipe delayed"), 1)
+        (problem,) = problems(parse("--precision te --first-last-layers-bf16"), 1)
         assert "precision(te) with fp8_recipe(delayed) has no first_last_layers_bf16; drop it" in problem
         two_stages = f"{kept} --pipeline-model-parallel-size 2 --num-layers-at-end-in-bf16"
         assert problems(parse(f"{two_stages} 12"), 2) == []
@@ -686,7 +704,11 @@ IGNORED = [
     ("opt_level", "--bf16 --opt-level O2", "under precision(bf16); drop it or choose --precision fp8"),
     ("first_last_layers_bf16", "--fp16 --first-last-layers-bf16", "under precision(fp16)"),
     ("fp8_power_of_two_scales", "--bf16 --fp8-power-of-two-scales", "under precision(bf16)"),
-    ("fp8_amax_history_len", "--fp8-amax-history-len 4", "under fp8_recipe(tensorwise); drop it or choose --fp8-re"),
+    (
+        "fp8_amax_history_len",
+        "--fp8-recipe tensorwise --fp8-amax-history-len 4",
+        "under fp8_recipe(tensorwise); drop it or choose --fp8-re",
+    ),
     ("fp8_amax_compute_algo", "--fp8-recipe blockwise --fp8-amax-compute-algo most_recent", "under fp8_recipe(block"),
     ("hysteresis", "--hysteresis 1", "under precision(fp8); drop it or choose fp16"),
     ("loss_scale_window", "--fp16 --loss-scale 8 --loss-scale-window 5", "with loss_scale(8.0)"),
@@ -711,8 +733,8 @@ def test_a_setting_that_its_mode_does_not_read_is_refused(name: str, flags: str,
 
 def test_a_files_recipe_is_refused_beside_bf16() -> None:
     config = parse("")
-    (problem,) = problems(replace(config, precision=PrecisionConfig(precision="bf16", fp8_recipe="delayed")), 1)
-    assert problem.startswith("fp8_recipe(delayed) has no effect under precision(bf16)")
+    (problem,) = problems(replace(config, precision=PrecisionConfig(precision="bf16", fp8_recipe="blockwise")), 1)
+    assert problem.startswith("fp8_recipe(blockwise) has no effect under precision(bf16)")
 
 
 def test_sequence_parallelism_needs_ranks() -> None:
@@ -741,6 +763,8 @@ def test_a_split_has_finite_weights(split: str) -> None:
 
 
 def test_transformer_engines_layers_stay_whole() -> None:
-    found = problems(parse("--precision te --cpu-offloading-num-layers 2 --loss-chunk-size 16"), 1)
-    for setting in ("cpu_offloading_num_layers(2)", "loss_chunk_size(16)"):
+    found = problems(
+        parse("--precision te --cpu-offloading-num-layers 2 --loss-chunk-size 16 --mlp-chunks-for-training 2"), 1
+    )
+    for setting in ("cpu_offloading_num_layers(2)", "loss_chunk_size(16)", "mlp_chunks_for_training(2)"):
         assert any(line.startswith(setting) and "choose precision fp8 or bf16" in line for line in found)

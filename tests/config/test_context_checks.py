@@ -29,6 +29,9 @@ def problems(flags: str, world_size: int = 8) -> list[str]:
         CP4 + "--tensor-model-parallel-size 2 --sequence-parallel",
         CP4 + "--pipeline-model-parallel-size 2 --calculate-per-token-loss",
         LLAMA + "--cp-comm-type p2p",
+        CP4 + "--cp-comm-type a2a --window-size 5,0",
+        CP4 + "--cp-comm-type a2a --tensor-model-parallel-size 2 --num-attention-heads 16",
+        CP4 + "--cp-comm-type a2a --attention-backend cudnn --deterministic-mode",
     ],
 )
 def test_what_works_passes(flags: str) -> None:
@@ -66,6 +69,15 @@ def test_what_works_passes(flags: str) -> None:
             CP4 + "--deterministic-mode --attention-backend cudnn",
             "context_parallel_size(4) has no attention_backend(cudnn) in deterministic_mode, as cuDNN's backward does",
         ),
+        (
+            CP4 + "--cp-comm-type a2a --group-query-attention --num-query-groups 2",
+            "cp_comm_type(a2a): num_query_groups(2) / tensor_model_parallel_size(1) % context_parallel_size(4) = 2, "
+            "and each rank takes as many; choose a context_parallel_size that divides 2, or cp_comm_type p2p",
+        ),
+        (
+            CP4 + "--cp-comm-type a2a --tensor-model-parallel-size 2 --num-attention-heads 4 --kv-channels 64",
+            "cp_comm_type(a2a): num_attention_heads(4) / tensor_model_parallel_size(2) % context_parallel_size(4) = 2",
+        ),
         (CP4 + "--cuda-graph-impl local", "does not record the exchange of context_parallel_size(4); drop it, or"),
         (
             CP4 + "--seq-length 24 --micro-batch-size 1",
@@ -82,15 +94,16 @@ def test_what_cannot_work_is_one_line(flags: str, said: str) -> None:
     assert said in problem
 
 
-def test_documents_are_refused() -> None:
+def test_documents_need_whole_sequences() -> None:
     text = "--data-path a --vocab-size 512 --tokenizer-type NullTokenizer --reset-attention-mask --attention-dropout 0 "
     (problem,) = problems(text + "--context-parallel-size 4")
     assert "context_parallel_size(4) has no documents in attention; drop reset_attention_mask" in problem
+    assert problems(text + "--context-parallel-size 4 --cp-comm-type a2a") == []
 
 
 def test_other_exchanges_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--cp-comm-type 'a2a' is not one of p2p, all_gather"):
-        check_config(parse_config([*CP4.split(), "--cp-comm-type", "a2a"]), 8)
+    with pytest.raises(ConfigError, match="--cp-comm-type 'a2a\\+p2p' is not one of p2p, all_gather, a2a"):
+        check_config(parse_config([*CP4.split(), "--cp-comm-type", "a2a+p2p"]), 8)
 
 
 def test_a_batch_is_of_data_parallel_ranks() -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SCHEDULE_NOTE = "step_batch_size_schedule sets the global batch; global_batch_size(1536) is not read"
 
 #: precision, recipe, amax history; samples or steps; micro-batch, largest batch; lr, min lr, weight decay, β₂, dropout.
-BF16, FP16 = ("bf16", "tensorwise", 16), ("fp16", "tensorwise", 16)
+BF16, FP16 = ("bf16", "delayed", 16), ("fp16", "delayed", 16)
 TE, FP8 = ("te", "delayed", 1), ("fp8", "delayed", 1)
 SMALL = (500_000, 8, 64, 1.5e-4, 1e-5, 0.01, 0.999, 0.1)
 LARGE_6B7 = (48_828_125, 1, 2048, 3e-4, 3e-5, 0.1, 0.95, 0.0)
@@ -119,7 +119,7 @@ def test_a_shell_script_runs_unchanged(tmp_path: Path) -> None:
     script.write_text(SHELL)
     done = run_script(script, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "ranks: 8 = tensor 1 × pipeline 1 × data 8" in done.stdout and "  * fp8_recipe = delayed" in done.stdout
+    assert "ranks: 8 = tensor 1 × pipeline 1 × data 8" in done.stdout and "  * fp8_amax_history_len = 1" in done.stdout
     assert "split = 99,1,0" in done.stdout
     assert "nothing to do here for --use-distributed-optimizer --split" in done.stderr
     assert "global_batch_size(32) is not read" in done.stderr

@@ -131,8 +131,8 @@ def test_the_transpose_cache_is_a_switch_or_a_number(flags: str, layers: int) ->
         ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max", ("delayed", 1024, "max")),
         ("--fp8-format hybrid --fp8-recipe tensorwise", ("tensorwise", 16, "max")),
         ("--fp8-recipe delayed", ("delayed", 16, "max")),
-        ("--msamp", ("tensorwise", 16, "max")),
-        (f"--config {CONFIGS / 'gpt_7b.yaml'} --fp8-format hybrid", ("tensorwise", 16, "max")),
+        ("--msamp", ("delayed", 16, "max")),
+        (f"--config {CONFIGS / 'gpt_7b.yaml'} --fp8-format hybrid", ("delayed", 16, "max")),
         (f"--config {CONFIGS / 'gpt_7b.yaml'} {CONFIGS / 'fast.yaml'} --fp8-hybrid", ("delayed", 16, "max")),
     ],
 )

@@ -12,6 +12,7 @@ from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data.datasets import build_datasets
 from fp8_megatron.data.document_bounds import CU_SEQLENS, DocumentBounds, most_documents
 from fp8_megatron.data.loader import build_loader
+from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.errors import UserError
 from tests.harness.token_files import write_token_files
@@ -56,8 +57,10 @@ def test_no_sample_has_more_documents_than_its_index_says(tmp_path: Path) -> Non
     assert found["a",] < found["b",] == max(found.values())
 
 
+@pytest.mark.parametrize("part", [None, SequencePart(1, 3)])
 @pytest.mark.parametrize("documents", [None, DocumentBounds(EOD, room=8)])
-def test_batches_have_their_documents(documents: DocumentBounds | None) -> None:
+def test_batches_have_their_documents(documents: DocumentBounds | None, part: SequencePart | None) -> None:
+    """Of whole sequences, where ranks share them too."""
     zeros = torch.zeros(6)
     samples = [{"tokens": row, "labels": row, "loss_mask": zeros, "position_ids": row} for row in TOKENS]
     loader = build_loader(
@@ -66,8 +69,10 @@ def test_batches_have_their_documents(documents: DocumentBounds | None) -> None:
         data_parallel_rank=0,
         data_parallel_size=1,
         documents=documents,
+        part=part,
     )
     batch = next(loader)
+    assert batch["tokens"].shape == (3, 6 if part is None else 2)
     assert (batch.get(CU_SEQLENS) is None) == (documents is None)
     if documents is not None:
         assert torch.equal(batch[CU_SEQLENS], documents.of(TOKENS))

@@ -38,7 +38,7 @@ _SHRINK = {
     "tools.gradient_snr": "--train-iters 6",
 }
 _TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 128 --mock-data"
-_RUN = f"--train-iters 3 --eval-interval 0 --micro-batch-size 2 {_TINY}"
+_RUN = f"--train-iters 3 --lr 1e-3 --eval-interval 0 --micro-batch-size 2 {_TINY}"
 _CORPUS = "python tools/build_quickstart_corpus.py --max-mb 1 --output"
 _QUICKSTART = "runs/quickstart/data"
 #: What blocks that say ``needs`` find.

@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 #: Words that make an example short, and the packages that it needs.
 SHORT = {
     "mnist": ("--steps 6", ()),
-    "vision_timm": ("--steps 5 --batch-size 8", ("timm", "torchvision")),
+    "vision_timm": ("--steps 6 --batch-size 8 --record", ("timm", "torchvision")),
     "roberta_mlm": ("--steps 6 --batch-size 4", ("transformers", "tokenizers")),
     "sft_trl": ("--steps 5", ("trl", "datasets")),
     "rlhf_trl": ("--steps 4", ("trl", "datasets")),

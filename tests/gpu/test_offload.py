@@ -1,9 +1,8 @@
-"""Activations on the host and the loss over chunks, on a GPU: the same losses, no waiting host, less memory."""
+"""Activations on the host, loss and MLPs over chunks, on a GPU: the same losses, no waiting host, less memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,11 @@ import pytest
 import torch
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.device import device as devices
-from fp8_megatron.mcore.runtime import runtime, seed_everything
-from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
-from fp8_megatron.training.build import build_training_state
-from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+from tests.harness.training_states import step_without_waiting, training_states
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,40 +56,21 @@ def test_the_loss_over_chunks_follows(tmp_path: Path, head: bool) -> None:
 
 @pytest.fixture
 def build_state() -> Iterator[Callable[..., Any]]:
-    """A training state of given flags and its loader, on the GPU, until the test ends."""
-    with ExitStack() as stack:
-
-        def build(**overrides: object) -> Any:
-            config = parse_config(tiny_flags(Path("unused"), **{**MODEL, "train_iters": 100, **overrides}))
-            device = devices.select_device()
-            stack.enter_context(runtime(device))
-            topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
-            seed_everything(1, device, tensor_parallel_rank=0, pipeline_rank=0)
-            data = open_run_data(config, topology)
-            state = build_training_state(config, data.vocab_size, topology, device)
-            return state, data.train_loader(0)
-
+    """A training state of given flags, its loader and the bytes held before, on the GPU, until the test ends."""
+    with training_states(MODEL) as build:
         yield build
 
 
 @pytest.mark.parametrize("form", [{}, {"loss_chunk_size": 96, "fp8_lm_head": True, **FULL}], ids=["none", "full"])
 def test_nothing_waits_for_the_device(build_state: Callable[..., Any], form: dict) -> None:
-    state, loader = build_state(**MOVED, **form)
-    for _ in range(3):
-        train_step(state, loader, wants_stop=False)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            values = train_step(state, loader, wants_stop=False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    state, loader, _ = build_state(**MOVED, **form)
+    values = step_without_waiting(state, loader)
     assert torch.isfinite(values[:3]).all()
 
 
 def _peak(build_state: Callable[..., Any], **settings: object) -> int:
     """Bytes that the third step takes beside what it begins with."""
-    state, loader = build_state(
+    state, loader, _ = build_state(
         hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, num_layers=12, **settings
     )
     for _ in range(2):
@@ -113,3 +89,15 @@ def test_the_device_holds_two_layers(build_state: Callable[..., Any], count: int
     in 8,192, all BF16. Twelve layers are 1,258 MB; two, 134 MB of a layer's backward and the logits less than 500."""
     peak = _peak(build_state, micro_batch_size=16, cpu_offloading_num_layers=count)
     assert (peak < 500e6) == is_moved, peak
+
+
+def test_an_mlp_in_chunks_takes_less() -> None:
+    """4,096 tokens. Backward of a whole MLP makes 134 MB, and 67 of its input to SwiGLU; in 16 chunks 33 MB, 63 of the
+    weights' gradients and transposes, and a sixteenth of the rest."""
+
+    def peak(chunks: int) -> int:
+        with training_states(MODEL) as build:
+            return _peak(build, micro_batch_size=16, **FULL, mlp_chunks_for_training=chunks)
+
+    whole, parts = peak(1), peak(16)
+    assert parts < whole - 60e6, (whole, parts)

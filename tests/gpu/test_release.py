@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,13 @@ import pytest
 import torch
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.device import device as devices
-from fp8_megatron.mcore.runtime import runtime, seed_everything
-from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.sharding.partition import StorageClass
-from fp8_megatron.training.build import build_training_state
-from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import GPU_RUN, tiny_flags
+from tests.harness.training_states import step_without_waiting, training_states
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,19 +37,7 @@ def losses(output_dir: Path, **overrides: object) -> list[float]:
 @pytest.fixture
 def build_state() -> Iterator[Callable[..., Any]]:
     """A training state of given flags, its loader and the bytes held before, on the GPU, until the test ends."""
-    with ExitStack() as stack:
-
-        def build(**overrides: object) -> Any:
-            config = parse_config(tiny_flags(Path("unused"), **{**MODEL, "train_iters": 100, **overrides}))
-            device = devices.select_device()
-            stack.enter_context(runtime(device))
-            topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
-            seed_everything(1, device, tensor_parallel_rank=0, pipeline_rank=0)
-            data = open_run_data(config, topology)
-            before = torch.cuda.memory_allocated()
-            state = build_training_state(config, data.vocab_size, topology, device)
-            return state, data.train_loader(0), before
-
+    with training_states(MODEL) as build:
         yield build
 
 
@@ -74,15 +57,7 @@ def test_released_is_stored_bit_for_bit(tmp_path: Path) -> None:
 
 def test_nothing_waits_for_the_device(build_state: Callable[..., Any]) -> None:
     state, loader, _ = build_state(**STRETCH, **RELEASE)
-    for _ in range(3):
-        train_step(state, loader, wants_stop=False)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            values = train_step(state, loader, wants_stop=False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    values = step_without_waiting(state, loader)
     assert torch.isfinite(values[:3]).all()
 
 

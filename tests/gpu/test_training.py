@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.device import device as devices
 from fp8_megatron.errors import UserError
-from fp8_megatron.mcore.runtime import runtime, seed_everything
-from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.sharding.partition import StorageClass
-from fp8_megatron.training.build import build_training_state
-from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+from tests.harness.training_states import step_without_waiting, training_states
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,20 +128,7 @@ def test_a_save_beside_training_holds_the_state_of_its_step(tmp_path: Path, sett
 @pytest.fixture
 def build_state():  # type: ignore[no-untyped-def]
     """A training state of given flags and its loader, on the GPU, until the test ends."""
-    with ExitStack() as stack:
-
-        def build(**overrides: object):  # type: ignore[no-untyped-def]
-            config = parse_config(tiny_flags(Path("unused"), **{**GPU_RUN, "train_iters": 100, **overrides}))
-            device = devices.select_device()
-            stack.enter_context(runtime(device))
-            topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
-            seed_everything(1, device, tensor_parallel_rank=0, pipeline_rank=0)
-            data = open_run_data(config, topology)
-            torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)  # cuBLAS takes its workspace, once
-            before = torch.cuda.memory_allocated()
-            state = build_training_state(config, data.vocab_size, topology, device)
-            return state, data.train_loader(0), before
-
+    with training_states(GPU_RUN) as build:
         yield build
 
 
@@ -168,15 +150,7 @@ def test_nothing_in_a_step_waits_for_the_device(  # type: ignore[no-untyped-def]
 ) -> None:
     """With PyTorch's synchronisation checks set to raise, warm steps run."""
     state, loader, _ = build_state(global_batch_size=4 * num_micro_batches, fp8_lm_head=fp8_lm_head, **settings)
-    for _ in range(3):
-        train_step(state, loader, wants_stop=False)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            values = train_step(state, loader, wants_stop=False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    values = step_without_waiting(state, loader)
     assert torch.isfinite(values[:3]).all()  # the others are NaN where nothing measures them
 
 

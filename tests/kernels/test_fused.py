@@ -9,6 +9,7 @@ from torch import Tensor
 from fp8_megatron.formats import E4M3, E5M2
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.activation import reference as activation
+from fp8_megatron.kernels.cross_entropy import reference as cross_entropy
 from fp8_megatron.kernels.norm import reference as norm
 from fp8_megatron.quantization.stats import snr_db
 
@@ -153,40 +154,35 @@ def test_cross_entropy(num_shards: int) -> None:
     expected.backward(grad.double())
     shards = [shard.contiguous() for shard in logits.chunk(num_shards, dim=1)]
     width = vocab // num_shards
-    found = [ops.cross_entropy_statistics(shard, labels - index * width) for index, shard in enumerate(shards)]
+    found = [ops.cross_entropy_statistics(shard, labels, first=index * width) for index, shard in enumerate(shards)]
     highest = torch.stack([largest for largest, _, _ in found]).amax(dim=0)
     total = sum(total * torch.exp(largest - highest) for largest, total, _ in found)
     log_sum_exp = highest + torch.log(total)
     target = sum(target for _, _, target in found)
     assert snr_db(log_sum_exp - target, expected.detach()) > FP32_DB
     for index, shard in enumerate(shards):
-        ops.cross_entropy_backward_(shard, labels - index * width, log_sum_exp, grad)
+        ops.cross_entropy_backward_(shard, labels, log_sum_exp, grad, first=index * width)
     assert snr_db(torch.cat(shards, dim=1), exact.grad) > BF16_DB
 
 
-@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "pow2"])
-def test_cross_entropy_gradient_in_fp8(power_of_two: bool) -> None:
+@pytest.mark.parametrize("first", [0, 100])
+def test_cross_entropy_gradient_in_fp8(first: int) -> None:
     """Of a shard, with a scale that bounds it; tokens' gradients of either sign, some zero."""
     logits, width = normal(T, 64, seed=1, size=3.0), 64
-    labels = torch.randint(-width, width, (T,), generator=torch.Generator().manual_seed(2))
+    labels = torch.randint(-width, width, (T,), generator=torch.Generator().manual_seed(2)) + first
     grad = torch.randn(T, generator=torch.Generator().manual_seed(3)) * 1e-3
     grad[::7] = 0.0
     log_sum_exp = torch.logsumexp(torch.cat([logits, normal(T, 64, seed=4)], dim=1).double(), dim=1)
-    onehot = (torch.arange(width) == labels[:, None]).double()
+    onehot = (torch.arange(first, first + width) == labels[:, None]).double()
     exact = (torch.exp(logits.double() - log_sum_exp[:, None]) - onehot) * grad.double()[:, None]
     operands = (logits, labels, log_sum_exp.float(), grad)
-    payload, payload_t, scale = ops.cross_entropy_backward_quantize(
-        *operands, E5M2, scale=None, power_of_two=power_of_two
-    )
-    bound = grad.abs().max().view(1)
-    assert torch.equal(scale, reference.scale_from_amax(bound, E5M2, power_of_two=power_of_two))
+    scale = reference.scale_from_amax(grad.abs().max().view(1), E5M2, power_of_two=False)
+    payload, payload_t = ops.cross_entropy_backward_quantize(*operands, scale, E5M2, first=first)
     assert payload.dtype == E5M2 and snr_db(reference.decode(payload, scale), exact) > E5M2_DB - 1.0  # 48 labels
     assert torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
     assert not reference.decode(payload[::7]).any()
-    again, _, taken = ops.cross_entropy_backward_quantize(*operands, E5M2, scale=scale)
-    assert taken.numel() == 0 and torch.equal(again.view(torch.uint8), payload.view(torch.uint8))
     plain = logits.clone().float()
-    ops.cross_entropy_backward_(plain, *operands[1:])
+    ops.cross_entropy_backward_(plain, *operands[1:], first=first)
     assert torch.equal(reference.encode(plain, scale, E5M2).view(torch.uint8), payload.view(torch.uint8))
 
 
@@ -196,11 +192,51 @@ def test_cross_entropy_gradient_of_small_probabilities() -> None:
     exponents = torch.arange(-40, 0)
     logits = (exponents * 0.6931471805599453).view(1, -1).repeat(4, 1)
     labels, log_sum_exp, grad = torch.full((4,), -1), torch.zeros(4), torch.tensor([1.0, 0.5, 1e-3, 0.0])
-    payload, _, scale = ops.cross_entropy_backward_quantize(logits, labels, log_sum_exp, grad, E5M2, scale=None)
+    scale = torch.full((1,), 1.0 / 57344.0)
+    payload, _ = ops.cross_entropy_backward_quantize(logits, labels, log_sum_exp, grad, scale, E5M2)
     measured, exact = reference.decode(payload, scale)[0], torch.exp2(exponents.float())
     normal_range = exponents >= -29
     assert ((measured - exact).abs() <= exact / 8)[normal_range].all()
     assert (measured[exponents >= -32] > 0).all() and not measured[exponents < -33].any()
+
+
+def test_scales_of_tokens() -> None:
+    """1 − p to FP32's precision for p from 0 to 1 − 2⁻²⁰, and LEAST beyond, also where rounding makes p more than 1."""
+    loss = torch.cat([torch.logspace(-8, 3, 500), torch.tensor([0.0, -1e-6, 200.0])])
+    log_sum_exp = torch.rand(len(loss), generator=torch.Generator().manual_seed(1)) * 16
+    target = log_sum_exp - loss
+    upstream = torch.randn(len(loss), generator=torch.Generator().manual_seed(2))
+    upstream[:3] = torch.tensor([0.0, torch.nan, torch.inf])
+    factors, scales, payload_scale = ops.token_scales(log_sum_exp, target, upstream)
+    exact = -torch.expm1(target.double() - log_sum_exp.double()).clamp(max=-(2.0**-20))
+    torch.testing.assert_close(factors.double(), 1.0 / (cross_entropy.KEPT * exact), rtol=4 * 2.0**-24, atol=0)
+    torch.testing.assert_close(scales[3:].double(), (exact * upstream)[3:], rtol=3 * 2.0**-24, atol=0)
+    assert scales[0] == 0.0 and scales[1].isnan() and scales[2] == torch.inf
+    assert payload_scale == 2.0**-15
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rms", [False, True])
+def test_norm_with_a_scale_of_each_row(rms: bool, transposed: bool) -> None:
+    x, weight = normal(T, K, seed=1, size=3.0) + 0.5, 1 + normal(K, seed=2, size=0.3)
+    bias = None if rms else normal(K, seed=3, size=0.3)
+    row_scales = torch.randn(T, generator=torch.Generator().manual_seed(4)) * 1e-3
+    row_scales[5:9] = 0.0
+    mean, rstd = norm.statistics(x, 1e-5, rms=rms)
+    values = (x.double() - (0.0 if rms else mean.double()[:, None])) * rstd.double()[:, None] * weight.double()
+    exact = (values if bias is None else values + bias.double()) * row_scales.double()[:, None]
+    operands = (x, weight, bias, mean, rstd, row_scales)
+    amax = ops.norm_amax_scaled(*operands)
+    torch.testing.assert_close(amax.double(), exact.abs().max().view(1), rtol=1e-6, atol=0)
+    payload, scale = ops.norm_quantize_scaled(*operands, E4M3, scale=None, transposed=transposed)
+    assert torch.equal(scale, reference.scale_from_amax(amax, E4M3, power_of_two=False))
+    assert payload.shape == ((K, T) if transposed else (T, K))
+    rows = payload.float().t() if transposed else payload.float()
+    assert snr_db(rows * scale, exact) > E4M3_DB and not rows[5:9].any()
+    again, taken = ops.norm_quantize_scaled(*operands, E4M3, scale=scale, transposed=transposed)
+    assert taken.numel() == 0 and torch.equal(again.view(torch.uint8), payload.view(torch.uint8))
+    larger = ops.norm_quantize_scaled(*operands, E4M3, scale=None, power_of_two=True)[1]
+    assert larger.log2() == larger.log2().floor() and scale <= larger < 2 * scale
 
 
 @pytest.mark.parametrize("num_columns", [0, 1, 41, 63])
@@ -220,8 +256,8 @@ def test_padding_takes_no_part_in_the_cross_entropy(num_columns: int) -> None:
             assert torch.equal(found, expected)
     else:
         assert (largest == torch.finfo(torch.float32).min).all() and not total.any() and not target.any()
-    payload, payload_t, _ = ops.cross_entropy_backward_quantize(
-        logits, labels, log_sum_exp, grad, E5M2, scale=torch.full((1,), 1e-4), num_columns=num_columns
+    payload, payload_t = ops.cross_entropy_backward_quantize(
+        logits, labels, log_sum_exp, grad, torch.full((1,), 1e-4), E5M2, num_columns=num_columns
     )
     ops.cross_entropy_backward_(rest, labels, log_sum_exp, grad)
     ops.cross_entropy_backward_(logits, labels, log_sum_exp, grad, num_columns=num_columns)

@@ -190,16 +190,16 @@ def test_quantize_qkv_grad(widths: tuple[int, ...], layout: str, current: bool) 
 def test_cross_entropy(shape: tuple[int, int], offset: int) -> None:
     logits = normal(*shape, seed=1, size=5.0)
     generator = torch.Generator().manual_seed(2)
-    labels = torch.randint(shape[1], (shape[0],), generator=generator) - offset
+    labels = torch.randint(shape[1], (shape[0],), generator=generator)
     grad = torch.rand(shape[0], generator=generator)
-    expected = cross_entropy.cross_entropy_statistics(logits, labels, shape[1])
+    expected = cross_entropy.cross_entropy_statistics(logits, labels, offset, shape[1])
     on_gpu = logits.cuda()
-    measured = ops.cross_entropy_statistics(on_gpu, labels.cuda())
+    measured = ops.cross_entropy_statistics(on_gpu, labels.cuda(), first=offset)
     assert torch.equal(measured[0].cpu(), expected[0]) and torch.equal(measured[2].cpu(), expected[2])
     torch.testing.assert_close(measured[1].cpu(), expected[1], rtol=1e-5, atol=0)
     log_sum_exp = expected[0] + expected[1].log()
-    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, shape[1])
-    ops.cross_entropy_backward_(on_gpu, *(x.cuda() for x in (labels, log_sum_exp, grad)))
+    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, offset, shape[1])
+    ops.cross_entropy_backward_(on_gpu, *(x.cuda() for x in (labels, log_sum_exp, grad)), first=offset)
     assert snr_db(on_gpu.cpu(), logits) > BF16_DB
 
 
@@ -215,7 +215,7 @@ def test_padding_takes_no_part_in_the_cross_entropy(shape: tuple[int, int], num_
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(max(num_columns, 1), (shape[0],), generator=generator) - 10 * (num_columns == 0)
     grad = torch.rand(shape[0], generator=generator)
-    expected = cross_entropy.cross_entropy_statistics(logits, labels, num_columns)
+    expected = cross_entropy.cross_entropy_statistics(logits, labels, 0, num_columns)
     on_gpu = logits.cuda()
     measured = ops.cross_entropy_statistics(on_gpu, labels.cuda(), num_columns=num_columns)
     assert torch.equal(measured[0].cpu(), expected[0]) and torch.equal(measured[2].cpu(), expected[2])
@@ -224,13 +224,13 @@ def test_padding_takes_no_part_in_the_cross_entropy(shape: tuple[int, int], num_
     grad[3] = torch.inf
     operands = tuple(operand.cuda() for operand in (labels, log_sum_exp, grad))
     scale = torch.full((1,), 1e-6, device="cuda")
-    quantized = ops.cross_entropy_backward_quantize(on_gpu, *operands, E5M2, scale=scale, num_columns=num_columns)
+    quantized = ops.cross_entropy_backward_quantize(on_gpu, *operands, scale, E5M2, num_columns=num_columns)
     wanted = cross_entropy.cross_entropy_backward_quantize(
-        logits, labels, log_sum_exp, grad, E5M2, scale.cpu(), False, num_columns
+        logits, labels, log_sum_exp, grad, scale.cpu(), E5M2, 0, num_columns
     )
     assert_same_payload(quantized[0], wanted[0])
     assert torch.equal(quantized[1].view(torch.uint8), quantized[0].view(torch.uint8).t())
-    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, num_columns)
+    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, 0, num_columns)
     ops.cross_entropy_backward_(on_gpu, *operands, num_columns=num_columns)
     assert not on_gpu[:, num_columns:].any() and not quantized[0].float()[:, num_columns:].any()
     finite = torch.arange(shape[0]) != 3
@@ -254,55 +254,50 @@ def cross_entropy_operands(shape: tuple[int, int], offset: int, *, size: float =
 
 @pytest.mark.parametrize("shape", CROSS_ENTROPY_SHAPES, ids=str)
 @pytest.mark.parametrize("offset", [0, 10], ids=["whole", "shard"])
-@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "pow2"])
-def test_cross_entropy_backward_quantize(shape: tuple[int, int], offset: int, power_of_two: bool) -> None:
-    """Its scale and what it makes of the gradient are exact, and so are both layouts; the gradient's exponential is
-    the GPU's."""
+def test_cross_entropy_backward_quantize(shape: tuple[int, int], offset: int) -> None:
+    """What it makes of the gradient is exact, and so are both layouts; the gradient's exponential is the GPU's."""
     operands = cross_entropy_operands(shape, offset)
     logits, labels, log_sum_exp, grad = (operand.cuda() for operand in operands)
-    expected = cross_entropy.cross_entropy_backward_quantize(*operands, E5M2, None, power_of_two, shape[1])
-    payload, payload_t, scale = ops.cross_entropy_backward_quantize(
-        logits, labels, log_sum_exp, grad, E5M2, scale=None, power_of_two=power_of_two
-    )
-    assert torch.equal(scale.cpu(), expected[2])
-    assert_same_payload(payload, expected[0])
-    assert torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
-    # Bitwise: the same arithmetic in the kernel that writes the gradient itself, then the reference's cast.
     values = logits.float()
     ops.cross_entropy_backward_(values, labels, log_sum_exp, grad)
-    assert torch.equal(
-        payload.cpu().view(torch.uint8), reference.encode(values.cpu(), expected[2], E5M2).view(torch.uint8)
+    for size in (1e-3 / 57344, 3e-8):
+        scale = torch.full((1,), size)
+        expected = cross_entropy.cross_entropy_backward_quantize(*operands, scale, E5M2, 0, shape[1])
+        payload, payload_t = ops.cross_entropy_backward_quantize(logits, labels, log_sum_exp, grad, scale.cuda(), E5M2)
+        assert_same_payload(payload, expected[0])
+        assert torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
+        # Bitwise: the same arithmetic in the kernel that writes the gradient itself, then the reference's cast.
+        cast = reference.encode(values.cpu(), scale, E5M2)
+        assert torch.equal(payload.cpu().view(torch.uint8), cast.view(torch.uint8))
+    moved = ops.cross_entropy_backward_quantize(
+        logits, labels + 1000, log_sum_exp, grad, scale.cuda(), E5M2, first=1000
     )
+    assert torch.equal(moved[0].view(torch.uint8), payload.view(torch.uint8))
     assert torch.equal(logits.cpu(), operands[0])  # only read
-    given = torch.full((1,), 3e-8, device="cuda")
-    again = ops.cross_entropy_backward_quantize(logits, labels, log_sum_exp, grad, E5M2, scale=given)
-    assert torch.equal(
-        again[0].cpu().view(torch.uint8), reference.encode(values.cpu(), given.cpu(), E5M2).view(torch.uint8)
-    )
-    assert torch.equal(again[1].view(torch.uint8), again[0].view(torch.uint8).t()) and again[2].numel() == 0
 
 
 @pytest.mark.parametrize("where", ["logits", "log_sum_exp", "grad"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_cross_entropy_backward_quantize_of_what_is_not_finite(where: str, bad: float) -> None:
-    """In one place: a NaN stays in its row, or with a bad gradient the scale is one, as in the reference."""
+    """In one place: a NaN stays in its row, as in the reference."""
     operands = cross_entropy_operands((64, 256), 0)
     operands[["logits", "", "log_sum_exp", "grad"].index(where)][3] = bad
-    expected = cross_entropy.cross_entropy_backward_quantize(*operands, E5M2, None, False, 256)
-    payload, payload_t, scale = ops.cross_entropy_backward_quantize(*cuda(*operands), E5M2, scale=None)
-    torch.testing.assert_close(scale.cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
+    scale = torch.full((1,), 1e-8)
+    expected = cross_entropy.cross_entropy_backward_quantize(*operands, scale, E5M2, 0, 256)
+    payload, payload_t = ops.cross_entropy_backward_quantize(*cuda(*operands), scale.cuda(), E5M2)
     values, wanted = reference.decode(payload.cpu()), reference.decode(expected[0])
     assert torch.equal(values.isnan(), wanted.isnan())
     assert torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
     finite = ~wanted.isnan()
-    if finite.any():
-        assert_same_payload(payload.cpu()[finite], expected[0][finite])
+    assert finite.any()
+    assert_same_payload(payload.cpu()[finite], expected[0][finite])
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (16, 40)], ids=str)
 def test_cross_entropy_backward_quantize_refuses(shape: tuple[int, int]) -> None:
+    scale = torch.ones(1, device="cuda")
     with pytest.raises(ValueError, match="multiple of"):
-        ops.cross_entropy_backward_quantize(*cuda(*cross_entropy_operands(shape, 0)), E5M2, scale=None)
+        ops.cross_entropy_backward_quantize(*cuda(*cross_entropy_operands(shape, 0)), scale, E5M2)
 
 
 def test_cross_entropy_backward_quantize_beyond_two_billion_elements() -> None:
@@ -310,12 +305,60 @@ def test_cross_entropy_backward_quantize_beyond_two_billion_elements() -> None:
     tokens, width = 2**15 + 64, 2**16
     logits = normal(4, width, seed=1).cuda().repeat(tokens // 4, 1)
     labels, log_sum_exp, grad = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), 12.0), torch.ones(tokens)
-    payload, payload_t, _ = ops.cross_entropy_backward_quantize(
-        logits, *cuda(labels, log_sum_exp, grad), E5M2, scale=None
-    )
+    scale = torch.full((1,), 1.0 / 57344.0)
+    payload, payload_t = ops.cross_entropy_backward_quantize(logits, *cuda(labels, log_sum_exp, grad, scale), E5M2)
     codes, turned = payload.view(torch.uint8), payload_t.view(torch.uint8)
     for rows in (slice(0, 64), slice(tokens - 64, tokens)):
         assert torch.equal(codes[rows], codes[:64]) and torch.equal(turned[:, rows], codes[:64].t())
+
+
+@pytest.mark.parametrize("tokens", [1, 1000, 4096])
+def test_scales_of_tokens(tokens: int) -> None:
+    """The exponential is the GPU's, within an ulp or two; products and the quotient are exact."""
+    generator = torch.Generator().manual_seed(1)
+    log_sum_exp = torch.rand(tokens, generator=generator) * 16
+    target = log_sum_exp - torch.logspace(-9, 3, tokens)
+    target[-1] = log_sum_exp[-1] + 1e-6  # p rounded to more than 1
+    upstream = torch.randn(tokens, generator=generator)
+    upstream[::5] = 0.0
+    measured = [values.cpu() for values in ops.token_scales(*cuda(log_sum_exp, target, upstream))]
+    for values, expected in zip(measured, cross_entropy.token_scales(log_sum_exp, target, upstream), strict=True):
+        torch.testing.assert_close(values, expected, rtol=4 * 2.0**-24, atol=0)
+    upstream[0], target[-1] = torch.nan, torch.nan
+    factors, scales, _ = (values.cpu() for values in ops.token_scales(*cuda(log_sum_exp, target, upstream)))
+    assert scales[0].isnan() and factors[-1].isnan() and scales[-1].isnan()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", ["layernorm", "layernorm, no bias", "rmsnorm"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_norm_quantize_scaled(shape: tuple[int, int], form: str, transposed: bool) -> None:
+    """Bit for bit: the statistics are given."""
+    x, weight = normal(*shape, seed=1, size=3.0) + 0.5, 1 + normal(shape[1], seed=2, size=0.3)
+    bias = normal(shape[1], seed=3, size=0.3) if form == "layernorm" else None
+    row_scales = torch.randn(shape[0], generator=torch.Generator().manual_seed(4)) * 1e-3
+    row_scales[5:9] = 0.0
+    operands = (x, weight, bias, *norm.statistics(x, 1e-5, form == "rmsnorm"), row_scales)
+    on_gpu = cuda(*operands)
+    assert torch.equal(ops.norm_amax_scaled(*on_gpu).cpu(), norm.norm_amax_scaled(*operands))
+    for given, power_of_two in ((None, False), (None, True), (torch.full((1,), 2e-5), False)):
+        payload, taken = norm.norm_quantize_scaled(*operands, E4M3, given, power_of_two, transposed)
+        measured = ops.norm_quantize_scaled(
+            *on_gpu, E4M3, scale=cuda(given)[0], power_of_two=power_of_two, transposed=transposed
+        )
+        assert torch.equal(measured[0].cpu().view(torch.uint8), payload.view(torch.uint8))
+        assert torch.equal(measured[1].cpu(), taken)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_norm_quantize_scaled_of_what_is_not_finite(bad: float) -> None:
+    """The scale that comes of it is a NaN, as in the reference: every value then is."""
+    x, weight = normal(64, 256, seed=1), normal(256, seed=2)
+    row_scales = torch.ones(64)
+    row_scales[7] = bad
+    operands = cuda(x, weight, None, *norm.statistics(x, 1e-5, True), row_scales)
+    payload, scale = ops.norm_quantize_scaled(*operands, E4M3, scale=None, transposed=True)
+    assert scale.isnan() and payload.float().isnan().all()
 
 
 @pytest.mark.parametrize("first", [0, 16, 48])

@@ -53,7 +53,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     norm = (x, weight, vector, vector)
     records, places = (torch.rand(3, 4), torch.rand(3, 2, 4)), torch.arange(3, dtype=torch.int32)
     gradient = (grads, None, *norm, True), (grads[:1], x, x, weight, none, vector, False)
-    rows = _flat(E4M3, 128)
+    rows, stored = _flat(E4M3, 128), _flat(torch.float16, 256)
     heads = [torch.randn(64, 2, n, 128).to(E4M3) for n in (4, 2, 2)]
     attention = ops.AttentionInputs(*heads, scale, scale, scale)
     written = ops.AttentionGradCasts(*(ops.WrittenCast(one, one, torch.zeros(1)) for _ in range(4)))
@@ -96,6 +96,11 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (x, weight, None, none, vector, scale, E4M3, True),
             (x, weight, weight, vector, vector, scale, E4M3, False),
         ],
+        "norm_amax_scaled": [(x, weight, None, none, vector, vector), (x, weight, weight, vector, vector, vector)],
+        "norm_quantize_scaled": [
+            (x, weight, None, none, vector, vector, E4M3, None, False, True),
+            (x, weight, weight, vector, vector, vector, E4M3, scale, False, False),
+        ],
         "norm_backward": [*gradient],
         "norm_backward_quantize": [
             (*gradient[0], E5M2, scale, amax, True),
@@ -115,11 +120,12 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (x, z, "quick_geglu", E5M2, scale, False, amax, E4M3, scale, True),
             (x, x, "squared_relu", E5M2, None, False, None, E4M3, scale, True),
         ],
-        "cross_entropy_statistics": [(x, labels, K), (x, labels, 0)],
-        "cross_entropy_backward_": [(x.clone(), labels, vector, vector, K - 3)],
+        "cross_entropy_statistics": [(x, labels, 0, K), (x, labels, 3, 0)],
+        "cross_entropy_backward_": [(x.clone(), labels, vector, vector, 2, K - 3)],
+        "token_scales": [(vector, vector - 1.0, vector)],
         "cross_entropy_backward_quantize": [
-            (x, labels, vector, vector, E5M2, None, False, K),
-            (x, labels, vector, vector, E5M2, scale, False, K - 3),
+            (x, labels, vector, vector, scale, E5M2, 0, K),
+            (x, labels, vector, vector, scale, E5M2, 2, K - 3),
         ],
         "scaled_mm": [(_fp8(T, K), _fp8(16, K), scale, scale, None, torch.bfloat16, False)],
         "scaled_mm_into_": [
@@ -142,6 +148,9 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "quantize_blockwise_": [(torch.rand(N - 3), *_flat(E4M3, 128)), (x.view(-1), *_flat(torch.int8, 256))],
         "dequantize_blockwise": [tuple(_flat(E4M3, 128))],
+        "quantize_weight": [
+            (stored.payload.view(T, K), stored.scales, scale, E4M3, transposed) for transposed in (False, True)
+        ],
         "accumulate_rows_": [
             (*rows, torch.rand(N // 2), 0.5, True, 1, _fp8(1, N // 2)[0], torch.rand(N // 256), None),
             (x.view(-1), None, torch.zeros(N // 2).bfloat16(), 1.0, False, -1, None, None, weight.repeat(T // 2)),

@@ -10,7 +10,9 @@ from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
 
 
 def test_transformer_engine_is_told_what_stays_out_of_fp8() -> None:
-    precision = PrecisionConfig(precision="te", first_last_layers_bf16=True, num_layers_at_end_in_bf16=2)
+    precision = PrecisionConfig(
+        precision="te", fp8_recipe="tensorwise", first_last_layers_bf16=True, num_layers_at_end_in_bf16=2
+    )
     told = transformer_config(tiny_config(GPT3_STYLE, precision=precision), torch.device("cpu"))
     assert (told.fp8, told.fp8_recipe) == ("hybrid", "tensorwise")
     assert told.first_last_layers_bf16

@@ -35,6 +35,7 @@ LAYOUTS = {
     "dp2": {},
     "cp2": {"context_parallel_size": 2},
     "cp2_gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
+    "cp2_a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
 }
 #: Relative difference of a step's loss from one GPU's. bf16: sums in another order, each rounded to 2⁻⁸ of its size
 #: and averaged over 512 tokens and 4 layers. O3: every rank's shard of a weight has a scale of its own, so its E4M3

@@ -124,6 +124,25 @@ def test_gradients_reach_main_grad_and_add_up() -> None:
     assert first.weight.grad is None
 
 
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_a_backward_that_asks_for_some_gradients_leaves_the_others(has_main_grad: bool) -> None:
+    model = build_model()
+    if has_main_grad:
+        for layer in (model[0], model[2]):
+            layer.weight.main_grad = KeepsGrad()  # type: ignore[union-attr]
+    compiled = torch.compile(model, backend=aot_eager, fullgraph=True)
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    y = compiled(x).square().sum()
+    (asked,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not has_main_grad or model[0].weight.main_grad.grads == []  # type: ignore[union-attr]
+    y.backward()
+    assert torch.equal(x.grad, asked)  # type: ignore[arg-type]
+    for layer in (model[0], model[2]):
+        has_grad = len(layer.weight.main_grad.grads) == 1 if has_main_grad else layer.weight.grad is not None  # type: ignore[union-attr]
+        assert has_grad
+
+
 def test_micro_batches_add_up_in_grad() -> None:
     model = build_model()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +13,10 @@ from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.device.group import Group
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.context_attention import CommType, ContextParallel, context_attention
+from fp8_megatron.nn.head_exchange import heads_of_sequence, sequences_of_heads
 from tests.harness.ranks import RankPool, on_default_group
 
-COMM_TYPES: list[CommType] = ["all_gather", "p2p"]
+COMM_TYPES: list[CommType | Literal["a2a"]] = ["all_gather", "p2p", "a2a"]
 WIDTH = 16
 SCALE = 0.3
 
@@ -36,11 +39,24 @@ def whole(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> list[Tenso
     return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def on_a_rank(group: Group, comm_type: CommType, dtype: torch.dtype, sizes: dict[str, int]) -> list[Tensor]:
+def attention_in_sequences(query: Tensor, key: Tensor, value: Tensor, group: Group) -> Tensor:
+    """Attention of each rank's heads over whole sequences, in FP32 at least."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (x.permute(1, 2, 0, 3).to(dtype) for x in sequences_of_heads(query, key, value, group))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+    return heads_of_sequence(out.permute(2, 0, 1, 3).to(query.dtype), group).flatten(2)
+
+
+def on_a_rank(
+    group: Group, comm_type: CommType | Literal["a2a"], dtype: torch.dtype, sizes: dict[str, int]
+) -> list[Tensor]:
     part = SequencePart(group.rank(), group.size())
     *inputs, grad = (part.of(x, dim=0) for x in operands(dtype, **sizes))
     leaves = [x.requires_grad_() for x in inputs]
-    result = context_attention(*leaves, ContextParallel(group, comm_type, SCALE, "dense"))
+    if comm_type == "a2a":
+        result = attention_in_sequences(*leaves, group)
+    else:
+        result = context_attention(*leaves, ContextParallel(group, comm_type, SCALE, "dense"))
     result.backward(grad)
     return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -51,22 +67,27 @@ def joined(parts: list[Tensor]) -> Tensor:
     return torch.cat([*firsts, *reversed(seconds)])
 
 
-def computed(ranks: RankPool, num_ranks: int, comm_type: CommType, dtype: torch.dtype, **sizes: int) -> list[Tensor]:
+def computed(
+    ranks: RankPool, num_ranks: int, comm_type: CommType | Literal["a2a"], dtype: torch.dtype, **sizes: int
+) -> list[Tensor]:
     everyones = ranks.run(on_default_group, on_a_rank, comm_type, dtype, sizes, num_ranks=num_ranks)
     return [joined(list(parts)) for parts in zip(*everyones, strict=True)]
 
 
 @pytest.mark.parametrize("comm_type", COMM_TYPES)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_it_is_attention_over_the_whole_sequence(ranks: RankPool, num_ranks: int, comm_type: CommType) -> None:
+@pytest.mark.parametrize(("num_ranks", "heads", "groups"), [(2, 4, 2), (3, 6, 3), (4, 8, 4)])
+def test_it_is_attention_over_the_whole_sequence(
+    ranks: RankPool, num_ranks: int, heads: int, groups: int, comm_type: CommType | Literal["a2a"]
+) -> None:
     """In float64, whose sums in another order differ by some 10⁻¹⁵ of numbers around 1."""
-    expected = whole(*operands(torch.float64))
-    for measured, wanted in zip(computed(ranks, num_ranks, comm_type, torch.float64), expected, strict=True):
+    sizes = {"heads": heads, "groups": groups}
+    expected = whole(*operands(torch.float64, **sizes))
+    for measured, wanted in zip(computed(ranks, num_ranks, comm_type, torch.float64, **sizes), expected, strict=True):
         torch.testing.assert_close(measured, wanted, rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize("comm_type", COMM_TYPES)
-def test_its_rounding_is_that_of_16_bits(ranks: RankPool, comm_type: CommType) -> None:
+def test_its_rounding_is_that_of_16_bits(ranks: RankPool, comm_type: CommType | Literal["a2a"]) -> None:
     """Of each result, the largest error over its rms.
 
     A block's output is rounded to BF16, by up to 2⁻⁹ of itself, and the merged one again: 2⁻⁸ of an element, which is

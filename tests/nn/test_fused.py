@@ -7,12 +7,14 @@ one (24.5 dB). Bounds are those powers added over the GEMMs on the way, less 1 d
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from fp8_megatron.kernels import ops
+from fp8_megatron.nn.chunked_mlp import fp8_norm_mlp_in_chunks
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.mlp import fp8_norm_mlp
 from fp8_megatron.nn.normed import NormParams
@@ -145,18 +147,24 @@ def test_norms_of_query_and_key(recipe: RecipeName) -> None:
 
 
 @RECIPES
-@pytest.mark.parametrize("kind", ["gelu", "squared_relu", "swiglu", "quick_geglu"])
-def test_norm_mlp(kind: str, recipe: RecipeName) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("gelu", None), ("squared_relu", None), ("swiglu", None), ("quick_geglu", None), ("gelu", 32), ("swiglu", 32)],
+)
+def test_norm_mlp(kind: str, rows: int | None, recipe: RecipeName) -> None:
+    """With `rows`, in chunks of 32, 32 and 16 positions."""
+    seq = SEQ if rows is None else 80
     has_bias = kind in ("gelu", "squared_relu")
     columns = WIDE * (1 if has_bias else 2)
-    x, x64 = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0) + 0.3)
+    x, x64 = leaf(normal(seq, BATCH, HIDDEN, seed=1, size=2.0) + 0.3)
     norm_weight, norm_weight64 = leaf(1 + normal(HIDDEN, seed=2, size=0.2))
     norm_bias, norm_bias64 = leaf(normal(HIDDEN, seed=3, size=0.2)) if has_bias else (None, None)
     bias1, bias1_64 = leaf(normal(columns, seed=4, size=0.2)) if has_bias else (None, None)
     bias2, bias2_64 = leaf(normal(HIDDEN, seed=7, size=0.2)) if has_bias else (None, None)
     weight1, weight1_64 = fp8_weight(columns, HIDDEN, seed=5)
     weight2, weight2_64 = fp8_weight(HIDDEN, WIDE, seed=8)
-    y, residual = fp8_norm_mlp(
+    mlp = fp8_norm_mlp if rows is None else partial(fp8_norm_mlp_in_chunks, rows=rows)
+    y, residual = mlp(
         x,
         NormParams(norm_weight, norm_bias, 1e-5, not has_bias),
         LinearParams(weight1, bias1, quantizers(recipe)),

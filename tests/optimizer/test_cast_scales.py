@@ -32,7 +32,7 @@ def check(weight: ScaledTensor) -> None:
 def count_amaxes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The later casts by whether they take the amax themselves (current), or have a scale (given)."""
     casts: list[str] = []
-    for name, kind in (("quantize_current", "current"), ("quantize_with_scale", "given")):
+    for name, kind in (("quantize_current", "current"), ("quantize_with_scale", "given"), ("quantize_weight", "given")):
         cast = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *of, cast=cast, kind=kind, **how: casts.append(kind) or cast(*of, **how))
     return casts

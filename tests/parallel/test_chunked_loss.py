@@ -12,9 +12,9 @@ from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, random_batc
 
 MODELS = {"tied": replace(GPT3_STYLE, num_layers=1), "untied": replace(LLAMA_STYLE, num_layers=1)}
 PRECISIONS = {
-    "O3": PrecisionConfig(),
-    "head": PrecisionConfig(fp8_lm_head=True),
-    "delayed-head": PrecisionConfig(fp8_lm_head=True, fp8_recipe="delayed"),
+    "O3": PrecisionConfig(fp8_recipe="tensorwise"),
+    "head": PrecisionConfig(fp8_lm_head=True, fp8_recipe="tensorwise"),
+    "delayed-head": PrecisionConfig(fp8_lm_head=True),
     "bf16": PrecisionConfig(precision="bf16"),
 }
 TP2 = ParallelConfig(tensor_model_parallel_size=2)

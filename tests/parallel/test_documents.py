@@ -22,6 +22,7 @@ from tests.harness.tiny_gpt import (
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 PP2 = ParallelConfig(pipeline_model_parallel_size=2)
+HEADS2 = ParallelConfig(context_parallel_size=2, cp_comm_type="a2a")
 
 
 def tokens() -> Tensor:
@@ -59,6 +60,8 @@ def test_layouts_and_recomputation_change_nothing(ranks: RankPool, kind: dict) -
     # Tensor parallelism rounds partial sums to BF16: a token's logits are off by 2⁻⁹, the mean loss by 2 · 10⁻⁴.
     assert_same(run(ranks, config(TP2, **kind), 2), one, loss=1e-3)
     assert_same(run(ranks, config(PP2, **kind), 2), one, loss=1e-5)
+    # Gradients of weights are means over two ranks' tokens, and travel in BF16.
+    assert_same(run(ranks, config(HEADS2, **kind), 2), one, loss=1e-5)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     for settings in (full, {"recompute_granularity": "selective"}):
         assert_same(run(ranks, config(ParallelConfig(), **kind, **settings)), one, loss=0.0)

@@ -11,7 +11,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, random_batches, tiny_config, train_tiny_gpt
 
 STYLES = {"llama": replace(LLAMA_STYLE, kv_channels=128), "gpt3": replace(GPT3_STYLE, kv_channels=128)}
-DELAYED = PrecisionConfig(fp8_recipe="delayed")
+DELAYED = PrecisionConfig(fp8_lm_head=False, fp8_weight_grad_scaling="block")
 FP8 = replace(DELAYED, fp8_dot_product_attention=True)
 LAYOUTS = {
     "tp2": ParallelConfig(2),

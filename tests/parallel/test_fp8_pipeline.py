@@ -24,7 +24,8 @@ from tests.harness.tiny_gpt import (
 )
 from tests.parallel.test_layouts import MODELS, OPTIMIZER, TOLERANCES, assert_same
 
-IN_FP8 = PrecisionConfig(fp8_pipeline_communication=True)
+CURRENT = PrecisionConfig(fp8_recipe="tensorwise")
+IN_FP8 = replace(CURRENT, fp8_pipeline_communication=True)
 #: Name → (ranks, the stages, the same without stages, the layers before a border).
 CASES: dict[str, tuple[int, ParallelConfig, ParallelConfig, list[int]]] = {
     "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2), ParallelConfig(), [1]),
@@ -99,7 +100,7 @@ def slow(*case: str) -> object:
 def test_stages_compute_what_casts_at_their_borders_do(ranks: RankPool, model: str, case: str) -> None:
     world, stages, whole, borders = CASES[case]
     num_whole = world // stages.pipeline_model_parallel_size
-    of_one = config_of(model, whole, PrecisionConfig())
+    of_one = config_of(model, whole, CURRENT)
     start = ranks.run(train, of_one, batches()[:0], borders, num_ranks=num_whole)[0]
     expected = ranks.run(train, of_one, batches(), borders, num_ranks=num_whole)[0]
     runs = ranks.run(train, config_of(model, stages, IN_FP8), batches(), [], num_ranks=world)
@@ -136,7 +137,7 @@ def test_a_message_has_about_half_the_bytes(ranks: RankPool) -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
     tokens = random_batches(1, 4)
     values = tokens.shape[2] * 32 * 128
-    for precision, expected in ((PrecisionConfig(), 2 * values), (IN_FP8, values + 4 * values // 128)):
+    for precision, expected in ((CURRENT, 2 * values), (IN_FP8, values + 4 * values // 128)):
         config = config_of("gpt3", parallel, precision)
         batch = {"micro_batch_size": tokens.shape[2], "global_batch_size": 4 * tokens.shape[2]}
         config = replace(config, training=replace(config.training, **batch))

@@ -94,6 +94,8 @@ def spoiled(source: Any, value: float) -> Any:
     name = READ[type(source).__name__]
     read = getattr(source, name).clone()
     read.view(-1)[3] = value
+    if isinstance(source, tuple):
+        return source._replace(**{name: read})  # type: ignore[attr-defined]
     return replace(source, **{name: read})
 
 
@@ -111,12 +113,12 @@ class Spoiler:
                 source = spoiled(source, self.value)
             return quantize(quantizer, source, **kwargs)
 
-        def early_spoiled(grad: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def early_spoiled(grad: Tensor, residual: Tensor | None, *args: Any, **kwargs: Any) -> Any:
             known = None if self.quantizer is None else self.quantizer.known_scale()
             if self.is_armed and known is not None and kwargs["amax_out"].data_ptr() == known[1].data_ptr():
                 self.is_armed = False
-                residual = residual.clone()
-                residual.view(-1)[3] = self.value
+                grad = grad.clone()
+                grad.view(-1)[3] = self.value
             return early(grad, residual, *args, **kwargs)
 
         patch.setattr(Quantizer, "quantize", quantize_spoiled)

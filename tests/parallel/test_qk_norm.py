@@ -35,7 +35,9 @@ def test_layouts_agree(ranks: RankPool, style: str, precision: str, layout: str)
     """
     settings = {
         "model": STYLES[style],
-        "precision": PrecisionConfig(precision="bf16") if precision == "bf16" else PrecisionConfig(),
+        "precision": PrecisionConfig(precision="bf16")
+        if precision == "bf16"
+        else PrecisionConfig(fp8_recipe="tensorwise"),
     }
     batches = random_batches(1, 2).expand(NUM_STEPS, -1, -1, -1)
     (alone,) = ranks.run(train_tiny_gpt, tiny_config(**settings), batches, num_ranks=1)

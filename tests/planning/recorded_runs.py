@@ -45,6 +45,21 @@ def read(file: str) -> Any:
     return json.loads((RESULTS / file).read_text())
 
 
+def _defaults_of_then(words: list[str]) -> list[str]:
+    """Flags for what a recorded command leaves open: scales from the tensor, gradients in blocks, a head in 16 bits.
+
+    They were the defaults of most files; later commands give all three, as `benchmarks/compare.py` does.
+    """
+    if "bf16" in words:
+        return []
+    open_flags = {
+        "--fp8-recipe": ["--fp8-recipe", "tensorwise"],
+        "--fp8-weight-grad-scaling": ["--fp8-weight-grad-scaling", "block"],
+        "--fp8-lm-head": ["--no-fp8-lm-head"],
+    }
+    return [word for flag, left in open_flags.items() if flag not in words for word in left]
+
+
 def _runs_of(path: Path) -> Iterator[RecordedRun]:
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
@@ -56,6 +71,6 @@ def _runs_of(path: Path) -> Iterator[RecordedRun]:
             continue
         words = shlex.split(re.sub(r"\bconfigs/", f"{ROOT}/configs/", command))
         ranks = int(words[words.index("--nproc-per-node") + 1])
-        config = parse_config(words[words.index("pretrain_gpt.py") + 1 :])
+        config = parse_config([*_defaults_of_then(words), *words[words.index("pretrain_gpt.py") + 1 :]])
         records = config.training.cuda_graph_impl == "local"
         yield RecordedRun(path.name, row["name"], config, ranks, records, row.get("step_ms"), row["peak_gb"])

@@ -44,8 +44,11 @@ def test_older_code_held_more(label: str) -> None:
 
 
 def test_stages_hold_the_micro_batches_in_flight() -> None:
-    """GPT-175B over 16 stages, plain 1F1B: stage s holds 16 - s micro-batches, and only the last has logits."""
-    config = parse_config(["--config", str(ROOT / "configs" / "gpt_175b.yaml"), "--mock-data"])
+    """GPT-175B over 16 stages, plain 1F1B: stage s holds 16 - s micro-batches, and only the last has logits.
+
+    With an LM head in FP8, backward of a layer takes more than they do.
+    """
+    config = parse_config(["--config", str(ROOT / "configs" / "gpt_175b.yaml"), "--mock-data", "--no-fp8-lm-head"])
     peaks = [predict_peak(config, 51200, world_size=128, stage=stage) for stage in range(16)]
     assert [round(16 * peak.activations / peaks[0].activations, 6) for peak in peaks] == list(range(16, 0, -1))
     assert [stage for stage, peak in enumerate(peaks) if peak.logits] == [15]

@@ -10,7 +10,7 @@ from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.planning.activations import layer_bytes_per_token
 from fp8_megatron.planning.layouts import ROOM, Cluster, largest_peak
-from fp8_megatron.planning.longest import LOSS_CHUNK, Longest, longest_sequences
+from fp8_megatron.planning.longest import CHUNK, Longest, longest_sequences
 from tests.planning.recorded_runs import ROOT
 
 
@@ -30,24 +30,35 @@ def found(flags: str, gpus: int, memory_gb: float) -> tuple[list[Longest], Clust
 )
 def test_it_fits_and_the_next_length_does_not(flags: str, gpus: int) -> None:
     forms, cluster = found(flags, gpus, 141)
-    assert [(one.recomputed, one.cuts_loss, one.offloads) for one in forms] == [
-        (name, *form) for name in ("nothing", "mlp", "full") for form in ((False, False), (True, False), (True, True))
+    whole = [(False, False, False), (True, False, False), (True, False, True)]
+    cut = [(True, True, False), (True, True, True)]
+    assert [(one.recomputed, one.cuts_loss, one.cuts_mlps, one.offloads) for one in forms] == [
+        (name, *form) for name in ("nothing", "mlp", "full") for form in (whole if name == "nothing" else whole + cut)
     ]
     for one in forms:
         assert one.config is not None
         check_config(one.config, gpus, on_this_machine=False)
         parallel, model, training = one.config.parallel, one.config.model, one.config.training
-        assert training.loss_chunk_size == (LOSS_CHUNK if one.cuts_loss else None)
+        assert training.loss_chunk_size == (CHUNK if one.cuts_loss else None)
+        assert (training.mlp_chunks_for_training > 1) == one.cuts_mlps
         assert (training.cpu_offloading_num_layers > 0) == one.offloads == (one.host_bytes > 0)
         assert largest_peak(one.config, gpus)[1].total == one.peak_bytes <= ROOM * cluster.memory_bytes
         step = 2048 * parallel.context_parallel_size * parallel.tensor_model_parallel_size
         longer = replace(one.config, model=replace(model, seq_length=model.seq_length + step))
         assert largest_peak(longer, gpus)[1].total > ROOM * cluster.memory_bytes
-    lengths = [one.config.model.seq_length for one in forms if one.config is not None]
-    assert all(
-        whole <= cut < moved for whole, cut, moved in zip(lengths[::3], lengths[1::3], lengths[2::3], strict=True)
-    )
-    assert lengths[::3] == sorted(lengths[::3]) and lengths[0] < lengths[6]
+    lengths = {
+        (one.recomputed, one.cuts_loss, one.cuts_mlps, one.offloads): one.config.model.seq_length
+        for one in forms
+        if one.config is not None
+    }
+    for name in ("nothing", "mlp", "full"):
+        first, with_loss, moved = (lengths[name, *form] for form in whole)
+        assert first <= with_loss < moved
+    for name in ("mlp", "full"):
+        for offloads in (False, True):
+            assert lengths[name, True, True, offloads] > lengths[name, True, False, offloads]
+    firsts = [lengths[name, *whole[0]] for name in ("nothing", "mlp", "full")]
+    assert firsts == sorted(firsts) and firsts[0] < firsts[2]
 
 
 def test_a_model_that_does_not_fit_has_none() -> None:
@@ -55,16 +66,20 @@ def test_a_model_that_does_not_fit_has_none() -> None:
     assert all(one.config is None for one in forms)
 
 
+def _word(value: bool) -> str:
+    return "yes" if value else "no"
+
+
 def test_the_table_of_the_docs() -> None:
     forms, _ = found("--global-batch-size 1", 1, 141)
     text = (ROOT / "docs" / "llama.md").read_text(encoding="utf-8").split("## Long sequences in memory")[1]
     rows = [
-        f"| {one.recomputed} | {'yes' if one.cuts_loss else 'no'} | {'yes' if one.offloads else 'no'} "
+        f"| {one.recomputed} | {' | '.join(map(_word, (one.cuts_loss, one.cuts_mlps, one.offloads)))} "
         f"| {one.config.model.seq_length:,} | {one.peak_bytes / 1e9:.1f} | {one.host_bytes / 1e9:.1f} |"
         for one in forms
         if one.config is not None
     ]
-    assert len(rows) == 9 and "\n".join(rows) in text
+    assert len(rows) == 13 and "\n".join(rows) in text
     shared, _ = found("--global-batch-size 1 --context-parallel-size 4", 4, 141)
     ends = [shared[index].config for index in (0, -1)]
     assert "from {:,} to {:,} tokens".format(*(one.model.seq_length for one in ends if one is not None)) in text

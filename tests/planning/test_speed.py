@@ -181,7 +181,7 @@ def test_a_slow_network_shows() -> None:
     """At 1 GB/s the gradients of GPT-7B take longer than backward; at 1 TB/s they are hidden."""
     config = _config("--config configs/gpt_7b.yaml --micro-batch-size 1 --global-batch-size 16")
     slow, fast = (predict_step(config, 50304, world_size=16, network_bytes=rate) for rate in (1e9, 1e12))
-    assert slow.data_parallel > 5 and fast.data_parallel == 0
+    assert slow.data_parallel > 5 and fast.data_parallel < 1e-3
 
 
 def test_recomputed_parts_take_time_again() -> None:

@@ -138,6 +138,22 @@ def test_copy_requantises_in_place(make: Maker) -> None:
 
 
 @STORAGES
+def test_what_is_assigned_to_data_is_written(make: Maker) -> None:
+    param = torch.nn.Parameter(make(random_matrix(64, 32)))
+    payload, before, new = param.payload, bits(param), 10.0 * random_matrix(64, 32, seed=1)
+    param.data = param.data
+    assert bits(param) == before
+    param.data = new
+    assert param.payload is payload and bits(param) == bits(make(new))
+    other = make(random_matrix(64, 32, seed=2))
+    param.data = other
+    assert bits(param) == bits(other) and isinstance(param, torch.nn.Parameter) and param.requires_grad
+    for wrong in (new.t(), new.to("meta")):
+        with pytest.raises(ValueError, match="cannot become"):
+            param.data = wrong
+
+
+@STORAGES
 def test_state_dict_round_trip(make: Maker) -> None:
     module, other = linear_with(make(random_matrix(64, 32))), linear_with(make(random_matrix(64, 32, seed=1)))
     file = io.BytesIO()
@@ -217,6 +233,9 @@ def test_a_written_value_goes_to_the_owner() -> None:
     assert torch.equal(owner.written, value)
     weight.data.copy_(2 * value)
     assert torch.equal(owner.written, 2 * value)
+    weight.data = 3 * value
+    assert torch.equal(owner.written, 3 * value)
+    weight.data.copy_(2 * value)
     assert bits(weight) == before, "the owner derives the payload, nobody else"  # type: ignore[arg-type]
     assert torch.equal(weight.master_value(), 2 * value)  # type: ignore[attr-defined]
     copied = weight.detach().clone()

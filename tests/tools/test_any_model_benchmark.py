@@ -28,11 +28,12 @@ def results_of(folder: Path, *flags: str) -> list[any_model.Result]:
 
 @pytest.mark.slow
 def test_runs_start_from_the_same_weights(tmp_path: Path) -> None:
-    flags = ("--models", "bert-large", "--runs", "bf16-amp", "O2", "--compiled-runs")
-    amp, o2 = results_of(tmp_path, *flags)
+    flags = ("--models", "bert-large", "--runs", "bf16-amp", "O2", "--compiled-runs", "--recorded-runs", "O2")
+    amp, o2, recorded = results_of(tmp_path, *flags)
     assert (amp.model, amp.run, o2.run, o2.compiled) == ("bert-large", "bf16-amp", "O2", False)
     # log 256 = 5.55 at the start. FP8 moves the first loss by far less than other weights would.
     assert amp.losses[0] == pytest.approx(o2.losses[0], abs=0.02) and amp.losses[0] > 5.3
+    assert recorded.recorded and not o2.recorded and recorded.losses == o2.losses
     assert amp.step_ms > 0 and o2.samples_per_second > 0
 
 

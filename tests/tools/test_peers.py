@@ -29,7 +29,19 @@ RUN = {
     "lr_warmup_iters": 2,
     "init_method_std": 0.1,
 }
-STYLES = {"gpt3": {}, "llama": {**LLAMA_STYLE_FLAGS, "ffn_hidden_size": 64}}
+LLAMA = {**LLAMA_STYLE_FLAGS, "ffn_hidden_size": 64}
+STYLES = {
+    "gpt3": {},
+    "llama": LLAMA,
+    "yarn": LLAMA
+    | {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 64.0,
+        "yarn_original_max_position_embeddings": 16,
+        "rotary_base": 100,
+    },
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def own_losses(flags: list[str], folder: Path) -> list[float]:
@@ -53,7 +65,8 @@ def test_peers_train_the_same_work(ranks: RankPool, tmp_path: Path, style: str) 
     """The same tokens, initial weights, schedule and optimizer: only roundings to BF16 differ.
 
     A loss of BF16 logits is off by about 2 · 10⁻⁴ (`test_bf16_is_megatron`), at slightly different weights by a few
-    times that. Other tokens or other initial weights change it by 10⁻², tenfold.
+    times that. Other tokens or other initial weights change it by 10⁻², tenfold. Under YaRN megatron-core rounds
+    cosines above 1 to BF16, and attention's logits are twice as large.
     """
     flags = tiny_flags(tmp_path, **RUN, **STYLES[style])
     (own,) = ranks.run(own_losses, flags, tmp_path, num_ranks=1)
@@ -62,7 +75,7 @@ def test_peers_train_the_same_work(ranks: RankPool, tmp_path: Path, style: str) 
         recipe = "bf16" if name == "megatron_te" else "torch-bf16"
         losses = losses_of(ranks, name, recipe, flags, tmp_path / "figures.json", num_ranks)
         assert losses[0] == pytest.approx(own[0], abs=5e-4), name
-        assert losses == pytest.approx(own, abs=1.5e-3), name
+        assert losses == pytest.approx(own, abs=3e-3 if style == "yarn" else 1.5e-3), name
 
 
 @pytest.mark.parametrize("recipe", ["torchao-tensorwise", "torchao-rowwise"])
@@ -103,6 +116,8 @@ def test_figures_are_those_that_compare_wants(capsys: pytest.CaptureFixture[str]
             {"tensor_model_parallel_size": 2},
             "tensor × context × pipeline parallel 2 × 1 × 1",
         ),
+        (megatron_te, "bf16", FULL | {"mlp_chunks_for_training": 2}, "a peer has no --mlp-chunks-for-training 2"),
+        (torchao_fsdp2, "torch-bf16", LLAMA | {"rotary_interleaved": True}, "leave --rotary-interleaved out"),
         (torchao_fsdp2, "torch-bf16", {"recompute_granularity": "selective"}, "leave --recompute-granularity out"),
         (megatron_te, "te-delayed", {}, "transformer_engine[pytorch] is not installed: pip install"),
         (torchao_fsdp2, "torchao-rowwise", {}, "torchao is not installed: pip install torchao"),

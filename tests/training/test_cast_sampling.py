@@ -26,7 +26,11 @@ BLOCKS = {"hidden_size": 256, "seq_length": 128}
 
 
 def train(folder: Path, **flags: Any) -> None:
-    Trainer(parse_config(tiny_flags(folder, **{"train_iters": 2, "fp8_health_interval": 1, **flags}))).fit()
+    Trainer(
+        parse_config(
+            tiny_flags(folder, **{"train_iters": 2, "fp8_health_interval": 1, "fp8_recipe": "tensorwise", **flags})
+        )
+    ).fit()
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -127,7 +131,7 @@ def test_health_of_a_resumed_run_goes_on_and_that_of_a_new_one_starts_again(tmp_
 
 
 def test_a_run_without_fp8_samples_nothing(tmp_path: Path) -> None:
-    train(tmp_path, precision="bf16", fp8_health_interval=None)
+    train(tmp_path, precision="bf16", fp8_recipe=None, fp8_health_interval=None)
     assert not samples(tmp_path)
 
 

@@ -155,15 +155,15 @@ def test_gpt_175b_on_128_gpus(flags: str, stage: int, row: str | None) -> None:
 
 @pytest.mark.slow
 def test_what_the_prediction_leaves_out_without_tensor_parallelism() -> None:
-    """Llama-3-8B over two stages with four virtual ones, as docs/planning.md quotes it. Nine micro-batches are in
-    flight of a chunk each, and each keeps its output of 2 · 8,192 · 4,096 bytes."""
+    """Llama-3-8B over two stages with four virtual ones, as docs/planning.md quotes it. Outputs that were sent are
+    freed: nine of 2 · 8,192 · 4,096 bytes, of micro-batches in flight, would be 0.6 GB."""
     flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4 --global-batch-size 512"
     words = f"--config {ROOT}/configs/llama_8b.yaml --mock-data --micro-batch-size 1 {flags}".split()
     config = parse_config(words)
     memory = build_rank(config, world_size=128, stage=0)
     predicted = predict_peak(config, padded_vocab_size(config), world_size=128).total
-    assert memory.peak / 1e9 == pytest.approx(37.4, abs=0.05001)
-    assert 9 * 2 * 8192 * 4096 < memory.peak - predicted < 0.06 * predicted
+    assert memory.peak / 1e9 == pytest.approx(37.1, abs=0.05001)
+    assert 0 < memory.peak - predicted < 0.05 * predicted
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,8 @@ def test_what_the_prediction_leaves_out_without_tensor_parallelism() -> None:
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --loss-chunk-size 8192",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --loss-chunk-size 8192 "
         "--cpu-offloading-num-layers 5",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --loss-chunk-size 8192 "
+        "--cpu-offloading-num-layers 5 --mlp-chunks-for-training 4",
     ],
 )
 def test_long_sequences(flags: str) -> None:
@@ -190,11 +192,28 @@ def test_long_sequences(flags: str) -> None:
     assert abs(memory.peak - predicted) < 8 * 2 * 32768 * 4096, (memory.peak / 1e9, predicted / 1e9)
 
 
+def test_heads_for_sequences() -> None:
+    """What the exchange of heads keeps beside the ring: the prediction is as far from the built peak for both."""
+    words = (
+        f"--config {ROOT}/configs/llama_8b.yaml {ROOT}/configs/fast.yaml --mock-data --num-layers 2 --seq-length 8192"
+    )
+    words += " --global-batch-size 1 --context-parallel-size 4 --cuda-graph-impl none --cp-comm-type "
+    left_out = []
+    for comm_type in ("p2p", "a2a"):
+        config = parse_config(f"{words}{comm_type}".split())
+        predicted = predict_peak(config, padded_vocab_size(config), world_size=4).total
+        left_out.append(build_rank(config, world_size=4, stage=0).peak - predicted)
+    assert left_out[1] == pytest.approx(left_out[0], abs=2048 * 64)
+
+
 @pytest.mark.slow
-def test_the_longest_sequence_of_docs() -> None:
-    """docs/llama.md quotes the difference for Llama-3-8B over 268,288 tokens."""
-    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --loss-chunk-size 8192 "
-    flags += "--cpu-offloading-num-layers 31 --global-batch-size 1 --seq-length 268288 --cuda-graph-impl none"
+@pytest.mark.parametrize(
+    ("length", "flags", "bound"), [(268288, "", 2e-3), (524288, "--mlp-chunks-for-training 64", 1.5e-2)]
+)
+def test_the_longest_sequences_of_docs(length: int, flags: str, bound: float) -> None:
+    """docs/llama.md quotes the differences for Llama-3-8B."""
+    flags += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --loss-chunk-size 8192 "
+    flags += f"--cpu-offloading-num-layers 31 --global-batch-size 1 --seq-length {length} --cuda-graph-impl none"
     config = parse_config(f"--config {ROOT}/configs/llama_8b.yaml {ROOT}/configs/fast.yaml --mock-data {flags}".split())
     predicted = predict_peak(config, padded_vocab_size(config), world_size=1).total
-    assert build_rank(config, world_size=1, stage=0).peak == pytest.approx(predicted, rel=2e-3)
+    assert build_rank(config, world_size=1, stage=0).peak == pytest.approx(predicted, rel=bound)

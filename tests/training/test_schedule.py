@@ -20,6 +20,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from fp8_megatron.checkpoint.files import saved_iterations
 from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
@@ -306,6 +307,14 @@ def test_an_iteration_to_skip_trains_on_nothing(tmp_path: Path, monkeypatch: pyt
     assert [(r["iteration"], r["loss"], r["learning_rate"]) for r in resumed] == [
         (r["iteration"], r["loss"], r["learning_rate"]) for r in skipping
     ]
+
+
+def test_a_save_and_the_end_come_after_an_iteration_that_is_left_out(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    settings = {"save": saved, "save_interval": 3, "exit_interval": 7, "iterations_to_skip": [3, 7]}
+    records = fit(tmp_path, train_iters=12, **settings)
+    assert [record["iteration"] for record in records] == [1, 2, 4, 5, 6, 8]
+    assert saved_iterations(saved) == [4, 6, 8]
 
 
 def test_embedding_and_output_layer_follow_the_decoupled_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

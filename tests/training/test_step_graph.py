@@ -355,7 +355,7 @@ def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None
     python, recorded = runs
     assert torch.equal(python[:, :3], recorded[:, :3])
     assert len(python[:, 0].unique()) == 8 and len(cuda.graphs) == 3
-    assert sampled[0] == sampled[1] and len(sampled[0].casts) == 32
+    assert sampled[0] == sampled[1] and len(sampled[0].casts) == (35 if recipe == "delayed" else 32)  # the head's three
     place = [figure.name for figure in fields(StepFigures)].index("grad_underflow_fraction")
     measured = ~torch.isnan(python[:, place])
     assert measured.tolist() == [step % 3 == 0 for step in range(8)]

@@ -193,6 +193,7 @@ class _Plan:
         ]
         # What changes from call to call is kept as ctypes' own objects, because making them takes as long as the call.
         self._pointers = [ctypes.c_void_p() for _ in _POINTERS]
+        self._addresses = [0] * len(_POINTERS)
         self._point = [
             functools.partial(
                 self._library.cublasLtMatmulDescSetAttribute,
@@ -205,6 +206,7 @@ class _Plan:
         ]
         self._a, self._b, self._addend, self._out, self._workspace = (ctypes.c_void_p() for _ in range(5))
         self._stream = ctypes.c_void_p()
+        self._current = 0
         self._launch: Callable[[], int] | None = None
 
     def _set(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
@@ -218,9 +220,8 @@ class _Plan:
     def point_at(self, index: int, tensor: Tensor) -> None:
         """Set the address of one of `_POINTERS`, which changes from call to call."""
         address = tensor.data_ptr()
-        pointer = self._pointers[index]
-        if pointer.value != address:
-            pointer.value = address
+        if self._addresses[index] != address:
+            self._pointers[index].value = self._addresses[index] = address
             status = self._point[index]()
             if status:
                 _check(status, self.problem)
@@ -228,8 +229,8 @@ class _Plan:
     def run(self, a: int, b: int, addend: int, out: int) -> None:
         """Launch with the operands at these addresses; 0 for none."""
         stream = torch._C._cuda_getCurrentRawStream(self.problem.device)
-        if self._launch is None or self._stream.value != (stream or None):
-            self._stream.value = stream
+        if self._launch is None or self._current != stream:
+            self._stream.value = self._current = stream
             self._workspace.value = _workspace(self.problem.device, stream).data_ptr()
         if self._launch is None:
             self._launch = self._prepare_launch(self._first_algorithm())

@@ -99,6 +99,49 @@ def norm_requantize(
     return quantized.t().contiguous() if transposed else quantized
 
 
+@operator(gpu=".triton", fake=lambda a: fp32(a.x, 1))
+def norm_amax_scaled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, row_scales: Tensor
+) -> Tensor:
+    """Amax of what `norm_quantize_scaled` casts, FP32 [1], without writing it."""
+    return amax(_scaled(x, weight, bias, mean, rstd, row_scales))
+
+
+@operator(
+    gpu=".triton",
+    fake=lambda a: (layouts(a.x, a.dtype)[a.transposed], taken_scale(a.x, a.scale)),
+)
+def norm_quantize_scaled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    row_scales: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Normalise `x` [T, K] with known statistics, multiply each row by its `row_scales` FP32 [T], and quantise.
+
+    Args:
+        scale: FP32 [1]; None takes one from the amax of the result (current scaling).
+
+    Returns:
+        payload [T, K], or with `transposed` [K, T]; the scale taken, FP32 [1] (empty if it was given).
+    """
+    value = _scaled(x, weight, bias, mean, rstd, row_scales)
+    quantized, taken = quantize_with_or_without_scale(value, dtype, scale, power_of_two, None)
+    return quantized.t().contiguous() if transposed else quantized, taken
+
+
+def _scaled(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, row_scales: Tensor) -> Tensor:
+    """FP32 [T, K]."""
+    values = _normalized(x, mean, rstd * row_scales) * weight.float()
+    return values if bias is None else values + row_scales[:, None] * bias.float()
+
+
 def _gradients(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """Of x, weight and bias, without values."""
     columns = a.x.shape[1]

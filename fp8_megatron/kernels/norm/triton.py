@@ -181,6 +181,79 @@ def _norm_requantize_tiles(
 
 
 @triton.jit
+def _scaled_rows(
+    x, w, bias, mean, rstd, row_scales, rows, columns, mask, T, K, RMS: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """`reference._scaled` of some rows of a tile, bit for bit where products are not fused with sums; 0 outside."""
+    value = tl.load(x + rows.to(tl.int64) * K + columns, mask=mask, other=0.0).to(tl.float32)
+    if not RMS:
+        value -= _load_rows_at(mean, rows, T)
+    by_row = _load_rows_at(row_scales, rows, T)
+    value = value * (_load_rows_at(rstd, rows, T) * by_row) * w
+    if HAS_BIAS:
+        value += by_row * tl.load(bias + columns, mask=columns < K, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _norm_amax_scaled(
+    x, weight, bias, mean, rstd, row_scales, partials, T, K,
+    RMS: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)[None, :]
+    w = load_inside(weight + columns, columns < K, False).to(tl.float32)
+    largest = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS):
+        rows = start + tl.arange(0, ROWS)[:, None]
+        mask = (rows < T) & (columns < K)
+        value = _scaled_rows(x, w, bias, mean, rstd, row_scales, rows, columns, mask, T, K, RMS, HAS_BIAS)
+        largest = larger_magnitude(largest, tl.where(mask, value, 0.0))
+    tl.store(partials + tl.program_id(0), tl.max(magnitude_bits(largest)))
+
+
+@triton.jit
+def _norm_quantize_scaled_tiles(
+    x, weight, bias, mean, rstd, row_scales, scale, partials, payload_t, T, K, num_partials,
+    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    tiles_k = tl.cdiv(K, TILE_K)
+    m0 = tl.program_id(0) // tiles_k * TILE_M
+    k0 = tl.program_id(0) % tiles_k * TILE_K
+    rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
+    columns = k0 + tl.arange(0, TILE_K)[None, :]
+    mask = (rows < T) & (columns < K)
+    w = tl.load(weight + columns, mask=columns < K, other=0.0).to(tl.float32)
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    dtype: tl.constexpr = payload_t.dtype.element_ty
+    v0 = _scaled_rows(x, w, bias, mean, rstd, row_scales, rows, columns, mask, T, K, RMS, HAS_BIAS)
+    v1 = _scaled_rows(x, w, bias, mean, rstd, row_scales, rows + 1, columns, mask, T, K, RMS, HAS_BIAS)
+    v2 = _scaled_rows(x, w, bias, mean, rstd, row_scales, rows + 2, columns, mask, T, K, RMS, HAS_BIAS)
+    v3 = _scaled_rows(x, w, bias, mean, rstd, row_scales, rows + 3, columns, mask, T, K, RMS, HAS_BIAS)
+    q0 = encode(v0, inverse, FP_MAX, dtype)
+    q1 = encode(v1, inverse, FP_MAX, dtype)
+    q2 = encode(v2, inverse, FP_MAX, dtype)
+    q3 = encode(v3, inverse, FP_MAX, dtype)
+    store_transposed(q0, q1, q2, q3, payload_t, m0, k0, T, K, TILE_M, TILE_K)
+
+
+@triton.jit
+def _norm_quantize_scaled_rows(
+    x, weight, bias, mean, rstd, row_scales, scale, partials, payload, T, K, num_partials,
+    FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < T) & (columns < K)
+    w = tl.load(weight + columns, mask=columns < K, other=0.0).to(tl.float32)
+    inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
+    value = _scaled_rows(x, w, bias, mean, rstd, row_scales, rows, columns, mask, T, K, RMS, HAS_BIAS)
+    q = encode(value, inverse, FP_MAX, payload.dtype.element_ty)
+    tl.store(payload + rows.to(tl.int64) * K + columns, q, mask=mask)
+
+
+@triton.jit
 def _add_pairs(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
@@ -373,6 +446,70 @@ def norm_requantize(
         *arguments, payload_t, T, K, *flags, _TILE_M, _TILE_K, num_warps=_NUM_WARPS
     )
     return payload_t
+
+
+def _scaled_partials(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, row_scales: Tensor
+) -> tuple[Tensor, int]:
+    T, K = x.shape
+    rows, block = _block(K, _ELEMENTS)
+    num_partials = min(cdiv(T, rows), MAX_PARTIALS)
+    partials = torch.empty(num_partials, dtype=torch.int32, device=x.device)
+    _norm_amax_scaled[(num_partials,)](
+        x, weight, weight if bias is None else bias, mean, rstd, row_scales, partials, T, K,
+        mean.numel() == 0, bias is not None, rows, block, num_warps=_NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return partials, num_partials
+
+
+def norm_amax_scaled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, row_scales: Tensor
+) -> Tensor:
+    """`reference.norm_amax_scaled`, bit for bit: FP32 [1]."""
+    return partials_to_amax(*_scaled_partials(x.contiguous(), weight, bias, mean, rstd, row_scales.contiguous()))
+
+
+def norm_quantize_scaled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    row_scales: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """`reference.norm_quantize_scaled`, bit for bit: one launch with a given scale, two under current scaling.
+
+    Raises:
+        ValueError: `transposed`, and the number of rows is not a multiple of 4, or of columns not a multiple of 16.
+    """
+    x, row_scales = x.contiguous(), row_scales.contiguous()
+    T, K = x.shape
+    if transposed:
+        check_layouts(T, K)
+    operands = (x, weight, weight if bias is None else bias, mean, rstd, row_scales)
+    current = scale is None
+    taken = room_for_scale(current, x.device)
+    used = taken if scale is None else scale
+    partials, num_partials = _scaled_partials(x, weight, bias, mean, rstd, row_scales) if current else (used, 0)
+    flags = (MAX_FINITE[dtype], current, power_of_two, mean.numel() == 0, bias is not None)
+    if not transposed:
+        rows, block = _block(K, _ELEMENTS)
+        payload = torch.empty((T, K), dtype=dtype, device=x.device)
+        _norm_quantize_scaled_rows[(cdiv(T, rows),)](
+            *operands, used, partials, payload, T, K, num_partials, *flags, rows, block, MAX_PARTIALS,
+            num_warps=_NUM_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+        return payload, taken
+    payload_t = torch.empty((K, T), dtype=dtype, device=x.device)
+    _norm_quantize_scaled_tiles[(cdiv(T, _TILE_M) * cdiv(K, _TILE_K),)](
+        *operands, used, partials, payload_t, T, K, num_partials, *flags, _TILE_M, _TILE_K, MAX_PARTIALS,
+        num_warps=_NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return payload_t, taken
 
 
 def norm_backward(

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import GEMM_BLOCK, MAX_FINITE
+from ..launch import Launcher
 from ..sizes import cdiv
 from .blocks import block_scales_shape, tile_scales_shape
 from .triton import (
@@ -133,6 +134,7 @@ def _cast_columns(
         _store_column_sums(sums, x0, x1, x2, x3, tile_m, k0, K, EVEN, PART)
 
 
+@Launcher
 @triton.jit
 def _cast_blocks(
     x, payload, scales, payload_t, scales_t, sums, M, K,
@@ -177,6 +179,7 @@ def _store_tile_scale(scales, scale, row, column, num_columns, stride):
     tl.store(scales + row * stride + column + ahead, tl.where(ahead == 0, scale, 1.0), mask=mask)
 
 
+@Launcher
 @triton.jit
 def _cast_tiles(
     w, given_scales, payload, scales, payload_t, scales_t, N, K, stride, stride_t,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...formats import E4M3, E5M2, MAX_FINITE
 from ..companding_triton import companded_scale, decode_companded, encode_companded
+from ..launch import Launcher
 from ..sizes import cdiv
 from .triton import magnitude_bits
 
@@ -54,6 +55,7 @@ def block_scale(bits, FP_MAX_BITS: tl.constexpr):
     return tl.where(finite, scale, 0x7FC00000).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 
+@Launcher
 @triton.jit
 def _quantize_blocks(
     x,
@@ -88,6 +90,7 @@ def _quantize_blocks(
     tl.store(payload + first * BLOCK + offsets, encoded, mask=mask)
 
 
+@Launcher
 @triton.jit
 def _dequantize_blocks(payload, scales, out, num_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -105,6 +108,7 @@ def _dequantize_blocks(payload, scales, out, num_blocks, ROWS: tl.constexpr, BLO
     tl.store(out + first * BLOCK + offsets, decoded, mask=mask)
 
 
+@Launcher
 @triton.jit
 def _partial_squares(
     payload, scales, partials, n, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
@@ -128,6 +132,7 @@ def _partial_squares(
     tl.store(partials + tl.program_id(0), tl.sum(total))
 
 
+@Launcher
 @triton.jit
 def _sum_partials(partials, num_partials, out, MAX_PARTIALS: tl.constexpr):
     offsets = tl.arange(0, MAX_PARTIALS)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import MAX_FINITE
+from ..launch import Launcher
 from ..sizes import cdiv
 from .triton import (
     MAX_PARTIALS,
@@ -34,6 +35,7 @@ from .triton import (
     recorded,
     room_for_scale,
     store_transposed,
+    sum_of_blocks,
     sum_of_programs,
     take_scale,
 )
@@ -49,6 +51,7 @@ def _load_rows(x, rows, columns, mask, batch, stride_s, stride_b):
     return tl.load(x + offsets + columns, mask=mask, other=0.0).to(tl.float32)
 
 
+@Launcher
 @triton.jit
 def quantize_grad_tiles(
     x, payload, payload_t, scale, partials, amax_out, column_sums,
@@ -119,8 +122,24 @@ def quantize_grad_output(
     Raises:
         ValueError: M is not a multiple of 4, or K not of 16.
     """
-    grads = [x.contiguous().view(x.shape[0], 1, 1, x.shape[1])]
-    return _quantize_grads(grads, dtype, scale, power_of_two, amax_out, column_sums=True, transposed=transposed)
+    # As `_quantize_grads` of one gradient; what that needs for three would take the host as long as two launches.
+    x = x.contiguous()
+    T, width = x.shape
+    check_layouts(T, width)
+    device, current, blocks = x.device, scale is None, cdiv(T, _TILE_M)
+    payload = torch.empty((T, width), dtype=dtype, device=device)
+    payload_t = torch.empty((width, T), dtype=dtype, device=device) if transposed else no_values(dtype, device)
+    sums = torch.empty((blocks, width), dtype=torch.float32, device=device)
+    taken = room_for_scale(current, device)
+    used = taken if scale is None else scale
+    partials, num_partials = partial_amaxes(x) if current else (used, 0)
+    quantize_grad_tiles[(cdiv(width, _TILE_K), blocks)](
+        x, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums,
+        T, 1, width, width, width, width, width, 0, width,
+        num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), True,
+        transposed, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    return payload, payload_t, sum_of_blocks(sums), taken
 
 
 def quantize_qkv_grad(
@@ -137,7 +156,7 @@ def quantize_qkv_grad(
     Raises:
         ValueError: the number of tokens is not a multiple of 4, or a width not a multiple of 16.
     """
-    return _quantize_grads(grads, dtype, scale, power_of_two, amax_out, column_sums=column_sums, transposed=True)
+    return _quantize_grads(grads, dtype, scale, power_of_two, amax_out, column_sums=column_sums)
 
 
 def _quantize_grads(
@@ -148,7 +167,6 @@ def _quantize_grads(
     amax_out: Tensor | None,
     *,
     column_sums: bool,
-    transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = [dense(grad) for grad in grads]
     seq, batch, groups, _ = grads[0].shape
@@ -156,7 +174,7 @@ def _quantize_grads(
     check_layouts(T, *(grad.shape[3] for grad in grads))
     total, device = groups * group_width, grads[0].device
     payload = torch.empty((T, total), dtype=dtype, device=device)
-    payload_t = torch.empty((total, T), dtype=dtype, device=device) if transposed else no_values(dtype, device)
+    payload_t = torch.empty((total, T), dtype=dtype, device=device)
     current = scale is None
     taken = room_for_scale(current, device)
     used = taken if scale is None else scale
@@ -170,7 +188,7 @@ def _quantize_grads(
             grad, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums,
             T, batch, grad.stride(0), grad.stride(1), grad.stride(2), width, group_width, first_column, total,
             num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums,
-            transposed, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
+            True, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
         )  # fmt: skip
         first_column += width
     return payload, payload_t, sum_of_programs(sums)[0], taken
@@ -202,8 +220,6 @@ def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def _partial_amaxes(grads: list[Tensor]) -> tuple[Tensor, int]:
-    if len(grads) == 1:
-        return partial_amaxes(grads[0])
     parts = [
         partial_amaxes(grad.as_strided((grad.numel(),), (1,)), most=MAX_PARTIALS // len(grads))[0] for grad in grads
     ]

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import CLAMPED_ABOVE, E4M3, E5M2, MAX_FINITE
+from ..launch import Launcher
 from ..sizes import cdiv
 
 # Programs of the amax pass. They are few enough that each program of the cast can reduce all of their results again
@@ -93,6 +94,7 @@ def encode(x, inverse, FP_MAX: tl.constexpr, dtype: tl.constexpr):
         return tl.clamp(scaled, -FP_MAX, FP_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
+@Launcher
 @triton.jit
 def _partial_amax(x, partials, n, TILE: tl.constexpr, EVEN: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
@@ -113,6 +115,7 @@ def _reduce_partials(partials, num_partials, MAX_PARTIALS: tl.constexpr):
     return tl.max(tl.load(partials + offsets, mask=offsets < num_partials, other=0), axis=0)
 
 
+@Launcher
 @triton.jit
 def _finish_amax(partials, num_partials, out, MAX_PARTIALS: tl.constexpr):
     tl.store(out, _reduce_partials(partials, num_partials, MAX_PARTIALS).to(tl.float32, bitcast=True))
@@ -182,6 +185,7 @@ def add_cast(record, rows, columns):
     tl.atomic_add(record + 2, (tl.cast(rows, tl.int64) * columns).to(tl.float32), sem="relaxed")
 
 
+@Launcher
 @triton.jit
 def _quantize_flat(
     x,
@@ -268,6 +272,7 @@ def store_transposed(
     tl.store(corner + rows * (M // 4) + columns, words, mask=mask)
 
 
+@Launcher
 @triton.jit
 def _quantize_tiles(
     x,
@@ -330,6 +335,7 @@ def _quantize_tiles(
                 add_cast(amax_out, M, K)
 
 
+@Launcher
 @triton.jit
 def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     tile = tl.program_id(0)
@@ -377,6 +383,7 @@ def amax(x: Tensor) -> Tensor:
     return partials_to_amax(*partial_amaxes(x.contiguous()))
 
 
+@Launcher
 @triton.jit
 def _sum_rows(partials, out, R, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -395,6 +402,14 @@ def sum_of_programs(partials: Tensor) -> Tensor:
     out = torch.empty((N, C), dtype=torch.float32, device=partials.device)
     if C:
         _sum_rows[(cdiv(C, _SUM_COLUMNS), N)](partials, out, R, C, _SUM_ROWS, _SUM_COLUMNS, num_warps=_SUM_WARPS)
+    return out
+
+
+def sum_of_blocks(partials: Tensor) -> Tensor:
+    """FP32 [C]: `sum_of_programs` of one kind of sum, FP32 [R, C]."""
+    R, C = partials.shape
+    out = torch.empty(C, dtype=torch.float32, device=partials.device)
+    _sum_rows[(cdiv(C, _SUM_COLUMNS), 1)](partials, out, R, C, _SUM_ROWS, _SUM_COLUMNS, num_warps=_SUM_WARPS)
     return out
 
 
@@ -420,10 +435,9 @@ def _quantize(
     amax_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     M, K = x.shape
-    fp_max = MAX_FINITE[dtype]
-    nothing = no_values(dtype, x.device)
-    payload = torch.empty((M, K), dtype=dtype, device=x.device) if rowwise else nothing
-    payload_t = torch.empty((K, M), dtype=dtype, device=x.device) if transposed else nothing
+    fp_max, device = MAX_FINITE[dtype], x.device
+    payload = torch.empty((M, K), dtype=dtype, device=device) if rowwise else no_values(dtype, device)
+    payload_t = torch.empty((K, M), dtype=dtype, device=device) if transposed else no_values(dtype, device)
     if transposed:
         if M % 4:
             raise ValueError(f"a transposed FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")

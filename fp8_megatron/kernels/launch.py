@@ -1,0 +1,137 @@
+"""Launches of Triton kernels without Triton's argument binder, which takes the host several times as long as a launch.
+
+The binder finds out, at every launch, which compiled kernel the arguments take: it looks at dtypes, at the alignment of
+addresses, and at numbers that are 1 or multiples of 16. `Launcher` asks it once for each list of arguments that differ
+in more than addresses. Later launches call the compiled kernel with the same conventions as `JITFunction.run`. These
+are internals of Triton, so they are used in versions whose source has been read (`_VERSIONS`), and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+#: Versions in which `JITFunction.run` ends with the call that `Launcher` makes.
+_VERSIONS = ((3, 5), (3, 6), (3, 7))
+#: Addresses are multiples of this, as the compiled kernel takes them to be.
+_ALIGNMENT = 16
+#: Lists of arguments that a launcher knows. A run with more of them starts anew, so memory does not grow.
+_MOST_KNOWN = 4096
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel."""
+
+    run: Callable[..., None]
+    function: int
+    metadata: Any
+
+
+class _Layout(NamedTuple):
+    """Which of a kernel's parameters are tensors; of the others, the function that takes them from the arguments."""
+
+    places: tuple[int, ...]
+    tensors: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
+    numbers: Callable[[tuple[Any, ...]], Any]
+
+
+class Launcher:
+    """A Triton kernel with the launch syntax of `triton.jit`: ``kernel[grid](*args, num_warps=…)``.
+
+    The first launch of each list of arguments is Triton's own. So is every launch
+
+    - with an address that is not a multiple of 16 bytes, or a tensor that is not on the current GPU;
+    - that does not give all parameters by position, or has a grid of three dimensions;
+    - while a profiler has hooks on launches;
+    - in a version of Triton that is not listed in `_VERSIONS`, or under its interpreter.
+
+    Tensors and numbers come in any order. One parameter takes arguments of one type in all launches: to Python 1, 1.0
+    and True are equal. Each number is part of the list, so a kernel with a number that changes from launch to launch
+    gains nothing.
+
+    Args:
+        kernel: the result of `triton.jit`.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._knows_triton = _version() in _VERSIONS and isinstance(kernel, JITFunction)
+        self._hooks: list[Any] = getattr(kernel, "pre_run_hooks", [])
+        self._layout: _Layout | None = None
+        self._known: dict[tuple[object, ...], _Compiled] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        layout = self._layout
+        if layout is None:
+            return self._launch_first(grid, args, options)
+        tensors, device = layout.tensors(args), torch._C._cuda_getDevice()
+        key = (device, layout.numbers(args), *[tensor.dtype for tensor in tensors], *options.items())
+        compiled = self._known.get(key)
+        if compiled is None or self._hooks or _is_watched():
+            return self._launch_first(grid, args, options)
+        values, addresses = list(args), 0
+        for place, tensor in zip(layout.places, tensors):  # noqa: B905 (strict costs as much as the address)
+            values[place] = address = tensor.data_ptr()
+            addresses |= address
+            if tensor.get_device() != device:
+                return self.kernel[grid](*args, **options)
+        if addresses % _ALIGNMENT:
+            return self.kernel[grid](*args, **options)
+        run, function, metadata = compiled
+        height = grid[1] if len(grid) > 1 else 1
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(grid[0], height, 1, stream, function, metadata, None, None, None, *values)
+        return None
+
+    def _launch_first(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Triton's launch. What it compiled is kept if all later launches of these arguments may take it."""
+        kernel = self.kernel[grid](*args, **options)
+        places = tuple(place for place, arg in enumerate(args) if isinstance(arg, Tensor))
+        is_usual = (
+            self._knows_triton
+            and kernel is not None
+            and len(args) == len(self.kernel.params)
+            and len(grid) <= 2
+            and 2 <= len(places) < len(args)  # `itemgetter` of one place gives no tuple
+            and all(isinstance(arg, (Tensor, int, float, str, triton.language.dtype, type(None))) for arg in args)
+            and not any(args[place].data_ptr() % _ALIGNMENT for place in places)
+        )
+        if not is_usual:
+            return kernel
+        if self._layout is None:
+            others = [place for place in range(len(args)) if place not in places]
+            self._layout = _Layout(places, itemgetter(*places), itemgetter(*others))
+        if self._layout.places != places:
+            name = self.kernel.__name__
+            raise TypeError(f"{name} was launched with tensors at {self._layout.places} and now at {places}")
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        dtypes = [args[place].dtype for place in places]
+        key = (torch._C._cuda_getDevice(), self._layout.numbers(args), *dtypes, *options.items())
+        self._known[key] = _Compiled(kernel.run, kernel.function, kernel.packed_metadata)
+        return kernel
+
+
+def _version() -> tuple[int, ...]:
+    """Triton's, without its patch level."""
+    return tuple(int(number) for number in triton.__version__.split(".")[:2])
+
+
+def _is_watched() -> bool:
+    """Whether somebody's hooks see each launch."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # somebody has put a function in the place of Triton's chains
+        return True

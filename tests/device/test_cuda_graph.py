@@ -1,0 +1,180 @@
+"""What a recording asks of CUDA, which is played by Python."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_megatron.device import cuda_graph
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Cuda:
+    """Notes what is called. Ending a capture fails if the block in it has."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.pools = 0
+        self.reserved = 100
+        self.sync_mode: Any = 0
+        self.ends: list[str] = []
+        self.now = Stream("current", self)
+        self.default_generators = [Generator("default", self)]
+
+    def CUDAGraph(self) -> Any:
+        cuda = self
+
+        class Graph:
+            def register_generator_state(self, generator: str) -> None:
+                cuda.calls.append(f"register {generator}")
+
+            def replay(self) -> None:
+                cuda.calls.append("replay")
+
+        return Graph()
+
+    @contextmanager
+    def graph(self, graph: Any, *, pool: str, capture_error_mode: str, stream: Any = None) -> Iterator[None]:
+        self.calls.append(f"capture in {pool} on {stream}, {capture_error_mode}")
+        self.reserved += 50
+        try:
+            yield
+        except Exception:
+            self.now = stream  # as torch leaves it
+            raise RuntimeError("the capture was broken") from None
+
+    def Stream(self, device: torch.device) -> Any:
+        return Stream("own", self)
+
+    def current_stream(self, device: torch.device) -> Any:
+        return self.now
+
+    def set_stream(self, stream: Any) -> None:
+        self.now = stream
+
+    def get_sync_debug_mode(self) -> Any:
+        return self.sync_mode
+
+    def set_sync_debug_mode(self, mode: Any) -> None:
+        self.sync_mode = mode
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.calls.append(f"on {stream}")
+        yield
+
+    def graph_pool_handle(self) -> str:
+        self.pools += 1
+        return f"pool {self.pools}"
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append("synchronize")
+
+    def empty_cache(self) -> None: ...
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 30
+
+
+class Generator:
+    def __init__(self, name: str, cuda: Cuda) -> None:
+        self.name, self.cuda = name, cuda
+
+    def clone_state(self) -> str:
+        return f"copy of {self.name}"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.cuda.calls.append(f"{self.name} becomes {state}")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Stream:
+    device_index = 0
+
+    def __init__(self, name: str, cuda: Cuda) -> None:
+        self.name, self.cuda = name, cuda
+
+    def wait_stream(self, other: Stream) -> None:
+        self.cuda.calls.append(f"{self} waits for {other}")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    for name in [name for name in dir(Cuda) if not name.startswith("_")] + ["default_generators"]:
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    return cuda
+
+
+def test_a_recording(cuda: Cuda) -> None:
+    recorder = cuda_graph.CudaRecorder(DEVICE, [Generator(name, cuda) for name in "ab"])  # type: ignore[misc]
+    launch, result = recorder.record(lambda: 3)
+    assert result == 3 and recorder.kept_bytes == 50
+    capture = "capture in pool 1 on own, thread_local"
+    assert cuda.calls == ["synchronize", "register a", "register b", capture]
+    launch()
+    assert cuda.calls[-1] == "replay"
+    recorder.record(lambda: 4)
+    assert recorder.kept_bytes == 100 and cuda.calls[-1] == capture
+    recorder.release()
+    recorder.record(lambda: 5)
+    assert recorder.kept_bytes == 50 and "pool 2" in cuda.calls[-1]
+
+
+def test_work_beside_the_current_stream(cuda: Cuda) -> None:
+    recorder = cuda_graph.CudaRecorder(DEVICE)
+    with pytest.raises(KeyError), recorder.beside():
+        cuda.calls.append("work")
+        raise KeyError
+    assert cuda.calls == ["own waits for current", "on own", "work", "current waits for own"]
+
+
+def test_the_first_error_is_raised(cuda: Cuda) -> None:
+    def compute() -> None:
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first") as caught:
+        cuda_graph.capture(compute, "pool")
+    assert caught.value.__cause__ is None
+
+
+def test_a_broken_recording_leaves_stream_and_generators_as_they_were(cuda: Cuda) -> None:
+    recorder = cuda_graph.CudaRecorder(DEVICE, [Generator("a", cuda)])  # type: ignore[list-item]
+
+    def compute() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        recorder.record(compute)
+    assert str(cuda.now) == "current"
+    assert cuda.calls[-2:] == ["default becomes copy of default", "a becomes copy of a"]
+    assert recorder.kept_bytes == 0
+
+
+def test_lines_that_wait_are_noted(cuda: Cuda) -> None:
+    recorder = cuda_graph.CudaRecorder(DEVICE)
+    waits: list[str] = []
+    with pytest.warns(UserWarning, match="mine") as seen, recorder.beside(waits):
+        assert cuda.sync_mode == "warn"
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("mine", stacklevel=1)
+    assert len(waits) == 1 and waits[0].startswith(__file__) and len(seen) == 1
+    assert cuda.sync_mode == 0
+    cuda.sync_mode = 2  # the user's
+    with recorder.beside(waits):
+        assert cuda.sync_mode == 2
+    assert len(waits) == 1
