@@ -133,11 +133,9 @@ class _Place:
         """Make this process the rank. What is returned will know when the rank began to fail, if it does."""
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.num_ranks))
         # Ranks meet in a file: TCP rendezvous looks up host names, for seconds where the name service is slow.
+        store = torch.distributed.FileStore(self.rendezvous_file, self.num_ranks)
         torch.distributed.init_process_group = functools.partial(
-            _init_process_group,
-            store=torch.distributed.FileStore(self.rendezvous_file, self.num_ranks),
-            rank=self.rank,
-            world_size=self.num_ranks,
+            _join, store=store, rank=self.rank, world_size=self.num_ranks
         )
         torch.distributed.destroy_process_group = functools.partial(_leave, time_of_failure := _TimeOfFailure())
         return time_of_failure
@@ -154,6 +152,16 @@ class _TimeOfFailure:
         if self.seconds is None:
             self.seconds = time.monotonic()
         return self.seconds
+
+
+def _join(*args: Any, store: torch.distributed.Store, rank: int, world_size: int, **kwargs: Any) -> None:
+    """Join the process group and wait for the others: who leaves at once breaks connections still being made."""
+    _init_process_group(*args, store=store, rank=rank, world_size=world_size, **kwargs)
+    num_joined = store.add("num_joined", 1)
+    this_group = (num_joined - 1) // world_size
+    if num_joined == (this_group + 1) * world_size:
+        store.set(f"all_joined_{this_group}", "")
+    store.wait([f"all_joined_{this_group}"])
 
 
 def _leave(time_of_failure: _TimeOfFailure, *args: Any) -> None:
