@@ -22,8 +22,6 @@ def context_problems(config: Config) -> Iterator[str]:
     model, precision = config.model, config.precision
     if precision.precision == "te":
         yield f"{name} is for this project's attention, not Transformer Engine's; choose --precision fp8 or bf16"
-    if precision.fp8_dot_product_attention:
-        yield f"{name} runs attention in 16 bits; drop fp8_dot_product_attention"
     if config.parallel.cp_comm_type == "a2a":
         yield from _head_problems(config)
     else:
@@ -53,6 +51,8 @@ def _block_problems(config: Config) -> Iterator[str]:
     for setting in ("reset_attention_mask", "sft"):
         if getattr(config.data, setting):
             yield f"{name} has no documents in attention; drop {setting}, or choose cp_comm_type a2a"
+    if config.precision.fp8_dot_product_attention:
+        yield f"{name} runs attention in 16 bits; drop fp8_dot_product_attention, or choose cp_comm_type a2a"
     if model.window_size is not None:
         yield f"{name} has no windows; drop window_size({model.window_size}), or choose cp_comm_type a2a"
     width = model.head_dim

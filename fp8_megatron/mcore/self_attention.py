@@ -132,6 +132,7 @@ class FP8SelfAttention(RotarySelfAttention):
             self._widths(),
             self._rotation(rotary_pos_emb, hidden_states) or self._without_angles(hidden_states),
             self._qk_norm(),
+            self.core_attention.context_group,
         )
         output, residual = fp8_norm_attention(
             hidden_states,

@@ -6,6 +6,9 @@ output in FP8: half the bytes of 16-bit attention. It reads the gradients of que
 attention wrote them, rotates them back and casts them as one gradient of the QKV projection.
 
 Norms of query and key (`--qk-layernorm`) run in 16 bits, with casts of their own before and after attention.
+
+Ranks that share sequences exchange them for heads (`head_exchange`), all in FP8: query, key, value and output, and
+their gradients in backward.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..collectives.head_exchange import gather_sequence, scatter_sequence
+from ..device.group import Group
 from ..kernels import ops
 from ..kernels.ops import QKNorm, Rotation
 from ..quantization.attention import AttentionGrads, AttentionQuantizers
@@ -38,6 +43,8 @@ class AttentionParams(NamedTuple):
         widths: columns of query, key and value in one group of the QKV projection's output.
         rotation: of query and key; it may have no angles.
         qk_norm: of query and key, before the rotation; None if they have none.
+        heads: ranks that share sequences and exchange them for heads; None if this rank has whole sequences. The
+            quantisers' scales are theirs together (`AttentionQuantizers.sync`).
     """
 
     quantizers: AttentionQuantizers
@@ -45,6 +52,7 @@ class AttentionParams(NamedTuple):
     widths: tuple[int, int, int]
     rotation: Rotation
     qk_norm: QKNorm | None = None
+    heads: Group | None = None
 
 
 def fp8_norm_attention(
@@ -59,7 +67,8 @@ def fp8_norm_attention(
     """proj(attention(qkv(norm(x)))) in FP8; the weight gradients go to their ``main_grad`` (see `wgrad`).
 
     Args:
-        x: BF16 [s, b, h]; [s/tp, b, h] if qkv is `SequenceColumn` (and proj `SequenceRow`).
+        x: BF16 [s, b, h]; [s/tp, b, h] if qkv is `SequenceColumn` (and proj `SequenceRow`). Of ranks that exchange
+            heads, s counts this rank's tokens: chunks r and 2n - 1 - r of the 2n of each sequence.
         qkv: weight [groups · sum of widths, h], interleaved by group. proj: weight [N, heads · d].
         adds_input: add x, the residual branch, inside. Not possible if the output is this rank's summand.
 
@@ -97,31 +106,33 @@ class _FP8NormAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         y, statistics = norm_fprop(x, norm, qkv)
         y = y.view(*qkv.parallelism.gathered_shape(x.shape[:-1]), -1)
-        inputs = _cast_heads(y, attention)
+        inputs = _whole_sequences(_cast_heads(y, attention), attention.heads)
         kept = None if attention.qk_norm is None else y
         del y
         inverse_out = attention.quantizers.inverse_of_value(inputs)
         out, log_sum_exp = ops.fp8_attention(inputs, inverse_out, softmax_scale=attention.softmax_scale)
-        rows = proj.parallelism.gather(_operand(out, inputs, proj))
+        own = None if attention.heads is None else scatter_sequence([out], attention.heads)[0]
+        rows = proj.parallelism.gather(_operand(out if own is None else own, inputs, proj))
         projected = fprop(rows, proj, x.dtype, x if adds_input else None)
         if needs_backward:
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(x, kept, out, log_sum_exp, *inputs, *statistics)
+            ctx.save_for_backward(x, kept, out, own, log_sum_exp, *inputs, *statistics)
             ctx.norm, ctx.qkv, ctx.proj, ctx.attention, ctx.adds_input = norm, qkv, proj, attention, adds_input
         return projected.view(*x.shape[:-1], projected.shape[-1]), None if adds_input else x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, y, out, log_sum_exp, *saved = ctx.saved_tensors
+        x, y, out, own, log_sum_exp, *saved = ctx.saved_tensors
+        own = out if own is None else own
         inputs = ops.AttentionInputs(*saved[: len(ops.AttentionInputs._fields)])
         statistics = NormStatistics(*saved[len(inputs) :])
         qkv, proj, attention = ctx.qkv, ctx.proj, ctx.attention
         g, grad_proj_bias = proj.cast_grad(grad_output)
         grad_out = _start_grad_out(g, proj, attention.quantizers, grad_output.dtype)
-        grad_proj_weight = wgrad(g, _operand(out, inputs, proj).transposed(), proj, grad_output.dtype)
+        grad_proj_weight = wgrad(g, _operand(own, inputs, proj).transposed(), proj, grad_output.dtype)
         del g
-        grads = attention.quantizers.backward(grad_out(), inputs, out, log_sum_exp, attention.softmax_scale)
+        grads = _attention_backward(grad_out(), inputs, out, own.shape, log_sum_exp, attention)
         del grad_out
         source, of_qk_norm = _grad_source(grads, y, attention, qkv)
         operand, grad_qkv_bias = qkv.quantizers.grad_output.quantize(source)
@@ -142,6 +153,33 @@ def _cast_heads(y: Tensor, attention: AttentionParams) -> ops.AttentionInputs:
         return quantizers.cast_projection(y, rotation, heads_per_group=widths[0] // rotation.head_dim)
     query, key, value = normed_parts(y, rotation, attention.qk_norm, widths)
     return quantizers.cast_inputs(query.reshape(*query.shape[:2], -1, rotation.head_dim), key, value)
+
+
+def _whole_sequences(inputs: ops.AttentionInputs, group: Group | None) -> ops.AttentionInputs:
+    """Query, key and value of this rank's heads, if ranks exchange them."""
+    if group is None:
+        return inputs
+    query, key, value = gather_sequence(inputs[:3], group)
+    return inputs._replace(query=query, key=key, value=value)
+
+
+def _attention_backward(
+    grad: Quantized,
+    inputs: ops.AttentionInputs,
+    out: Tensor,
+    shape: torch.Size,
+    log_sum_exp: Tensor,
+    attention: AttentionParams,
+) -> AttentionGrads:
+    """The gradients of this rank's query, key and value, given its part of the output's in `shape` [s, b, heads, d]."""
+    payload = grad.payload.view(shape)
+    if attention.heads is not None:
+        (payload,) = gather_sequence([payload], attention.heads)
+    grads = attention.quantizers.backward(payload, grad.scale, inputs, out, log_sum_exp, attention.softmax_scale)
+    if attention.heads is None:
+        return grads
+    query, key, value = scatter_sequence(grads[:3], attention.heads)
+    return AttentionGrads(query, key, value, grads.scales)
 
 
 def _start_grad_out(

@@ -16,7 +16,7 @@ from .amax_history import AmaxHistory
 from .cast_health import CastProbe, row_scales, row_step
 from .cast_report import Role
 from .operand import Format, Quantized
-from .recipe import Quantizer, Recipe
+from .recipe import AmaxSync, Quantizer, Recipe
 from .sources import TensorSource
 
 #: A gradient that a kernel casts may exceed the amaxes of the last steps by this factor before it saturates.
@@ -51,9 +51,11 @@ class AttentionQuantizers:
     history: AmaxHistory
     written: tuple[int, ...]
     """The slots of dS, dQ, dK and dV."""
+    sync: AmaxSync | None = None
+    """How ranks that exchange heads share their first scales; the history is reduced over them later."""
 
     @classmethod
-    def of(cls, recipe: Recipe) -> AttentionQuantizers:
+    def of(cls, recipe: Recipe, sync: AmaxSync | None = None) -> AttentionQuantizers:
         """New casts of one layer; they take eight slots of the recipe's history.
 
         Raises:
@@ -66,7 +68,7 @@ class AttentionQuantizers:
         query, key, value = (recipe.quantizer(forward, Role.ATTENTION_INPUT) for _ in range(3))
         grad_output = recipe.quantizer(backward, Role.ATTENTION_GRAD, headroom=WRITTEN_HEADROOM)
         slots = tuple(history.add_slot(E5M2, headroom=WRITTEN_HEADROOM, role=Role.ATTENTION_GRAD) for _ in range(4))
-        return cls(query, key, value, grad_output, history, slots)
+        return cls(query, key, value, grad_output, history, slots, sync)
 
     def slots(self) -> Iterator[int]:
         """Its slots of the history."""
@@ -108,6 +110,8 @@ class AttentionQuantizers:
         casts = []
         for quantizer, part in zip(self._of_inputs(), parts, strict=True):
             amax = ops.amax(part)
+            if self.sync is not None:
+                self.sync(amax)
             if self.history.record is not None:
                 self.history.raise_amax(quantizer.slot, amax)
             scale = ops.scale_from_amax(amax, E4M3, power_of_two=self.history.power_of_two)
@@ -117,7 +121,7 @@ class AttentionQuantizers:
     def cast_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> ops.AttentionInputs:
         """Query [s, b, heads, d], key and value [s, b, groups, d] in E4M3, contiguous."""
         pairs = zip(self._of_inputs(), (query, key, value), strict=True)
-        casts = [quantizer.quantize(TensorSource(_as_matrix(x))) for quantizer, x in pairs]
+        casts = [quantizer.quantize(TensorSource(_as_matrix(x)), sync=self.sync) for quantizer, x in pairs]
         payloads = [cast.payload.view(x.shape) for cast, x in zip(casts, (query, key, value), strict=True)]
         return ops.AttentionInputs(*payloads, *(cast.scale for cast in casts))
 
@@ -129,11 +133,12 @@ class AttentionQuantizers:
 
     def cast_grad_output(self, grad: Tensor) -> Quantized:
         """The output's gradient [T, heads · d] in E5M2."""
-        return self.grad_output.quantize(TensorSource(grad))
+        return self.grad_output.quantize(TensorSource(grad), sync=self.sync)
 
     def backward(
         self,
-        grad: Quantized,
+        grad: Tensor,
+        scale_grad: Tensor,
         inputs: ops.AttentionInputs,
         out: Tensor,
         log_sum_exp: Tensor,
@@ -142,14 +147,14 @@ class AttentionQuantizers:
         """dQ, dK and dV.
 
         Args:
-            grad: of the output, E5M2 [s · b, heads · d].
+            grad: of the output, E5M2 [s, b, heads, d], with the dequantising scale `scale_grad` FP32 [1].
         """
 
         def compute(casts: ops.AttentionGradCasts) -> tuple[Tensor, Tensor, Tensor]:
             return ops.fp8_attention_backward(
                 inputs,
-                grad.payload.view(out.shape),
-                grad.scale,
+                grad,
+                scale_grad,
                 out,
                 inputs.scale_value,
                 log_sum_exp,
@@ -182,6 +187,9 @@ class AttentionQuantizers:
         casts = ops.AttentionGradCasts(*(ops.WrittenCast(one, one, torch.empty_like(one)) for _ in self.written))
         for _ in range(2):
             compute(casts)
+            if self.sync is not None:
+                for _, _, amax in casts:
+                    self.sync(amax)
             casts = ops.AttentionGradCasts(*(self._from_amax(amax) for _, _, amax in casts))
         return casts
 

@@ -32,6 +32,7 @@ def problems(flags: str, world_size: int = 8) -> list[str]:
         CP4 + "--cp-comm-type a2a --window-size 5,0",
         CP4 + "--cp-comm-type a2a --tensor-model-parallel-size 2 --num-attention-heads 16",
         CP4 + "--cp-comm-type a2a --attention-backend cudnn --deterministic-mode",
+        CP4 + "--cp-comm-type a2a --fp8-recipe delayed --fp8-dot-product-attention --kv-channels 128",
     ],
 )
 def test_what_works_passes(flags: str) -> None:
@@ -53,7 +54,7 @@ def test_what_works_passes(flags: str) -> None:
         (CP4 + "--precision te", "context_parallel_size(4) is for this project's attention, not Transformer Engine's"),
         (
             CP4 + "--fp8-recipe delayed --fp8-dot-product-attention --kv-channels 128",
-            "context_parallel_size(4) runs attention in 16 bits; drop fp8_dot_product_attention",
+            "context_parallel_size(4) runs attention in 16 bits; drop fp8_dot_product_attention, or choose",
         ),
         (CP4 + "--window-size 5,0", "context_parallel_size(4) has no windows; drop window_size(5,0), or choose"),
         (

@@ -76,6 +76,13 @@ def test_every_way_to_reduce_trains_as_one_gpu(tmp_path: Path, one_gpu: dict[str
     assert measured == pytest.approx(one_gpu["fp8"], rel=TOLERANCE["fp8"])
 
 
+def test_fp8_attention_of_exchanged_heads(tmp_path: Path) -> None:
+    pytest.importorskip("cudnn", reason="FP8 attention needs nvidia-cudnn-frontend")
+    settings = {"precision": "fp8", "fp8_dot_product_attention": True, "kv_channels": 128}
+    alone = losses(tmp_path / "alone", 1, **settings)
+    assert losses(tmp_path / "shared", 2, **settings, **LAYOUTS["cp2_a2a"]) == pytest.approx(alone, rel=5e-3)
+
+
 @pytest.mark.parametrize("layout", ["dp2", "cp2", "cp2_gather"])
 def test_replicas_repeat_bit_for_bit(tmp_path: Path, layout: str) -> None:
     """Sums are taken in rank order; deterministic mode asks the same of every other kernel."""

@@ -61,7 +61,7 @@ def on_a_rank(
     return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def joined(parts: list[Tensor]) -> Tensor:
+def whole_of(parts: list[Tensor]) -> Tensor:
     """The whole of every rank's part."""
     firsts, seconds = zip(*(part.chunk(2) for part in parts), strict=True)
     return torch.cat([*firsts, *reversed(seconds)])
@@ -71,7 +71,7 @@ def computed(
     ranks: RankPool, num_ranks: int, comm_type: CommType | Literal["a2a"], dtype: torch.dtype, **sizes: int
 ) -> list[Tensor]:
     everyones = ranks.run(on_default_group, on_a_rank, comm_type, dtype, sizes, num_ranks=num_ranks)
-    return [joined(list(parts)) for parts in zip(*everyones, strict=True)]
+    return [whole_of(list(parts)) for parts in zip(*everyones, strict=True)]
 
 
 @pytest.mark.parametrize("comm_type", COMM_TYPES)

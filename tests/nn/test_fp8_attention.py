@@ -7,11 +7,15 @@ value, and of three output gradients add theirs.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.collectives.scale_sync import max_over_group_
+from fp8_megatron.data.sequence_parts import SequencePart
+from fp8_megatron.device.group import Group
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.attention import AttentionParams, fp8_norm_attention
 from fp8_megatron.nn.gemms import LinearParams
@@ -23,6 +27,7 @@ from fp8_megatron.quantization.attention import AttentionQuantizers
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from tests.harness.ranks import RankPool, on_default_group
 
 SEQ, BATCH, HEADS, GROUPS, WIDTH, HIDDEN = 96, 2, 4, 2, 32, 64
 SCALE = 1 / math.sqrt(WIDTH)
@@ -32,9 +37,11 @@ KINDS = ("plain", "rope", "qk_norm")
 
 
 class Layer:
-    """Its casts, weights and random operands."""
+    """Its casts, weights and random operands. The ranks of `group` share its sequences."""
 
-    def __init__(self, kind: str = "rope", *, gradient: float = 1e-5, has_probes: bool = False) -> None:
+    def __init__(
+        self, kind: str = "rope", *, gradient: float = 1e-5, has_probes: bool = False, group: Group | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> Tensor:
@@ -42,7 +49,10 @@ class Layer:
 
         self.history = AmaxHistory(4, "max", power_of_two=False)
         recipe = Recipe("delayed", False, self.history, has_probes=has_probes)
-        self.quantizers = AttentionQuantizers.of(recipe)
+        self.group = group
+        self.quantizers = AttentionQuantizers.of(
+            recipe, None if group is None else partial(max_over_group_, group=group)
+        )
         self.linear_quantizers = recipe.linear_quantizers(), recipe.linear_quantizers()
         self.history.allocate(torch.device("cpu"))
         self.qkv = ScaledTensor.quantize(random(GROUPS * sum(WIDTHS), HIDDEN) / math.sqrt(HIDDEN))
@@ -54,6 +64,11 @@ class Layer:
         self.head_weights = [(1 + 0.2 * random(WIDTH)).bfloat16() for _ in range(2)] if kind == "qk_norm" else []
         self.x = random(SEQ, BATCH, HIDDEN).bfloat16()
         self.cotangent = (gradient * random(SEQ, BATCH, HIDDEN)).bfloat16()
+        self.cotangent[: SEQ // 4] *= 2  # ranks that share sequences have different amaxes
+        if group is not None:
+            part = SequencePart(group.rank(), group.size())
+            self.rotation = self.rotation._replace(cos_sin=part.of(self.rotation.cos_sin, dim=0))
+            self.x, self.cotangent = part.of(self.x, dim=0), part.of(self.cotangent, dim=0)
 
     def forward(self, *leaves: Tensor, adds_input: bool = True) -> tuple[Tensor, Tensor | None]:
         """Of x, the norm's weight, both weights, the bias and the weights of norms of query and key."""
@@ -65,7 +80,7 @@ class Layer:
             NormParams(norm_weight, None, 1e-5, True),
             LinearParams(qkv, bias, self.linear_quantizers[0]),
             LinearParams(proj, None, self.linear_quantizers[1]),
-            AttentionParams(self.quantizers, SCALE, WIDTHS, self.rotation, qk_norm),
+            AttentionParams(self.quantizers, SCALE, WIDTHS, self.rotation, qk_norm, self.group),
             adds_input=adds_input,
         )
 
@@ -127,6 +142,46 @@ def test_values_and_gradients(kind: str, steps: int) -> None:
     bounds = [16.9, 16.9, 20.5, 16.9, *2 * [16.9]]
     for value, expected, bound in zip(grads, true, bounds[: len(true)], strict=True):
         assert snr_db(value.double(), expected) > bound
+
+
+def steps_of_a_rank(group: Group, kind: str, steps: int) -> tuple[list[Tensor], list[float]]:
+    """The last step, with gradients of parameters summed over the ranks, and the first amaxes of attention's casts."""
+    layer = Layer(kind, group=group)
+    quantizers = layer.quantizers
+    first = []
+    for _ in range(steps):
+        results = layer.step()
+        casts = (quantizers.query, quantizers.key, quantizers.value, quantizers.grad_output)
+        first = first or [layer.history.amax[cast.slot].item() for cast in casts]
+        layer.history.update(group)
+    for grad in results[2:]:
+        torch.distributed.all_reduce(grad, group=group)
+    return results, first
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_exchange_heads(ranks: RankPool, kind: str, steps: int) -> None:
+    """They compute one rank's output and gradients. A rank casts the norm's output and the gradients around attention
+    with scales of its tokens in the first step: it has the noise of one rank's casts, but not the same."""
+    everyones = ranks.run(on_default_group, steps_of_a_rank, kind, steps, num_ranks=2)
+    assert everyones[0][1] == everyones[1][1], "the first scales differ"
+    shared = [*zip(*(results[:2] for results, _ in everyones), strict=True)]
+    (y, grad_x), grads = (whole_of(parts) for parts in shared), everyones[0][0][2:]
+    layer = Layer(kind)
+    true_y, true_grad_x, *true = layer.exact()
+    assert snr_db(y.double() - layer.x.double(), true_y - layer.x.double()) > 22.7
+    assert snr_db(grad_x.double() - layer.cotangent.double(), true_grad_x - layer.cotangent.double()) > 16.9
+    # As in test_values_and_gradients; 3 dB less for the 32 elements of a head's norm, whose summands cancel over ranks.
+    bounds = [16.9, 16.9, 20.5, 16.9, *2 * [13.9]]
+    for value, expected, bound in zip(grads, true, bounds[: len(true)], strict=True):
+        assert snr_db(value.double(), expected) > bound
+
+
+def whole_of(parts: tuple[Tensor, ...]) -> Tensor:
+    """The sequence of every rank's part."""
+    firsts, seconds = zip(*(part.chunk(2) for part in parts), strict=True)
+    return torch.cat([*firsts, *reversed(seconds)])
 
 
 @pytest.mark.parametrize("kind", KINDS)

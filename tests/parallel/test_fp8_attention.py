@@ -18,6 +18,7 @@ LAYOUTS = {
     "tp2_sp": ParallelConfig(2, sequence_parallel=True),
     "pp2": ParallelConfig(pipeline_model_parallel_size=2),
     "dp2": ParallelConfig(),
+    "cp2_a2a": ParallelConfig(context_parallel_size=2, cp_comm_type="a2a"),
 }
 NUM_STEPS = 4
 
