@@ -4,18 +4,21 @@ Rank r of n has chunks r and 2n - 1 - r of the sequence's 2n (`data.sequence_par
 so rank r needs of a rank below it the first chunk, and of a rank above it both. `Gathering` fetches exactly these
 from all ranks at once; `RingStep` passes whole parts round a ring.
 
-Point-to-point messages travel in one batch, on NCCL as one kernel on a stream of its own.
+Point-to-point messages travel in one batch, on NCCL as one kernel on a stream of its own. With a `wire` dtype, an FP8
+format, `Gathering` and `Returning` send each chunk in it with a scale for each 128 values (`packed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ..device.group import Group
+from .packed import packed_rows, unpacked_rows
 
 _Message = tuple[Tensor, int]
 
@@ -50,9 +53,13 @@ class Gathering:
     Args:
         own: this rank's two chunks [2c, …], contiguous. The caller must not change it before `wait`.
         group: the ranks that share the sequence. All of them call this.
+        wire: what chunks are cast to on their way; BF16 then. None: they travel as they are.
     """
 
-    def __init__(self, own: Tensor, group: Group) -> None:
+    def __init__(self, own: Tensor, group: Group, wire: torch.dtype | None = None) -> None:
+        self._chunk, self._wire = (len(own) // 2, *own.shape[1:]), wire
+        if wire is not None:
+            own = packed_rows(own, prod(self._chunk), wire)
         rank, size, half = group.rank(), group.size(), len(own) // 2
         self._earlier = own.new_empty((rank * half, *own.shape[1:]))
         self._later = own.new_empty(((size - 1 - rank) * 2 * half, *own.shape[1:]))
@@ -69,7 +76,7 @@ class Gathering:
         All of this rank's queries attend to the former, those of its second chunk alone to the latter.
         """
         self._batch.wait()
-        return self._earlier, self._later
+        return _arrived(self._earlier, self._chunk, self._wire), _arrived(self._later, self._chunk, self._wire)
 
 
 class Returning:
@@ -77,12 +84,17 @@ class Returning:
 
     Args:
         of_earlier, of_later: gradients of the two results of `Gathering.wait`, contiguous.
-        group: as there.
+        group, wire: as there.
     """
 
-    def __init__(self, of_earlier: Tensor, of_later: Tensor, group: Group) -> None:
+    def __init__(self, of_earlier: Tensor, of_later: Tensor, group: Group, wire: torch.dtype | None = None) -> None:
         rank, size = group.rank(), group.size()
         below, above = range(rank), range(rank + 1, size)
+        num_chunks = rank + 2 * (size - 1 - rank)
+        self._chunk = ((len(of_earlier) + len(of_later)) // num_chunks, *of_earlier.shape[1:])
+        self._wire = wire
+        if wire is not None:
+            of_earlier, of_later = (packed_rows(x, prod(self._chunk), wire) for x in (of_earlier, of_later))
         half = len(of_earlier) // rank if rank else len(of_later) // (2 * (size - 1))
         trailing = of_earlier.shape[1:]
         self._whole = [of_earlier.new_empty((2 * half, *trailing)) for _ in below]
@@ -95,7 +107,7 @@ class Returning:
     def wait(self) -> list[Tensor]:
         """Summands of the gradient of this rank's part: of both chunks [2c, …] or of the first one [c, …]."""
         self._batch.wait()
-        return [*self._whole, *self._first]
+        return [_arrived(x, self._chunk, self._wire) for x in (*self._whole, *self._first)]
 
 
 class RingStep:
@@ -115,6 +127,11 @@ class RingStep:
         """The tensor of the rank before."""
         self._batch.wait()
         return self._received
+
+
+def _arrived(chunks: Tensor, chunk: Sequence[int], wire: torch.dtype | None) -> Tensor:
+    """Chunks [c, …] of shape `chunk` behind each other."""
+    return chunks if wire is None else unpacked_rows(chunks, chunk, wire)
 
 
 def _runs(x: Tensor, count: int) -> list[Tensor]:

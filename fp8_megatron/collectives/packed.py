@@ -28,10 +28,21 @@ def packed(x: Tensor, dtype: torch.dtype) -> Tensor:
         x: BF16 or FP32, contiguous.
         dtype: of the payload, an FP8 format.
     """
-    run = torch.empty(packed_bytes(x.numel()), dtype=torch.uint8, device=x.device)
-    payload, scales = _parts(run, x.numel(), dtype)
-    ops.quantize_blockwise_(x.view(-1), payload, scales)
-    return run
+    return packed_rows(x, x.numel(), dtype).view(-1)
+
+
+def packed_rows(x: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """uint8 [x.numel() / numel, packed_bytes(numel)], each run of `numel` elements by itself.
+
+    Args:
+        x, dtype: as of `packed`.
+    """
+    runs = x.view(-1, numel)
+    rows = torch.empty((len(runs), packed_bytes(numel)), dtype=torch.uint8, device=x.device)
+    for row, run in zip(rows, runs, strict=True):
+        payload, scales = _parts(row, numel, dtype)
+        ops.quantize_blockwise_(run, payload, scales)
+    return rows
 
 
 def unpacked(run: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -40,11 +51,21 @@ def unpacked(run: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     Args:
         dtype: of the payload.
     """
+    return unpacked_rows(run[None], shape, dtype)
+
+
+def unpacked_rows(rows: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """BF16 [count · shape[0], *shape[1:]] from `packed_rows` of runs of `shape`; contiguous.
+
+    Args:
+        dtype: of the payload.
+    """
     numel = prod(shape)
-    payload, scales = _parts(run, numel, dtype)
-    values = torch.empty(payload.numel(), dtype=torch.bfloat16, device=run.device)
-    ops.accumulate_rows_(payload, scales, values, factor=1.0, add=False)
-    return values[:numel].view(*shape)
+    values = torch.empty((len(rows), ceil(numel / GRAD_BLOCK) * GRAD_BLOCK), dtype=torch.bfloat16, device=rows.device)
+    for row, run in zip(rows, values, strict=True):
+        payload, scales = _parts(row, numel, dtype)
+        ops.accumulate_rows_(payload, scales, run, factor=1.0, add=False)
+    return values[:, :numel].reshape(len(rows) * shape[0], *shape[1:])
 
 
 def _parts(run: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

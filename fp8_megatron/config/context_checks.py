@@ -22,6 +22,12 @@ def context_problems(config: Config) -> Iterator[str]:
     model, precision = config.model, config.precision
     if precision.precision == "te":
         yield f"{name} is for this project's attention, not Transformer Engine's; choose --precision fp8 or bf16"
+    if precision.fp8_context_communication and config.parallel.cp_comm_type != "all_gather":
+        instead = ", or give --fp8-dot-product-attention" if config.parallel.exchanges_heads else ""
+        yield (
+            f"fp8_context_communication casts what all_gather sends, not cp_comm_type({config.parallel.cp_comm_type}); "
+            f"choose --cp-comm-type all_gather{instead}"
+        )
     if config.parallel.cp_comm_type == "a2a":
         yield from _head_problems(config)
     else:

@@ -165,7 +165,7 @@ _RULES = (
     Ignored(SETTINGS_WITHOUT_YARN, _other_than_rope, "give --position-embedding-type rope"),
     Ignored(YARN_SETTINGS, _no_yarn, "give --position-embedding-type yarn"),
     Ignored(("rope_scaling_factor",), _no_rope_scaling, "give --use-rope-scaling"),
-    Ignored(("cp_comm_type",), _whole_sequences, "raise --context-parallel-size"),
+    Ignored(("cp_comm_type", "fp8_context_communication"), _whole_sequences, "raise --context-parallel-size"),
     Ignored(("fp8_pipeline_communication",), _one_stage, "raise --pipeline-model-parallel-size"),
     Ignored(("opt_level",), _not_fp8, "choose --precision fp8"),
     Ignored(

@@ -47,6 +47,9 @@ class PrecisionConfig:
     fp8_pipeline_communication: Switch = False
     """Pipeline stages send each other E4M3 with a scale for each 128 elements instead of BF16: activations, and their
     gradients. Needs --precision fp8."""
+    fp8_context_communication: Switch = False
+    """Context-parallel ranks send each other E4M3 with a scale for each 128 elements instead of BF16: keys, values, and
+    their gradients. Needs --precision fp8 and --cp-comm-type all_gather."""
     first_last_layers_bf16: Switch = False
     """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
     num_layers_at_start_in_bf16: LayersOrZero = 1

@@ -58,11 +58,12 @@ def precision_problems(config: Config, *, on_this_machine: bool = True) -> Itera
                 f"fp8_lm_head runs this project's FP8 GEMMs, which precision({precision.precision}) does not use; "
                 f"drop it or choose --precision fp8"
             )
-        if precision.fp8_pipeline_communication:
-            yield (
-                f"fp8_pipeline_communication is for FP8 layers, which precision({precision.precision}) does not have; "
-                f"drop it or choose --precision fp8"
-            )
+        for name in ("fp8_pipeline_communication", "fp8_context_communication"):
+            if getattr(precision, name):
+                yield (
+                    f"{name} is for FP8 layers, which precision({precision.precision}) does not have; drop it or "
+                    f"choose --precision fp8"
+                )
     if precision.fp8_dot_product_attention:
         yield from _check_fp8_attention(config)
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16

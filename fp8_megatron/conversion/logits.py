@@ -20,7 +20,7 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, module_name
 from ..config.schema import Config, ModelConfig, ParallelConfig
 from ..mcore.gpt import transformer_config
-from ..mcore.layer_spec import block_submodules
+from ..mcore.layer_spec import Attention, block_submodules
 from ..mcore.rope import replaced_position_embedding, rotary_table
 from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
@@ -75,7 +75,7 @@ def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
     )
     module = GPTModel(
         fp32,
-        block_submodules([None], [None], "math", model.activation, qk_layernorm=model.qk_layernorm),
+        block_submodules([None], [None], Attention("math", has_norms=model.qk_layernorm), model.activation),
         vocab_size=num_rows,
         max_sequence_length=model.max_position_embeddings or model.seq_length,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,

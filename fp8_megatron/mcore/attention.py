@@ -108,6 +108,7 @@ class CoreAttention(MegatronModule):
         layer_number: 1 is the first layer of the model. `config.window_size` and `config.window_attn_skip_freq` say
             whether it has a window.
         backend: ``auto`` or one kernel. One kernel raises an error if it does not take the shape.
+        context_wire: `ContextParallel.wire`.
         cp_comm_type, pg_collection: how the ranks of `pg_collection.cp` exchange keys and values; ``a2a``: heads.
     """
 
@@ -120,6 +121,7 @@ class CoreAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         backend: AttentionBackend = "auto",
+        context_wire: torch.dtype | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **unused: Any,
@@ -140,7 +142,7 @@ class CoreAttention(MegatronModule):
         if config.context_parallel_size > 1:
             assert pg_collection is not None and not self.dropout, (pg_collection, config)
             assert cp_comm_type == "a2a" or (cp_comm_type in get_args(CommType) and self.window is None), config
-            self.context_group = pg_collection.cp
+            self.context_group, self._wire = pg_collection.cp, context_wire
             #: None: the ranks exchange heads.
             self.comm_type = None if cp_comm_type == "a2a" else cast(CommType, cp_comm_type)
 
@@ -168,7 +170,7 @@ class CoreAttention(MegatronModule):
             return heads_of_sequence(result.view(query.shape), self.context_group).flatten(2)
         assert cu_seqlens is None, "documents lie in whole sequences"
         kernel = self._block_kernel(query)
-        shared = ContextParallel(self.context_group, self.comm_type, self.softmax_scale, kernel)
+        shared = ContextParallel(self.context_group, self.comm_type, self.softmax_scale, kernel, self._wire)
         return context_attention(query, key, value, shared)
 
     def _attend_in_sequences(

@@ -20,13 +20,14 @@ from torch import Tensor
 from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..config.windows import layer_pattern, window_sizes
+from ..formats import E4M3
 from ..nn.chunked_loss import TokenLoss, loss_in_chunks
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
 from ..nn.offload import ActivationOffload
 from ..quantization.recipe import Recipe
 from .initialization import named_quantizers_of_model
-from .layer_spec import block_submodules, te_block_submodules
+from .layer_spec import Attention, block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
 from .offload import offload_layers
 from .rope import RotaryTable, replaced_position_embedding, rotary_table, tell_yarn
@@ -313,13 +314,10 @@ def _build_chunk(
         submodules = block_submodules(
             recipes,
             links,
-            model.attention_backend,
+            _attention(config),
             model.activation,
-            qk_layernorm=model.qk_layernorm,
             defers_final_norm=config.has_fp8_lm_head,
-            fp8_attention=config.precision.fp8_dot_product_attention,
             mlp_chunks=config.training.mlp_chunks_for_training,
-            exchanges_heads=config.parallel.exchanges_heads,
         )
     model_class = MegatronGPT if config.precision.precision == "te" else GPT
     module = model_class(
@@ -357,6 +355,17 @@ def _build_chunk(
         recipe.history.name_layers({layer: list(quantizers.slots()) for layer, quantizers in casts.items()})
         recipe.history.allocate(device)
     return ModelChunk(module, recipe, links)
+
+
+def _attention(config: Config) -> Attention:
+    precision = config.precision
+    return Attention(
+        config.model.attention_backend,
+        has_norms=config.model.qk_layernorm,
+        is_fp8=precision.fp8_dot_product_attention,
+        exchanges_heads=config.parallel.exchanges_heads,
+        context_wire=E4M3 if precision.fp8_context_communication else None,
+    )
 
 
 def _tag_vocab_parallel(module: GPTModel) -> None:

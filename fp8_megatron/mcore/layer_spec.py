@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -33,29 +34,42 @@ CHECKPOINT_KEYS = {
 }
 
 
+class Attention(NamedTuple):
+    """The form of a layer's attention.
+
+    Attributes:
+        backend: of 16-bit attention.
+        has_norms: the heads of query and key have norms.
+        is_fp8: it is in FP8 where the linear layers are.
+        exchanges_heads: ranks that share sequences exchange them for heads around it.
+        context_wire: the FP8 format in which they send keys and values instead; None: 16 bits.
+    """
+
+    backend: AttentionBackend
+    has_norms: bool = False
+    is_fp8: bool = False
+    exchanges_heads: bool = False
+    context_wire: torch.dtype | None = None
+
+
 def layer_spec(
     recipe: Recipe | None,
     links: LayerLinks | None,
-    attention_backend: AttentionBackend,
+    attention: Attention,
     activation: str,
     *,
-    qk_layernorm: bool = False,
-    fp8_attention: bool = False,
     mlp_chunks: int = 1,
-    exchanges_heads: bool = False,
 ) -> ModuleSpec:
     """One transformer layer. Linear layers are FP8 with `recipe`, or megatron-core's own in BF16 if it is None.
 
     Args:
         links: the layer's links; None in BF16.
         activation: of the MLP, as `kernels.activation` names it.
-        qk_layernorm: the heads of query and key have norms.
-        fp8_attention: attention is in FP8 where the linear layers are.
         mlp_chunks: chunks of a sequence that the MLP computes one after another.
-        exchanges_heads: ranks that share sequences exchange them for heads around attention.
     """
-    head_norm = HeadNorm if qk_layernorm else IdentityOp
-    core_attention = ModuleSpec(module=CoreAttention, params={"backend": attention_backend})
+    head_norm = HeadNorm if attention.has_norms else IdentityOp
+    params = {"backend": attention.backend, "context_wire": attention.context_wire}
+    core_attention = ModuleSpec(module=CoreAttention, params=params)
     if recipe is None or links is None:
         assert recipe is None and links is None, (recipe, links)
         column, row = ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
@@ -72,7 +86,7 @@ def layer_spec(
             ),
         )
 
-    if fp8_attention:
+    if attention.is_fp8:
         core_attention = ModuleSpec(module=FP8CoreAttention, params={"recipe": recipe})
 
     def column_of(own: LinearLinks) -> ModuleSpec:
@@ -93,7 +107,7 @@ def layer_spec(
                 submodules=_attention(
                     column_of(links.qkv),
                     core_attention,
-                    row_of(links.proj, keeps_input=not exchanges_heads),
+                    row_of(links.proj, keeps_input=not attention.exchanges_heads),
                     head_norm,
                 ),
             ),
@@ -159,20 +173,16 @@ def te_block_submodules(num_layers: int, *, qk_layernorm: bool = False) -> Trans
 def block_submodules(
     layer_recipes: Sequence[Recipe | None],
     links: Sequence[LayerLinks | None],
-    attention_backend: AttentionBackend,
+    attention: Attention,
     activation: str,
     *,
-    qk_layernorm: bool = False,
     defers_final_norm: bool = False,
-    fp8_attention: bool = False,
     mlp_chunks: int = 1,
-    exchanges_heads: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk, each with its own recipe and links, and the final norm.
 
     Args:
-        qk_layernorm: the heads of query and key have norms.
-        fp8_attention, mlp_chunks, exchanges_heads: see `layer_spec`.
+        attention, activation, mlp_chunks: see `layer_spec`.
         defers_final_norm: the LM head computes it (see `nn.lm_head`).
     """
     final_norm: ModuleSpec | type = Norm
@@ -182,16 +192,7 @@ def block_submodules(
         final_norm = ModuleSpec(module=DeferredNorm, params={"receiver": receiver})
     return TransformerBlockSubmodules(
         layer_specs=[
-            layer_spec(
-                recipe,
-                own,
-                attention_backend,
-                activation,
-                qk_layernorm=qk_layernorm,
-                fp8_attention=fp8_attention,
-                mlp_chunks=mlp_chunks,
-                exchanges_heads=exchanges_heads,
-            )
+            layer_spec(recipe, own, attention, activation, mlp_chunks=mlp_chunks)
             for recipe, own in zip(layer_recipes, links, strict=True)
         ],
         layer_norm=final_norm,

@@ -14,7 +14,8 @@ With ``all_gather`` a rank fetches all keys and values that it needs at once, wh
 joins the blocks of the ranks below it into one, and those of the ranks above it. With ``p2p`` whole parts go round a
 ring, the next one while a block is computed. Both fetch again in backward, and keep only this rank's query, key,
 value, output and log-sum-exp. Gradients of keys and values return in 16 bits from ``all_gather``, and are added up in
-FP32 on the rank that owns them; round the ring they travel as FP32 sums.
+FP32 on the rank that owns them; round the ring they travel as FP32 sums. ``all_gather`` may send FP8; a rank's own keys
+and values stay as they are.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ class ContextParallel(NamedTuple):
         comm_type: how keys and values travel.
         scale: the factor of the scores.
         kernel: what computes a block.
+        wire: with ``all_gather``, the FP8 format in which keys, values and their gradients travel; None: their dtype.
     """
 
     group: Group
     comm_type: CommType
     scale: float
     kernel: ops.BlockKernel
+    wire: torch.dtype | None = None
 
 
 def context_attention(query: Tensor, key: Tensor, value: Tensor, context: ContextParallel) -> Tensor:
@@ -99,7 +102,7 @@ class _ContextAttention(torch.autograd.Function):
         # Kernels read it as a dense tensor.
         of_second = log_sum_exp[..., query.shape[0] // 2 :].contiguous()
         grads_query: list[Tensor] = []
-        returned = (_GatheredGradient if context.comm_type == "all_gather" else _RingGradient)(context.group)
+        returned = (_GatheredGradient if context.comm_type == "all_gather" else _RingGradient)(context)
         for block in _blocks(key, value, context):
             grad_query, *of_keys_values = ops.attention_block_backward(
                 block.rows_of(grad_out),
@@ -152,11 +155,11 @@ def _blocks(key: Tensor, value: Tensor, context: ContextParallel) -> Iterator[_B
     """This rank's own block first, with the others on their way meanwhile."""
     packed = torch.stack((key, value), dim=2)
     blocks = _gathered_blocks if context.comm_type == "all_gather" else _ring_blocks
-    return blocks(packed, (key, value), context.group)
+    return blocks(packed, (key, value), context)
 
 
-def _gathered_blocks(packed: Tensor, own: tuple[Tensor, Tensor], group: Group) -> Iterator[_Block]:
-    gathering = Gathering(packed, group)
+def _gathered_blocks(packed: Tensor, own: tuple[Tensor, Tensor], context: ContextParallel) -> Iterator[_Block]:
+    gathering = Gathering(packed, context.group, context.wire)
     yield _Block(None, own)
     earlier, later = gathering.wait()
     if len(earlier):
@@ -165,7 +168,8 @@ def _gathered_blocks(packed: Tensor, own: tuple[Tensor, Tensor], group: Group) -
         yield _Block(later, own, is_for_second=True)
 
 
-def _ring_blocks(packed: Tensor, own: tuple[Tensor, Tensor], group: Group) -> Iterator[_Block]:
+def _ring_blocks(packed: Tensor, own: tuple[Tensor, Tensor], context: ContextParallel) -> Iterator[_Block]:
+    group = context.group
     rank, size = group.rank(), group.size()
     step = RingStep(packed, group)
     yield _Block(None, own)
@@ -184,8 +188,8 @@ class _GatheredGradient:
     waiting.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, context: ContextParallel) -> None:
+        self._context = context
         self._own: Tensor | None = None
         self._others: dict[bool, Tensor] = {}
 
@@ -200,15 +204,16 @@ class _GatheredGradient:
         """Of this rank's keys and values [2c, b, 2, groups, d]."""
         assert self._own is not None
         none = self._own[:0]
-        returning = Returning(self._others.get(False, none), self._others.get(True, none), self._group)
+        of_earlier, of_later = (self._others.get(is_for_second, none) for is_for_second in (False, True))
+        returning = Returning(of_earlier, of_later, self._context.group, self._context.wire)
         return ops.sum_partials([self._own, *returning.wait()], at_end=False, dtype=dtype)
 
 
 class _RingGradient:
     """The gradient of this rank's keys and values: an FP32 sum that goes round with them, one rank behind."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, context: ContextParallel) -> None:
+        self._group = context.group
         self._step: RingStep | None = None
 
     def add(self, block: _Block, grad: Tensor) -> None:

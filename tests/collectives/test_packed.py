@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.packed import packed, packed_bytes, unpacked
+from fp8_megatron.collectives.packed import packed, packed_bytes, packed_rows, unpacked, unpacked_rows
 from fp8_megatron.formats import E4M3, E5M2, FP8_DTYPES
 from fp8_megatron.quantization.stats import snr_db
 
@@ -41,6 +41,21 @@ def test_values_keep_the_formats_precision(shape: tuple[int, int, int], dtype: t
         block = flat[start : start + 128]
         bound = relative * block.abs() * (1 + 2.0**-8) + block.abs().max() * 2.0**-17
         assert ((got[start : start + 128] - block).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_rows_are_packed_by_themselves(shape: tuple[int, int, int], count: int) -> None:
+    parts = [(10.0**index * values(shape)).bfloat16() for index in range(count)]
+    whole = torch.cat(parts) if parts else torch.empty(0, *shape[1:]).bfloat16()
+    numel = shape[0] * shape[1] * shape[2]
+    rows = packed_rows(whole, numel, E4M3)
+    assert rows.shape == (count, packed_bytes(numel))
+    assert all(torch.equal(row, packed(part, E4M3)) for row, part in zip(rows, parts, strict=True))
+    back = unpacked_rows(rows, shape, E4M3)
+    assert back.shape == (count * shape[0], *shape[1:]) and back.is_contiguous()
+    for got, row in zip(back.split(shape[0]), rows, strict=count > 0):
+        assert torch.equal(got, unpacked(row, shape, E4M3))
 
 
 def test_gaussians_keep_31_db() -> None:

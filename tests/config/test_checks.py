@@ -701,6 +701,11 @@ IGNORED = [
         "--fp8-pipeline-communication",
         "under pipeline_model_parallel_size(1); drop it or raise --pipeline-model-parallel-size",
     ),
+    (
+        "fp8_context_communication",
+        "--fp8-context-communication",
+        "under context_parallel_size(1); drop it or raise --context-parallel-size",
+    ),
     ("opt_level", "--bf16 --opt-level O2", "under precision(bf16); drop it or choose --precision fp8"),
     ("first_last_layers_bf16", "--fp16 --first-last-layers-bf16", "under precision(fp16)"),
     ("fp8_power_of_two_scales", "--bf16 --fp8-power-of-two-scales", "under precision(bf16)"),

@@ -32,6 +32,7 @@ def problems(flags: str, world_size: int = 8) -> list[str]:
         CP4 + "--cp-comm-type a2a --window-size 5,0",
         CP4 + "--cp-comm-type a2a --tensor-model-parallel-size 2 --num-attention-heads 16",
         CP4 + "--cp-comm-type a2a --attention-backend cudnn --deterministic-mode",
+        CP4 + "--cp-comm-type all_gather --fp8-context-communication",
         CP4 + "--cp-comm-type a2a --fp8-recipe delayed --fp8-dot-product-attention --kv-channels 128",
     ],
 )
@@ -55,6 +56,18 @@ def test_what_works_passes(flags: str) -> None:
         (
             CP4 + "--fp8-recipe delayed --fp8-dot-product-attention --kv-channels 128",
             "context_parallel_size(4) runs attention in 16 bits; drop fp8_dot_product_attention, or choose",
+        ),
+        (
+            CP4 + "--fp8-context-communication",
+            "fp8_context_communication casts what all_gather sends, not cp_comm_type(p2p); choose --cp-comm-type all",
+        ),
+        (
+            CP4 + "--cp-comm-type a2a --fp8-context-communication",
+            "not cp_comm_type(a2a); choose --cp-comm-type all_gather, or give --fp8-dot-product-attention",
+        ),
+        (
+            CP4 + "--bf16 --cp-comm-type all_gather --fp8-context-communication",
+            "fp8_context_communication is for FP8 layers, which precision(bf16) does not have; drop it or choose",
         ),
         (CP4 + "--window-size 5,0", "context_parallel_size(4) has no windows; drop window_size(5,0), or choose"),
         (

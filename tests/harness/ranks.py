@@ -179,7 +179,7 @@ def _serve(connection: Connection) -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
-        time_of_failure = _TimeOfFailure()
+        time_of_failure, environment = _TimeOfFailure(), dict(os.environ)
         try:
             # Unpickling imports the function's module, which may raise too.
             place, function, args = pickle.loads(request)
@@ -188,6 +188,8 @@ def _serve(connection: Connection) -> None:
             answer = pickle.dumps(function(*args))
         except BaseException:
             answer = pickle.dumps(_Failure(time_of_failure.note(), traceback.format_exc()))
+        os.environ.clear()  # the next call is another test's
+        os.environ.update(environment)
         connection.send_bytes(answer)
 
 

@@ -481,8 +481,13 @@ def _problem_of_equal_halves() -> Problem:
 
 def _run_module(tp: int, sequence_parallel: bool, part_columns: int) -> dict[str, Tensor]:
     """This rank's loss, logits and gradients."""
+    with pytest.MonkeyPatch.context() as patch:  # a rank's process runs other tests afterwards
+        patch.setattr(lm_head, "_PART_COLUMNS", part_columns)
+        return _results_of_module(tp, sequence_parallel)
+
+
+def _results_of_module(tp: int, sequence_parallel: bool) -> dict[str, Tensor]:
     p = _problem_of_equal_halves()
-    lm_head._PART_COLUMNS = part_columns  # in this process
     parallel = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel)
     cpu = torch.device("cpu")
     with runtime(cpu), initialized(parallel, 1, cpu) as topology:

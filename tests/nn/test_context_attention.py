@@ -11,9 +11,11 @@ from torch import Tensor
 from fp8_megatron.collectives.context_exchange import Gathering, Returning, RingStep
 from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.device.group import Group
+from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.context_attention import CommType, ContextParallel, context_attention
 from fp8_megatron.nn.head_exchange import heads_of_sequence, sequences_of_heads
+from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool, on_default_group
 
 COMM_TYPES: list[CommType | Literal["a2a"]] = ["all_gather", "p2p", "a2a"]
@@ -48,7 +50,11 @@ def attention_in_sequences(query: Tensor, key: Tensor, value: Tensor, group: Gro
 
 
 def on_a_rank(
-    group: Group, comm_type: CommType | Literal["a2a"], dtype: torch.dtype, sizes: dict[str, int]
+    group: Group,
+    comm_type: CommType | Literal["a2a"],
+    dtype: torch.dtype,
+    sizes: dict[str, int],
+    wire: torch.dtype | None = None,
 ) -> list[Tensor]:
     part = SequencePart(group.rank(), group.size())
     *inputs, grad = (part.of(x, dim=0) for x in operands(dtype, **sizes))
@@ -56,7 +62,7 @@ def on_a_rank(
     if comm_type == "a2a":
         result = attention_in_sequences(*leaves, group)
     else:
-        result = context_attention(*leaves, ContextParallel(group, comm_type, SCALE, "dense"))
+        result = context_attention(*leaves, ContextParallel(group, comm_type, SCALE, "dense", wire))
     result.backward(grad)
     return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -99,6 +105,23 @@ def test_its_rounding_is_that_of_16_bits(ranks: RankPool, comm_type: CommType | 
         assert measured.dtype == torch.bfloat16
         worst = (measured.double() - wanted).abs().max() / wanted.square().mean().sqrt()
         assert worst < 4 * 5 * 2**-9, float(worst)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_keys_and_values_in_fp8(ranks: RankPool, num_ranks: int) -> None:
+    """Those of other ranks, and gradients from other ranks, have E4M3's noise (31.5 dB), and nothing else has.
+
+    A key's noise moves a score by 0.3 · √16 · 10^(-31.5 / 20) = 0.03, and a probability by 3%, which is 30.5 dB. With
+    the value's noise an output keeps 28 dB. A gradient of a query or a key has the noise of a key, a value and a
+    probability: 26.4 dB. That of a value has a probability's and its own cast's: 28 dB. Less 1 dB for the sample.
+    """
+    expected = whole(*operands(torch.bfloat16, groups=4))
+    everyones = ranks.run(
+        on_default_group, on_a_rank, "all_gather", torch.bfloat16, {"groups": 4}, E4M3, num_ranks=num_ranks
+    )
+    measured = [whole_of(list(parts)) for parts in zip(*everyones, strict=True)]
+    for value, wanted, bound in zip(measured, expected, (27.0, 25.4, 25.4, 27.0), strict=True):
+        assert bound < snr_db(value.double(), wanted) < 45.0
 
 
 def exchanged(group: Group) -> tuple[list[Tensor], list[Tensor], Tensor]:
