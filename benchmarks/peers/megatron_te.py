@@ -212,6 +212,7 @@ def _fp8_settings(work: Work) -> dict[str, Any]:
         "fp8_recipe": FP8_RECIPES[work.recipe],
         "fp8_amax_history_len": precision.fp8_amax_history_len,
         "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+        "fp8_margin": precision.fp8_margin,
         "fp8_param": work.recipe.endswith("-lean"),
     }
 

@@ -46,6 +46,8 @@ Processes = Annotated[int, Ge(0), Le(256)]
 Threads = Annotated[int, Ge(1), Le(1024)]
 #: Steps whose values are kept.
 History = Annotated[int, Ge(1), Le(65_536)]
+#: Powers of two; E4M3 reaches 448.
+Margin = Annotated[int, Ge(0), Le(8)]
 #: torch's group timeouts are milliseconds; a collective between nodes takes some at least, and no job runs for years.
 Minutes = Annotated[float, Ge(0.01), Le(1e6)]
 Positive = Annotated[float, Gt(0), Le(MAX_REAL)]

@@ -169,12 +169,14 @@ _RULES = (
     Ignored(("fp8_pipeline_communication",), _one_stage, "raise --pipeline-model-parallel-size"),
     Ignored(("opt_level",), _not_fp8, "choose --precision fp8"),
     Ignored(
-        ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16"),
+        ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin", "first_last_layers_bf16"),
         _sixteen_bits,
         "choose --precision fp8",
     ),
     Ignored(("fp8_power_of_two_scales", "fp8_health_interval"), _not_fp8, "choose --precision fp8"),
-    Ignored(("fp8_amax_history_len", "fp8_amax_compute_algo"), _no_history, "choose --fp8-recipe delayed"),
+    Ignored(
+        ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"), _no_history, "choose --fp8-recipe delayed"
+    ),
     Ignored(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _not_fp16, "choose fp16"),
     Ignored(
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _constant_scale, "drop loss_scale"

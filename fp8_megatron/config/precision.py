@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from ..storage import LEVELS, StorageDtype, StorageFormats
-from .fields import UNSET, History, LayersOrZero, OptionalSwitch, Switch
+from .fields import UNSET, History, LayersOrZero, Margin, OptionalSwitch, Switch
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
@@ -73,6 +73,9 @@ class PrecisionConfig:
     """Length of delayed scaling's amax history, in steps."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """How delayed scaling derives an amax from its history."""
+    fp8_margin: Margin = 0
+    """Room above a delayed scale's amax, in powers of two: values may grow by 2 to this power between steps before they
+    saturate. Casts inside a GEMM or attention's kernel have room for a factor of 4 anyway."""
     fp8_power_of_two_scales: Switch = False
     """Round scales up to a power of two."""
     params_dtype: Annotated[WeightDtype | None, UNSET] = None

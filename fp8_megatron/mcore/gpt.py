@@ -249,6 +249,7 @@ def _te_settings(precision: PrecisionConfig) -> dict[str, Any]:
         "fp8_recipe": precision.fp8_recipe,
         "fp8_amax_history_len": precision.fp8_amax_history_len,
         "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+        "fp8_margin": precision.fp8_margin,
         "first_last_layers_bf16": precision.first_last_layers_bf16,
         "num_layers_at_start_in_bf16": precision.num_layers_at_start_in_bf16,
         "num_layers_at_end_in_bf16": precision.num_layers_at_end_in_bf16,

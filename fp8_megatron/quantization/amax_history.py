@@ -36,10 +36,19 @@ class AmaxHistory:
     collects the amaxes of all micro-batches and of recomputed forwards, so a recomputed forward sees the same scale.
     `examine` looks at the records before the gradient norm is reduced, and `update` closes the step. Before the first
     update, `is_warm` is False and quantisers use current scaling.
+
+    Args:
+        length: steps.
+        algo: the amax of a scale: the largest of the history, or the last.
+        power_of_two: scales are rounded up to powers of two.
+        margin: the format's largest value represents 2 to this power times the amax, in every slot at least.
     """
 
-    def __init__(self, length: int, algo: Literal["max", "most_recent"], *, power_of_two: bool) -> None:
+    def __init__(
+        self, length: int, algo: Literal["max", "most_recent"], *, power_of_two: bool, margin: int = 0
+    ) -> None:
         self.length = length
+        self.margin = margin
         self.algo = algo
         self.power_of_two = power_of_two
         self.is_warm = False
@@ -70,12 +79,13 @@ class AmaxHistory:
         """Reserve a slot for a tensor quantised to `dtype`; returns its index.
 
         Args:
-            headroom: the format's largest value represents this many times the amax seen.
+            headroom: the format's largest value represents this many times the amax seen, or 2 to the power of `margin`
+                times if that is more.
             role: what the tensor is to its layer.
         """
         assert self.record is None, "slots are added before allocate()"
         slot = len(self._largest)
-        self._largest.append(MAX_FINITE[dtype] / headroom)
+        self._largest.append(MAX_FINITE[dtype] / max(headroom, 2.0**self.margin))
         self._clamped_above.append(CLAMPED_ABOVE[dtype])
         self._names.append((slot, SlotName(f"the layer of slot {slot}", role)))
         return slot

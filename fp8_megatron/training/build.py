@@ -182,6 +182,7 @@ def build_recipe(precision: PrecisionConfig, *, has_probes: bool = False) -> Rec
             precision.fp8_amax_history_len,
             precision.fp8_amax_compute_algo,
             power_of_two=precision.fp8_power_of_two_scales,
+            margin=precision.fp8_margin,
         )
     return Recipe(
         precision.fp8_recipe,

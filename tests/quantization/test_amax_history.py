@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2
 from fp8_megatron.quantization.amax_history import AmaxHistory
+from fp8_megatron.quantization.operand import Format
+from fp8_megatron.quantization.recipe import Quantizer
+from fp8_megatron.quantization.sources import TensorSource
 from tests.harness.ranks import RankPool, on_default_group
 
 
@@ -47,6 +50,25 @@ def test_max_remembers_and_most_recent_does_not() -> None:
         window = amaxes[max(0, step - 3) : step + 1]
         torch.testing.assert_close(push(remembering, amax, 7.0)[0].item(), max(window), rtol=1e-6, atol=0)
         torch.testing.assert_close(push(forgetting, amax, 7.0)[0].item(), amax, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("margin", "room"), [(0, [1.0, 4.0]), (1, [2.0, 4.0]), (3, [8.0, 8.0])])
+def test_a_margin_is_room_above_the_amax(margin: int, room: list[float]) -> None:
+    """Of every slot; one that has more keeps it. Values that grow by less than the room do not saturate."""
+    history = AmaxHistory(4, "max", power_of_two=False, margin=margin)
+    for headroom in (1.0, 4.0):
+        history.add_slot(E4M3, headroom=headroom)
+    history.allocate(torch.device("cpu"))
+    assert history.amax is not None and history.scale is not None
+    history.amax.copy_(torch.tensor([3.0, 3.0]))
+    history.update(None)
+    torch.testing.assert_close(history.scale * 448.0, 3.0 * torch.tensor(room))
+    quantizer = Quantizer(Format(E4M3), history, slot=0)
+    for growth, saturates in ((0.99 * room[0], False), (1.1 * room[0], True)):
+        x = torch.full((16, 16), 3.0 * growth, dtype=torch.bfloat16)
+        cast = quantizer.quantize(TensorSource(x))
+        lost = (cast.payload.float() * cast.scale / x - 1).abs().max().item()
+        assert (lost > 2**-4) == saturates, growth
 
 
 @pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])

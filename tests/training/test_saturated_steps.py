@@ -21,7 +21,7 @@ from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.amax_history import MOST_SATURATED, AmaxHistory
 from fp8_megatron.quantization.weight_grad import DelayedGradScale, WeightGrad
-from fp8_megatron.training.build import TrainingState, build_training_state, slot_names_of_ranks
+from fp8_megatron.training.build import TrainingState, build_recipe, build_training_state, slot_names_of_ranks
 from fp8_megatron.training.step_results import Mark, PendingStep, StepResult
 from fp8_megatron.training.train_step import train_step
 from tests.harness.tiny_gpt import VOCAB_SIZE, random_batches, tiny_config
@@ -154,6 +154,11 @@ def test_weight_gradients_that_gemms_write_are_counted(monkeypatch: pytest.Monke
         assert bad.figures.weight_grad_saturation_fraction == pytest.approx(sum(counts) / numel, rel=1e-6)
         assert bad.figures.saturated_tensors is not None
         assert bad.figures.saturated_tensors > tensors  # inputs and output gradients too
+
+
+def test_the_margin_reaches_the_scales() -> None:
+    history = build_recipe(PrecisionConfig(fp8_margin=2)).history
+    assert history is not None and history.margin == 2
 
 
 def test_clamped_elements_of_a_large_gradient_are_a_sample() -> None:
