@@ -44,6 +44,7 @@ _LLAMA = (
 )
 _TINY_LLAMA = f"{_LLAMA} --ffn-hidden-size 256 --num-query-groups 2"
 _FAST = "--fp8-recipe delayed --fp8-weight-grad-scaling delayed --fp8-lm-head"
+_CURRENT = "--fp8-recipe tensorwise"
 _FIVE_BYTES = "--main-params-dtype split --exp-avg-dtype int8 --exp-avg-sq-dtype uint8"
 _345M = "--config configs/gpt_345m.yaml"
 _EXACT = "--deterministic-mode --train-iters 8 --lr-warmup-iters 2"
@@ -62,7 +63,7 @@ class Case:
 
 CASES = {
     "cpu": [
-        Case("tensorwise", 1, f"{_TINY} --global-batch-size 4"),
+        Case("tensorwise", 1, f"{_TINY} --global-batch-size 4 {_CURRENT}"),
         Case("fast", 1, f"{_TINY} --global-batch-size 2 {_FAST}"),
         Case("five_byte", 1, f"{_TINY} --global-batch-size 2 {_FAST} {_FIVE_BYTES}"),
         Case("llama_o1", 1, f"{_TINY} --global-batch-size 2 {_TINY_LLAMA} --opt-level O1"),
@@ -73,7 +74,7 @@ CASES = {
         Case("bf16_dp2", 2, f"{_TINY} --global-batch-size 4 --precision bf16"),
     ],
     "gpu": [
-        Case("tensorwise", 1, f"{_345M} --micro-batch-size 8 --global-batch-size 16 {_EXACT}"),
+        Case("tensorwise", 1, f"{_345M} --micro-batch-size 8 --global-batch-size 16 {_CURRENT} {_EXACT}"),
         Case("fast", 1, f"{_345M} configs/fast.yaml --micro-batch-size 8 --global-batch-size 16 {_EXACT}"),
         Case(
             "five_byte",

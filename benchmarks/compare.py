@@ -1,7 +1,7 @@
 """Train one model with this project, in BF16 and with peers, one after another on the same GPUs, and compare the runs.
 
 python benchmarks/compare.py --model 7b --nproc-per-node 4 --micro-batch-size 4 --num-micro-batches 4 \
-    --runs O3 O3-fast bf16 megatron-te-delayed torchao-tensorwise --output-dir runs/compare-7b
+    --runs O3-fast O3 bf16 megatron-te-delayed torchao-tensorwise --output-dir runs/compare-7b
 
 Runs are flags of this project (`RUNS`) and programs of benchmarks/peers (`PEERS`). All train the same tokens from the
 same initial weights. The default of --runs is the list above, without peers that are not installed or do not support
@@ -80,7 +80,7 @@ RUNS = {
     "te-blockwise": ["--precision", "te", "--fp8-recipe", "blockwise"],
 }
 #: The default runs.
-DEFAULT_RUNS = ["O3", "O3-fast", "bf16", "megatron-te-delayed", "torchao-tensorwise"]
+DEFAULT_RUNS = ["O3-fast", "O3", "bf16", "megatron-te-delayed", "torchao-tensorwise"]
 #: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.
 WARM_UP_STEPS = 5
 #: Seconds that torchrun needs to end its ranks.

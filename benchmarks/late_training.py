@@ -62,7 +62,7 @@ PHASES = {
     "cosine": OptimizerConfig(lr=3e-4, min_lr=1e-6, lr_decay_style="cosine", lr_warmup_iters=5, **FIXED),
     "fine-tuning": OptimizerConfig(lr=1e-5, min_lr=1e-5, lr_decay_style="constant", lr_warmup_iters=5, **FIXED),
 }
-O3 = PrecisionConfig(precision="fp8", opt_level="O3")
+O3 = PrecisionConfig(precision="fp8", opt_level="O3", fp8_recipe="tensorwise")
 LEVELS = {
     "FP32 masters": replace(O3, main_params_dtype=StorageDtype.FP32),
     "O3": O3,

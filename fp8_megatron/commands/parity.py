@@ -92,7 +92,8 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="NAME=FLAGS",
-        help='levels of your own, for --levels to name: --own-levels "head=--precision fp8 --fp8-lm-head"',
+        help="levels of your own, for --levels to name: "
+        '--own-levels "head=--precision fp8 --fp8-recipe tensorwise --fp8-lm-head"',
     )
     parser.add_argument("--finetune-from", metavar="CHECKPOINT", help="every run starts from these weights")
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3], help="of data and weights (default: 1 2 3)")

@@ -108,6 +108,6 @@ class NonFiniteGuard:
             f"{self.max_skipped_steps}). Look at loss, grad_norm and grad_saturation_fraction before iteration {first} "
             "in metrics.jsonl. If the loss was rising, resume from a checkpoint before it with a lower --lr, a longer "
             "--lr-warmup-iters or a lower --clip-grad. If it broke at once, run the same with --precision bf16: if "
-            "that diverges too, it is the data or the schedule; if it does not, try --first-last-layers-bf16, "
-            "--opt-level O1 or --fp8-recipe tensorwise."
+            "that diverges too, it is the data or the schedule; if it does not, try --fp8-recipe tensorwise, then "
+            "--first-last-layers-bf16, then --opt-level O1."
         )

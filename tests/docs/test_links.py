@@ -51,7 +51,7 @@ def test_named_files_exist(page: Path, file_names: set[str]) -> None:
 
 
 def test_headings_make_the_anchors_of_github() -> None:
-    assert {"where-to-read-on", "the-two-commands"} <= anchors(ROOT / "README.md")
+    assert {"where-to-read-on", "try-it-on-a-cpu"} <= anchors(ROOT / "README.md")
 
 
 def test_readme_is_short() -> None:

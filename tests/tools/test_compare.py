@@ -190,7 +190,7 @@ def test_peers_that_are_installed_take_part(
 ) -> None:
     assert parsed(monkeypatch, tmp_path).runs == compare_script.DEFAULT_RUNS
     runs = parsed(monkeypatch, tmp_path, missing="torchao").runs
-    assert runs == ["O3", "O3-fast", "bf16", "megatron-te-delayed"]
+    assert runs == ["O3-fast", "O3", "bf16", "megatron-te-delayed"]
     assert capsys.readouterr().out == "== torchao-tensorwise is left out: pip install torchao\n"
     over_two = ["--nproc-per-node", "2", "--", "--mock-data", "--tensor-model-parallel-size", "2"]
     assert parsed(monkeypatch, tmp_path, *over_two).runs == runs
