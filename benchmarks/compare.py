@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Compare training speed and memory side by side.")
+    parser = Parser(description="Compare training speed and memory side by side.", passes_flags=True)
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--runs", nargs="*", choices=[*RUNS, *PEERS], help=f"default: {' '.join(DEFAULT_RUNS)}")
     parser.add_argument(

@@ -33,7 +33,7 @@ _TRAIN_ITERS = 13
 
 def comparison_flags(argv: list[str], num_gpus: int) -> list[str]:
     """Flags of compare.py for this command line."""
-    parser = Parser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n\n")[0], passes_flags=True)
     parser.add_argument("--gpus", type=whole(), default=num_gpus, help="default: all that this machine has")
     parser.add_argument("--model", choices=list(compare.MODELS))
     parser.add_argument("--micro-batch-size", type=whole())

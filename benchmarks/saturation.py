@@ -61,7 +61,7 @@ def losses(seed: int, factor: float, choice: str, *, before: int, after: int) ->
     training = TrainingConfig(seed=seed, micro_batch_size=MICRO_BATCH_SIZE)
     config = Config(
         model=MODEL,
-        precision=PrecisionConfig(fp8_recipe="delayed"),
+        precision=PrecisionConfig(fp8_lm_head=False, fp8_weight_grad_scaling="block"),
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.1, adam_beta2=0.95, lr_decay_style="cosine"),
         training=training,
     )

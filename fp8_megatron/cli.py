@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from importlib import import_module
 
 from . import __version__
 from .commands.program import exit_status
+from .errors import UserError
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,23 @@ def _main(words: Sequence[str] | None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
+    if arguments.command not in COMMANDS:
+        raise UserError(_about(arguments.command))
     module = import_module(f"{__package__}.commands.{COMMANDS[arguments.command].module}")
     status: int = module.main(arguments.flags, prog=f"fp8-megatron {arguments.command}")
     return status
+
+
+def _about(word: str | None) -> str:
+    """What to do about a word that is no command."""
+    names = f"give one of {', '.join(COMMANDS)} (fp8-megatron --help says what they do)"
+    if word is None:
+        return f"no command; {names}"
+    nearest = difflib.get_close_matches(word, COMMANDS, n=1)
+    return f"unknown command {word!r}; " + (f"did you mean {nearest[0]}?" if nearest else names)
 
 
 if __name__ == "__main__":

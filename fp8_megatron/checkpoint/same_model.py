@@ -185,4 +185,9 @@ def _is_same(saved: Mapping[str, Any], model: ModelConfig, name: str) -> bool:
 def unread_tensor(folder: Path, found: Iterable[str], read: Collection[str]) -> str | None:
     """The error's line for the first tensor of a checkpoint that no parameter takes; None if all are taken."""
     unread = min((key for key in found if key not in read), default=None)
-    return None if unread is None else f"{folder} holds {unread!r}, which this model has not: it is another model's"
+    if unread is None:
+        return None
+    return (
+        f"{folder} holds {unread!r}, which this model has not: it is another model's; give the model's flags as they "
+        f"were when it was saved"
+    )

@@ -155,7 +155,10 @@ class SavedRun:
         shape = self.reader.shapes.get(placement.key)
         own = placement.global_shape
         if shape is None:
-            return f"{self.folder} has no tensor {placement.key!r}, which this model has: it is another model's"
+            return (
+                f"{self.folder} has no tensor {placement.key!r}, which this model has: it is another model's; give the "
+                f"model's flags as they were when it was saved"
+            )
         if shape == own:
             return None
         same_vocabulary = vocab_size is not None and vocab_size == self.description["vocab_size"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config.command_line import flags_of, repeated_flags
+from ..config.command_line import flags_of, is_flag, repeated_flags, setting_name
 from ..config.words import decimal, shortened, whole_number
 from ..errors import USER_ERROR_STATUS, UserError
 from ..outputs import check_output_file, check_output_folder
@@ -21,11 +22,16 @@ MAX_COUNT = 2**31 - 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints an error as one line without the usage, and says if a flag is given twice."""
+    """Prints an error as one line without the usage, and says if a flag is given twice.
 
-    def __init__(self, **settings: Any) -> None:
+    Args:
+        passes_flags: flags of pretrain_gpt.py stand behind ``--`` (`config.io.own_and_run_flags`).
+    """
+
+    def __init__(self, *, passes_flags: bool = False, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings)
+        self._passes_flags = passes_flags
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit."""
@@ -36,7 +42,22 @@ class Parser(argparse.ArgumentParser):
         """As `argparse.ArgumentParser.parse_args`. A note on stderr names flags that are given more than once."""
         words = list(sys.argv[1:] if args is None else args)
         note_repeated_flags(words)
-        return super().parse_args(words, namespace)
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(self._about(unknown[0].partition("=")[0]))
+        return found
+
+    def _about(self, unknown: str) -> str:
+        """What to do about a word that belongs to no flag."""
+        if not is_flag(unknown):
+            return f"{shortened(unknown)!r} belongs to no flag; put one before it, or drop it"
+        flags = {setting_name(flag): flag for flag in self._option_string_actions if is_flag(flag)}
+        least_likeness = 0.8 if self._passes_flags else 0.6
+        nearest = difflib.get_close_matches(setting_name(unknown), flags, n=1, cutoff=least_likeness)
+        if nearest:
+            return f"unknown flag {unknown}; did you mean {flags[nearest[0]]}?"
+        fix = "put flags of the run behind --" if self._passes_flags else "drop it"
+        return f"unknown flag {unknown}; {fix}"
 
 
 def note_repeated_flags(words: Sequence[str]) -> None:
@@ -53,7 +74,8 @@ def whole(*, least: int = 1, most: int = MAX_COUNT) -> Callable[[str], int]:
         try:
             value = whole_number(word)
         except ValueError:
-            text = f"{shortened(word)!r} is not a whole number; give {least} to {most}"
+            limits = f"{least} to {most}" if least > -MAX_COUNT else "one"
+            text = f"{shortened(word)!r} is not a whole number; give {limits}"
             raise argparse.ArgumentTypeError(text) from None
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{shortened(word)} is out of range; give {least} to {most}")
@@ -96,6 +118,14 @@ def nonempty(word: str) -> str:
 def path(word: str) -> Path:
     """The type of a path that is read."""
     return Path(nonempty(word))
+
+
+def existing(word: str) -> Path:
+    """The type of a path that is read, and is there: large libraries need not be imported to find that it is not."""
+    found = path(word)
+    if not found.exists():
+        raise argparse.ArgumentTypeError(f"{shortened(word)} does not exist; check the path")
+    return found
 
 
 def output_file(word: str) -> Path:

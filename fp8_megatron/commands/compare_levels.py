@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
-    parser = Parser(prog=prog, description=__doc__)
+    parser = Parser(prog=prog, description=__doc__, passes_flags=True)
     default = ["bf16", "O1", "O2", "O3"]
     parser.add_argument("--levels", nargs="+", choices=list(LEVELS), default=default, help="the first is the reference")
     parser.add_argument("--speed-levels", nargs="*", choices=list(LEVELS), default=[], help="levels to time only")

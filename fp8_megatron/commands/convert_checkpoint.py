@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..config.words import flag_name
 from ..errors import UserError
 from ..outputs import check_free_bytes, writing_to
-from .arguments import Parser, output_folder, path, real, seed, whole
+from .arguments import Parser, existing, output_folder, path, real, seed, whole
 from .program import exit_status, prepare_megatron
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
     add = parser.add_argument
     add(
         "--input",
-        type=path,
+        type=existing,
         required=True,
         help="Hugging Face model folder, folder given to --save here or in Megatron-LM, or one checkpoint in it",
     )

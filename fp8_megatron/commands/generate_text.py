@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from .arguments import Parser, path, real, seed, whole
+from .arguments import Parser, existing, real, seed, whole
 from .launch import Placement, check_gpus, run_ranks
 from .program import exit_status, prepare_megatron
 
@@ -35,7 +35,7 @@ def parse_arguments(words: Sequence[str], prog: str) -> argparse.Namespace:
     """The command line."""
     parser = Parser(prog=prog, description=__doc__)
     parser.add_argument(
-        "--load", type=path, required=True, help="folder that training saved into, or one of its iter_* folders"
+        "--load", type=existing, required=True, help="folder that training saved into, or one of its iter_* folders"
     )
     parser.add_argument("--prompt", nargs="+", required=True, type=_prompt, help="texts to continue")
     parser.add_argument("--num-tokens", type=whole(most=MAX_TOKENS), default=48, help="tokens to add (default 48)")

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config.model import ModelConfig
-from .arguments import Parser, path, whole
+from .arguments import Parser, existing, whole
 from .program import exit_status, prepare_megatron
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
     add = parser.add_argument
     add(
         "path",
-        type=path,
+        type=existing,
         help="a folder given to --save here or in Megatron-LM, one checkpoint in it, or a Hugging Face folder",
     )
     add("--iteration", type=whole(least=0), help="which of several checkpoints (the latest)")

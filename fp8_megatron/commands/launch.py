@@ -100,9 +100,11 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder
     if placement.on_cpu:
         hide_gpus()
     share_import_path()
+    from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     # torchrun logs over forty lines about a failed rank. The rank itself says why it failed.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -122,7 +124,21 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder
         return status
     except SignalException as error:
         return 128 + error.sigval
+    except (DistError, RendezvousError) as error:
+        # Ranks are other processes. In this one only the launchers' rendezvous can fail.
+        raise UserError(_about_rendezvous(placement, error)) from error
     return 128 + signal.SIGTERM if stopped.is_set() else 0
+
+
+def _about_rendezvous(placement: Placement, error: Exception) -> str:
+    """Why the nodes' launchers did not meet, and what to do."""
+    if "EADDRINUSE" in str(error):
+        return f"--master-port {placement.master_port} is in use on this node; give another one, the same on every node"
+    return (
+        f"the nodes did not meet at --master-addr {placement.master_addr}, port {placement.master_port} "
+        f"({str(error).splitlines()[0]}); start all {placement.num_nodes} of them, and check that this node reaches "
+        f"that address"
+    )
 
 
 def _report_restarts(folder: Path, started: datetime, text: str, placement: Placement) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ..errors import UserError
 from ..outputs import check_output_file, writing_to
 from .arguments import Parser, nonempty, path
-from .program import exit_status
+from .program import exit_status, prepare_megatron
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,9 +33,6 @@ def merge(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the folder has no pairs, a pair is damaged or has another dtype, or the output exists.
     """
-    from ..data.indexed import check_indexed_dataset  # imports megatron-core
-    from ..data.token_writer import DatasetWriter
-
     prefix: str = arguments.output_prefix
     outputs = [Path(f"{prefix}{extension}") for extension in (".bin", ".idx")]
     prefixes = [name for name in _prefixes(arguments.input) if Path(name).resolve() != Path(prefix).resolve()]
@@ -45,6 +42,10 @@ def merge(arguments: argparse.Namespace) -> int:
         check_output_file(output, "--output-prefix")
     if not prefixes:
         raise UserError(f"--input {arguments.input} has no .bin/.idx pairs to join: give the folder that holds them")
+    prepare_megatron()
+    from ..data.indexed import check_indexed_dataset  # imports megatron-core
+    from ..data.token_writer import DatasetWriter
+
     summaries = [check_indexed_dataset(name) for name in prefixes]
     first = summaries[0]
     other = next((summary for summary in summaries if summary.dtype != first.dtype), None)

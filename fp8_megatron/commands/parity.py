@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
-    parser = Parser(prog=prog, description=__doc__)
+    parser = Parser(prog=prog, description=__doc__, passes_flags=True)
     parser.add_argument(
         "--levels",
         nargs="+",

@@ -99,9 +99,8 @@ def _main(words: list[str], prog: str) -> int:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=prog, description=__doc__, usage=f"{prog} (--gpus N | --largest N ...) [flags] -- FLAGS OF THE RUN"
-    )
+    usage = f"{prog} (--gpus N | --largest N ...) [flags] -- FLAGS OF THE RUN"
+    parser = Parser(prog=prog, description=__doc__, usage=usage, passes_flags=True)
     sizes = parser.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--gpus", type=whole(most=_MOST_GPUS), metavar="N", help="GPUs of all nodes")
     sizes.add_argument(

@@ -337,10 +337,24 @@ def format_config(config: Config) -> str:
         lines.append(f"{name}:")
         values, defaults = _plain_values(getattr(config, name)), _plain_values(default)
         for key, value in values.items():
-            changed = value != defaults[key]
-            note = f"  (default {_shown(defaults[key])})" if changed else ""
-            lines.append(f"  {'*' if changed else ' '} {key} = {_shown(value)}{note}")
+            lines.append(_changed(key, value, defaults[key]) or f"    {key} = {_shown(value)}")
     return "\n".join(lines)
+
+
+def format_changes(config: Config) -> str:
+    """The settings that differ from their defaults, by section, as text. Sections without any are left out."""
+    lines = []
+    for name, default in _sections(Config()).items():
+        values, defaults = _plain_values(getattr(config, name)), _plain_values(default)
+        changes = filter(None, (_changed(key, value, defaults[key]) for key, value in values.items()))
+        if found := [line.replace("* ", "", 1) for line in changes]:
+            lines += [f"{name}:", *found]
+    return "\n".join(lines)
+
+
+def _changed(key: str, value: Any, default: Any) -> str | None:
+    """The line of a setting that differs from its default."""
+    return None if value == default else f"  * {key} = {_shown(value)}  (default {_shown(default)})"
 
 
 def _sections(config: Config) -> dict[str, Any]:

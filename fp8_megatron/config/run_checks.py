@@ -26,7 +26,7 @@ def _check_data(config: Config) -> Iterator[str]:
     if len(sources) != 1:
         yield (
             f"exactly one of data_path, train_data_path and mock_data says where tokens come from, but "
-            f"{' and '.join(sources) or 'none'} is given; give one"
+            f"{f'{len(sources)} are given: ' + ' and '.join(sources) if sources else 'none is given'}; give one"
         )
     if not data.train_data_path and (data.valid_data_path or data.test_data_path):
         yield (

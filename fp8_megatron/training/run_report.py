@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.run_state import Progress
-from ..config.io import format_config, save_config
+from ..config.io import format_changes, save_config
 from ..config.learning_rate import LearningRateSchedule
 from ..config.schema import Config
 from ..mcore.topology import Topology
@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def log_settings(config: Config, world_size: int) -> None:
-    """Log all settings, and a line for each that another one replaces or cuts."""
-    logger.info("configuration (* differs from the default)\n%s", format_config(config))
+    """Log the settings that differ from their defaults, and a line for each that another one replaces or cuts."""
+    logger.info("settings that differ from their defaults (config.yaml has all)\n%s", format_changes(config))
+    if config.precision.is_fp8:
+        logger.info("FP8: %s", config.fp8_summary)
     unit, (asked_by, length) = "steps", ("lr_warmup_iters", "train_iters")
     if config.counts_samples:
         unit, (asked_by, length) = "samples", ("lr_warmup_samples", "train_samples")

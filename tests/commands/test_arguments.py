@@ -56,3 +56,36 @@ def test_an_error_is_one_line_and_a_repeated_flag_is_noted(capsys: pytest.Captur
     assert (given.steps, given.names) == (2, ["a", "b"])
     arguments.note_repeated_flags(["a", "b"])
     assert capsys.readouterr().err == "note: --steps is given 2 times; the last one counts: --steps 2\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "passes_flags", "said"),
+    [
+        ("--append_eod", False, "unknown flag --append_eod; did you mean --append-eod?"),
+        ("--append-eos=1", False, "unknown flag --append-eos; did you mean --append-eod?"),
+        ("--zzz 4", False, "unknown flag --zzz; drop it"),
+        ("file", False, "'file' belongs to no flag; put one before it, or drop it"),
+        ("-x", False, "'-x' belongs to no flag; put one before it, or drop it"),
+        ("--config a.yaml", True, "unknown flag --config; put flags of the run behind --"),
+        ("--apend-eod", True, "unknown flag --apend-eod; did you mean --append-eod?"),
+    ],
+)
+def test_a_word_that_belongs_to_no_flag_is_named_with_the_nearest(
+    words: str, passes_flags: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = arguments.Parser(prog="tool", passes_flags=passes_flags)
+    parser.add_argument("--append-eod", action="store_true")
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(words.split())
+    assert capsys.readouterr().err == f"error: {said} (tool --help lists the flags)\n"
+
+
+def test_an_input_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert arguments.existing(str(tmp_path)) == tmp_path
+    with pytest.raises(argparse.ArgumentTypeError, match="nowhere does not exist; check the path"):
+        arguments.existing("nowhere")
+
+
+def test_a_count_without_limits_names_none() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^'two' is not a whole number; give one$"):
+        arguments.whole(least=-arguments.MAX_COUNT)("two")

@@ -61,12 +61,39 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
     assert program.returncode == 128 + signal.SIGPIPE
 
 
-@pytest.mark.parametrize("words", [[], ["trian"]])
-def test_no_command_or_an_unknown_one_is_a_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(words)
-    assert exit_info.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "error: no command; give one of train, tokenize, "),
+        (["trian"], "error: unknown command 'trian'; did you mean train?"),
+        (["frobnicate"], "error: unknown command 'frobnicate'; give one of train, tokenize, "),
+    ],
+)
+def test_no_command_or_an_unknown_one_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(said) and line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "merge --input nowhere --output-prefix joined",
+        "inspect nowhere",
+        "generate --load nowhere --prompt x",
+        "convert --input nowhere --output new --to hf",
+    ],
+)
+def test_what_is_not_there_is_told_where_neither_torch_nor_megatron_can_be_imported(words: str) -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'megatron'))); from fp8_megatron import cli; "
+        f"sys.exit(cli.main({words!r}.split()))"
+    )
+    result = python("-c", code)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    assert result.stderr.startswith("error: ") and "nowhere" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -130,9 +157,9 @@ def test_cudnn_is_loaded_before_megatron_core_is_imported() -> None:
     )
     programs = (
         ("pretrain_gpt", ["--mock-data", "--vocab-size", "64", *SIZES.split()]),
-        ("inspect_checkpoint", ["nowhere"]),
-        ("convert_checkpoint", ["--input", "a", "--output", "b", "--to", "hf"]),
-        ("generate_text", ["--load", "nowhere", "--prompt", "x"]),
+        ("inspect_checkpoint", ["."]),
+        ("convert_checkpoint", ["--input", ".", "--output", "b", "--to", "hf"]),
+        ("generate_text", ["--load", ".", "--prompt", "x"]),
     )
     result = python("-c", code.format(programs))
     assert result.stdout.split() == [word for name, _ in programs for word in (name, "False")], result.stderr

@@ -18,10 +18,11 @@ from fp8_megatron.commands import generate_text
         (("--top-k", "0"), "argument --top-k: 0 is out of range; give 1 to"),
         (("--seed", "-1"), "argument --seed: -1 is out of range; give 0 to 4294967295"),
         (("--load", ""), "argument --load: the text is empty"),
+        (("--load", "runs/a"), "argument --load: runs/a does not exist; check the path"),
     ],
 )
 def test_bad_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(SystemExit, match="2"):
-        generate_text.main(["--load", "runs/a", "--prompt", "a", *flags])
+        generate_text.main(["--load", ".", "--prompt", "a", *flags])
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: ") and message in line

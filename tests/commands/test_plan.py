@@ -97,6 +97,7 @@ def test_the_largest_models_by_level(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--gpus 4 --build --levels te -- --config {}/gpt_7b.yaml", "Transformer Engine's layers, which need a GPU"),
         ("--largest 8 --output a.doc", "figures cannot be drawn as doc"),
         ("--gpus 8", "not given: --num-layers"),
+        ("--gpus 8 --config {}/gpt_7b.yaml", "unknown flag --config; put flags of the run behind --"),
     ],
 )
 def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,3 +50,19 @@ def test_both_nodes_restart_and_go_on_from_the_checkpoint(tmp_path: Path) -> Non
     assert [event["kind"] for event in events] == ["start", "fault", "restart", "resume", "stop"]
     assert events[1]["fault"] == "rank_lost" and events[3]["iteration"] >= 20
     assert {event["launch"] for event in events if "launch" in event} == {"9.0"}
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    """The first node's launcher opens the port on which the nodes meet."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        placed = ["--cpu-ranks", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+        command = [sys.executable, "-m", "fp8_megatron.cli", "train", *placed, *tiny_flags(tmp_path / "run")]
+        ended = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+        )
+    assert ended.returncode == 2
+    line = f"error: --master-port {port} is in use on this node; give another one, the same on every node\n"
+    assert ended.stderr.endswith(line) and "Traceback" not in ended.stderr

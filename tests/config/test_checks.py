@@ -567,7 +567,7 @@ def test_what_cannot_work_is_one_line_with_its_values(world_size: int, flags: st
             "--tokenizer-model t",
             "exactly one of data_path, train_data_path and mock_data says where tokens come from, ",
         ),
-        ("--data-path a --mock-data --vocab-size 9", "but data_path and mock_data is given; give one"),
+        ("--data-path a --mock-data --vocab-size 9", "but 2 are given: data_path and mock_data; give one"),
         ("--data-path a", "tokenizer_type(SentencePieceTokenizer) needs tokenizer_model; give --tokenizer-model"),
         ("--data-path a --tokenizer-type HuggingFaceTokenizer", "tokenizer_type(HuggingFaceTokenizer) needs"),
         ("--data-path a --tokenizer-type NullTokenizer", "tokenizer_type(NullTokenizer) needs vocab_size"),

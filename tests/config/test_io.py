@@ -14,6 +14,7 @@ import yaml
 
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import (
+    format_changes,
     format_config,
     load_config,
     own_and_run_flags,
@@ -364,3 +365,9 @@ def test_format_marks_what_differs() -> None:
     ]
     assert "    seed = 1234" in lines
     assert len(lines) == len(field_names()) + len(dataclasses.fields(Config))
+    assert format_changes(config).splitlines() == [
+        *("model:", "  num_layers = 2  (default 24)"),
+        *("data:", "  data_path = a b  (default none)"),
+        *("precision:", "  exp_avg_dtype = fp32  (default none)"),
+    ]
+    assert format_changes(Config()) == ""

@@ -128,7 +128,7 @@ def test_wrong_commands(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "full" / "file").touch()
     for source, output, to, flags, message in (
         (llama, tmp_path / "full", "ours", (), "is not an empty folder; give a new one"),
-        (tmp_path / "none", tmp_path / "a", "hf", (), "is not a folder"),
+        (tmp_path / "none", tmp_path / "a", "hf", (), "does not exist; check the path"),
         (llama, tmp_path / "a", "ours", ("--tensor-model-parallel-size", "4"), "num_query_groups(2) % tensor_model"),
         (llama, tmp_path / "a", "hf", ("--fp8", "fp8"), "does not divide into blocks of 128 × 128"),
         (llama, tmp_path / "a", "ours", ("--config", "none.yaml"), "cannot read the configuration file"),
