@@ -1,4 +1,4 @@
-"""Environment variables that another program would read as settings."""
+"""Environment variables: those of a launcher, and those that another program would read as settings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,41 @@ from ..errors import UserError
 
 #: Switches of MS-AMP's simulated FP4, for example USE_W_SIMU_FP4. Its scripts export them in the mode fp4.
 _FP4 = re.compile(r"(MSAMP_)?USE_\w*SIMU(LATE)?_FP4")
+
+#: What torchrun tells every rank.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launched_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
+    """(rank, world size) of this process. Without a launcher it is the only one.
+
+    Raises:
+        UserError: the variables of a launcher are no numbers, or contradict each other.
+    """
+    numbers = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        word = environment.get(name, default)
+        if not word.isdecimal():
+            raise UserError(f"the environment variable {name}={word} is not a whole number; unset it, or use torchrun")
+        numbers.append(int(word))
+    rank, world_size = numbers
+    if rank >= world_size:
+        raise UserError(
+            f"the environment variables RANK={rank} and WORLD_SIZE={world_size} contradict each other; "
+            f"unset them, or use torchrun"
+        )
+    return rank, world_size
+
+
+def check_launcher(environment: Mapping[str, str]) -> None:
+    """Raise `UserError` if several ranks are asked for without a place to meet: this one would wait in vain."""
+    _, world_size = launched_ranks(environment)
+    missing = [name for name in _LAUNCHER if name not in environment]
+    if world_size > 1 and missing:
+        raise UserError(
+            f"the environment variable WORLD_SIZE={world_size} asks for several ranks, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; unset it, or start with torchrun or fp8-megatron train"
+        )
 
 
 def check_no_fp4(environment: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from ..config.folder_checks import check_run_folders
 from ..data.token_files import check_input_files
 from ..device.processes import launch_id
 from .dry_run import dry_run
-from .environment import check_no_fp4
+from .environment import check_launcher, check_no_fp4, launched_ranks
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
 from .program import exit_status, prepare_megatron, show
@@ -26,8 +26,8 @@ _DIVERGED_STATUS = 1
 def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> int:
     """Exit status: 0; 1 after a divergence or where replicas differ; `watch.failures.EXIT_STATUS` if another rank
     ended the run; otherwise as `program.exit_status` says."""
-    rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
     logging.getLogger("megatron").setLevel(logging.WARNING)
     return exit_status(partial(_train, words, prog))
 
@@ -35,18 +35,19 @@ def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> i
 def _train(words: Sequence[str] | None, prog: str) -> int:
     check_process_limits()
     check_no_fp4(os.environ)
+    rank, world_size = launched_ranks(os.environ)
     command_line = run_command_line(words, prog)
     config = command_line.config
-    if os.environ.get("RANK", "0") == "0":
+    if rank == 0:
         for line in command_line.notes:
             print(f"note: {line}", file=sys.stderr, flush=True)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if command_line.dry_run:
-        if os.environ.get("RANK", "0") == "0":
+        if rank == 0:
             dry_run(command_line, world_size)
         return 0
     command_line.check_no_world_size()
     check_config(config, world_size)
+    check_launcher(os.environ)
     check_run_folders(config)
     check_input_files(config)
     prepare_megatron()
@@ -67,7 +68,7 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
         show(error)
         return _DIVERGED_STATUS
     except RankFailure as error:
-        print(f"error on rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return EXIT_STATUS
     return 0
 

@@ -71,7 +71,7 @@ def check_inputs(paths: Sequence[str]) -> int:
         if not path.is_file():
             raise UserError(f"input {name} does not exist")
         if path.stat().st_size == 0:
-            raise UserError(f"input {name} is empty (0 bytes): remove it from --input")
+            raise UserError(f"input {name} is empty (0 bytes): leave it out, or write it again")
         _text_suffix(name)
         total += path.stat().st_size
     return total

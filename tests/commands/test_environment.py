@@ -1,4 +1,4 @@
-"""Environment variables that another program would read as settings."""
+"""Environment variables: those of a launcher, and those that another program would read as settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.commands.environment import check_no_fp4
+from fp8_megatron.commands.environment import check_launcher, check_no_fp4, launched_ranks
 from fp8_megatron.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +20,29 @@ def test_ms_amps_fp4_is_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=rf"^{name}=1 asks for MS-AMP's FP4, which there is not; unset it"):
         check_no_fp4({"PATH": "/bin", name: "1"})
     check_no_fp4({name: "0", "USE_W_SIMU_FP8": "1", "NAME_USE_SIMU_FP4": "1"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ("WORLD_SIZE=2", "WORLD_SIZE=2 asks for several ranks, but RANK and MASTER_ADDR and MASTER_PORT are not set"),
+        ("WORLD_SIZE=2 RANK=0", "WORLD_SIZE=2 asks for several ranks, but MASTER_ADDR and MASTER_PORT are not set; "),
+        ("WORLD_SIZE=2 RANK=1 MASTER_ADDR=a", "WORLD_SIZE=2 asks for several ranks, but MASTER_PORT is not set; "),
+        ("WORLD_SIZE=2 RANK=2 MASTER_ADDR=a MASTER_PORT=1", "RANK=2 and WORLD_SIZE=2 contradict each other; "),
+        ("RANK=1", "RANK=1 and WORLD_SIZE=1 contradict each other; "),
+        ("RANK=x", "RANK=x is not a whole number; unset it, or use torchrun"),
+        ("WORLD_SIZE=", "WORLD_SIZE= is not a whole number; unset it, or use torchrun"),
+    ],
+)
+def test_a_launcher_that_left_variables_unset_is_told_before_a_rank_waits(variables: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_launcher(dict(word.split("=") for word in variables.split()))
+
+
+def test_ranks_of_a_launcher() -> None:
+    check_launcher({})
+    assert launched_ranks({}) == (0, 1)
+    assert launched_ranks({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == (1, 2)
 
 
 def test_its_script_stops_before_anything_starts() -> None:
