@@ -178,6 +178,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         # A stage's backward needs the graph of what it sent, not the values.
         deallocate_pipeline_outputs=parallel.pipeline_model_parallel_size > 1,
         deterministic_mode=training.deterministic_mode,
+        cuda_graph_scope=[],  # what its default means, without a warning that the default is deprecated
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,

@@ -9,6 +9,8 @@ import logging
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -482,3 +484,14 @@ def test_a_warm_up_that_does_not_fit_is_cut_with_a_line_in_the_log(
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert ([expected] if expected else []) == [text[-17:] for text in warned]
     assert all(f"lr_warmup_iters({warmup_iters}) does not fit into train_iters(4)" in text for text in warned)
+
+
+def test_a_program_of_ones_own_shows_no_warnings(tmp_path: Path) -> None:
+    """megatron-core warns on import of every optional package that is not there, and of one of its own defaults."""
+    code = (
+        "from fp8_megatron.training.trainer import Trainer; from fp8_megatron.config.io import parse_config; "
+        f"Trainer(parse_config({tiny_flags(tmp_path, train_iters=2)!r})).fit()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
