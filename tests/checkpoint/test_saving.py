@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import resource
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -34,6 +30,7 @@ from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import StorageDtype
 from fp8_megatron.sharding.replicas import Replicas
+from tests.harness.limits import files_limited_to
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, train_steps, whole_state
 from tests.harness.tiny_gpt import GPT3_STYLE, TinyGPT, tiny_config
@@ -84,19 +81,6 @@ def test_training_goes_on_while_a_snapshot_is_written(ranks: RankPool, tmp_path:
             assert torch.equal(resumed.start[name], value), name
         for name, value in straight.end.items():
             assert torch.equal(resumed.end[name], value), name
-
-
-@contextmanager
-def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """Limit the size of files of this process: writes then fail as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def _save_on_a_full_disk(root: Path, in_background: bool, full_rank: int, limit: int) -> list[str]:

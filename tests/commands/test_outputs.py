@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from fp8_megatron import outputs
 from fp8_megatron.errors import UserError
+from tests.harness.limits import files_limited_to
 
 
 @pytest.mark.parametrize("check", [outputs.check_output_file, outputs.check_output_folder])
@@ -59,13 +59,9 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     """The limit on the size of a file stands for a full disk: the system refuses the same call."""
     path = tmp_path / "new" / "file"
     outputs.write_output(path, b"old")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(UserError, match=f"--output {path} cannot be written .File too large; .* GB free"):
-            outputs.write_output(path, bytes(2000), "--output")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    refused = pytest.raises(UserError, match=f"--output {path} cannot be written .File too large; .* GB free")
+    with files_limited_to(1000), refused:
+        outputs.write_output(path, bytes(2000), "--output")
     assert path.read_bytes() == b"old" and os.listdir(path.parent) == ["file"]
     outputs.write_output(path, b"new", "--output")
     assert path.read_bytes() == b"new"

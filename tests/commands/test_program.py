@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import errno
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from fp8_megatron.commands.error_log import logging_errors_in
 from fp8_megatron.commands.process_limits import check_process_limits
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.errors import UserError
+from tests.harness.limits import files_limited_to
 
 ROOT = Path(__file__).parents[2]
 LOG = "fp8_megatron_error.log"
@@ -38,16 +37,6 @@ def raising(error: BaseException) -> Callable[[], int]:
         raise error
 
     return body
-
-
-@contextmanager
-def limited(kind: int, value: int) -> Iterator[None]:
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +80,7 @@ def test_a_full_disk_without_a_path_is_told_with_the_programs_folder(
 
 
 def test_a_file_beyond_the_shells_limit_is_told_with_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    with limited(resource.RLIMIT_FSIZE, 1024):
+    with files_limited_to(1024):
         assert exit_status(lambda: Path("large").write_bytes(bytes(4096))) == 2
     assert "File too large; `ulimit -f` allows 1024 bytes; raise it" in capsys.readouterr().err
 

@@ -14,7 +14,6 @@ import weakref
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fp8_megatron.config.schema import ParallelConfig
@@ -33,6 +32,7 @@ from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import HeadQuantizers, Recipe
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
+from tests.mcore.parallel_layer import layer_config
 
 E4M3_E4M3_DB = 28.5 - 1.0
 E4M3_DB = 31.5 - 1.0
@@ -456,20 +456,6 @@ def test_parts(monkeypatch: pytest.MonkeyPatch, vocabulary: int, columns: int, r
 # The module, on one rank and on two.
 
 
-def _config(tp: int, sequence_parallel: bool) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=sequence_parallel,
-        params_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-    )
-
-
 def _problem_of_equal_halves() -> Problem:
     """Both halves of the vocabulary have one amax, and so one scale whether they are parts, shards or one; tokens of
     the sequence's halves differ in size."""
@@ -491,7 +477,7 @@ def _results_of_module(tp: int, sequence_parallel: bool) -> dict[str, Tensor]:
     parallel = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel)
     cpu = torch.device("cpu")
     with runtime(cpu), initialized(parallel, 1, cpu) as topology:
-        rank, config = topology.tp.rank(), _config(tp, sequence_parallel)
+        rank, config = topology.tp.rank(), layer_config(HIDDEN, tp, sequence_parallel=sequence_parallel)
         plain = ColumnParallelLinear(
             HIDDEN, VOCAB, config=config, init_method=torch.nn.init.zeros_, bias=False, tp_group=topology.tp
         )
@@ -553,9 +539,14 @@ def test_two_ranks_compute_what_one_does(ranks: RankPool, sequence_parallel: boo
 def test_a_vocabulary_that_the_tensor_cores_refuse_raises() -> None:
     with runtime(torch.device("cpu")):
         plain = ColumnParallelLinear(
-            HIDDEN, 100, config=_config(1, False), init_method=torch.nn.init.zeros_, bias=False, tp_group=_GroupOfOne()
+            HIDDEN,
+            100,
+            config=layer_config(HIDDEN, 1, sequence_parallel=False),
+            init_method=torch.nn.init.zeros_,
+            bias=False,
+            tp_group=_GroupOfOne(),
         )
-        norm = DeferredNorm(_config(1, False), HIDDEN)
+        norm = DeferredNorm(layer_config(HIDDEN, 1, sequence_parallel=False), HIDDEN)
         with pytest.raises(ValueError, match=r"100 rows .* not a multiple of 16; choose a --make-vocab-size"):
             FP8OutputLayer(plain, norm, Recipe("tensorwise", False))
         with pytest.raises(ValueError, match="M=4 is not a multiple of 16"):

@@ -25,6 +25,7 @@ from fp8_megatron.quantization.recipe import Recipe, RecipeName
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
+from tests.mcore.parallel_layer import layer_config
 
 SEQ, BATCH, IN, OUT = 16, 4, 128, 64
 #: Half of the tokens and of each dimension is a whole number of blocks.
@@ -68,17 +69,7 @@ def _run_layer(
     """This rank's y, grad_input, grad_weight and grad_bias of the one problem."""
     p = _problem(recipe)
     _, _, columns, rows = SIZES[recipe]
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=columns,
-        num_attention_heads=4,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=sequence_parallel,
-        params_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-    )
+    config = layer_config(columns, tp, sequence_parallel=sequence_parallel)
     parallel = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel)
     with runtime(CPU), initialized(parallel, 1, CPU) as topology:
         rank = topology.tp.rank()

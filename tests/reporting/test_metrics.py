@@ -6,13 +6,9 @@ import io
 import json
 import logging
 import math
-import resource
-import signal
 import sys
 import time
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +18,7 @@ import pytest
 from fp8_megatron.config.schema import LoggingConfig
 from fp8_megatron.reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics, step_line
 from fp8_megatron.reporting.metrics_file import read_records
+from tests.harness.limits import files_limited_to
 
 QUIET = LoggingConfig(log_interval=10, tensorboard=False, progress="off")
 
@@ -118,19 +115,6 @@ def test_a_run_from_scratch_sets_the_older_file_aside(tmp_path: Path) -> None:
             metrics_logger.log_step(step(1, loss=loss))
     losses = {p.name: read_records(p)[0]["loss"] for p in tmp_path.iterdir()}
     assert losses == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
-
-
-@contextmanager
-def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """No file of this process may be larger: what a full disk does to writing, by the kernel's hand."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("has_room_again", [True, False])

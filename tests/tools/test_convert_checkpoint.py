@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -49,6 +48,7 @@ from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.training.build import build_recipe
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.hugging_face_models import VOCAB_SIZE, load_logits, make_model, save_model
+from tests.harness.limits import files_limited_to
 from tests.harness.ranks import RankPool
 from tests.harness.runs import tiny_flags
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
@@ -156,12 +156,8 @@ def test_a_failure_in_the_middle_leaves_nothing(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
     """A limit on the size of files stands for a full disk, and an inf among the last weights for a bad model."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    try:
+    with files_limited_to(20_000):
         assert convert(llama, tmp_path / "out", to) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert f"--output {tmp_path}/out cannot be written (File too large; " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     folder = Path(shutil.copytree(llama, tmp_path / "in"))

@@ -2,7 +2,6 @@ import json
 import lzma
 import multiprocessing
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from fp8_megatron.commands import preprocess_data
 from fp8_megatron.data.indexed import check_indexed_dataset
 from fp8_megatron.data.tokenizer_settings import build_tokenizer
+from tests.harness.limits import files_limited_to
 
 
 def run(*inputs: Path, output: Path, model: str, flags: tuple[str, ...] = ("--append-eod",), workers: int = 1) -> int:
@@ -204,12 +204,8 @@ def test_bad_flags_are_one_line(corpus, tokenizer_model, output, capsys, flags, 
 
 def test_a_full_disk_in_the_middle_names_the_file(corpus, tokenizer_model, output, capsys):
     """A limit on the size of files makes the same call fail."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    try:
+    with files_limited_to(20_000):
         assert run(corpus, output=output, model=tokenizer_model) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     error = capsys.readouterr().err
     assert f"--output-prefix {output}_text_document.bin cannot be written (File too large" in error
     assert "GB free on its disk" in error and files(output.parent) == []
