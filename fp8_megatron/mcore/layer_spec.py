@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -21,7 +21,7 @@ from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
 from .fp8_attention import FP8CoreAttention
-from .mlp import FP8MLP, ChunkedMLP
+from .mlp import FP8MLP, ChunkedMLP, HalfMLP
 from .norm import DeferredNorm, HeadNorm, Norm
 from .self_attention import FP8SelfAttention, RotarySelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
@@ -124,7 +124,7 @@ def layer_spec(
 def _half_mlp(submodules: MLPSubmodules, num_chunks: int) -> ModuleSpec:
     """The MLP of a 16-bit layer."""
     if num_chunks == 1:
-        return ModuleSpec(module=MLP, submodules=submodules)
+        return ModuleSpec(module=HalfMLP, submodules=submodules)
     return ModuleSpec(module=ChunkedMLP, params={"num_chunks": num_chunks}, submodules=submodules)
 
 

@@ -63,6 +63,19 @@ class FP8MLP(MLP):
         return reduce_from_tensor_model_parallel_region(output, group=self.tp_group), fc2.bias, residual
 
 
+class HalfMLP(MLP):
+    """megatron-core's 16-bit MLP. It may be recomputed with a bias.
+
+    An autograd function owns the tensors that it returns. If megatron-core's checkpoint returned the bias itself, the
+    bias would no longer be a leaf, and backward would run the checkpoint again without end.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """megatron-core's, with a view of the bias."""
+        output, bias = super().forward(*args, **kwargs)
+        return output, None if bias is None else bias.view_as(bias)
+
+
 class ChunkedMLP(MLP):
     """megatron-core's 16-bit MLP over chunks of tokens. Backward computes each chunk again.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul)
@@ -26,7 +27,8 @@ class _CudaElsewhere(TorchFunctionMode):
     operands and result are 16-bit and the sum is FP32, as on a GPU.
 
     torch turns a mode off while it runs what the mode was asked for, and ``torch.autograd.backward`` is asked for, too.
-    So backward is run by the engine here, with the mode on.
+    So backward is run by the engine here, with the mode on. So is the backward inside the backward of a recomputed
+    layer: its products have the bits of those of a layer that kept its activations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,10 +47,10 @@ class _CudaElsewhere(TorchFunctionMode):
         ):
             return (args[0].float() @ args[1].float()).to(args[0].dtype)
         if func is torch.autograd.backward and self._in_fp32:
-            call = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
-            if _is_plain(**call):
+            pairs = _plain_backward(**inspect.signature(func).bind(*args, **(kwargs or {})).arguments)
+            if pairs is not None:
                 with self:
-                    return _run_backward(call["tensors"][0], call.get("grad_tensors"))
+                    return _run_backward(*pairs)
         if kwargs:
             device = kwargs.get("device")
             if device is not None and str(device).startswith("cuda"):
@@ -57,18 +59,29 @@ class _CudaElsewhere(TorchFunctionMode):
         return func(*args)
 
 
-def _is_plain(tensors: Sequence[torch.Tensor], grad_tensors: object = None, **others: object) -> bool:
-    """Whether this is a schedule's backward: of one tensor, to all leaves, and once."""
-    if len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor) or any(others.values()):
-        return False
-    return isinstance(grad_tensors, torch.Tensor) or (grad_tensors is None and tensors[0].numel() == 1)
+def _plain_backward(
+    tensors: Sequence[Tensor], grad_tensors: object = None, **others: object
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+    """(tensors, gradients) of a schedule's backward or of a recomputed layer's: to all leaves, and once. Else None."""
+    given = grad_tensors if isinstance(grad_tensors, Sequence) else [grad_tensors] * len(tensors)
+    if any(others.values()) or not len(tensors) == len(given) > 0 or (len(given) > 1 and given is not grad_tensors):
+        return None
+    gradients = []
+    for tensor, gradient in zip(tensors, given, strict=True):
+        if not isinstance(tensor, Tensor):
+            return None
+        if gradient is None and tensor.numel() == 1:
+            gradient = torch.ones_like(tensor)
+        if not isinstance(gradient, Tensor):
+            return None
+        gradients.append(gradient)
+    return tuple(tensors), tuple(gradients)
 
 
-def _run_backward(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """What ``torch.autograd.backward`` does with one tensor and its gradient."""
-    gradient = torch.ones_like(tensor) if gradient is None else gradient
+def _run_backward(tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """What ``torch.autograd.backward`` does with tensors and their gradients."""
     torch.autograd.Variable._execution_engine.run_backward(
-        (tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -76,7 +89,7 @@ class CpuRngTracker:
     """megatron-core's CUDA RNG tracker on the CPU's generator: named states; `fork` uses one inside a block."""
 
     def __init__(self) -> None:
-        self.states_: dict[str, torch.Tensor] = {}
+        self.states_: dict[str, Tensor] = {}
 
     def is_initialized(self) -> bool:
         """Whether any state has been added."""
@@ -86,11 +99,11 @@ class CpuRngTracker:
         """Forget all states."""
         self.states_ = {}
 
-    def get_states(self) -> dict[str, torch.Tensor]:
+    def get_states(self) -> dict[str, Tensor]:
         """The named generator states."""
         return dict(self.states_)
 
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+    def set_states(self, states: dict[str, Tensor]) -> None:
         """Replace the named generator states."""
         self.states_ = dict(states)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from torch import Tensor
 
 from fp8_megatron.mcore.runtime import runtime
@@ -25,9 +26,12 @@ class _Product(torch.autograd.Function):
         return grads[0].matmul(weight), grads[0].t().matmul(x)
 
 
-@pytest.mark.parametrize("gives_gradient", [True, False], ids=["gradient", "scalar"])
-def test_products_of_16_bits_are_taken_in_fp32(gives_gradient: bool) -> None:
-    """In backward, too: the values are those of FP32 products, rounded once, and no product of 16 bits runs."""
+@pytest.mark.parametrize(
+    ("gives_gradient", "recomputes"), [(True, False), (False, False), (True, True)], ids=["gradient", "scalar", "again"]
+)
+def test_products_of_16_bits_are_taken_in_fp32(gives_gradient: bool, recomputes: bool) -> None:
+    """In backward, too, and in the backward inside a checkpoint's: the values are those of FP32 products, rounded once,
+    and no product of 16 bits runs."""
     torch.manual_seed(0)
     x, weight = torch.randn(48, 64).bfloat16().requires_grad_(), torch.randn(32, 64).bfloat16().requires_grad_()
     cotangent = torch.randn(48, 32).bfloat16()
@@ -40,12 +44,12 @@ def test_products_of_16_bits_are_taken_in_fp32(gives_gradient: bool) -> None:
             return func(*args, **(kwargs or {}))
 
     with runtime(torch.device("cpu")), Watch():
-        y = _Product.apply(x, weight)
+        y = tensor_parallel.checkpoint(_Product.apply, False, x, weight) if recomputes else _Product.apply(x, weight)
         if gives_gradient:
             torch.autograd.backward(y, grad_tensors=cotangent)
         else:
             torch.autograd.backward((y * cotangent).sum())
-    assert dtypes == [torch.float32] * 3
+    assert dtypes == [torch.float32] * (4 if recomputes else 3)
     assert x.grad is not None and weight.grad is not None
     g = cotangent.float()
     assert torch.equal(x.grad, (g @ weight.detach().float()).bfloat16())

@@ -1,4 +1,4 @@
-"""--recompute-modules mlp: what backward computes again has the bits that forward had."""
+"""Recomputation: what backward computes again has the bits that forward had."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ PRECISIONS = {
     "blockwise": PrecisionConfig(fp8_recipe="blockwise"),
     "first_bf16": PrecisionConfig(first_last_layers_bf16=True, num_layers_at_end_in_bf16=0),
     "bf16": PrecisionConfig(precision="bf16"),
+}
+SHORT_MODELS = {
+    "llama": LLAMA_STYLE,
+    "gpt3": GPT3_STYLE,
+    "dropout": replace(GPT3_STYLE, hidden_dropout=0.1, attention_dropout=0.1),
+}
+RECOMPUTATIONS = {
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
 STEPS = MICRO_BATCHES = 2
@@ -80,12 +90,18 @@ def test_the_bits_are_those_without(ranks: RankPool, model: str, precision: str,
     assert kept - kept_again == 2 * 512 * 256 * layers * STEPS * MICRO_BATCHES / share
 
 
-@pytest.mark.parametrize("precision", ["bf16", "first_bf16"])
-def test_bf16_layers_recompute_their_mlps(ranks: RankPool, precision: str) -> None:
-    """megatron-core's checkpoint. Only the order of the sums of gradients differs: BF16's 2⁻⁹ of a few elements."""
-    (plain, _), (again, _) = run(ranks, "llama", precision, "one"), run(ranks, "llama", precision, "one", "mlp")
-    assert again.losses[0] == plain.losses[0] and again.losses[1] == pytest.approx(plain.losses[1], abs=1e-3)
-    assert again.grad_norms[0] == pytest.approx(plain.grad_norms[0], rel=1e-3)
+@pytest.mark.parametrize("recomputation", RECOMPUTATIONS)
+@pytest.mark.parametrize(("model", "precision"), [("llama", "bf16"), ("gpt3", "first_bf16"), ("dropout", "bf16")])
+def test_16_bit_layers_recompute_the_same_bits(ranks: RankPool, model: str, precision: str, recomputation: str) -> None:
+    """megatron-core's checkpoints: of an MLP with or without biases, of attention, and of whole layers."""
+    config = tiny_config(SHORT_MODELS[model], precision=PRECISIONS[precision])
+    training = replace(config.training, **RECOMPUTATIONS[recomputation])
+    plain, again = (
+        ranks.run(train_tiny_gpt, run, random_batches(STEPS, MICRO_BATCHES), num_ranks=1, timeout_seconds=30.0)[0]
+        for run in (config, replace(config, training=training))
+    )
+    assert again.losses == plain.losses and again.grad_norms == plain.grad_norms
+    assert all(torch.equal(again.weights[name], weight) for name, weight in plain.weights.items())
 
 
 @pytest.mark.parametrize(
