@@ -20,7 +20,7 @@ from fp8_megatron.commands.arguments import Parser, output_folder, real, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.cast_statistics import HealthSample
-from fp8_megatron.reporting.run_log import EVENTS_FILE, EventKind, read_events
+from fp8_megatron.reporting.run_log import EVENTS_FILE, EventKind, events_of_run, last_run, read_events
 from fp8_megatron.training import trainer
 from fp8_megatron.training.loss_spikes import SpikeGuard, changed_casts
 from fp8_megatron.training.run_data import RunData
@@ -97,7 +97,9 @@ def run(options: argparse.Namespace) -> int:
         RunData.train_loader, trainer.train_step = plain_loader, plain_step  # type: ignore[method-assign]
         SpikeGuard.sampled = plain_sampled  # type: ignore[method-assign]
     print("casts that changed, by sample:", *(first_changes(samples) or ["  none"]), sep="\n")
-    spikes = [event for event in read_events(options.run / EVENTS_FILE) if event["kind"] == EventKind.SPIKE.value]
+    events = read_events(options.run / EVENTS_FILE)
+    own = events_of_run(events, last_run(events) or "")
+    spikes = [event for event in own if event["kind"] == EventKind.SPIKE.value]
     print("loss spikes:", *([f"  {spike['text']}" for spike in spikes] or ["  none"]), sep="\n")
     return 0
 

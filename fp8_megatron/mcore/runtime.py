@@ -60,13 +60,13 @@ class _CudaElsewhere(TorchFunctionMode):
 
 
 def _plain_backward(
-    tensors: Sequence[Tensor], grad_tensors: object = None, **others: object
+    tensors: Sequence[object], grad_tensors: object = None, **others: object
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
     """(tensors, gradients) of a schedule's backward or of a recomputed layer's: to all leaves, and once. Else None."""
     given = grad_tensors if isinstance(grad_tensors, Sequence) else [grad_tensors] * len(tensors)
     if any(others.values()) or not len(tensors) == len(given) > 0 or (len(given) > 1 and given is not grad_tensors):
         return None
-    gradients = []
+    found: list[tuple[Tensor, Tensor]] = []
     for tensor, gradient in zip(tensors, given, strict=True):
         if not isinstance(tensor, Tensor):
             return None
@@ -74,8 +74,8 @@ def _plain_backward(
             gradient = torch.ones_like(tensor)
         if not isinstance(gradient, Tensor):
             return None
-        gradients.append(gradient)
-    return tuple(tensors), tuple(gradients)
+        found.append((tensor, gradient))
+    return tuple(tensor for tensor, _ in found), tuple(gradient for _, gradient in found)
 
 
 def _run_backward(tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:

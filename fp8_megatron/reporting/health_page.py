@@ -15,7 +15,7 @@ from typing import Any
 
 from .health_file import HEALTH_FILE, QUANTITIES, ROLES
 from .metrics_file import METRICS_FILE, read_records
-from .run_log import EVENTS_FILE, read_events
+from .run_log import EVENTS_FILE, events_of_run, last_run, read_events
 
 TEMPLATE = "health_page.html"
 _PLACE = "/*DATA*/"
@@ -43,7 +43,10 @@ def page_data(run: Path, *, live: bool = False) -> dict[str, Any]:
     records = read_records(metrics) if metrics.is_file() else []
     steps = [record for record in records if record["kind"] == "train"]
     samples = [sample for sample in (read_records(health) if health.is_file() else []) if _is_sample(sample)]
-    events = read_events(run / EVENTS_FILE)[-_MOST_EVENTS:]
+    events = read_events(run / EVENTS_FILE)
+    # Metrics are of the run that wrote there last.
+    newest = last_run(events) or ""
+    events = events_of_run(events, newest)[-_MOST_EVENTS:]
     return {
         "name": run.resolve().name,
         "live": live,

@@ -93,6 +93,7 @@ class MetricsLogger:
         total_iterations: int,
         batches: BatchSchedule | None = None,
         resume_iteration: int = 0,
+        replaces_other_run: bool = False,
         peak_flops: float | None = None,
         run_config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -101,6 +102,8 @@ class MetricsLogger:
         Args:
             batches: samples of each step, for the time that is left; None: all steps have one batch.
             resume_iteration: last iteration before this session; metrics.jsonl is cut after it. 0: a new run.
+            replaces_other_run: older files of `output_dir` are another run's: they are renamed, and nothing goes on
+                from them.
             peak_flops: the MFU's denominator in FLOP/s, to be logged.
             run_config: the run's configuration, for W&B.
         """
@@ -109,6 +112,7 @@ class MetricsLogger:
         self._total_iterations = total_iterations
         self._batches = batches
         self._resume_iteration = resume_iteration
+        self._kept_until = 0 if replaces_other_run else resume_iteration
         self._peak_flops = peak_flops
         self._history = _RunHistory()
         self._sinks: list[ScalarSink] = []
@@ -118,11 +122,11 @@ class MetricsLogger:
         if not is_writer:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._file = MetricsFile(output_dir / METRICS_FILE, resume_iteration=resume_iteration)
+        self._file = MetricsFile(output_dir / METRICS_FILE, resume_iteration=self._kept_until)
         self._history.restore(self._file.kept)
         if self._health_path.exists():  # of this run before a resume, or of an earlier run
             self._health_file = self._open_health_file()
-        self._sinks = open_sinks(config, output_dir, resume_iteration=resume_iteration, run_config=run_config)
+        self._sinks = open_sinks(config, output_dir, resume_iteration=self._kept_until, run_config=run_config)
         self._written = [str(self._file.path), *(sink.destination for sink in self._sinks)]
         if wants_progress_bar(config):
             self._progress = ProgressBar(total=total_iterations, completed=resume_iteration)
@@ -211,7 +215,7 @@ class MetricsLogger:
         )
 
     def _open_health_file(self) -> MetricsFile:
-        return MetricsFile(self._health_path, resume_iteration=self._resume_iteration)
+        return MetricsFile(self._health_path, resume_iteration=self._kept_until)
 
     def _send(self, scalars: Mapping[str, float], iteration: int) -> None:
         for sink in self._sinks:

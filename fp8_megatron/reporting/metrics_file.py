@@ -109,7 +109,7 @@ class MetricsFile:
         while (older := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
             number += 1
         self.path.rename(older)
-        logger.warning("%s is of an earlier run and this one starts from scratch: moved to %s", self.path, older.name)
+        logger.warning("%s is of another run: moved to %s", self.path, older.name)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -3,7 +3,10 @@
 A module marks a log record as an event with ``extra=event(kind, …)``. While a run's log is open, a logging handler
 writes marked records to the file (`recording`). A line is one JSON object:
 
-    {"time": "2026-01-31T12:00:00.123+00:00", "iteration": 100, "kind": "save", "text": "saved …", …}
+    {"time": "2026-01-31T12:00:00.123+00:00", "run": "5f0c…", "iteration": 100, "kind": "save", "text": "saved …", …}
+
+Several runs may write to one file, one after another or at once. ``run`` is that of checkpoints
+(`checkpoint.run_identity`); `events_of_run` finds a run's events.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import Enum
@@ -20,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 EVENTS_FILE = "events.jsonl"
+#: Fields of an event that say whose it is.
+RUN, LAUNCH = "run", "launch"
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +79,17 @@ class RunLog(logging.Handler):
     returns, except those of skipped steps. A line that cannot be written (e.g. on a full disk) is dropped; the first
     one logs a warning.
 
+    Args:
+        labels: fields of every event, such as its run.
+
     Attributes:
         iteration: the step of events that name none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, labels: Mapping[str, str | None] | None = None) -> None:
         super().__init__(logging.DEBUG)
         self.path = path
+        self._labels = {name: value for name, value in (labels or {}).items() if value is not None}
         self.iteration = 0
         self._has_failed = False
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +121,7 @@ class RunLog(logging.Handler):
 
     def _append(self, line: dict[str, Any]) -> None:
         try:
-            self._write(json.dumps(line, default=str).encode() + b"\n")
+            self._write(json.dumps({"time": line["time"], **self._labels, **line}, default=str).encode() + b"\n")
             if line["kind"] != EventKind.SKIP.value:
                 os.fsync(self._descriptor)
         except OSError as error:
@@ -140,11 +149,14 @@ def add_event(folder: Path, kind: EventKind, text: str, *, iteration: int, **fie
 
 
 @contextmanager
-def recording(folder: Path, *, is_writer: bool) -> Iterator[RunLog | None]:
+def recording(
+    folder: Path, *, is_writer: bool, run: str | None = None, launch: str | None = None
+) -> Iterator[RunLog | None]:
     """Write this program's events to ``folder/events.jsonl`` while the block runs.
 
     Args:
         is_writer: False opens nothing; one rank of a run writes.
+        run, launch: of every event (`checkpoint.run_identity`).
 
     Yields:
         The log; None if this rank does not write, or if the file cannot be opened (a warning says why).
@@ -153,7 +165,7 @@ def recording(folder: Path, *, is_writer: bool) -> Iterator[RunLog | None]:
         yield None
         return
     try:
-        log = RunLog(folder / EVENTS_FILE)
+        log = RunLog(folder / EVENTS_FILE, {RUN: run, LAUNCH: launch})
     except OSError as error:
         logger.warning("%s: %s; training goes on without a log of events", folder / EVENTS_FILE, error)
         yield None
@@ -186,3 +198,45 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("time"), str):
             found.append(record)
     return found
+
+
+def events_of_run(events: Sequence[dict[str, Any]], run: str) -> list[dict[str, Any]]:
+    """The events of one run, in order.
+
+    An event that names no run belongs to the last run of its launch, or else to the run of the event before it. Those
+    at the beginning of the file are of an earlier version. They belong to the first run that is named, unless that run
+    started after them; if none is named, to the run that asks. A start from scratch ends what belongs to it.
+    """
+    owners = list(_owners(events))
+    first = next((owner for owner in owners if owner is not None), run)
+    num_unknown = next((index for index, owner in enumerate(owners) if owner is not None), len(owners))
+    starts = [index for index, item in enumerate(events) if item["kind"] == EventKind.START.value]
+    if first != run or any(owners[index] == run for index in starts):
+        adopted = num_unknown
+    else:
+        adopted = max((index for index in starts if index < num_unknown), default=0)
+    return [
+        item
+        for index, (item, owner) in enumerate(zip(events, owners, strict=True))
+        if owner == run or (owner is None and index >= adopted)
+    ]
+
+
+def last_run(events: Sequence[dict[str, Any]]) -> str | None:
+    """The run that wrote the last event that names one; None if no event does."""
+    return next((owner for owner in reversed(list(_owners(events))) if owner is not None), None)
+
+
+def _owners(events: Sequence[dict[str, Any]]) -> Iterator[str | None]:
+    """The run of each event; None before the first event that names one."""
+    of_launch: dict[str, str] = {}
+    owner: str | None = None
+    for item in events:
+        run, launch = item.get(RUN), item.get(LAUNCH)
+        if isinstance(run, str):
+            owner = run
+            if isinstance(launch, str):
+                of_launch[launch] = run
+            yield run
+        else:
+            yield of_launch.get(launch, owner) if isinstance(launch, str) else owner

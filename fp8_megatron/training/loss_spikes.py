@@ -18,7 +18,7 @@ from typing import Protocol
 from ..checkpoint.ranks import Place, Ranks
 from ..checkpoint.run_state import Progress
 from ..reporting.cast_statistics import CastStatistics, HealthSample
-from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
+from ..reporting.run_log import EVENTS_FILE, EventKind, events_of_run, read_events
 from ..watch.restarts import Fault
 
 logger = logging.getLogger(__name__)
@@ -185,18 +185,22 @@ def _worst_change(cast: CastStatistics, earlier: Sequence[CastStatistics]) -> tu
     return found
 
 
-def resumed_after_spikes(progress: Progress, output_dir: Path, place: Place) -> Progress:
-    """Where a resumed run goes on: after the data of a spike that it was rolled back for. Called by all ranks."""
-    moved = Ranks(place).first_says(lambda: after_rollbacks(progress, output_dir))
+def resumed_after_spikes(progress: Progress, output_dir: Path, place: Place, run: str) -> Progress:
+    """Where a resumed run goes on: after the data of a spike that it was rolled back for. Called by all ranks.
+
+    Args:
+        run: its identity (`checkpoint.run_identity`).
+    """
+    moved = Ranks(place).first_says(lambda: after_rollbacks(progress, output_dir, run))
     if moved != progress and place.rank == 0:
         left_out = moved.consumed_samples - progress.consumed_samples
         logger.warning("%d samples up to a loss spike are left out", left_out)
     return moved
 
 
-def after_rollbacks(progress: Progress, output_dir: Path) -> Progress:
-    """`progress` after the data of the spikes that events.jsonl has of later steps."""
-    for event in read_events(output_dir / EVENTS_FILE):
+def after_rollbacks(progress: Progress, output_dir: Path, run: str) -> Progress:
+    """`progress` after the data of the spikes that events.jsonl has of later steps of this run."""
+    for event in events_of_run(read_events(output_dir / EVENTS_FILE), run):
         seen, iteration = event.get("consumed_samples"), event.get("iteration")
         if event["kind"] != EventKind.SPIKE.value or not event.get("rollback"):
             continue

@@ -63,6 +63,7 @@ class RunReport:
         vocab_size: padded.
         resume_iteration: of the checkpoint that the run goes on from; 0 for none.
         total_iterations: the step at which the run ends.
+        replaces_other_run: another run wrote into `output_dir` last.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RunReport:
         vocab_size: int,
         resume_iteration: int,
         total_iterations: int,
+        replaces_other_run: bool = False,
     ) -> None:
         self._config = config
         self._output_dir = output_dir
@@ -91,6 +93,7 @@ class RunReport:
             total_iterations=total_iterations,
             batches=config.batch_schedule(topology.world_size),
             resume_iteration=resume_iteration,
+            replaces_other_run=replaces_other_run,
             peak_flops=self._peak_flops,
             run_config=asdict(config),
         )

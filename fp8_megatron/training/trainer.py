@@ -31,7 +31,7 @@ from ..mcore.transports import needs_launch_order
 from ..quantization.amax_history import MOST_SATURATED
 from ..quantization.cast_report import Suspect
 from ..reporting.profiling import StepProfiler
-from ..reporting.run_log import RunLog, recording
+from ..reporting.run_log import EVENTS_FILE, RunLog, last_run, read_events, recording
 from ..watch.failures import RankWatch, watched_world
 from ..watch.replica_hash import PendingCheck, ReplicaCheck, ReplicasDiffer
 from ..watch.restarts import Launch, begin_attempt
@@ -103,7 +103,15 @@ class Trainer:
                 watched_world(world, self.output_dir, timeout_seconds=timeout_seconds)
             )
             start = stack.enter_context(starting_run(self.config.checkpoint, topology, signals))
-            log = stack.enter_context(recording(self.output_dir, is_writer=topology.rank == 0))
+            events = read_events(self.output_dir / EVENTS_FILE) if topology.rank == 0 else []
+            log = stack.enter_context(
+                recording(
+                    self.output_dir,
+                    is_writer=topology.rank == 0,
+                    run=start.identity.run,
+                    launch=Launch.of_environment().name,
+                )
+            )
             if topology.rank == 0:
                 checkpoint = self.config.checkpoint
                 begin_attempt(
@@ -112,7 +120,18 @@ class Trainer:
                     saves=checkpoint.save is not None,
                     saves_by_interval=checkpoint.saves_by_interval,
                 )
-            run = _Run(self.config, self.output_dir, topology, watch, device, signals, graph_choice, start, log)
+            run = _Run(
+                self.config,
+                self.output_dir,
+                topology,
+                watch,
+                device,
+                signals,
+                graph_choice,
+                start,
+                log,
+                replaces_other_run=last_run(events) not in (None, start.identity.run),
+            )
             stack.callback(run.close)
             with watch:  # other ranks learn of an error before the logs are closed, which may take long
                 run.train()
@@ -132,6 +151,8 @@ class _Run:
         graph_choice: GraphChoice,
         start: RunStart,
         log: RunLog | None,
+        *,
+        replaces_other_run: bool,
     ) -> None:
         self.config = config
         self.output_dir = output_dir
@@ -205,6 +226,7 @@ class _Run:
             vocab_size=self.data.vocab_size,
             resume_iteration=self.progress.iteration,
             total_iterations=self.total_iterations,
+            replaces_other_run=replaces_other_run,
         )
         self.report.start(self.state)
 
@@ -403,7 +425,7 @@ class _Run:
         schedule.resume(progress, quiet=not self.is_writer)
         progress = replace(progress, scheduled_samples=schedule.counted_samples, schedule=schedule.as_saved())
         if self.start.continues_save:
-            progress = resumed_after_spikes(progress, self.output_dir, self.topology)
+            progress = resumed_after_spikes(progress, self.output_dir, self.topology, self.start.identity.run)
         problem = batch_problem(self.batches, self.config, self.topology.world_size, progress.consumed_samples)
         if problem is not None:
             raise ConfigError(f"after {progress.consumed_samples} samples: {problem}")

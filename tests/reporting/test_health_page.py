@@ -77,6 +77,16 @@ def test_data_of_a_run(run: Path) -> None:
     assert data["exponents"][-1]["casts"][worst] == [-6, [0.1, 0.2, 0.4, 0.2, 0.1]]
 
 
+def test_events_of_other_runs_are_left_out(run: Path) -> None:
+    lines = [
+        {"time": "2026-01-02", "iteration": 40, "kind": "stop", "text": "one", "run": "a"},
+        {"time": "2026-01-03", "iteration": 0, "kind": "start", "text": "two", "run": "b"},
+    ]
+    with (run / "events.jsonl").open("a") as stream:
+        stream.writelines(json.dumps(line) + "\n" for line in lines)
+    assert [event["text"] for event in page_data(run)["events"]] == ["two"]
+
+
 def test_texts_of_a_run_end_no_element(run: Path) -> None:
     page = render(page_data(run))
     assert page.count("</script>") == render({"name": ""}).count("</script>")

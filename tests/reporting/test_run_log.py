@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.reporting import run_log
-from fp8_megatron.reporting.run_log import EVENTS_FILE, EventKind, add_event, event, read_events, recording
+from fp8_megatron.reporting.run_log import (
+    EVENTS_FILE,
+    EventKind,
+    add_event,
+    event,
+    events_of_run,
+    last_run,
+    read_events,
+    recording,
+)
 
 logger = logging.getLogger("fp8_megatron.some.module")
 
@@ -73,3 +82,31 @@ def test_what_is_no_event_is_left_out(tmp_path: Path) -> None:
     good = json.dumps({"time": "t", "kind": "start"})
     path.write_bytes(b"\n".join([b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b'{"kind": 1}', good.encode(), b""]))
     assert read_events(path) == [json.loads(good)]
+
+
+def test_events_belong_to_runs(tmp_path: Path) -> None:
+    """Two runs take turns in one file. A lost rank's last words name only its launch."""
+    for run, launch, text in (("a", "1", "one"), ("b", "2", "two"), ("a", "3", "three")):
+        with recording(tmp_path, is_writer=True, run=run, launch=launch):
+            logger.info("%s", text, extra=event(EventKind.RESUME))
+    add_event(tmp_path, EventKind.FAULT, "lost", iteration=1, launch="2")
+    add_event(tmp_path, EventKind.GIVE_UP, "the end", iteration=1)
+    events = read_events(tmp_path / EVENTS_FILE)
+    assert [found["run"] for found in events[:3]] == ["a", "b", "a"]
+    assert last_run(events) == "a" and last_run([]) is None
+    assert [found["text"] for found in events_of_run(events, "a")] == ["one", "three", "the end"]
+    assert [found["text"] for found in events_of_run(events, "b")] == ["two", "lost"]
+    assert events_of_run(events, "c") == []
+
+
+def test_events_of_earlier_versions_name_no_run(tmp_path: Path) -> None:
+    """They belong to the run that goes on from them, since their last start from scratch."""
+    for kind, text in ((EventKind.STOP, "x"), (EventKind.START, "one"), (EventKind.SAVE, "two")):
+        add_event(tmp_path, kind, text, iteration=0)
+    old = read_events(tmp_path / EVENTS_FILE)
+    assert [found["text"] for found in events_of_run(old, "a")] == ["one", "two"]
+    resumed = [*old, {"kind": "resume", "run": "a", "text": "three"}, {"kind": "start", "run": "b", "text": "four"}]
+    assert [found["text"] for found in events_of_run(resumed, "a")] == ["one", "two", "three"]
+    assert [found["text"] for found in events_of_run(resumed, "b")] == ["four"]
+    begun = [*old, {"kind": "start", "run": "a", "text": "three"}]
+    assert [found["text"] for found in events_of_run(begun, "a")] == ["three"]

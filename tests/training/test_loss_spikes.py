@@ -22,6 +22,7 @@ from fp8_megatron.training.loss_spikes import LossSpike, SpikeGuard, after_rollb
 from fp8_megatron.training.run_data import RunData
 from fp8_megatron.training.step_results import PendingStep, StepResult
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.run_starts import A_RUN
 from tests.harness.runs import tiny_flags
 
 
@@ -110,15 +111,24 @@ def write_events(folder: Path, *events: dict[str, Any]) -> None:
 
 def test_where_a_resumed_run_goes_on(tmp_path: Path) -> None:
     at_20 = Progress(20, 200, 0)
-    assert after_rollbacks(at_20, tmp_path) == at_20
+    assert after_rollbacks(at_20, tmp_path, A_RUN) == at_20
     spike = {"kind": "spike", "iteration": 27, "consumed_samples": 270}
     write_events(tmp_path, {**spike, "rollback": False})
-    assert after_rollbacks(at_20, tmp_path) == at_20
+    assert after_rollbacks(at_20, tmp_path, A_RUN) == at_20
     write_events(tmp_path, {**spike, "rollback": True})
-    assert after_rollbacks(at_20, tmp_path) == Progress(20, 270, 0)
+    assert after_rollbacks(at_20, tmp_path, A_RUN) == Progress(20, 270, 0)
     # Of a checkpoint after the rollback: its data begin behind the spike's.
-    assert after_rollbacks(Progress(25, 320, 0), tmp_path) == Progress(25, 320, 0)
-    assert after_rollbacks(Progress(30, 300, 0), tmp_path) == Progress(30, 300, 0)
+    assert after_rollbacks(Progress(25, 320, 0), tmp_path, A_RUN) == Progress(25, 320, 0)
+    assert after_rollbacks(Progress(30, 300, 0), tmp_path, A_RUN) == Progress(30, 300, 0)
+
+
+def test_spikes_of_other_runs_move_no_data(tmp_path: Path) -> None:
+    """A run whose spike was rolled back, and a fine-tuning of it that logs into the same folder."""
+    spike = {"kind": "spike", "iteration": 27, "consumed_samples": 270, "rollback": True}
+    write_events(tmp_path, {**spike, "run": "b" * 16}, {"kind": "start", "iteration": 0, "run": A_RUN})
+    at_20 = Progress(20, 40, 0)
+    assert after_rollbacks(at_20, tmp_path, A_RUN) == at_20
+    assert after_rollbacks(at_20, tmp_path, "b" * 16) == Progress(20, 270, 0)
 
 
 def test_a_run_rolls_back_and_leaves_the_data_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -495,3 +495,18 @@ def test_a_program_of_ones_own_shows_no_warnings(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_resumed_run_leaves_the_metrics_of_another_run_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It logs into a folder where another run has logged more steps."""
+    caplog.set_level(logging.INFO)  # events are lines of the log
+    saved, logs = tmp_path / "saved", tmp_path / "logs"
+    Trainer(parse_config(tiny_flags(tmp_path / "first", train_iters=2, save=str(saved)))).fit()
+    Trainer(parse_config(tiny_flags(logs, train_iters=5))).fit()
+    for end in (3, 4):  # the second one goes on from its own metrics
+        flags = {"train_iters": end, "lr_decay_iters": 2, "save": str(saved), "load": str(saved)}
+        Trainer(parse_config(tiny_flags(logs, **flags))).fit()
+    assert [record["iteration"] for record in read_records(logs / "metrics.1.jsonl")] == [1, 2, 3, 4, 5]
+    assert [record["iteration"] for record in read_records(logs / "metrics.jsonl")] == [3, 4]
