@@ -37,7 +37,7 @@ LEVELS = levels_of("bf16", "te", "O1", "O2", "O3", "5-byte")
 _MOST_GPUS = 100_000
 #: What --largest compares. Transformer Engine's model states are BF16's.
 _LARGEST_LEVELS = ("bf16", "O3", "5-byte")
-_KINDS = ("state", "activations", "logits", "backward", "wire_buffers", "transposes", "recording")
+_KINDS = ("state", "activations", "logits", "backward", "wire_buffers", "transposes", "recording", "tables")
 
 
 def main(words: Sequence[str] | None = None, prog: str = "plan.py") -> int:

@@ -34,11 +34,11 @@ class PeakBytes:
         activations: of all micro-batches in flight, on the device. If the peak is in a layer's backward, with that of
             layers on their way back and of a layer that is computed again.
         logits: of the last stage, with what its backward needs at once; 0 if a layer's backward holds more.
-        backward: of the last stage, what a layer's backward makes; 0 if the peak is at the logits. Earlier stages leave
-            it out.
+        backward: what a layer's backward makes; 0 if the peak is at the logits.
         wire_buffers: send and receive buffers of gradients.
         transposes: transposed weights that stay over the micro-batches of a step.
         recording: what a CUDA graph holds beside the activations.
+        tables: cosines and sines of RoPE, for the rank's part of a sequence.
     """
 
     state: int
@@ -48,6 +48,7 @@ class PeakBytes:
     wire_buffers: int
     transposes: int
     recording: int
+    tables: int
 
     @property
     def total(self) -> int:
@@ -79,9 +80,9 @@ def predict_peak(
     gathered = sum(count * stored.of_state(storage).weight.itemsize for storage, count in by_class.items())
     activations = _activations(config, stage=stage, num_micro_batches=config.num_micro_batches(world_size))
     leaving, arriving = _on_its_way(config, stage=stage)
-    in_backward, logits, backward = arriving + _recomputed(config, stage=stage), 0, 0
-    if stage == config.parallel.pipeline_model_parallel_size - 1:
-        logits, backward = _logits(config, padded_vocab_size), _layer_backward(config, layers)
+    in_backward, backward = arriving + _recomputed(config, stage=stage), _layer_backward(config, layers)
+    is_last = stage == config.parallel.pipeline_model_parallel_size - 1
+    logits = _logits(config, padded_vocab_size) if is_last else 0
     is_at_logits = leaving + logits > in_backward + backward
     return PeakBytes(
         state=state.linear.total + state.rest.total,
@@ -91,7 +92,17 @@ def predict_peak(
         wire_buffers=wire,
         transposes=kept * state.linear.num_params // max(len(layers), 1),
         recording=gathered // replicas if records and replicas > 1 else 0,
+        tables=_table_bytes(config),
     )
+
+
+def _table_bytes(config: Config) -> int:
+    """Bytes of a rank's table of RoPE (`mcore.rope`): FP32 cosine and sine of every pair at each of its positions."""
+    model = config.model
+    if not model.uses_rope:
+        return 0
+    positions = model.seq_length // config.parallel.context_parallel_size
+    return positions * 2 * (int(model.head_dim * model.rotary_percent) // 2) * 4
 
 
 def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
@@ -116,6 +127,8 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     split = attention + (0 if leaves_mlp else _mlp_columns(config, is_fp8=is_fp8))
     if model.qk_layernorm:  # the value in 16 bits lies beside their inputs; FP8 attention has another
         split += queries + keys + (keys if fp8_attention else 0)
+    if is_fp8 and not (model.uses_rope or model.qk_layernorm) and model.query_groups < model.num_attention_heads:
+        split += queries  # the queries of a group's heads lie apart from those of the next
     if config.parallel.exchanges_heads:  # attention keeps one output, the projection another, in FP8 if it is
         split += queries // 2 if is_fp8 else queries
     masks = 2 * model.hidden_size if model.hidden_dropout > 0 else 0
@@ -265,7 +278,10 @@ def _held_at_once(config: Config, held: Sequence[float], stage: int, num_micro_b
 
 
 def _logits(config: Config, padded_vocab_size: int) -> int:
-    """Bytes at the peak of the LM head's backward, from the docstrings of `nn.lm_head` and `nn.chunked_loss`."""
+    """Bytes at the peak of the LM head's backward, from the docstrings of `nn.lm_head` and `nn.chunked_loss`.
+
+    The input of the final norm is among them.
+    """
     tp, hidden = config.parallel.tensor_model_parallel_size, config.model.hidden_size
     tokens, vocab = config.tokens_per_micro_batch, padded_vocab_size // tp
     chunk = config.training.loss_chunk_size
@@ -273,6 +289,9 @@ def _logits(config: Config, padded_vocab_size: int) -> int:
     logits = 2 * at_once * vocab
     # Over chunks, the gradients of the weight are added in FP32, and that of the input is whole.
     sums = 0 if chunk is None else 4 * hidden * vocab + 2 * tokens * hidden
+    sums += 2 * tokens * hidden // (tp if config.parallel.sequence_parallel else 1)
     if config.has_fp8_lm_head:
-        return max(logits + logits // max(1, round(vocab / _HEAD_PART_COLUMNS)), 2 * hidden * vocab) + sums
+        # The weight's gradient comes when the logits are gone, from their gradient in a byte.
+        in_parts = logits + logits // max(1, round(vocab / _HEAD_PART_COLUMNS))
+        return max(in_parts, logits // 2 + 2 * hidden * vocab) + sums
     return logits + 2 * hidden * vocab + 2 * at_once * hidden + sums

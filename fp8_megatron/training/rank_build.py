@@ -144,6 +144,7 @@ def _stand_in_for_a_gpu() -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(runtime(_META))
         stack.enter_context(_flash_attention())
+        stack.enter_context(_fused_rms_norm())
         yield
 
 
@@ -164,6 +165,37 @@ def _flash_attention() -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = replaced
+
+
+@contextmanager
+def _fused_rms_norm() -> Iterator[None]:
+    """RMSNorm as a GPU computes it. PyTorch would take several operators on the meta device, and keep their results."""
+    functional: Any = torch.nn.functional
+    replaced = functional.rms_norm
+
+    def norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
+        result: Tensor = _RMSNorm.apply(x, weight)
+        return result
+
+    functional.rms_norm = norm
+    try:
+        yield
+    finally:
+        functional.rms_norm = replaced
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What RMSNorm on a GPU keeps and makes: its input and a deviation for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 class LiveBytes(TorchDispatchMode):

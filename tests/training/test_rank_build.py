@@ -217,3 +217,23 @@ def test_the_longest_sequences_of_docs(length: int, flags: str, bound: float) ->
     config = parse_config(f"--config {ROOT}/configs/llama_8b.yaml {ROOT}/configs/fast.yaml --mock-data {flags}".split())
     predicted = predict_peak(config, padded_vocab_size(config), world_size=1).total
     assert build_rank(config, world_size=1, stage=0).peak == pytest.approx(predicted, rel=bound)
+
+
+@pytest.mark.parametrize(
+    ("length", "flags", "bound"),
+    [
+        (65536, "", 3e-4),  # the table of RoPE is 34 MB of 48 GB
+        (65536, "--position-embedding-type none", 1e-3),
+        (8192, "--loss-chunk-size 4096", 3e-3),
+        (32768, "--pipeline-model-parallel-size 2", 1e-3),
+        (32768, "--precision bf16", 5e-3),
+    ],
+)
+def test_lengths_and_layouts(length: int, flags: str, bound: float) -> None:
+    """Four layers of Llama-3-8B: what grows with a sequence is in the prediction, on every stage."""
+    words = f"--config {ROOT}/configs/llama_8b.yaml --mock-data --num-layers 4 --micro-batch-size 1 "
+    words += f"--global-batch-size 2 --seq-length {length} --max-position-embeddings {length} --loss-chunk-size 8192 "
+    config = parse_config([*words.split(), *flags.split()])
+    stages = config.parallel.pipeline_model_parallel_size
+    predicted = predict_peak(config, padded_vocab_size(config), world_size=stages).total
+    assert build_rank(config, world_size=stages, stage=0).peak == pytest.approx(predicted, rel=bound)
