@@ -59,7 +59,7 @@ def build_optimizer(
         replication=replication,
     )
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP wraps models of one rank too
-        allow_ddp(model, [space.grads for space in built._spaces])
+        allow_ddp(model, [space.grads for space in built._spaces], replication)
     if replication is not None and LEVELS[opt_level].master_weight is not None:
         model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
     return built

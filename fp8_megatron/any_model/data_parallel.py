@@ -1,8 +1,11 @@
 """Replicas of a model: gradients are averaged over a process group, and each rank keeps its shard of means and state.
 
 Weight gradients leave in FP8 during backward, bucket by bucket, after every backward pass. Gradients of plain
-parameters are added on their rank and leave once a step. What reads a gradient (a norm, a clip, the optimizer) first
-waits for all of it: `Replication.finish`. So ``p.grad`` is the mean over replicas, as after torch's DDP.
+parameters are added on their rank and leave once a step. So do those of weights inside of ``no_sync``
+(`Replication.holds_back`): the next backward outside of it sends their sum.
+
+What reads a gradient (a norm, a clip, the optimizer) first waits for all of it: `Replication.finish`. So ``p.grad`` is
+the mean over replicas, as after torch's DDP.
 
 All replicas call what reads or writes gradients in the same order, and use the same parameters in a step.
 """
@@ -10,7 +13,8 @@ All replicas call what reads or writes gradients in the same order, and use the 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +27,8 @@ from ..nn.module import FP8Linear
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.data_parallel import Exchange, build_grad_buffer
-from ..sharding.grad_buffer import ShardedGradBuffer
-from ..sharding.growing_grads import multiply_
+from ..sharding.grad_buffer import LocalGradBuffer, ShardedGradBuffer
+from ..sharding.growing_grads import GrowingGradBuffer, multiply_
 from ..sharding.partition import ParamSpace, Slot
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.staging import StagingPools
@@ -37,7 +41,7 @@ from .te_layers import FP8LayerNormMLP
 _WATCHED_STEPS = 3
 #: How long replicas wait for each other where one may have come alone; NCCL's collectives wait as long by default.
 _PATIENCE = timedelta(minutes=10)
-#: Micro-batches that are never reached: locally added gradients leave when somebody needs them.
+#: Micro-batches that are never reached: gradients leave when their bucket is full, or somebody needs them.
 _ON_DEMAND = 1 << 60
 
 
@@ -50,6 +54,9 @@ class Replication:
 
     Args:
         group: the ranks that hold the model; each sees other data.
+
+    Attributes:
+        ddp_holds_back: the last forward was inside of ``no_sync`` of torch's DDP.
     """
 
     def __init__(self, group: Group, device: torch.device, exchange: Exchange | None = None) -> None:
@@ -61,8 +68,11 @@ class Replication:
         ranks = torch.distributed.get_process_group_ranks(group)
         self._control = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._staging = StagingPools()
+        self.ddp_holds_back = False
+        self._num_no_syncs = 0
         self._is_finished = True
-        self._num_checked = 0
+        self._has_checked = False
+        self._num_checked = self._num_steps = 0
         self._last_use: tuple[tuple[int, int], ...] = ()
         self._agreement: tuple[torch.distributed.Work | None, Tensor] | None = None
 
@@ -71,6 +81,20 @@ class Replication:
         grads = ShardedGrads(space, self, storage, self._staging)
         self.spaces.append(grads)
         return grads
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of the block stay on their rank."""
+        self._num_no_syncs += 1
+        try:
+            yield
+        finally:
+            self._num_no_syncs -= 1
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether gradients that are written now stay on their rank."""
+        return self._num_no_syncs > 0 or self.ddp_holds_back
 
     def note_write(self) -> None:
         """A gradient was written: `finish` has something to do."""
@@ -89,19 +113,32 @@ class Replication:
         for space in self.spaces:
             space.reduce()
 
+    def finish_step(self) -> None:
+        """`finish` in a step of the optimizer: replicas meet also where this one has no gradient.
+
+        Raises:
+            ReplicaError: see `finish`.
+        """
+        if not self._has_checked:
+            self._is_finished = False
+        self.finish()
+        self._has_checked = False
+        self._num_steps += 1
+
     def _check_use(self) -> None:
-        """Replicas agree on which parameters have gradients, and how many of each have left: Σ h and Σ h² of a hash h
-        tell whether all are equal.
+        """Replicas agree on the number of steps, on which parameters have gradients, and on how many of each have left:
+        Σ h and Σ h² of a hash h tell whether all are equal.
 
         The answer is read one step later, unless this rank has other gradients than in the last step.
         """
         self._read_agreement()
+        self._has_checked = True
         use = tuple(
             (index, space.num_sent.get(grad.slot.offset, 0))
             for index, (space, grad) in enumerate((space, grad) for space in self.spaces for grad in space.grads)
             if grad.param.grad is not None
         )
-        hashed = zlib.crc32(repr(use).encode()) & 0xFFFF
+        hashed = zlib.crc32(repr((self._num_steps, use)).encode()) & 0xFFFF
         sums = torch.tensor([hashed, hashed**2], dtype=torch.int64)
         self._agreement = torch.distributed.all_reduce(sums, group=self._control, async_op=True), sums
         is_watched = self._num_checked < _WATCHED_STEPS or use != self._last_use
@@ -122,7 +159,7 @@ class Replication:
             raise ReplicaError(
                 f"replicas have gradients of different parameters, or numbers of them; rank {self.group.rank()} has "
                 f"{len(self._last_use)}, {sum(number for _, number in self._last_use)} times: let every rank use the "
-                f"same parameters in a step, and call backward as often"
+                f"same parameters in a step, and call backward as often outside of no_sync()"
             )
 
     def meet(self, what: str) -> None:
@@ -158,7 +195,7 @@ class Replication:
                     part.copy_(sent)
 
 
-def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads]) -> None:
+def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads], replication: Replication | None) -> None:
     """Let torch's DDP wrap `model`: it reduces nothing twice.
 
     DDP leaves out what a model lists. It refuses a model without a gradient of its own, so it keeps one plain
@@ -166,6 +203,7 @@ def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads]) -> None:
 
     Args:
         spaces: the gradients of all trained parameters.
+        replication: follows DDP's ``no_sync``; None: there is one replica.
     """
     layers = [module for module in model.modules() if isinstance(module, (FP8Linear, FP8LayerNormMLP))]
     owned = {param for layer in layers for param in layer.parameters()}
@@ -179,19 +217,24 @@ def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads]) -> None:
     # DDP looks for a root's own parameters under another name.
     model._ddp_params_and_buffers_to_ignore = ignored + [f".{name}" for name in ignored]  # type: ignore[assignment]
     if kept is not None:
-        model.register_forward_pre_hook(_SeesDDP(kept))
+        model.register_forward_pre_hook(_SeesDDP(kept, replication))
 
 
 class _SeesDDP:
-    """Forward pre-hook: whether torch's DDP runs the model, and so reduces the gradient that it keeps."""
+    """Forward pre-hook: whether torch's DDP runs the model, and so reduces the gradient that it keeps; and whether it
+    does so inside of its ``no_sync``. DDP, too, asks in forward."""
 
-    def __init__(self, kept: ParamGrad) -> None:
+    def __init__(self, kept: ParamGrad, replication: Replication | None) -> None:
         self._kept = kept
+        self._replication = replication
 
     def __call__(self, *unused: Any) -> None:
-        if not torch.compiler.is_compiling():
-            ddp = torch.nn.parallel.DistributedDataParallel
-            self._kept.is_left_to_others = ddp._get_active_ddp_module() is not None
+        if torch.compiler.is_compiling():
+            return
+        ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        self._kept.is_left_to_others = ddp is not None
+        if self._replication is not None and torch.is_grad_enabled():
+            self._replication.ddp_holds_back = ddp is not None and not ddp.require_backward_grad_sync
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
@@ -243,7 +286,11 @@ class ShardedGrads(SpaceGrads):
         buffer.reset(num_micro_batches=_ON_DEMAND)
         self.buffer = buffer
         self._replication = replication
-        #: Offsets of the slots that may hold something else than zeros.
+        self._always_holds = buffer.local is not None
+        #: Sums that are on this rank alone. Weights have them inside of ``no_sync``, from its first use on.
+        self._held: LocalGradBuffer | None = buffer.local
+        buffer.local = None  # what is held is dropped without the other ranks
+        #: Offsets of the slots that may hold something else than zeros in the shards, or are on their way there.
         self._live: set[int] = set()
         self.num_sent: dict[int, int] = {}
         self._is_dirty = False
@@ -254,35 +301,76 @@ class ShardedGrads(SpaceGrads):
             grad.tensor = GradTensor(grad, grad.param)
         self._attach()
 
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes + (0 if self._held is None else self._held.nbytes)
+
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         self._replication.note_write()
         self._is_dirty = True
         self._squared_norms = None
+        if self._always_holds or self._replication.holds_back:
+            if self._held is None:
+                self._held = GrowingGradBuffer(self.space, num_gradients=2)  # FP8 would round the first of them
+            self._held.accumulate_(slot, grad)
+            return
+        if self._is_held(slot):
+            assert self._held is not None
+            self._held.accumulate_(slot, grad)
+            grad = self._no_longer_held(slot)
+        self.num_sent[slot.offset] = self.num_sent.get(slot.offset, 0) + 1
+        self._send(slot, grad)
+
+    def _is_held(self, slot: Slot) -> bool:
+        return self._held is not None and self._held.is_written(slot)
+
+    def _no_longer_held(self, slot: Slot) -> Tensor:
+        """What is held of `slot`, until something else is."""
+        assert self._held is not None
+        self._held.forget(slot)
+        return slot.shaped(self._held.flat(slot))
+
+    def _send(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         self._live.add(slot.offset)
-        if self.buffer.local is None:
-            self.num_sent[slot.offset] = self.num_sent.get(slot.offset, 0) + 1
         self.buffer.accumulate_(slot, grad)
 
     def reduce(self) -> None:
         """Send what has not left yet, and wait for everything; called through `Replication.finish`."""
+        for own in self.grads:
+            if self._is_held(own.slot):
+                held = self._no_longer_held(own.slot)
+                if own.param.grad is not None:
+                    self._send(own.slot, held)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait for what was sent."""
         if self._is_dirty:
             self._is_dirty = False
             self.num_sent.clear()
             self.buffer.finish()
-            if self.buffer.local is not None:
-                self.buffer.local.reset()  # it was added to the shard
 
     def forget(self, slot: Slot) -> None:
+        if self._held is not None:
+            self._held.forget(slot)
         if slot.offset not in self._live:
             return
-        if any(own.param.grad is not None for own in self.grads if own.slot.offset in self._live):
+        if any(self._is_in_use(own) for own in self.grads if own.slot.offset in self._live):
             self.zero_(slot)
             return
-        self.reduce()  # what is on its way has to arrive
+        self._wait()  # what is on its way has to arrive
+        self._is_dirty = True  # where nothing more arrives the shard becomes zero
         self.buffer.reset(num_micro_batches=_ON_DEMAND)
         self._live.clear()
 
+    @staticmethod
+    def _is_in_use(own: ParamGrad) -> bool:
+        """Whether ``p.grad`` is what is stored here, and not a tensor of DDP's or the user's."""
+        return own.param.grad is not None and own.is_own(own.param.grad)
+
     def zero_(self, slot: Slot) -> None:
+        if self._held is not None:
+            self._held.forget(slot)
         if slot.offset not in self._live:
             return
         self._replication.finish()

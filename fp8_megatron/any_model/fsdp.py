@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +139,17 @@ class FSDPOptimizer(FP8Optimizer):
         )
         for space in spaces:
             self._spaces.append(self._build(space, param_group))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """FSDP2 adds and exchanges gradients itself.
+
+        Raises:
+            OptimizerError: always, with what to call instead.
+        """
+        raise OptimizerError(
+            "no_sync() of an optimizer over fully_shard: call model.set_requires_gradient_sync(False) before the "
+            "micro-batches that add locally, and (True) before the last one"
+        )
 
     def _sharing_of(self, rows: Tensor) -> Sharing:
         return Sharing(Replicas.of(None, rows.device), scaled_with=self._sharded[id(rows)].group)

@@ -183,6 +183,11 @@ class SpaceGrads(ABC):
             own.param.grad = own.tensor
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of payloads that stay between backward passes."""
+        return self.buffer.nbytes
+
+    @property
     def most_gradients(self) -> int:
         """How many gradients of one parameter and step the storage has room for at its full precision."""
         return 1

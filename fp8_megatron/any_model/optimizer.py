@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -152,8 +153,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         small tensors), main_grad and grad_scales. Frozen parameters are not counted."""
         total: dict[str, int] = {}
         for space in self._spaces:
-            buffer = space.grads.buffer
-            counts = space.state.byte_counts() | {"main_grad": buffer.nbytes, "grad_scales": buffer.scale_bytes}
+            grads = {"main_grad": space.grads.nbytes, "grad_scales": space.grads.buffer.scale_bytes}
+            counts = space.state.byte_counts() | grads
             for kind, count in counts.items():
                 total[kind] = total.get(kind, 0) + count
         return total
@@ -311,6 +312,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._drop_consolidated()
         self.take_written_values()
         used = [space.grads.settle() for space in self._spaces]
+        if self._replication is not None:
+            self._replication.finish_step()
         if not any(any(flags) for flags in used):
             return
         factor = self._grad_factor()
@@ -352,6 +355,21 @@ class FP8Optimizer(torch.optim.Optimizer):
         if found_inf is not None:
             is_good = is_good & (found_inf.to(total.device).reshape(1) == 0)
         return torch.where(is_good, factor, torch.nan)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside of the block add their gradients on their rank, and send nothing.
+
+        The next backward outside of it sends the sum. What reads ``p.grad``, and `step`, also do; all ranks call that.
+        Inside, ranks may call backward differently often. Weights take two bytes more a parameter on each rank, above
+        32 passes four. With one replica it does nothing.
+
+        Example:
+            >>> for index, batch in enumerate(micro_batches):
+            ...     with optimizer.no_sync() if index + 1 < len(micro_batches) else contextlib.nullcontext():
+            ...         loss_of(model, batch).backward()
+            >>> optimizer.step()
+        """
+        return nullcontext() if self._replication is None else self._replication.no_sync()
 
     def all_reduce_grads(self, model: torch.nn.Module | None = None) -> None:
         """Wait until ``p.grad`` is the mean over replicas; called by every replica.

@@ -192,6 +192,14 @@ class LocalGradBuffer(GradBuffer):
         for slot in self.space.slots:
             self.zero_if_unwritten(slot)
 
+    def is_written(self, slot: Slot) -> bool:
+        """Whether the slot holds a gradient."""
+        return slot.offset in self._written
+
+    def forget(self, slot: Slot) -> None:
+        """Drop the gradient of `slot`. The next one overwrites it."""
+        self._written.discard(slot.offset)
+
     def zero_if_unwritten(self, slot: Slot) -> None:
         """Zero a slot that no gradient reached in this step."""
         if slot.offset not in self._written:

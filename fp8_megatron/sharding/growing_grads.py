@@ -39,10 +39,6 @@ class GrowingGradBuffer(LocalGradBuffer):
         self.most_gradients = num_gradients
         self._counts: dict[int, int] = {}
 
-    def is_written(self, slot: Slot) -> bool:
-        """Whether the slot holds a gradient."""
-        return slot.offset in self._written
-
     def count(self, slot: Slot) -> int:
         """How many gradients the slot holds the sum of."""
         return self._counts.get(slot.offset, 0) if slot.offset in self._written else 0
@@ -86,10 +82,6 @@ class GrowingGradBuffer(LocalGradBuffer):
         self.dtype, self.payload, self.scales = dtype, wider, None
         self._flat = {slot.offset: slot.slice(wider).view(-1) for slot in self.space.slots}
         self._padded.clear()
-
-    def forget(self, slot: Slot) -> None:
-        """Drop the gradient of `slot`. The next one overwrites it."""
-        self._written.discard(slot.offset)
 
     def values(self, slot: Slot) -> Tensor:
         """The gradient of `slot`, FP32 in the parameter's shape (a copy)."""
