@@ -16,6 +16,9 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fp8_megatron
 from fp8_megatron.any_model.recorded_step import RecordedStep, RecordingError, record_step
@@ -622,3 +625,60 @@ def test_release_and_what_is_left() -> None:
     del step
     gc.collect()
     assert gone() is None
+
+
+class NewMemory(TorchDispatchMode):
+    """Notes the memory that operators give to plain tensors, by the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[StorageWeakRef, str] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
+        result = func(*args, **(kwargs or {}))
+        given = {memory for tensor in _plain((args, kwargs)) if (memory := _memory_of(tensor))}
+        for tensor in _plain(result):
+            memory = _memory_of(tensor)
+            if memory not in given:
+                self.found.setdefault(memory, f"{func} {tuple(tensor.shape)}")
+        return result
+
+    @property
+    def left(self) -> list[str]:
+        """What made the memory that is still held."""
+        gc.collect()
+        return [name for memory, name in self.found.items() if not memory.expired()]
+
+
+def _plain(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, torch.nn.Parameter)]
+
+
+def _memory_of(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+@pytest.mark.parametrize("way", ["release", "del"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_holds_the_memory_of_a_recording(
+    level: str | None, recipe: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a pool of memory is freed when no tensor of it is left."""
+    model, optimizer = build(level, recipe)
+    step, recorder = recorded(loss_of(model), model)
+    record, memory = recorder.record, NewMemory()
+
+    def noting(compute: Callable[[], Any]) -> Any:
+        with memory:
+            return record(compute)
+
+    monkeypatch.setattr(recorder, "record", noting)
+    train(step, model, optimizer, micro_batches=2)
+    assert step.num_recordings == 2 and memory.left
+    if way == "release":
+        step.release()
+    else:
+        recorder.step = None
+        del step
+    assert memory.left == []

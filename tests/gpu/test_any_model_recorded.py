@@ -332,6 +332,11 @@ def test_memory_is_released(level: str | None) -> None:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
+    def held() -> str:
+        """The segments: pool, stream, bytes, and bytes of tensors."""
+        keys = ("segment_pool_id", "stream", "total_size", "allocated_size")
+        return "; ".join(str([segment.get(key) for key in keys]) for segment in torch.cuda.memory_snapshot())
+
     model, optimizer = build(level)
     train(loss_of(model), model, optimizer, steps=2, rows=64)
     before = reserved()
@@ -346,4 +351,4 @@ def test_memory_is_released(level: str | None) -> None:
             assert step.num_recordings == 1
             step.release()
         del step
-        assert reserved() <= before + (4 << 20), way  # torch keeps the random numbers' offset of every graph
+        assert reserved() <= before + (4 << 20), (way, held())  # torch keeps the random numbers' offset of every graph
