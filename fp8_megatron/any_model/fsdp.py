@@ -40,7 +40,7 @@ from .optimizer import FP8Optimizer
 from .shard_grads import ShardGrads
 from .shard_states import local_entry, sharded_entry
 from .space import ModelSpace
-from .torch_optimizers import OptimizerError, check_optimizer, check_params
+from .torch_optimizers import OptimizerError, check_optimizer
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ class FSDPOptimizer(FP8Optimizer):
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `FP8Optimizer.add_param_group`."""
-        torch.optim.Optimizer.add_param_group(self, param_group)
-        check_params(param_group, self._names)
+        self._join(param_group)
         sharded = [ShardedParam.of(self._names[param], param) for param in param_group["params"]]
         self._frozen += [param for param in param_group["params"] if not param.requires_grad]
         trained = [one for one in sharded if one.param.requires_grad]
@@ -176,19 +175,17 @@ class FSDPOptimizer(FP8Optimizer):
     def _sharded_of(self, slot: Slot) -> ShardedParam:
         return self._sharded[id(slot.param)]
 
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """torch's ``{"state": …, "param_groups": …}`` with ``DTensor``s (`shard_states`), called by every rank; for
-        ``torch.distributed.checkpoint`` and its ``get_optimizer_state_dict``.
+    def _collect_state(self) -> dict[str, Any]:
+        """With ``DTensor``s (`shard_states`), called by every rank; for ``torch.distributed.checkpoint`` and its
+        ``get_optimizer_state_dict``.
         """
-        result = super().state_dict()
+        result = super()._collect_state()
         params = {number: one.param for one, number in self._numbered()}
         result["state"] = {number: sharded_entry(params[number], entry) for number, entry in result["state"].items()}
         return result
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `FP8Optimizer.load_state_dict`; tensors are ``DTensor``s or whole."""
+    def _take_state(self, state_dict: dict[str, Any]) -> None:
+        """Tensors are ``DTensor``s or whole."""
         params = {number: one.param for one, number in self._numbered()}
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [number for group in self._packed_groups()[1] for number in group["params"]]
@@ -197,7 +194,7 @@ class FSDPOptimizer(FP8Optimizer):
             for ours, theirs in zip(own, saved, strict=False)
             if ours in params and theirs in state_dict["state"]
         }
-        super().load_state_dict({**state_dict, "state": entries})
+        super()._take_state({**state_dict, "state": entries})
 
     def _numbered(self) -> list[tuple[ShardedParam, int]]:
         """The parameters with state, and their numbers in a state dict."""

@@ -38,7 +38,10 @@ from .gradients import LinearGrads, PlainGrads, SpaceGrads
 from .space import ModelSpace, alone, publish, value_of
 from .state_dicts import load_param_state, param_state
 from .step_numbers import StepNumbers
-from .torch_optimizers import OptimizerError, check_params
+from .torch_optimizers import OptimizerError, check_options, check_params
+
+#: What a param group keeps when a state is loaded: AdamW stays AdamW with Adam's state.
+_OWN_KEYS = ("params", "decoupled_weight_decay")
 
 
 class FP8Optimizer(torch.optim.Optimizer):
@@ -96,8 +99,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         Raises:
             OptimizerError: a parameter is not the model's, or has a dtype that the optimizer does not take.
         """
-        super().add_param_group(param_group)
-        check_params(param_group, self._names)
+        self._join(param_group)
         params = [param for param in param_group["params"] if param.numel()]
         self._frozen += [param for param in params if not param.requires_grad]
         named = [(self._names[param], param) for param in params if param.requires_grad]
@@ -112,6 +114,16 @@ class FP8Optimizer(torch.optim.Optimizer):
         )
         for space in spaces:
             self._spaces.append(self._build(space, param_group))
+
+    def _join(self, param_group: dict[str, Any]) -> None:
+        """torch's `add_param_group`; the groups stay as they are if a parameter or an option cannot be used."""
+        super().add_param_group(param_group)
+        try:
+            check_params(param_group, self._names)
+            check_options(self.param_groups)
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def _build(self, space: ParamSpace, group: dict[str, Any]) -> ModelSpace:
@@ -168,6 +180,16 @@ class FP8Optimizer(torch.optim.Optimizer):
         The first parameter's entry also has the delayed scales, the number of skipped steps, and how many gradients of
         a step the storage has room for. Before the first step all moments are zero.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        result = self._collect_state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, result)
+            result = result if changed is None else changed
+        return result
+
+    def _collect_state(self) -> dict[str, Any]:
+        """What `state_dict` returns, before hooks."""
         indices, groups = self._packed_groups()
         if self._consolidated is not None:
             return {
@@ -204,16 +226,28 @@ class FP8Optimizer(torch.optim.Optimizer):
         if self._replication is None:
             return
         self._drop_consolidated()
-        state = self.state_dict()["state"]
+        with torch.no_grad():
+            state = self._collect_state()["state"]
         if to is not None and to != self._replication.group.rank():
             return
         self._consolidated = state
         indices, _ = self._packed_groups()
         for param in self._weights():
             entry = state[indices[param]]
-            if "master_weight" in entry and isinstance(param.owner, MasterWeight):
-                stored = StateTensor(entry["master_weight"].view(-1), entry["master_weight_scale"])
+            if "master_weight_payload" in entry and isinstance(param.owner, MasterWeight):
+                stored = StateTensor(entry["master_weight_payload"].view(-1), entry["master_weight_scale"])
                 param.owner.consolidated = stored.load().view(param.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle would have no state, because other objects hold it.
+
+        Raises:
+            OptimizerError: always.
+        """
+        raise OptimizerError(
+            "an FP8Optimizer is not copied or pickled: save optimizer.state_dict(), and load it into the one that "
+            "initialize returns for the model"
+        )
 
     def _drop_consolidated(self) -> None:
         if self._consolidated is not None:
@@ -254,7 +288,19 @@ class FP8Optimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: groups or shapes differ.
+            OptimizerError: a group has an option that the FP8 optimizer does not have.
         """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        check_options(state_dict["param_groups"])
+        self._take_state(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _take_state(self, state_dict: dict[str, Any]) -> None:
+        """What `load_state_dict` does between hooks."""
         self._drop_consolidated()
         self.take_written_values()  # a shard's master would overwrite them
         indices, groups = self._packed_groups()
@@ -263,7 +309,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         if sizes != saved_sizes:
             raise ValueError(f"the saved param groups have {saved_sizes} parameters, the optimizer's have {sizes}")
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in _OWN_KEYS})
         number_of = dict(zip(_numbers(groups), _numbers(saved_groups), strict=True))
         entries = {
             slot.param: state_dict["state"].get(number_of[indices[slot.param]], {})
@@ -307,6 +353,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _update(self) -> None:
         self._check_not_recorded()
+        check_options(self.param_groups)
         self._check_frozen()
         self._check_ranks()
         self._drop_consolidated()

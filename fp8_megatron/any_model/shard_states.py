@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..formats import STATE_BLOCK
 from ..optimizer.state import StateTensor
-
-_SCALE = "_scale"
+from .state_dicts import PAYLOAD, SCALE
 
 
 def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,8 +24,9 @@ def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
     has_whole_blocks = _has_whole_blocks(param)
     sharded: dict[str, Any] = {}
     for key, value in entry.items():
-        scales = entry.get(f"{key}{_SCALE}")
-        if key.endswith(_SCALE):
+        name = key.removesuffix(PAYLOAD)
+        scales = None if name == key else entry[f"{name}{SCALE}"]
+        if key.endswith(SCALE):
             if has_whole_blocks:
                 size = (param.numel() // STATE_BLOCK,)
                 sharded[key] = _dtensor(value, param, param.placements, size)
@@ -35,7 +35,7 @@ def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         elif scales is None or has_whole_blocks:
             sharded[key] = _dtensor(value, param, param.placements, param.shape)
         else:
-            sharded[key] = _dtensor(_decoded(value, scales), param, param.placements, param.shape)
+            sharded[name] = _dtensor(_decoded(value, scales), param, param.placements, param.shape)
     return sharded
 
 
@@ -56,7 +56,7 @@ def _local(param: DTensor, key: str, value: Any) -> Any:
     if value.shape == param.shape:
         chunks = value.chunk(ranks, dim=shard.dim)
         return chunks[rank] if rank < len(chunks) else value.narrow(shard.dim, 0, 0)
-    if key.endswith(_SCALE) and ranks > 1:
+    if key.endswith(SCALE) and ranks > 1:
         if value.numel() != param.numel() // STATE_BLOCK or not _has_whole_blocks(param):
             raise ValueError(
                 f"{key}: {value.numel()} scales of a parameter {tuple(param.shape)} do not fall into whole blocks on "

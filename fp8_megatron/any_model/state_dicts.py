@@ -1,9 +1,9 @@
 """The optimizer's state by parameter, as plain tensors in torch's shape, and back.
 
-A parameter's entry has its ``step``, and the payloads of ``exp_avg``, ``exp_avg_sq`` and ``master_weight`` in their
-storage dtypes and the parameter's shape. ``…_scale`` (FP32, one for each `STATE_BLOCK` elements) stands beside a dtype
-with scales. The master is left out where the parameter itself holds it (FP32). Over replicas every rank has a part of
-each entry, and the parts are gathered.
+A parameter's entry has its ``step``, and ``exp_avg``, ``exp_avg_sq`` and ``master_weight`` in their storage dtypes and
+the parameter's shape. A dtype with scales has ``…_payload`` and ``…_scale`` (FP32, one for each `STATE_BLOCK` elements)
+in their place, so that torch's Adam does not take payloads for values. The master is left out where the parameter
+itself holds it (FP32). Over replicas every rank has a part of each entry, and the parts are gathered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from torch import Tensor
 from ..formats import STATE_BLOCK, StorageDtype
 from ..optimizer.state import SpaceState, StateTensor
 from ..sharding.partition import Slot
+
+#: What follows a name where the value is `payload` · `scale`.
+PAYLOAD, SCALE = "_payload", "_scale"
 
 
 def stored_state(state: SpaceState) -> dict[str, StateTensor]:
@@ -43,11 +46,11 @@ def param_state(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
 
 
 def _entry(name: str, slot: Slot, payload: Tensor, scales: Tensor | None, offset: int) -> dict[str, Tensor]:
-    entry = {name: slot.shaped(payload[offset : offset + slot.numel])}
-    if scales is not None:
-        first = offset // STATE_BLOCK
-        entry[f"{name}_scale"] = scales[first : first - (-slot.numel // STATE_BLOCK)]
-    return entry
+    shaped = slot.shaped(payload[offset : offset + slot.numel])
+    if scales is None:
+        return {name: shaped}
+    first = offset // STATE_BLOCK
+    return {f"{name}{PAYLOAD}": shaped, f"{name}{SCALE}": scales[first : first - (-slot.numel // STATE_BLOCK)]}
 
 
 def _gathered(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
@@ -89,10 +92,10 @@ def load_param_state(state: SpaceState, slot: Slot, entry: Mapping[str, Any]) ->
         ValueError: another shape, with both shapes.
     """
     for name, stored in stored_state(state).items():
-        value = entry.get(name)
+        value = entry.get(f"{name}{PAYLOAD}", entry.get(name))
         if value is None and name == "master_weight":
             continue
-        payload, scales = _padded_entry(name, slot, stored, value, entry.get(f"{name}_scale"))
+        payload, scales = _padded_entry(name, slot, stored, value, entry.get(f"{name}{SCALE}"))
         for fragment in state.space.fragments(slot):
             start, stop = fragment.slot_start, fragment.slot_start + fragment.length
             part = stored.part(fragment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +36,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer has state of {len(optimizer.state)} parameters: call initialize before the first step, and "
             f"load the state into the optimizer that it returns"
         )
-    for index, group in enumerate(optimizer.param_groups):
+    check_options(optimizer.param_groups)
+
+
+def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that param groups ask for nothing that the FP8 optimizer would ignore.
+
+    Raises:
+        OptimizerError: a group does.
+    """
+    for index, group in enumerate(groups):
         for option in _UNKNOWN_OPTIONS:
             if group.get(option):
                 raise OptimizerError(
                     f"param_groups[{index}] has {option}={group[option]}, which the FP8 optimizer does not have: "
-                    f"build {kind.__name__} without {option}"
+                    f"leave {option} out, or set it to False"
                 )
 
 

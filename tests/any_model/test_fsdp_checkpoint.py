@@ -75,7 +75,7 @@ def whole_state(group: Group) -> Any:
 def test_a_gathered_state_dict_loads(ranks: RankPool) -> None:
     for entry in ranks.run(on_default_group, whole_state, num_ranks=2):
         assert entry["exp_avg"] == (torch.float32, (128, 64))
-        assert entry["master_weight"] == (torch.float16, (128, 64))
+        assert entry["master_weight_payload"] == (torch.float16, (128, 64))
         assert entry["master_weight_scale"] == (torch.float32, (32,))
 
 

@@ -312,7 +312,7 @@ def test_grad_scaler_divides_and_skips() -> None:
     [
         (lambda params: torch.optim.SGD(params), "torch.optim.sgd.SGD: FP8 state needs torch.optim.AdamW"),
         (lambda params: torch.optim.AdamW(params, amsgrad=True), "amsgrad=True"),
-        (lambda params: torch.optim.Adam(params, maximize=True), "build Adam without maximize"),
+        (lambda params: torch.optim.Adam(params, maximize=True), "leave maximize out"),
         (lambda _: torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]), "shape \\(3,\\) that the model does not"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import fp8_megatron
 from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.linears import build_recipe, replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
+from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 
@@ -94,8 +98,8 @@ def test_a_state_dict_has_torchs_shape() -> None:
         for tensor in entry.values():
             assert type(tensor) is torch.Tensor
     weight = state["state"][5]  # of the first linear layer
-    assert weight["exp_avg"].dtype == torch.float8_e4m3fn
-    assert weight["exp_avg"].shape == (80, 48)
+    assert weight["exp_avg_payload"].dtype == torch.float8_e4m3fn
+    assert weight["exp_avg_payload"].shape == (80, 48)
     assert weight["master_weight_scale"].shape == (80 * 48 // 256,)
 
 
@@ -108,7 +112,7 @@ def test_state_of_another_level_is_rounded() -> None:
     saved, loaded = optimizer.state_dict()["state"], other.state_dict()["state"]
     exact, rounded = (
         saved[5]["exp_avg"],
-        loaded[5]["exp_avg"].float() * loaded[5]["exp_avg_scale"].repeat_interleave(256).view(80, 48),
+        loaded[5]["exp_avg_payload"].float() * loaded[5]["exp_avg_scale"].repeat_interleave(256).view(80, 48),
     )
     # E4M3 has 3 bits after the first: half a unit is 2⁻⁴ of a value, and 2⁻¹⁰ of a scale that is the amax / 448 · 2 at
     # most where values are subnormal.
@@ -179,3 +183,77 @@ def test_each_value_has_its_own_storage(level: str) -> None:
     values = list(model.state_dict().values())
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
     assert len({value.untyped_storage().data_ptr() for value in values}) == len(values)
+
+
+def test_torchs_adamw_does_not_take_payloads_for_moments() -> None:
+    """At O1 moments are FP32, and torch's AdamW goes on with them. At O2 they have scales, which it would ignore."""
+    for level, goes_on in (("O1", True), ("O2", False)):
+        model, optimizer = build(level)
+        train(model, optimizer, range(2))
+        plain = [torch.nn.Parameter(value.clone()) for value in model.state_dict().values()]
+        user = torch.optim.AdamW([{"params": plain[::2]}, {"params": plain[1::2]}])
+        user.load_state_dict(optimizer.state_dict())
+        for param in plain:
+            param.grad = torch.ones_like(param)
+        if goes_on:
+            user.step()
+        else:
+            with pytest.raises(KeyError, match="exp_avg"):
+                user.step()
+
+
+def test_hooks_on_state_dicts_run() -> None:
+    """torch's optimizers call them; to leave them out would be silent."""
+    model, optimizer = build("O2")
+    calls: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before save"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": 7})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(f"before load of {state['note']}"))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after load"))
+    train(model, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["before save", "before load of 7", "after load"]
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize", "capturable", "differentiable"])
+def test_an_option_that_would_be_ignored_is_an_error(option: str) -> None:
+    """In a loaded state, in a group that is changed between steps, and in a new group."""
+    model, optimizer = build("O2")
+    train(model, optimizer, range(1))
+    state = optimizer.state_dict()
+    state["param_groups"][1][option] = True
+    with pytest.raises(OptimizerError, match=rf"param_groups\[1\] has {option}=True.*leave {option} out"):
+        optimizer.load_state_dict(state)
+    optimizer.param_groups[0][option] = True
+    with pytest.raises(OptimizerError, match=rf"param_groups\[0\] has {option}=True"):
+        train(model, optimizer, range(1))
+
+
+def test_a_group_that_cannot_be_added_changes_nothing() -> None:
+    _, optimizer = build("O2")
+    number = len(optimizer.param_groups)
+    with pytest.raises(OptimizerError, match="that the model does not have"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    assert len(optimizer.param_groups) == number
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_weight_decay_stays_that_of_the_optimizer(kind: type[torch.optim.Optimizer]) -> None:
+    """The state of an Adam in AdamW: decay stays decoupled, as in torch; and the other way."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32))
+    model, optimizer = fp8_megatron.initialize(model, kind(model.parameters(), lr=0.1, weight_decay=0.1))
+    other = {torch.optim.Adam: torch.optim.AdamW, torch.optim.AdamW: torch.optim.Adam}[kind]
+    plain = torch.nn.Linear(16, 32)
+    state = other(plain.parameters(), lr=0.2).state_dict()
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is (kind is torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_the_optimizer_is_an_error(copies: Callable[[Any], Any]) -> None:
+    """It would have neither masters nor moments, and fail at its first step."""
+    _, optimizer = build("O2")
+    with pytest.raises(OptimizerError, match=r"save optimizer.state_dict\(\)"):
+        copies(optimizer)
