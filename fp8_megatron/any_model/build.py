@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..formats import LEVELS
 from ..nn.conv1d import FP8Conv1D
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
-from .data_parallel import MeetsForState, Replication, allow_ddp
+from .data_parallel import MeetsForState, NoHook, Replication, allow_ddp
 from .optimizer import FP8Optimizer
 from .te_modules import plain_value
 from .torch_optimizers import OptimizerError, check_optimizer, use_params
@@ -58,11 +59,33 @@ def build_optimizer(
         num_gradients=gradient_accumulation_steps or 1,
         replication=replication,
     )
+    model.register_load_state_dict_post_hook(_KeepsParams(names, built))
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP wraps models of one rank too
         allow_ddp(model, [space.grads for space in built._spaces], replication)
     if replication is not None and LEVELS[opt_level].master_weight is not None:
         model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
     return built
+
+
+class _KeepsParams:
+    """Hook behind ``load_state_dict``: the parameters are still those that the optimizer updates."""
+
+    def __init__(self, names: Mapping[torch.nn.Parameter, str], optimizer: FP8Optimizer) -> None:
+        trained = {param for group in optimizer.param_groups for param in group["params"]}
+        self._names = {param: name for param, name in names.items() if param in trained}
+
+    def __call__(self, model: torch.nn.Module, incompatible_keys: Any) -> None:
+        lost = self._names.keys() - set(model.parameters())
+        if lost:
+            first = min(self._names[param] for param in lost)
+            raise OptimizerError(
+                f"load_state_dict(assign=True) has replaced {first}, which the optimizer would not update: call it "
+                f"before initialize, or without assign"
+            )
+
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
+        """A copied or pickled model has no optimizer: this becomes a hook that does nothing."""
+        return NoHook, ()
 
 
 def _replication(group: Group | None, device: torch.device) -> Replication | None:

@@ -236,9 +236,9 @@ class _SeesDDP:
         if self._replication is not None and torch.is_grad_enabled():
             self._replication.ddp_holds_back = ddp is not None and not ddp.require_backward_grad_sync
 
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
-        return _NoHook, ()
+        return NoHook, ()
 
 
 class MeetsForState:
@@ -256,12 +256,12 @@ class MeetsForState:
         if not prefix and not keep_vars and not self._is_consolidated():
             self._replication.meet("model.state_dict()")
 
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
-        return _NoHook, ()
+        return NoHook, ()
 
 
-class _NoHook:
+class NoHook:
     """A hook that does nothing."""
 
     def __call__(self, *unused: Any) -> None:

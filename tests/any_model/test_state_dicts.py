@@ -257,3 +257,17 @@ def test_a_copy_of_the_optimizer_is_an_error(copies: Callable[[Any], Any]) -> No
     _, optimizer = build("O2")
     with pytest.raises(OptimizerError, match=r"save optimizer.state_dict\(\)"):
         copies(optimizer)
+
+
+def test_a_parameter_that_a_loaded_state_replaces_is_an_error() -> None:
+    """assign=True gives a norm a new parameter, which the optimizer does not have. FP8 layers keep theirs."""
+    model, optimizer = build("O2")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(OptimizerError, match=r"assign=True\) has replaced 0\.weight.*or without assign"):
+        model.load_state_dict(state, assign=True)
+    model, optimizer = build("O2")
+    model.load_state_dict(state)
+    model[1].load_state_dict({"weight": state["1.weight"], "bias": state["1.bias"]}, assign=True)
+    copy.deepcopy(model).load_state_dict(state, assign=True)
+    train(model, optimizer, range(1))
+    assert not any(torch.equal(value, state[name]) for name, value in model.state_dict().items())
