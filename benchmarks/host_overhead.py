@@ -9,13 +9,11 @@ Times are CPU seconds of this thread, the minimum of several runs, so other prog
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 import time
 import timeit
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,12 +23,11 @@ from torch import Tensor
 
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.provenance import commit, device_name, versions
+from benchmarks.provenance import device_name, write_rows
 from fp8_megatron.commands.arguments import Parser, output_file
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
 from fp8_megatron.kernels import ops, registration
-from fp8_megatron.outputs import write_output
 
 TOKENS, HIDDEN = 64, 128
 NUMEL = TOKENS * HIDDEN
@@ -161,16 +158,8 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = without_kernels() if is_no_op else on_gpu()
     print(table(rows))
     if arguments.output:
-        result = {
-            "command": shlex.join(
-                ["python", "benchmarks/host_overhead.py", *(sys.argv[1:] if words is None else words)]
-            ),
-            "commit": commit(),
-            "device": "no-op kernels" if is_no_op else device_name(),
-            "versions": versions(("torch", "triton")),
-            "rows": [asdict(row) for row in rows],
-        }
-        write_output(arguments.output, (json.dumps(result, indent=1) + "\n").encode(), "--output")
+        device = "no-op kernels" if is_no_op else device_name()
+        write_rows(arguments.output, "benchmarks/host_overhead.py", words, rows, device=device)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ Times are CPU seconds of this thread in forward and of the process in backward, 
 from __future__ import annotations
 
 import ctypes
-import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +24,12 @@ from torch import Tensor
 
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.provenance import commit, device_name, versions
+from benchmarks.provenance import device_name, write_rows
 from fp8_megatron import initialize
 from fp8_megatron.commands.arguments import Parser, output_file
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.kernels import ops, registration
 from fp8_megatron.kernels.gemm import cublaslt
-from fp8_megatron.outputs import write_output
 
 _LAYERS, _HIDDEN, _BATCH, _SEQUENCE = 8, 64, 4, 16
 _WARM_UP_STEPS, _STEPS = 5, 200
@@ -172,15 +169,8 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = [measure(level, recipe, no_op=no_op) for level, recipe in runs]
     print(table(rows))
     if arguments.output:
-        given = sys.argv[1:] if words is None else words
-        result = {
-            "command": shlex.join(["python", "benchmarks/layer_overhead.py", *given]),
-            "commit": commit(),
-            "device": "no-op launches" if no_op else device_name(),
-            "versions": versions(("torch", "triton")),
-            "rows": [asdict(row) for row in rows],
-        }
-        write_output(arguments.output, (json.dumps(result, indent=1) + "\n").encode(), "--output")
+        device = "no-op launches" if no_op else device_name()
+        write_rows(arguments.output, "benchmarks/layer_overhead.py", words, rows, device=device)
 
 
 if __name__ == "__main__":

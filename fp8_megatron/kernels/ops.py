@@ -28,7 +28,6 @@ from .attention.reference import AttentionInputs as AttentionInputs
 from .attention.reference import WrittenCast as WrittenCast
 from .cross_entropy import reference as _cross_entropy  # noqa: F401
 from .gemm.block_scaled import check_block_scaled_mm
-from .gemm.block_scaled_cublaslt import check_device
 from .gemm.reference import check_scaled_mm
 from .health.reference import LOWEST_EXPONENT as LOWEST_EXPONENT
 from .health.reference import NUM_MAXIMA as NUM_MAXIMA
@@ -605,8 +604,11 @@ def check_block_scaling(device: torch.device) -> None:
     Raises:
         UnsupportedDeviceError: with what it needs.
     """
-    if device.type == "cuda":
-        check_device(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type != "cuda":
+        return
+    from .gemm.block_scaled_cublaslt import check_device  # a GPU variant: not loaded before it is needed
+
+    check_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
