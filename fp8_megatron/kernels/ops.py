@@ -469,8 +469,8 @@ def scaled_mm_into_(
     addend: Tensor | None = None,
 ) -> None:
     """`gemm.reference.scaled_mm_into_`: `scaled_mm`, plus `addend`, written to contiguous `out` [M, N] in its dtype."""
-    check_scaled_mm(a, b)
-    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
+    shape = check_scaled_mm(a, b)
+    assert out.shape == shape and out.is_contiguous(), (out.shape, shape)
     if addend is not None:
         assert addend.shape == out.shape and addend.dtype == out.dtype, (addend.shape, addend.dtype)
         assert addend.is_contiguous(), addend.stride()
@@ -481,8 +481,8 @@ def scaled_mm_to_fp8_(
     out: Tensor, amax: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, inverse: Tensor
 ) -> None:
     """`gemm.reference.scaled_mm_to_fp8_`: a [M, K] · b [N, K]ᵀ cast to contiguous FP8 `out` [M, N], and its amax."""
-    check_scaled_mm(a, b)
-    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
+    shape = check_scaled_mm(a, b)
+    assert out.shape == shape and out.is_contiguous(), (out.shape, shape)
     assert out.dtype in FP8_DTYPES and amax.shape == (1,) and inverse.shape == (1,), (out.dtype, amax, inverse)
     _OPS.scaled_mm_to_fp8_(out, amax, a, b, scale_a, scale_b, inverse)
 

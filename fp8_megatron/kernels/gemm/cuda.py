@@ -19,7 +19,7 @@ def scaled_mm(
     use_fast_accum: bool,
 ) -> Tensor:
     """`reference.scaled_mm` on cuBLASLt: tensorwise scales, FP32 (or, fast, shortened) accumulation."""
-    out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     scaled_mm_into_(out, a, b, scale_a, scale_b, bias, use_fast_accum, None)
     return out
 

@@ -9,19 +9,21 @@ from ...formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
 from ..reference import decode, encode
 from ..registration import operator
 
-#: Dtypes and shapes that passed: the check would take the host longer than the launch.
-_fine: set[tuple[torch.dtype, torch.dtype, torch.Size, torch.Size]] = set()
+#: Dtypes and shapes that passed, with the product's shape: the check would take the host longer than the launch.
+_fine: dict[tuple[torch.dtype, torch.dtype, torch.Size, torch.Size], tuple[int, int]] = {}
 
 
-def check_scaled_mm(a: Tensor, b: Tensor) -> None:
-    """Check a GEMM a [M, K] · b [N, K]ᵀ against Hopper's limits, on every device (a CPU would accept more).
+def check_scaled_mm(a: Tensor, b: Tensor) -> tuple[int, int]:
+    """Check a GEMM a [M, K] · b [N, K]ᵀ against Hopper's limits, on every device (a CPU would accept more). Returns the
+    product's shape, (M, N).
 
     Raises:
         ValueError: operands not FP8, both E5M2, not K-major, or a size that is not a multiple of 16.
     """
     key = (a.dtype, b.dtype, a.shape, b.shape)
-    if key in _fine and a.is_contiguous() and b.is_contiguous():
-        return
+    shape = _fine.get(key)
+    if shape is not None and a.is_contiguous() and b.is_contiguous():
+        return shape
     if a.dtype not in FP8_DTYPES or b.dtype not in FP8_DTYPES or (a.dtype == E5M2 and b.dtype == E5M2):
         raise ValueError(f"FP8 GEMM takes E4M3×E4M3, E4M3×E5M2 or E5M2×E4M3, not {a.dtype} × {b.dtype}")
     if not (a.is_contiguous() and b.is_contiguous()):
@@ -34,7 +36,8 @@ def check_scaled_mm(a: Tensor, b: Tensor) -> None:
         if size % FP8_GEMM_MULTIPLE:
             sizes = f"M={m} N={n} K={k}"
             raise ValueError(f"FP8 GEMM size {name}={size} is not a multiple of {FP8_GEMM_MULTIPLE} ({sizes})")
-    _fine.add(key)
+    _fine[key] = (m, n)
+    return m, n
 
 
 @operator(gpu=".cuda", fake=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype))

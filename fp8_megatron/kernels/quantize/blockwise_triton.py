@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ...formats import E4M3, E5M2, MAX_FINITE
 from ..companding_triton import companded_scale, decode_companded, encode_companded
-from ..launch import Launcher
+from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
 from ..sizes import cdiv
 from .triton import magnitude_bits
 
@@ -140,16 +141,19 @@ def _sum_partials(partials, num_partials, out, MAX_PARTIALS: tl.constexpr):
 
 
 def block_size(payload: Tensor, scales: Tensor) -> int:
+    """`block_of_sizes` of a payload and its scales."""
+    return block_of_sizes(payload.numel(), scales.numel())
+
+
+def block_of_sizes(numel: int, num_scales: int) -> int:
     """Elements that share a scale.
 
     Raises:
         ValueError: not a power of two from 16 to 4096, or not a whole number of blocks.
     """
-    block = payload.numel() // scales.numel()
-    if block * scales.numel() != payload.numel() or block & (block - 1) or not 16 <= block <= _TILE:
-        raise ValueError(
-            f"{payload.numel()} elements with {scales.numel()} scales: the block must be a power of two in 16…{_TILE}"
-        )
+    block = numel // num_scales
+    if block * num_scales != numel or block & (block - 1) or not 16 <= block <= _TILE:
+        raise ValueError(f"{numel} elements with {num_scales} scales: the block must be a power of two in 16…{_TILE}")
     return block
 
 
@@ -157,21 +161,21 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
     """`blockwise.quantize_blockwise_`, one launch.
 
     Raises:
-        ValueError: see `block_size`.
+        ValueError: see `block_of_sizes`.
     """
-    block = block_size(payload, scales)
-    rows, num_blocks = _TILE // block, scales.numel()
     assert payload.is_contiguous() and scales.is_contiguous()
-    _quantize_blocks[(cdiv(num_blocks, rows),)](
-        x.contiguous(),
-        payload,
-        scales,
-        x.numel(),
-        num_blocks,
-        FP_MAX_BITS.get(payload.dtype, 0),
-        rows,
-        block,
-        num_blocks % rows == 0 and x.numel() == payload.numel(),
+    launch = _blocks_launch(x.numel(), payload.numel(), scales.numel(), payload.dtype)
+    launch(x.contiguous(), payload, scales)
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _blocks_launch(n: int, numel: int, num_blocks: int, dtype: torch.dtype) -> PreparedLaunch:
+    """Of `n` values to a payload of `numel`."""
+    block = block_of_sizes(numel, num_blocks)
+    rows = _TILE // block
+    return _quantize_blocks.prepared(
+        (cdiv(num_blocks, rows),),
+        *(n, num_blocks, FP_MAX_BITS.get(dtype, 0), rows, block, num_blocks % rows == 0 and n == numel),
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )
@@ -181,7 +185,7 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     """`blockwise.dequantize_blockwise`, one launch.
 
     Raises:
-        ValueError: see `block_size`.
+        ValueError: see `block_of_sizes`.
     """
     block = block_size(payload, scales)
     rows, num_blocks = _TILE // block, scales.numel()
@@ -204,7 +208,7 @@ def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     """`blockwise.squared_norm` in two launches; the same bits in every run.
 
     Raises:
-        ValueError: see `block_size`.
+        ValueError: see `block_of_sizes`.
     """
     block = _TILE if scales is None else block_size(payload, scales)
     n = payload.numel()

@@ -9,7 +9,7 @@ writes them interleaved by group. This moves 4 bytes per element; concatenating 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import MAX_FINITE
-from ..launch import Launcher
+from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
 from ..sizes import cdiv
 from .triton import (
     MAX_PARTIALS,
@@ -125,21 +125,40 @@ def quantize_grad_output(
     # As `_quantize_grads` of one gradient; what that needs for three would take the host as long as two launches.
     x = x.contiguous()
     T, width = x.shape
-    check_layouts(T, width)
     device, current, blocks = x.device, scale is None, cdiv(T, _TILE_M)
-    payload = torch.empty((T, width), dtype=dtype, device=device)
-    payload_t = torch.empty((width, T), dtype=dtype, device=device) if transposed else no_values(dtype, device)
-    sums = torch.empty((blocks, width), dtype=torch.float32, device=device)
+    payload = torch.empty(T, width, dtype=dtype, device=device)
+    payload_t = torch.empty(width, T, dtype=dtype, device=device) if transposed else no_values(dtype, device)
+    sums = torch.empty(blocks, width, dtype=torch.float32, device=device)
     taken = room_for_scale(current, device)
     used = taken if scale is None else scale
     partials, num_partials = partial_amaxes(x) if current else (used, 0)
-    quantize_grad_tiles[(cdiv(width, _TILE_K), blocks)](
-        x, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums,
-        T, 1, width, width, width, width, width, 0, width,
-        num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), True,
-        transposed, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    launch = _matrix_launch(
+        T, width, num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), transposed
+    )
+    launch(x, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums)
     return payload, payload_t, sum_of_blocks(sums), taken
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _matrix_launch(
+    T: int,
+    width: int,
+    num_partials: int,
+    fp_max: float,
+    current: bool,
+    power_of_two: bool,
+    num_recorded: int,
+    transposed: bool,
+) -> PreparedLaunch:
+    """`quantize_grad_tiles` of one gradient [T, width], with column sums."""
+    check_layouts(T, width)
+    return quantize_grad_tiles.prepared(
+        (cdiv(width, _TILE_K), cdiv(T, _TILE_M)),
+        *(T, 1, width, width, width, width, width, 0, width),
+        *(num_partials, fp_max, current, power_of_two, num_recorded, True),
+        *(transposed, _TILE_M, _TILE_K, MAX_PARTIALS),
+        num_warps=_NUM_WARPS,
+    )
 
 
 def quantize_qkv_grad(
@@ -173,8 +192,8 @@ def _quantize_grads(
     T, group_width = seq * batch, sum(grad.shape[3] for grad in grads)
     check_layouts(T, *(grad.shape[3] for grad in grads))
     total, device = groups * group_width, grads[0].device
-    payload = torch.empty((T, total), dtype=dtype, device=device)
-    payload_t = torch.empty((total, T), dtype=dtype, device=device)
+    payload = torch.empty(T, total, dtype=dtype, device=device)
+    payload_t = torch.empty(total, T, dtype=dtype, device=device)
     current = scale is None
     taken = room_for_scale(current, device)
     used = taken if scale is None else scale

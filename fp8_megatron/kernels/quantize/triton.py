@@ -14,7 +14,7 @@ memory. This takes a quarter of the shared-memory accesses of a bytewise transpo
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import CLAMPED_ABOVE, E4M3, E5M2, MAX_FINITE
-from ..launch import Launcher
+from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
 from ..sizes import cdiv
 
 # Programs of the amax pass. They are few enough that each program of the cast can reduce all of their results again
@@ -371,11 +371,18 @@ def recorded(record: Tensor | None) -> int:
 
 def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]:
     """int32 magnitude bits of the amax of each of at most `most` parts of contiguous `x`, and their number."""
-    n = x.numel()
-    num_partials = min(cdiv(n, _AMAX_TILE), most)
+    num_partials, launch = _partial_amax_launch(x.numel(), most)
     partials = torch.empty(num_partials, dtype=torch.int32, device=x.device)
-    _partial_amax[(num_partials,)](x, partials, n, _AMAX_TILE, n % _AMAX_TILE == 0, num_warps=_NUM_WARPS)
+    launch(x, partials)
     return partials, num_partials
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _partial_amax_launch(n: int, most: int) -> tuple[int, PreparedLaunch]:
+    num_partials = min(cdiv(n, _AMAX_TILE), most)
+    return num_partials, _partial_amax.prepared(
+        (num_partials,), n, _AMAX_TILE, n % _AMAX_TILE == 0, num_warps=_NUM_WARPS
+    )
 
 
 def amax(x: Tensor) -> Tensor:
@@ -399,9 +406,9 @@ def _sum_rows(partials, out, R, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 def sum_of_programs(partials: Tensor) -> Tensor:
     """FP32 [N, C]: sums over R of programs' FP32 partial sums [N, R, C], in a fixed order, in half of torch's time."""
     N, R, C = partials.shape
-    out = torch.empty((N, C), dtype=torch.float32, device=partials.device)
+    out = torch.empty(N, C, dtype=torch.float32, device=partials.device)
     if C:
-        _sum_rows[(cdiv(C, _SUM_COLUMNS), N)](partials, out, R, C, _SUM_ROWS, _SUM_COLUMNS, num_warps=_SUM_WARPS)
+        _sum_launch(N, R, C)(partials, out)
     return out
 
 
@@ -409,8 +416,14 @@ def sum_of_blocks(partials: Tensor) -> Tensor:
     """FP32 [C]: `sum_of_programs` of one kind of sum, FP32 [R, C]."""
     R, C = partials.shape
     out = torch.empty(C, dtype=torch.float32, device=partials.device)
-    _sum_rows[(cdiv(C, _SUM_COLUMNS), 1)](partials, out, R, C, _SUM_ROWS, _SUM_COLUMNS, num_warps=_SUM_WARPS)
+    _sum_launch(1, R, C)(partials, out)
     return out
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _sum_launch(N: int, R: int, C: int) -> PreparedLaunch:
+    grid = (cdiv(C, _SUM_COLUMNS), N)
+    return _sum_rows.prepared(grid, R, C, _SUM_ROWS, _SUM_COLUMNS, num_warps=_SUM_WARPS)
 
 
 def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
@@ -436,53 +449,51 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     fp_max, device = MAX_FINITE[dtype], x.device
-    payload = torch.empty((M, K), dtype=dtype, device=device) if rowwise else no_values(dtype, device)
-    payload_t = torch.empty((K, M), dtype=dtype, device=device) if transposed else no_values(dtype, device)
+    payload = torch.empty(M, K, dtype=dtype, device=device) if rowwise else no_values(dtype, device)
+    payload_t = torch.empty(K, M, dtype=dtype, device=device) if transposed else no_values(dtype, device)
+    record = scale if amax_out is None else amax_out
     if transposed:
-        if M % 4:
-            raise ValueError(f"a transposed FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
-        _quantize_tiles[(cdiv(M, _TILE_M) * cdiv(K, _TILE_K),)](
-            x,
-            payload,
-            payload_t,
-            scale,
-            partials,
-            scale if amax_out is None else amax_out,
-            M,
-            K,
-            num_partials,
-            fp_max,
-            current,
-            power_of_two,
-            rowwise,
-            recorded(amax_out),
-            _TILE_M,
-            _TILE_K,
-            MAX_PARTIALS,
-            num_warps=_NUM_WARPS,
-        )
+        launch = _tiles_launch(M, K, num_partials, fp_max, current, power_of_two, rowwise, recorded(amax_out))
+        launch(x, payload, payload_t, scale, partials, record)
     else:
         if not rowwise:
             raise ValueError("quantisation into no layout: set rowwise, transposed or both")
-        n = x.numel()
-        _quantize_flat[(cdiv(n, _CAST_TILE),)](
-            x,
-            payload,
-            scale,
-            partials,
-            scale if amax_out is None else amax_out,
-            n,
-            num_partials,
-            fp_max,
-            current,
-            power_of_two,
-            recorded(amax_out),
-            n % _CAST_TILE == 0,
-            _CAST_TILE,
-            MAX_PARTIALS,
-            num_warps=_NUM_WARPS,
-        )
+        launch = _flat_launch(M * K, num_partials, fp_max, current, power_of_two, recorded(amax_out))
+        launch(x, payload, scale, partials, record)
     return payload, payload_t
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _tiles_launch(
+    M: int,
+    K: int,
+    num_partials: int,
+    fp_max: float,
+    current: bool,
+    power_of_two: bool,
+    rowwise: bool,
+    num_recorded: int,
+) -> PreparedLaunch:
+    if M % 4:
+        raise ValueError(f"a transposed FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
+    return _quantize_tiles.prepared(
+        (cdiv(M, _TILE_M) * cdiv(K, _TILE_K),),
+        *(M, K, num_partials, fp_max, current, power_of_two, rowwise, num_recorded),
+        *(_TILE_M, _TILE_K, MAX_PARTIALS),
+        num_warps=_NUM_WARPS,
+    )
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _flat_launch(
+    n: int, num_partials: int, fp_max: float, current: bool, power_of_two: bool, num_recorded: int
+) -> PreparedLaunch:
+    return _quantize_flat.prepared(
+        (cdiv(n, _CAST_TILE),),
+        *(n, num_partials, fp_max, current, power_of_two, num_recorded),
+        *(n % _CAST_TILE == 0, _CAST_TILE, MAX_PARTIALS),
+        num_warps=_NUM_WARPS,
+    )
 
 
 def quantize_current(
@@ -522,8 +533,12 @@ def transpose(payload: Tensor) -> Tensor:
     M, K = payload.shape
     if M % 4:
         raise ValueError(f"transposing an FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
-    payload_t = torch.empty((K, M), dtype=payload.dtype, device=payload.device)
-    _transpose_tiles[(cdiv(M, _TILE_M) * cdiv(K, _TILE_K),)](
-        payload.contiguous(), payload_t, M, K, _TILE_M, _TILE_K, num_warps=_NUM_WARPS
-    )
+    payload_t = torch.empty(K, M, dtype=payload.dtype, device=payload.device)
+    _transpose_launch(M, K)(payload.contiguous(), payload_t)
     return payload_t
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _transpose_launch(M: int, K: int) -> PreparedLaunch:
+    grid = (cdiv(M, _TILE_M) * cdiv(K, _TILE_K),)
+    return _transpose_tiles.prepared(grid, M, K, _TILE_M, _TILE_K, num_warps=_NUM_WARPS)

@@ -9,15 +9,17 @@ are decoded and encoded by the same FP32 operations as there, so the bits are th
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...formats import MAX_FINITE
-from ..launch import Launcher
+from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
 from ..sizes import cdiv
-from .blockwise_triton import block_size
+from .blockwise_triton import block_of_sizes
 from .triton import encode, reciprocal, store_transposed
 
 _TILE = 8192
@@ -82,24 +84,31 @@ def quantize_weight(weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.
     """`weight.quantize_weight` in one launch.
 
     Raises:
-        ValueError: `transposed` with N not a multiple of 4, or see `blockwise_triton.block_size`.
+        ValueError: `transposed` with N not a multiple of 4, or see `blockwise_triton.block_of_sizes`.
     """
     N, K = weight.shape
-    block = block_size(weight, scales)
+    launch = _weight_launch(N, K, scales.numel(), dtype, transposed)
+    rows, columns = (K, N) if transposed else (N, K)
+    payload = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    launch(weight, scales, scale, payload)
+    return payload
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _weight_launch(N: int, K: int, num_blocks: int, dtype: torch.dtype, transposed: bool) -> PreparedLaunch:
+    block = block_of_sizes(N * K, num_blocks)
     if not transposed:
-        payload = torch.empty((N, K), dtype=dtype, device=weight.device)
-        rows, num_blocks = _TILE // block, scales.numel()
-        _cast_rows[(cdiv(num_blocks, rows),)](
-            weight, scales, scale, payload, num_blocks,
-            MAX_FINITE[dtype], rows, block, num_blocks % rows == 0, num_warps=_NUM_WARPS,
-        )  # fmt: skip
-        return payload
+        rows = _TILE // block
+        return _cast_rows.prepared(
+            (cdiv(num_blocks, rows),),
+            *(num_blocks, MAX_FINITE[dtype], rows, block, num_blocks % rows == 0),
+            num_warps=_NUM_WARPS,
+        )
     if N % 4:
         raise ValueError(f"a transposed FP8 payload needs M={N} to be a multiple of 4 (the FP8 GEMM: of 16)")
-    payload_t = torch.empty((K, N), dtype=dtype, device=weight.device)
     row_in_block = K % _TILE_K == 0 and block % _TILE_K == 0  # then a tile's rows start on multiples of its width
-    _cast_transposed[(cdiv(N, _TILE_N) * cdiv(K, _TILE_K),)](
-        weight, scales, scale, payload_t, N, K,
-        MAX_FINITE[dtype], block, row_in_block, _TILE_N, _TILE_K, num_warps=_NUM_WARPS,
-    )  # fmt: skip
-    return payload_t
+    return _cast_transposed.prepared(
+        (cdiv(N, _TILE_N) * cdiv(K, _TILE_K),),
+        *(N, K, MAX_FINITE[dtype], block, row_in_block, _TILE_N, _TILE_K),
+        num_warps=_NUM_WARPS,
+    )
