@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..collectives.head_exchange import gather_sequence, scatter_sequence
 from ..device.group import Group
@@ -28,6 +27,7 @@ from ..quantization.attention import AttentionGrads, AttentionQuantizers
 from ..quantization.operand import Quantized
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import GradSource, NormStatistics, QKVGradSource
+from .first_order import once_differentiable
 from .gemms import LinearParams, dgrad_to_fp8, fprop, start_dgrad, wgrad
 from .normed import NormParams, norm_fprop, norm_linear_backward
 from .operands import delivered

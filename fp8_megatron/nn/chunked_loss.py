@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .chunk_grads import ChunkGrads, chunks
+from .first_order import once_differentiable
 
 
 class TokenLoss(Protocol):

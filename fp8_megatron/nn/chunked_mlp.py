@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import ActivationGradSource, ActivationSource, CastGrad, NormStatistics
 from ..quantization.weight_grad import WeightGrad, WeightGradSum
 from .chunk_grads import chunks
+from .first_order import once_differentiable
 from .gemms import LinearParams, fprop, start_dgrad
 from .links import LinearLinks
 from .normed import NormParams, norm_backward, norm_fprop, norm_fprop_again, start_norm_columns

@@ -23,9 +23,8 @@ from ..formats import E4M3, GEMM_BLOCK
 from ..quantization.operand import Quantized
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.sources import TensorSource
-from .gemms import LinearParams, fprop, start_dgrad, wgrad
-from .rows import LocalRows
+from . import local
+from .gemms import LinearParams
 
 
 class CompilableLayer(Protocol):
@@ -99,8 +98,7 @@ def _linear(
     """y, and the input's columns for wgrad with their scale; both empty if not `keeps_input`."""
     linear = _params(token, bias)
     quantizers = linear.quantizers.evaluating() if evaluates else linear.quantizers
-    operand = quantizers.input.quantize(TensorSource(x, transposed=keeps_input))
-    y = fprop(LocalRows(operand), linear, dtype)
+    y, operand = local.forward(x, linear._replace(quantizers=quantizers), dtype, keeps_columns=keeps_input)
     if not keeps_input:
         return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
     columns = operand.t
@@ -138,17 +136,15 @@ def _linear_backward(
     """Gradients of the input, of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`."""
     linear = _params(token, grad_output.new_empty(0) if has_bias else None)
     has_columns = columns.numel() > 0 and _is_wanted(token)
-    g, grad_bias = linear.cast_grad(grad_output, transposed=has_columns)
-    grad_input = grad_output.new_empty(0)
-    if needs_grad_input:
-        grad_input = start_dgrad(g, linear, grad_output.dtype).wait()
-    if has_columns:
-        x_t = Quantized(columns, None, scale, linear.quantizers.input.format)
-        grad_weight = wgrad(g, x_t, linear, grad_output.dtype)
-        if grad_weight is not None:
-            _add_to_grad(linear.weight, grad_weight)
-    no_sums = grad_output.new_empty(0, dtype=torch.float32)
-    return grad_input, no_sums if grad_bias is None else grad_bias, torch.zeros_like(token)
+    x_t = Quantized(columns, None, scale, linear.quantizers.input.format) if has_columns else None
+    grad_input, grad_weight, grad_bias = local.backward(grad_output, x_t, linear, needs_grad_input=needs_grad_input)
+    if grad_weight is not None:
+        _add_to_grad(linear.weight, grad_weight)
+    return (
+        grad_output.new_empty(0) if grad_input is None else grad_input,
+        grad_output.new_empty(0, dtype=torch.float32) if grad_bias is None else grad_bias,
+        torch.zeros_like(token),
+    )
 
 
 def _fake_linear_backward(

@@ -25,11 +25,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..collectives.context_exchange import Gathering, Returning, RingStep
 from ..device.group import Group
 from ..kernels import ops
+from .first_order import once_differentiable
 
 CommType = Literal["p2p", "all_gather"]
 

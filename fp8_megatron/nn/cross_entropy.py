@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..device.group import Group
 from ..kernels import ops
+from .first_order import once_differentiable
 
 
 def vocab_parallel_cross_entropy(

@@ -17,7 +17,7 @@ from ..formats import FP8_DTYPES
 from ..kernels import ops
 from ..kernels.ops import WrittenCast
 from ..quantization.cast_health import CastProbe
-from ..quantization.operand import Quantized, multiply_into_
+from ..quantization.operand import Quantized, multiply, multiply_into_
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_grad import WeightGrad
@@ -64,12 +64,13 @@ class Product:
 
     def compute(self, addend: Tensor | None = None) -> Tensor:
         """See `Summand.compute`. Each part of `a` is multiplied when it arrives."""
-        y = self._w.payload.new_empty(self.shape, dtype=self.dtype)
+        num_rows, num_columns = self.shape
+        y = torch.empty(num_rows, num_columns, dtype=self.dtype, device=self.device)
         if addend is not None:
-            addend = addend.contiguous().view(self.shape)
+            addend = addend.contiguous().view(num_rows, num_columns)
         for part, rows in self._a.parts():
             out, added = y, addend
-            if rows.payload.shape[0] != self.shape[0]:  # a view costs the host more than this test
+            if rows.payload.shape[0] != num_rows:  # a view costs the host more than this test
                 out, added = y[part], None if addend is None else addend[part]
             multiply_into_(out, rows, self._w, bias=self._bias, use_fast_accum=self._use_fast_accum, addend=added)
         return y
@@ -108,10 +109,18 @@ def fprop(
 ) -> Tensor:
     """y [T, N] in `dtype`, or this rank's part [T/tp, N] of the sum over ranks; plus `addend` [..., N].
 
-    The GEMM adds a bias of its output's dtype; another one is cast.
-
     Args:
         recomputes: y was computed before, so that its weight's cast has been measured.
+    """
+    weight, bias = weight_and_bias(linear, dtype, recomputes=recomputes)
+    return linear.parallelism.sum(Product(x, weight, dtype, bias=bias, use_fast_accum=True), addend)
+
+
+def weight_and_bias(
+    linear: LinearParams, dtype: torch.dtype, *, recomputes: bool = False
+) -> tuple[Quantized, Tensor | None]:
+    """The weight [N, K] and the bias [N] as `fprop` takes them. The GEMM adds a bias of its output's dtype; another one
+    is cast.
     """
     weight = linear.weight.gemm_operand(linear.quantizers.weight)
     probe = linear.quantizers.weight_probe
@@ -120,7 +129,7 @@ def fprop(
     bias = linear.bias
     if bias is not None and bias.dtype is not dtype:
         bias = bias.to(dtype)
-    return linear.parallelism.sum(Product(x, weight, dtype, bias=bias, use_fast_accum=True), addend)
+    return weight, bias
 
 
 def start_dgrad(g: OperandRows, linear: LinearParams, dtype: torch.dtype) -> RowSum | PendingSum:
@@ -146,11 +155,17 @@ def wgrad(g: OperandRows, x_t: Quantized, linear: LinearParams, dtype: torch.dty
     Args:
         x_t: the input's columns [K, T].
     """
+    return deliver_wgrad(g.columns(), x_t, linear, dtype)
+
+
+def deliver_wgrad(g_t: Quantized, x_t: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor | None:
+    """`wgrad` of the columns [N, T] of the output's gradient."""
     main_grad: MainGrad | None = getattr(linear.weight, "main_grad", None)
-    grad = WeightGrad(g.columns(), x_t, dtype, linear.quantizers.weight_grad)
+    scale = linear.quantizers.weight_grad
+    grad = multiply(g_t, x_t, dtype) if scale is None else WeightGrad(g_t, x_t, dtype, scale)
     if main_grad is None:
-        return grad.wide()
-    main_grad.accumulate_(grad.wide() if grad.scale is None else grad)
+        return grad.wide() if isinstance(grad, WeightGrad) else grad
+    main_grad.accumulate_(grad)
     return None
 
 

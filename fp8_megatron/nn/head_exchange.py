@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..collectives.head_exchange import gather_sequence, scatter_sequence
 from ..device.group import Group
+from .first_order import once_differentiable
 
 
 def sequences_of_heads(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels import ops
 from ..quantization.cast_health import CastProbe, row_scales, row_step
@@ -43,6 +42,7 @@ from ..quantization.operand import Format, Quantized, multiply, multiply_into_, 
 from ..quantization.recipe import HeadQuantizers, Quantizer
 from ..quantization.sources import NormStatistics, TensorSource
 from .cross_entropy import agree_on_statistics, first_column, local_columns
+from .first_order import once_differentiable
 from .gemms import Computed
 from .normed import NormParams, norm_backward, quantized_norm
 from .parallelism import Local

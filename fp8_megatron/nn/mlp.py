@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import ActivationGradSource, ActivationSource, NormStatistics
+from .first_order import once_differentiable
 from .gemms import LinearParams, fprop, start_dgrad, wgrad
 from .normed import NormParams, norm_fprop, norm_fprop_again, norm_linear_backward
 from .operands import delivered

@@ -155,7 +155,7 @@ class FP8Linear(torch.nn.Linear):
     @property
     def quantizers_now(self) -> LinearQuantizers:
         """The quantisers of a forward now."""
-        return self.quantizers.evaluating() if self.evaluates else self.quantizers
+        return self.quantizers if self.training or not self.evaluates else self.quantizers.evaluating()
 
     @property
     def added_bias(self) -> Tensor | None:
@@ -193,15 +193,16 @@ class FP8Linear(torch.nn.Linear):
         """The output in `dtype`. The GEMMs take rows in multiples; zeros are added up to the next one."""
         rows = x.numel() // self.in_features
         padding = -rows % self._row_multiple if rows else self._row_multiple
-        if not padding and not torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if not padding and not is_compiling:
             weight: Any = self._parameters["weight"]
             return fp8_linear(x, LinearParams(weight, self.added_bias, self.quantizers_now), dtype=dtype)
-        if torch.compiler.is_compiling() and self.weight.home is not self.home:
+        if is_compiling and self.weight.home is not self.home:
             return self._multiply_exchanged(x, dtype)
         x2d = x.reshape(-1, self.in_features)
         if padding:
             x2d = torch.nn.functional.pad(x2d, (0, 0, 0, padding))
-        if torch.compiler.is_compiling():
+        if is_compiling:
             y = compiled_linear(x2d, self, dtype)
         else:
             y = fp8_linear(x2d, LinearParams(self.weight, self.added_bias, self.quantizers_now), dtype=dtype)

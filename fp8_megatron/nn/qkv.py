@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels.ops import QKNorm, Rotation
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import GradSource, NormStatistics, QKVGradSource
+from .first_order import once_differentiable
 from .gemms import LinearParams
 from .normed import NormParams, norm_fprop, norm_linear_backward
 from .operands import delivered

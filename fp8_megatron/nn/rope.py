@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels import ops
 from ..kernels.ops import QKNorm, Rotation
+from .first_order import once_differentiable
 from .operands import delivered
 
 #: Of Llama 3.1's scaling: the original context, and how often a pair turns within it where blending begins and ends.

@@ -182,11 +182,15 @@ def multiply_into_(
     ops.block_scaled_mm_into_(out, a.payload, b.payload, a.scale, b.scale, bias=bias, addend=addend)
 
 
-def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, *, use_fast_accum: bool = False) -> Tensor:
-    """a [M, K] · b [N, K]ᵀ in `dtype`, as `multiply_into_`."""
+def multiply(
+    a: Quantized, b: Quantized, dtype: torch.dtype, *, bias: Tensor | None = None, use_fast_accum: bool = False
+) -> Tensor:
+    """a [M, K] · b [N, K]ᵀ + bias [N] in `dtype`, as `multiply_into_`."""
     if a.format.granularity is Granularity.TENSOR:
-        return ops.scaled_mm(a.payload, b.payload, a.scale, b.scale, out_dtype=dtype, use_fast_accum=use_fast_accum)
-    return ops.block_scaled_mm(a.payload, b.payload, a.scale, b.scale, out_dtype=dtype)
+        return ops.scaled_mm(
+            a.payload, b.payload, a.scale, b.scale, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum
+        )
+    return ops.block_scaled_mm(a.payload, b.payload, a.scale, b.scale, bias=bias, out_dtype=dtype)
 
 
 def _tile_scales_shape(rows: int, columns: int) -> tuple[int, int]:

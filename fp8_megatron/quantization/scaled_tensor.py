@@ -167,23 +167,26 @@ class ScaledTensor(torch.Tensor):
 
     def transposed_gemm_operand(self, format: Format) -> Quantized:
         """The transpose [K, N] of `gemm_operand`. A weight that is cast at each use is read once."""
-        if self._payload.dtype in FP8_DTYPES or not format.has_one_scale:
+        if not format.has_one_scale:
             return self.gemm_operand(format).transposed()
-        return self._cast(format, transposed=True).t
+        if self._payload.dtype in FP8_DTYPES:
+            return Quantized(ops.transpose(self._payload), None, self._scale, format)
+        return self._cast(format, transposed=True)
 
     def _cast(self, format: Format, *, transposed: bool) -> Quantized:
-        """The cast of one layout, with one scale."""
+        """The weight [N, K], or its transpose [K, N], with one scale."""
         known, weight = self.cast_scale, self._payload
         if known is None or not known.is_current or known.numel != weight.numel():
-            return quantize(self.dequantize(), format, rowwise=not transposed, transposed=transposed)
+            cast = quantize(self.dequantize(), format, rowwise=not transposed, transposed=transposed)
+            return cast.t if transposed else cast
         assert format.dtype is E4M3 and not format.power_of_two, format
         if weight.dtype is torch.float16 and self._scale.numel() > 1 and weight.is_contiguous():
-            cast = ops.quantize_weight(weight, self._scale, known.scale, E4M3, transposed=transposed)
-            return Quantized(None if transposed else cast, cast if transposed else None, known.scale, format)
+            payload = ops.quantize_weight(weight, self._scale, known.scale, E4M3, transposed=transposed)
+            return Quantized(payload, None, known.scale, format)
         payload, payload_t = ops.quantize_with_scale(
             self.dequantize(), known.scale, E4M3, rowwise=not transposed, transposed=transposed
         )
-        return Quantized(payload, payload_t, known.scale, format)
+        return Quantized(payload_t if transposed else payload, None, known.scale, format)
 
     def _assign(self, value: Tensor) -> None:
         """Take on new values in place, quantised in the tensor's own storage format; an owner does so itself."""

@@ -13,7 +13,7 @@ import fp8_megatron
 from fp8_megatron.kernels import ops
 
 CASTS_OF_TENSORS = {"quantize_with_scale": 1, "quantize_grad_output": 1}
-GEMMS = {"scaled_mm_into_": 2, "scaled_mm": 1}
+GEMMS = {"scaled_mm": 3}
 #: By level, the calls of one layer's forward and backward under delayed scaling.
 EXPECTED = {
     # The weight is cast with a scale that the optimizer keeps, in forward and in backward.
