@@ -76,6 +76,9 @@ def _trained(config: Config, num_steps: int, corrupt_rank: int) -> list[tuple[st
         assert group is not None
         check = ReplicaCheck(gpt.optimizer, histories, stage_group=topology.stage_group, world=group, device=CPU)
         batches = random_batches(num_steps, 2 * topology.dp.size())[:, topology.dp.rank() :: topology.dp.size()]
+        for state in gpt.optimizer.states:
+            if state.gather is not None:
+                state.gather.wait()  # the initial weights are on their way
         found = [("before the first step", *_check(check))]
         for micro_batches in batches:
             forward_backward(gpt, config, micro_batches)
