@@ -95,8 +95,10 @@ class ParamGrad:
 
     def scale_others_(self, factor: Tensor) -> None:
         """Multiply ``p.grad`` where somebody else keeps it (`is_left_to_others`): the next step takes its values."""
+        if not self.is_left_to_others:
+            return
         grad = self.param.grad
-        if self.is_left_to_others and grad is not None and not self.is_own(grad):
+        if grad is not None and not self.is_own(grad):
             grad.mul_(factor)
 
     def zero_(self) -> None:
@@ -150,13 +152,15 @@ class SpaceGrads(ABC):
 
     def settle(self) -> list[bool]:
         """Make the storage agree with ``p.grad``: for each slot, whether it has a gradient. Others become zero."""
-        used = []
-        for own in self.grads:
+        used, elsewhere = [], []
+        for own in self.grads:  # one pass, because a read of ``p.grad`` costs the host time
             grad = own.param.grad
             used.append(grad is not None)
             if grad is None:
                 self.zero_(own.slot)
-        self.take_others()
+            elif not own.is_own(grad):
+                elsewhere.append(own)
+        self._take(elsewhere)
         return used
 
     def take_others(self) -> None:
