@@ -166,14 +166,26 @@ _RULES = (
     Ignored(YARN_SETTINGS, _no_yarn, "give --position-embedding-type yarn"),
     Ignored(("rope_scaling_factor",), _no_rope_scaling, "give --use-rope-scaling"),
     Ignored(("cp_comm_type", "fp8_context_communication"), _whole_sequences, "raise --context-parallel-size"),
-    Ignored(("fp8_pipeline_communication",), _one_stage, "raise --pipeline-model-parallel-size"),
+    Ignored(
+        (
+            "fp8_pipeline_communication",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        ),
+        _one_stage,
+        "raise --pipeline-model-parallel-size",
+    ),
     Ignored(("opt_level",), _not_fp8, "choose --precision fp8"),
     Ignored(
         ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin", "first_last_layers_bf16"),
         _sixteen_bits,
         "choose --precision fp8",
     ),
-    Ignored(("fp8_power_of_two_scales", "fp8_health_interval"), _not_fp8, "choose --precision fp8"),
+    Ignored(
+        ("fp8_power_of_two_scales", "fp8_health_interval", "grad_accumulation", "grad_accumulation_dtype"),
+        _not_fp8,
+        "choose --precision fp8",
+    ),
     Ignored(
         ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"), _no_history, "choose --fp8-recipe delayed"
     ),
@@ -182,7 +194,7 @@ _RULES = (
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _constant_scale, "drop loss_scale"
     ),
     Ignored(("lr_warmup_init",), _no_warmup, "give --lr-warmup-iters"),
-    Ignored(("min_lr",), _no_decay, "choose another --lr-decay-style"),
+    Ignored(("min_lr", "decoupled_min_lr"), _no_decay, "choose another --lr-decay-style"),
     Ignored(("lr_wsd_decay_style",), _no_wsd, "choose --lr-decay-style WSD"),
     Ignored(
         ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), _random_tokens, "give --data-path instead"

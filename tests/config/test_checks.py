@@ -720,6 +720,18 @@ IGNORED = [
     ("loss_scale_window", "--fp16 --loss-scale 8 --loss-scale-window 5", "with loss_scale(8.0)"),
     ("lr_warmup_init", "--lr-warmup-init 1e-5", "without a warm-up"),
     ("min_lr", "--lr-decay-style constant --min-lr 1e-5", "under lr_decay_style(constant)"),
+    (
+        "decoupled_min_lr",
+        "--lr-decay-style constant --decoupled-lr 1e-3 --decoupled-min-lr 1e-5",
+        "under lr_decay_style(constant)",
+    ),
+    ("grad_accumulation", "--bf16 --grad-accumulation local", "under precision(bf16); drop it or choose --precision"),
+    ("grad_accumulation_dtype", "--bf16 --grad-accumulation-dtype bf16", "under precision(bf16)"),
+    (
+        "account_for_loss_in_pipeline_split",
+        "--account-for-loss-in-pipeline-split",
+        "under pipeline_model_parallel_size(1)",
+    ),
     ("lr_wsd_decay_style", "--lr-wsd-decay-style linear", "under lr_decay_style(linear)"),
     ("eod_mask_loss", "--eod-mask-loss", "with mock_data"),
     ("reset_attention_mask", "--reset-attention-mask", "with mock_data"),
