@@ -21,6 +21,7 @@ from .placement import Placement
 from .ranks import Ranks
 from .run_state import (
     PREFIXES,
+    SLOTS,
     Progress,
     Resumable,
     autoscales_of,
@@ -160,9 +161,25 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
             values = below(f"amax_history.{index}/", at_stage)
             if history is None or history.history is None or "history" not in values:
                 continue
-            if history.history.shape == values["history"].shape:
-                history.load_state_dict(values)
+            if history.history.shape != values["history"].shape:
+                continue
+            if SLOTS not in values or torch.equal(values.pop(SLOTS).cpu(), history.slot_keys()):
+                history.load_state_dict(values, gradient_factor=_gradient_factor(saved, state))
     _restore_autoscales(saved, state)
+
+
+def _gradient_factor(saved: SavedRun, state: Resumable) -> float:
+    """How much larger the gradients of a token are than in the run that saved, as a power of two, rounded up.
+
+    The loss is a mean over the samples of a replica before it is one over replicas. So a token's gradient is in inverse
+    proportion to the samples of a replica. Earlier versions saved no batch: their gradients are taken for as large.
+    """
+    schedule = saved.description.get("schedule") or {}
+    before, now = schedule.get("global_batch_size"), state.config.global_batch_size(state.topology.world_size)
+    if not before:
+        return 1.0
+    ratio = before * state.topology.replicas.size / (now * saved.num_replicas)
+    return float(2.0 ** math.ceil(math.log2(ratio)))
 
 
 def _restore_rng(saved: SavedRun, state: Resumable) -> None:

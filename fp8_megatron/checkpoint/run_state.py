@@ -41,6 +41,9 @@ FORMAT_VERSIONS = {"fp32": 3, "native": 4}
 #: Kinds of a parameter's state, and the prefix of each kind's key.
 PREFIXES = {"master": "", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
 
+#: The key of what the columns of an amax history are for.
+SLOTS = "slots"
+
 #: Elements of a written chunk, unless a row has more.
 _CHUNK_NUMEL = 1 << 22
 
@@ -280,7 +283,8 @@ def rank_tensors_of(state: Resumable) -> dict[str, Tensor]:
             tensors[f"weight_scale/{slot.name}"] = space.scale_of(slot)
     tensors |= _under("autoscale/", {name: torch.stack(parts, 1) for name, parts in autoscales_of(optimizer).items()})
     for index, history in enumerate(state.histories):
-        tensors |= _under(f"amax_history.{index}/", history.state_dict() if history is not None else {})
+        if history is not None and (values := history.state_dict()):
+            tensors |= _under(f"amax_history.{index}/", {**values, SLOTS: history.slot_keys()})
     return tensors | _under("rng/", rng_states(state.device) if checkpoint.save_rng else {})
 
 

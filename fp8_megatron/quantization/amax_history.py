@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -27,6 +29,8 @@ _STRIDE = 4
 #: A step is skipped if a cast clamps more than this fraction of a tensor (benchmarks/saturation.py). Normal values that
 #: grow by a factor of 5 between two steps reach it; in the first steps of a small model, 1% is an everyday event.
 MOST_SATURATED = 0.5
+#: Roles of tensors that are in proportion to the gradient of the loss.
+_OF_GRADIENTS = (Role.GRAD_OUTPUT, Role.WEIGHT_GRAD, Role.ATTENTION_GRAD)
 
 
 class AmaxHistory:
@@ -253,12 +257,27 @@ class AmaxHistory:
             return {}
         return {"history": self.history, "scale": self.scale.contiguous()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the result of `state_dict`."""
+    def slot_keys(self) -> Tensor:
+        """int64 [num_slots], what each slot is for: a checksum of its layer, its role, and its number among these."""
+        numbers: Counter[str] = Counter()
+        keys = []
+        for _, name in self._names:
+            text = f"{name.layer} {name.role.name}"
+            keys.append(zlib.crc32(f"{text} {numbers[text]}".encode()))
+            numbers[text] += 1
+        return torch.tensor(keys, dtype=torch.int64)
+
+    def load_state_dict(self, state: dict[str, Tensor], *, gradient_factor: float = 1.0) -> None:
+        """Restore the result of `state_dict`.
+
+        Args:
+            gradient_factor: a power of two by which gradients are now larger than when they were recorded.
+        """
         if not state:
             return
         assert self.history is not None and self.scale is not None
-        self.history.copy_(state["history"])
-        scale = state["scale"].to(self.scale)[:, None]
+        factors = torch.tensor([gradient_factor if name.role in _OF_GRADIENTS else 1.0 for _, name in self._names])
+        self.history.copy_(state["history"].cpu() * factors)
+        scale = (state["scale"].cpu() * factors).to(self.scale)[:, None]
         self._take_scales(*(torch.nn.functional.pad(value, (0, _STRIDE - 1)) for value in (scale, scale.reciprocal())))
         self.is_warm = True

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2
 from fp8_megatron.quantization.amax_history import AmaxHistory
+from fp8_megatron.quantization.cast_report import Role
 from fp8_megatron.quantization.operand import Format
 from fp8_megatron.quantization.recipe import Quantizer
 from fp8_megatron.quantization.sources import TensorSource
@@ -99,6 +100,32 @@ def test_state_dict_resumes() -> None:
     fresh = make_history()
     fresh.load_state_dict({})
     assert not fresh.is_warm
+
+
+def test_scales_of_gradients_follow_the_batch() -> None:
+    """The last slot is of an output gradient. A checkpoint's amaxes are made four times as large."""
+    histories = [AmaxHistory(4, "max", power_of_two=False) for _ in range(2)]
+    for history in histories:
+        history.add_slot(E4M3)
+        history.add_slot(E5M2, role=Role.GRAD_OUTPUT)
+        history.allocate(torch.device("cpu"))
+    saved, resumed = histories
+    before = push(saved, 5.0, 3.0).clone()
+    resumed.load_state_dict(saved.state_dict(), gradient_factor=4.0)
+    assert resumed.scale is not None and resumed._fp_max is not None
+    assert torch.equal(resumed.scale * resumed._fp_max, before * torch.tensor([1.0, 4.0]))
+    assert torch.equal(push(resumed, 1.0, 1.0), torch.tensor([5.0, 12.0]))
+
+
+def test_slots_are_told_apart() -> None:
+    """Two of one role in a layer, and the same layer's other role; the same slots under other names."""
+    history = make_history()
+    assert len(set(history.slot_keys().tolist())) == history.num_slots
+    renamed = make_history()
+    assert torch.equal(renamed.slot_keys(), history.slot_keys())
+    renamed.name_layers({"layers.1.fc1": range(renamed.num_slots)})
+    assert not torch.equal(renamed.slot_keys(), history.slot_keys())
+    assert len(set(renamed.slot_keys().tolist())) == renamed.num_slots
 
 
 def _update_on_a_rank(group: torch.distributed.ProcessGroup) -> tuple[Tensor, Tensor]:
