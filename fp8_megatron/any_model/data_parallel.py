@@ -12,6 +12,7 @@ All replicas call what reads or writes gradients in the same order, and use the 
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -209,15 +210,35 @@ def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads], replication:
     owned = {param for layer in layers for param in layer.parameters()}
     free = [grad for space in spaces for grad in space.grads if grad.param not in owned]
     kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
-    ignored = [
-        name
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if kept is None or param is not kept.param
-    ]
-    # DDP looks for a root's own parameters under another name.
-    model._ddp_params_and_buffers_to_ignore = ignored + [f".{name}" for name in ignored]  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = _LeftOut(model, kept)  # type: ignore[assignment]
     if kept is not None:
         model.register_forward_pre_hook(_SeesDDP(kept, replication))
+
+
+class _LeftOut:
+    """The names of the parameters that torch's DDP leaves out. It asks once, when it wraps the model.
+
+    From then on the gradient that it keeps is left to it, until `_SeesDDP` sees a forward without it. A compiled model
+    runs no such hook.
+    """
+
+    def __init__(self, model: torch.nn.Module, kept: ParamGrad | None) -> None:
+        self._model = weakref.ref(model)
+        self._kept = kept
+
+    def __iter__(self) -> Iterator[str]:
+        model = self._model()
+        assert model is not None
+        if self._kept is not None:
+            self._kept.is_left_to_others = True
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if self._kept is None or param is not self._kept.param:
+                # DDP looks for a root's own parameters under another name, and torch.compile adds a name.
+                yield from (name, f".{name}", f"_orig_mod.{name}")
+
+    def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:
+        """Nobody reduces the gradients of a copy: DDP leaves nothing out."""
+        return list, ()
 
 
 class _SeesDDP:
