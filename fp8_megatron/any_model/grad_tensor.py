@@ -118,7 +118,7 @@ def _store_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     for grad, result in zip(targets, results, strict=True):
         if isinstance(grad, GradTensor):
             grad.source.assign_(result)
-    return target
+    return target if func._schema.returns else None  # functions of lists return nothing
 
 
 def _detach(grad: GradTensor) -> GradTensor:

@@ -79,7 +79,24 @@ class ParamGrad:
         """After autograd has written ``p.grad``: move it to its storage."""
         if param.grad is not None and not self.is_left_to_others and not self.is_own(param.grad):
             self.assign_(param.grad)
-            param.grad = self.tensor
+            self.show(self.tensor)
+
+    def show(self, grad: Tensor) -> None:
+        """Make `grad` the parameter's ``grad``.
+
+        Raises:
+            UserError: the parameter has another dtype, or is on another device, than its storage.
+        """
+        try:
+            self.param.grad = grad
+        except RuntimeError as error:
+            now, before = self.param, grad
+            if (now.dtype, now.device) == (before.dtype, before.device):
+                raise
+            raise UserError(
+                f"{self.slot.name} was {before.dtype} on {before.device} when the optimizer was built and is "
+                f"{now.dtype} on {now.device}: convert or move the model before initialize"
+            ) from error
 
     def values(self) -> Tensor:
         """See `GradSource`."""
@@ -184,7 +201,7 @@ class SpaceGrads(ABC):
             own.assign_(present)
         self.add_(own.slot, grad)
         if present is not own.tensor:
-            own.param.grad = own.tensor
+            own.show(own.tensor)
 
     @property
     def nbytes(self) -> int:
@@ -330,7 +347,7 @@ class PlainGrads(LocalGrads):
         if not self._are_vectors or not isinstance(grad, Tensor) or not _is_like(grad, own.tensor):
             super().accumulate_(own, grad)
         elif present is None:
-            own.param.grad = grad
+            own.show(grad)
         elif not own.is_own(present):
             present.add_(grad)  # as autograd does
         else:

@@ -345,3 +345,25 @@ def test_vectors_reach_their_storage_in_one_launch(backwards: int, monkeypatch: 
     for name, param in vectors.items():
         torch.testing.assert_close(dense(param.grad), expected[name], rtol=0, atol=0)
         assert param.grad.untyped_storage().data_ptr() == storage.payload.untyped_storage().data_ptr()
+
+
+def test_functions_that_write_into_a_list_of_gradients() -> None:
+    """`clip_grad_value_` and optimizers' tools call them; they return nothing."""
+    model, _ = build()
+    backward(model)
+    grads = [param.grad for param in model.parameters()]
+    expected = [dense(grad) for grad in grads]
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.5, foreach=True)
+    torch._foreach_add_(grads, [torch.ones_like(grad) for grad in expected], alpha=2.0)
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        # E4M3 rounds twice, by 2⁻⁴ of values up to 2.5.
+        assert torch.allclose(dense(param.grad), grad.clamp(-0.5, 0.5) + 2, rtol=2.0**-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_model_that_is_converted_afterwards_is_named(level: str) -> None:
+    model, optimizer = build(level)
+    model.bfloat16()
+    with pytest.raises(UserError, match=r"was torch.float32 on cpu .* is torch.bfloat16 on cpu: convert or move the"):
+        backward(model)
+        optimizer.step()
