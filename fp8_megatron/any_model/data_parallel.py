@@ -79,6 +79,8 @@ class Replication:
 
     def add_space(self, space: ParamSpace, storage: ModelStorage) -> ShardedGrads:
         """Gradients of one more space."""
+        if self._staging.has_buffers:  # a param group that is added later may have larger buckets
+            self._staging = StagingPools()
         grads = ShardedGrads(space, self, storage, self._staging)
         self.spaces.append(grads)
         return grads

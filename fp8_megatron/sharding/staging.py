@@ -64,6 +64,11 @@ class StagingPool:
         assert self._num_made == 0, "buffers were made already"
         self._numel = max(self._numel, numel)
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether buffers were made; their size stays."""
+        return self._num_made > 0
+
     def take(self) -> Staging:
         """A buffer to fill: a new one if fewer than the limit are in flight, else the oldest, once its bytes have
         arrived.
@@ -110,6 +115,11 @@ class StagingPools:
     def pool(self, dtype: StorageDtype, memory: SendMemory) -> StagingPool:
         """The pool for buffers of `dtype` in `memory`."""
         return self._pools.setdefault((dtype, memory), StagingPool(dtype, memory))
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether a pool has made buffers."""
+        return any(pool.has_buffers for pool in self._pools.values())
 
     @property
     def nbytes(self) -> int:

@@ -390,3 +390,28 @@ def test_ranks_that_join_after_initialize_are_an_error(ranks: RankPool) -> None:
     assert ranks.run(_joins_late, num_ranks=1) == [""]
     for message in ranks.run(_joins_late, num_ranks=2):
         assert "2 ranks now" in message and "before initialize" in message
+
+
+def _adds_a_group(group: Group) -> dict[str, Tensor]:
+    """A larger layer joins after a step, as under gradual unfreezing; both ranks have one rank's batch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 256))
+    user = torch.optim.AdamW(model[0].parameters(), lr=5e-3)
+    replaced = replace_linears(model, weight=LEVELS["O3"].weight)
+    optimizer = build_optimizer(model, user, replaced, "O3")
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": [*model[2].parameters(), *model[1].parameters()]})
+        optimizer.zero_grad()
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+    return values(model)
+
+
+def test_a_group_is_added_after_a_step(ranks: RankPool) -> None:
+    (single,) = ranks.run(on_default_group, _adds_a_group, num_ranks=1)
+    for outcome in ranks.run(on_default_group, _adds_a_group, num_ranks=2):
+        for name, value in single.items():
+            # The mean of two equal gradients; matrices and norms as in `test_dropped_gradients_leave_nothing_behind`.
+            assert snr_db(outcome[name], value) > 40.0, name
