@@ -56,7 +56,10 @@ def _main(words: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(words)
+    given = sys.argv[1:] if words is None else words
+    if given and given[0].startswith("-") and given[0] not in ("-h", "--help", "--version"):
+        raise UserError(f"{given[0]} stands before the command; write fp8-megatron COMMAND {given[0]} …")
+    arguments = parser.parse_args(given)
     if arguments.command not in COMMANDS:
         raise UserError(_about(arguments.command))
     module = import_module(f"{__package__}.commands.{COMMANDS[arguments.command].module}")

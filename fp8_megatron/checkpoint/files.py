@@ -173,7 +173,7 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
         return [wanted, *([] if is_megatron_checkpoint(folder) else ancestors(root, wanted)[::-1])]
     if iteration not in saved:
         names = ", ".join(map(str, saved)) or "none"
-        raise CheckpointError(f"ckpt_step({iteration}) is no whole checkpoint under {root}; there are: {names}")
+        raise CheckpointError(f"iteration {iteration} is no whole checkpoint under {root}; there are: {names}")
     return [iteration]
 
 

@@ -25,7 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..config.io import own_and_run_flags
+from ..config.checks import ConfigError, check_config
+from ..config.io import own_and_run_flags, parse_config
 from ..outputs import write_output, writing_to
 from ..reporting.metrics_file import METRICS_FILE, read_records
 from .arguments import Parser, output_folder, whole
@@ -47,6 +48,7 @@ def main(words: Sequence[str] | None = None, prog: str = "compare_levels.py") ->
 
 def run(args: argparse.Namespace) -> int:
     """Run the levels, then print the table; returns the exit status. A level that fails is left out."""
+    check_levels(args)
     share_import_path()
     with writing_to(args.output_dir, "--output-dir"):
         args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -57,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
     for level in [*args.levels, *args.speed_levels]:
         folder = args.output_dir / level
         command = _command(args, level, folder)
-        if level in args.speed_levels:
-            command += ["--train-iters", str(args.speed_iters), "--lr-warmup-iters", "1", "--eval-interval", "0"]
         print(f"== {level}: {shlex.join(command)}", flush=True)
         ended = subprocess.run(command, check=False).returncode
         if ended != 0:
@@ -95,12 +95,27 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     own, passed = own_and_run_flags(words)
     args = parser.parse_args(own)
     args.passed = passed
+    if not passed:
+        parser.error("no flags of the run; put them behind --, e.g. -- --config FILE --data-path PREFIX")
     if len(args.levels) < 2:
         parser.error(f"--levels {args.levels[0]}: give two or more to compare")
     every = [*args.levels, *args.speed_levels]
     if repeated := [level for level in every if every.count(level) > 1]:
         parser.error(f"--levels and --speed-levels name {repeated[0]} twice; a level has one folder, give it once")
     return args
+
+
+def check_levels(args: argparse.Namespace) -> None:
+    """Check the configuration of every level before the first one runs.
+
+    Raises:
+        ConfigError: a level cannot run with it.
+    """
+    for level in [*args.levels, *args.speed_levels]:
+        try:
+            check_config(parse_config(_flags(args, level, args.output_dir / level)), args.nproc_per_node)
+        except ConfigError as error:
+            raise ConfigError(f"level {level}: {error}") from error
 
 
 def _command(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
@@ -112,8 +127,15 @@ def _command(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
         "--nproc-per-node",
         str(args.nproc_per_node),
     ]
-    flags = [*LEVELS[level], "--output-dir", str(folder), "--save", "none", "--save-interval", "none"]
-    return [*launcher, "-m", RANK_PROGRAM, *args.passed, *flags]
+    return [*launcher, "-m", RANK_PROGRAM, *_flags(args, level, folder)]
+
+
+def _flags(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
+    """Flags of pretrain_gpt.py for a level."""
+    own = [*LEVELS[level], "--output-dir", str(folder), "--save", "none", "--save-interval", "none"]
+    timed = ["--train-iters", str(args.speed_iters), "--eval-interval", "0"]
+    timed += ["--lr-warmup-iters", "1", "--lr-warmup-fraction", "none"]
+    return [*args.passed, *own, *(timed if level in args.speed_levels else [])]
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
 
 def test_an_iteration_that_is_not_there(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    with pytest.raises(CheckpointError, match=r"ckpt_step\(5\) is no whole checkpoint under .*; there are: 10"):
+    with pytest.raises(CheckpointError, match=r"iteration 5 is no whole checkpoint under .*; there are: 10"):
         candidates(tmp_path, 5)
 
 

@@ -66,6 +66,7 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
     [
         ([], "error: no command; give one of train, tokenize, "),
         (["trian"], "error: unknown command 'trian'; did you mean train?"),
+        (["--gpus", "1", "train"], "error: --gpus stands before the command; write fp8-megatron COMMAND --gpus …"),
         (["frobnicate"], "error: unknown command 'frobnicate'; give one of train, tokenize, "),
     ],
 )

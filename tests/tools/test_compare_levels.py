@@ -25,6 +25,10 @@ def write_run(folder: Path, train_loss: float, valid_loss: float) -> None:
     (folder / "metrics.jsonl").write_text("".join(map(json_line, [*steps, valid])))
 
 
+#: A warm-up by fraction, as in configs/.
+TRAINING = ["--config", str(Path(__file__).parents[2] / "configs" / "gpt_345m.yaml"), "--mock-data"]
+
+
 def compare(
     monkeypatch: pytest.MonkeyPatch, folder: Path, losses: dict[str, tuple[float, float] | None]
 ) -> tuple[int, dict[str, Any]]:
@@ -41,7 +45,8 @@ def compare(
         return subprocess.CompletedProcess(command, 0 if found else 3)
 
     monkeypatch.setattr(compare_levels.subprocess, "run", train)
-    monkeypatch.setattr(sys, "argv", ["compare_levels.py", "--output-dir", str(folder), "--levels", *losses])
+    own = ["--output-dir", str(folder), "--levels", *losses]
+    monkeypatch.setattr(sys, "argv", ["compare_levels.py", *own, "--", *TRAINING])
     status = compare_levels.main()
 
     def refuse(constant: str) -> None:
@@ -91,3 +96,36 @@ _LEVELS = ("bf16", "O1", "O3")
 def test_an_older_comparison_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(monkeypatch, tmp_path, {"bf16": (2.0, 2.0), "O3": (2.5, 3.0)})
     assert compare(monkeypatch, tmp_path, {"bf16": None, "O3": None}) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "error: no flags of the run; put them behind --, e.g. -- --config FILE --data-path PREFIX"),
+        (
+            ["--", *TRAINING, "--num-attention-heads", "5"],
+            "error: level bf16: hidden_size(1024) % num_attention_heads(5)",
+        ),
+        (["--", "--num-layrs", "3"], "error: level bf16: unknown flag --num-layrs; did you mean --num-layers?"),
+        (
+            ["--speed-levels", "O3", "--", *TRAINING, "--global-batch-size", "33"],
+            "error: level bf16: global_batch_size(33)",
+        ),
+    ],
+)
+def test_a_mistake_is_told_before_the_first_level_runs(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(compare_levels.subprocess, "run")
+    try:
+        status = compare_levels.main(["--levels", "bf16", "O1", "--output-dir", str(tmp_path / "out"), *words])
+    except SystemExit as error:
+        status = int(str(error.code))
+    assert status == 2 and capsys.readouterr().err.startswith(said) and not (tmp_path / "out").exists()
+
+
+def test_levels_that_are_timed_have_a_warm_up_of_their_own(tmp_path: Path) -> None:
+    words = ["--levels", "bf16", "O1", "--speed-levels", "O3", "--output-dir", str(tmp_path), "--", *TRAINING]
+    args = compare_levels._parse(words, "compare_levels.py")
+    compare_levels.check_levels(args)
+    assert compare_levels._command(args, "O3", tmp_path)[-2:] == ["--lr-warmup-fraction", "none"]

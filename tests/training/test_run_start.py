@@ -94,12 +94,12 @@ def test_two_folders_of_one_run(tmp_path: Path) -> None:
             {"load": "empty", "save": "empty", "exit_on_missing_checkpoint": True},
             r"exit_on_missing_checkpoint: load\(.*empty\) holds no checkpoint",
         ),
-        ({"load": "full", "ckpt_step": 5}, r"ckpt_step\(5\) is no whole checkpoint under .*; there are: 20"),
+        ({"load": "full", "ckpt_step": 5}, r"iteration 5 is no whole checkpoint under .*; there are: 20"),
         (
             {"load": "full/iter_0000020", "ckpt_step": 5},
             r"ckpt_step\(5\) is not the checkpoint that load\(.*20\) names",
         ),
-        ({"load": "full/iter_0000005"}, r"ckpt_step\(5\) is no whole checkpoint"),
+        ({"load": "full/iter_0000005"}, r"iteration 5 is no whole checkpoint"),
     ],
 )
 def test_what_is_not_there(tmp_path: Path, settings: dict, expected: str) -> None:
