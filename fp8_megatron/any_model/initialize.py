@@ -55,6 +55,10 @@ def initialize(
     """
     if opt_level not in LEVEL_NAMES:
         raise UserError(f"opt_level({opt_level!r}) is none of {', '.join(LEVEL_NAMES)}")
+    if filter is not None and not callable(filter):
+        raise UserError(f"filter({filter!r}) is no function: give one of (name, layer), such as a lambda")
+    if gradient_accumulation_steps is not None and gradient_accumulation_steps < 1:
+        raise UserError(f"gradient_accumulation_steps({gradient_accumulation_steps}) is less than 1: leave it out")
     _check_model(model)
     if isinstance(optimizer, FP8Optimizer):
         raise UserError("the optimizer is an FP8Optimizer already: initialize is called once")
@@ -91,8 +95,10 @@ def _check_model(model: torch.nn.Module) -> None:
     """Check that the model is neither wrapped nor initialised.
 
     Raises:
-        UserError: it is.
+        UserError: it is, or it is no module.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"model has the type {type(model).__name__}: call initialize(model, optimizer) with a torch.nn.Module")
     wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
     for name, module in model.named_modules():
         kind = type(module).__name__
