@@ -98,7 +98,8 @@ def _check_model(model: torch.nn.Module) -> None:
         UserError: it is, or it is no module.
     """
     if not isinstance(model, torch.nn.Module):
-        raise UserError(f"model has the type {type(model).__name__}: call initialize(model, optimizer) with a torch.nn.Module")
+        kind = type(model).__name__
+        raise UserError(f"model has the type {kind}: call initialize(model, optimizer) with a torch.nn.Module")
     wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
     for name, module in model.named_modules():
         kind = type(module).__name__
