@@ -91,7 +91,7 @@ def initialize(
     return model, built
 
 
-def _check_model(model: torch.nn.Module) -> None:
+def _check_model(model: object) -> None:
     """Check that the model is neither wrapped nor initialised.
 
     Raises:
