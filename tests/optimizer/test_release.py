@@ -133,18 +133,22 @@ def _reads_and_writes(config: Config) -> list[tuple[str, int]]:
     events: list[tuple[str, int]] = []
 
     def work(gpt: TinyGPT, config: Config) -> None:
-        read, write = ScaledTensor.gemm_operand, ReleasedGradBuffer._write
+        write = ReleasedGradBuffer._write
 
-        def recorded_read(self: ScaledTensor, format: Format) -> Quantized:
-            events.append(("read", self.payload.data_ptr()))
-            return read(self, format)
+        def recording(read: Callable[[ScaledTensor, Format], Quantized]) -> Callable[[ScaledTensor, Format], Quantized]:
+            def recorded_read(self: ScaledTensor, format: Format) -> Quantized:
+                events.append(("read", self.payload.data_ptr()))
+                return read(self, format)
+
+            return recorded_read
 
         def recorded_write(self: ReleasedGradBuffer, slot: Any, grad: Tensor) -> None:
             events.append(("write", slot.param.payload.data_ptr()))
             write(self, slot, grad)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ScaledTensor, "gemm_operand", recorded_read)
+            for name in ("gemm_operand", "transposed_gemm_operand"):
+                patch.setattr(ScaledTensor, name, recording(getattr(ScaledTensor, name)))
             patch.setattr(ReleasedGradBuffer, "_write", recorded_write)
             forward_backward(gpt, config, random_batches(1, 1)[0])
 

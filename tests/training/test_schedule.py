@@ -329,7 +329,7 @@ def test_embedding_and_output_layer_follow_the_decoupled_rate(tmp_path: Path, mo
 
     monkeypatch.setattr(trainer_module, "train_step", train_step)
     settings = {"train_iters": 3, "lr_decay_style": "constant", "untie_embeddings_and_output_weights": True}
-    records = fit(tmp_path, decoupled_lr=1e-9, decoupled_min_lr=0.0, **settings)
+    records = fit(tmp_path, decoupled_lr=1e-9, **settings)
     own = {name for name, rates in seen[0].items() if rates == (1e-9, 0.0)}
     assert own == {"embedding.word_embeddings.weight", "output_layer.weight"}
     assert {rates[0] for name, rates in seen[0].items() if name not in own} == {1e-2}
