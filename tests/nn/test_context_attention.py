@@ -17,6 +17,7 @@ from fp8_megatron.nn.context_attention import CommType, ContextParallel, context
 from fp8_megatron.nn.head_exchange import heads_of_sequence, sequences_of_heads
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool, on_default_group
+from tests.harness.sequence_parts import whole_of
 
 COMM_TYPES: list[CommType | Literal["a2a"]] = ["all_gather", "p2p", "a2a"]
 WIDTH = 16
@@ -67,17 +68,11 @@ def on_a_rank(
     return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def whole_of(parts: list[Tensor]) -> Tensor:
-    """The whole of every rank's part."""
-    firsts, seconds = zip(*(part.chunk(2) for part in parts), strict=True)
-    return torch.cat([*firsts, *reversed(seconds)])
-
-
 def computed(
     ranks: RankPool, num_ranks: int, comm_type: CommType | Literal["a2a"], dtype: torch.dtype, **sizes: int
 ) -> list[Tensor]:
     everyones = ranks.run(on_default_group, on_a_rank, comm_type, dtype, sizes, num_ranks=num_ranks)
-    return [whole_of(list(parts)) for parts in zip(*everyones, strict=True)]
+    return [whole_of(parts) for parts in zip(*everyones, strict=True)]
 
 
 @pytest.mark.parametrize("comm_type", COMM_TYPES)
@@ -119,7 +114,7 @@ def test_keys_and_values_in_fp8(ranks: RankPool, num_ranks: int) -> None:
     everyones = ranks.run(
         on_default_group, on_a_rank, "all_gather", torch.bfloat16, {"groups": 4}, E4M3, num_ranks=num_ranks
     )
-    measured = [whole_of(list(parts)) for parts in zip(*everyones, strict=True)]
+    measured = [whole_of(parts) for parts in zip(*everyones, strict=True)]
     for value, wanted, bound in zip(measured, expected, (27.0, 25.4, 25.4, 27.0), strict=True):
         assert bound < snr_db(value.double(), wanted) < 45.0
 

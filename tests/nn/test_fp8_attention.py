@@ -28,6 +28,7 @@ from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool, on_default_group
+from tests.harness.sequence_parts import whole_of
 
 SEQ, BATCH, HEADS, GROUPS, WIDTH, HIDDEN = 96, 2, 4, 2, 32, 64
 SCALE = 1 / math.sqrt(WIDTH)
@@ -124,6 +125,24 @@ class Layer:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def assert_near_exact(
+    layer: Layer, y: Tensor, grad_x: Tensor, grads: list[Tensor], *, head_norms: float = 16.9
+) -> None:
+    """The output and the gradients have the noise of their casts, in dB.
+
+    Noise powers of E4M3 (31.5 dB) and E5M2 (25.5 dB) casts; the weights are exact. y without its addend: the norm's
+    output, V, P and O, and Q and K as a change of P, about as large as two of them: 23.7 dB. Gradients pass five E5M2
+    casts (the output's, dO, dS, of dQ, dK or dV, the projection's) and three E4M3 ones: 17.9 dB. The output
+    projection's weight: one, and y's: 21.5 dB. Less 1 dB for the sample.
+    """
+    true_y, true_grad_x, *true = layer.exact()
+    assert snr_db(y.double() - layer.x.double(), true_y - layer.x.double()) > 22.7
+    assert snr_db(grad_x.double() - layer.cotangent.double(), true_grad_x - layer.cotangent.double()) > 16.9
+    bounds = [16.9, 16.9, 20.5, 16.9, *2 * [head_norms]]
+    for value, expected, bound in zip(grads, true, bounds[: len(true)], strict=True):
+        assert snr_db(value.double(), expected) > bound
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind: str, steps: int) -> None:
@@ -132,16 +151,7 @@ def test_values_and_gradients(kind: str, steps: int) -> None:
     for _ in range(steps):
         y, grad_x, *grads = layer.step()
         layer.history.update(None)
-    true_y, true_grad_x, *true = layer.exact()
-    # Noise powers of E4M3 (31.5 dB) and E5M2 (25.5 dB) casts; the weights are exact. y without its addend: the norm's
-    # output, V, P and O, and Q and K as a change of P, about as large as two of them: 23.7 dB. Gradients pass five E5M2
-    # casts (the output's, dO, dS, of dQ, dK or dV, the projection's) and three E4M3 ones: 17.9 dB. The output
-    # projection's weight: one, and y's: 21.5 dB. Less 1 dB for the sample.
-    assert snr_db(y.double() - layer.x.double(), true_y - layer.x.double()) > 22.7
-    assert snr_db(grad_x.double() - layer.cotangent.double(), true_grad_x - layer.cotangent.double()) > 16.9
-    bounds = [16.9, 16.9, 20.5, 16.9, *2 * [16.9]]
-    for value, expected, bound in zip(grads, true, bounds[: len(true)], strict=True):
-        assert snr_db(value.double(), expected) > bound
+    assert_near_exact(layer, y, grad_x, grads)
 
 
 def steps_of_a_rank(group: Group, kind: str, steps: int) -> tuple[list[Tensor], list[float]]:
@@ -168,20 +178,8 @@ def test_ranks_that_exchange_heads(ranks: RankPool, kind: str, steps: int) -> No
     assert everyones[0][1] == everyones[1][1], "the first scales differ"
     shared = [*zip(*(results[:2] for results, _ in everyones), strict=True)]
     (y, grad_x), grads = (whole_of(parts) for parts in shared), everyones[0][0][2:]
-    layer = Layer(kind)
-    true_y, true_grad_x, *true = layer.exact()
-    assert snr_db(y.double() - layer.x.double(), true_y - layer.x.double()) > 22.7
-    assert snr_db(grad_x.double() - layer.cotangent.double(), true_grad_x - layer.cotangent.double()) > 16.9
-    # As in test_values_and_gradients; 3 dB less for the 32 elements of a head's norm, whose summands cancel over ranks.
-    bounds = [16.9, 16.9, 20.5, 16.9, *2 * [13.9]]
-    for value, expected, bound in zip(grads, true, bounds[: len(true)], strict=True):
-        assert snr_db(value.double(), expected) > bound
-
-
-def whole_of(parts: tuple[Tensor, ...]) -> Tensor:
-    """The sequence of every rank's part."""
-    firsts, seconds = zip(*(part.chunk(2) for part in parts), strict=True)
-    return torch.cat([*firsts, *reversed(seconds)])
+    # 3 dB less for the 32 elements of a head's norm, whose summands cancel over ranks.
+    assert_near_exact(Layer(kind), y, grad_x, grads, head_norms=13.9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
