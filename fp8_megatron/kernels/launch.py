@@ -82,11 +82,7 @@ class Launcher:
 
     def known(self, *args: Any, **options: Any) -> _Compiled | None:
         """The compiled kernel of these arguments, if a launch may take it without asking Triton."""
-        layout = self._layout
-        if layout is None:
-            return None
-        dtypes = [tensor.dtype for tensor in layout.tensors(args)]
-        return self._known.get((torch._C._cuda_getDevice(), layout.numbers(args), *dtypes, *options.items()))
+        return None if self._layout is None else self._known.get(_key(self._layout, args, options))
 
     @property
     def is_watched(self) -> bool:
@@ -143,9 +139,7 @@ class Launcher:
             raise TypeError(f"{name} was launched with tensors at {self._layout.places} and now at {places}")
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        dtypes = [args[place].dtype for place in places]
-        key = (torch._C._cuda_getDevice(), self._layout.numbers(args), *dtypes, *options.items())
-        self._known[key] = _Compiled(kernel.run, kernel.function, kernel.packed_metadata)
+        self._known[_key(self._layout, args, options)] = _Compiled(kernel.run, kernel.function, kernel.packed_metadata)
         return kernel
 
 
@@ -189,6 +183,12 @@ class PreparedLaunch:
         args = (*tensors, *self._numbers)
         self._launcher[self._grid](*args, **self._options)
         self._known[key] = self._launcher.known(*args, **self._options)
+
+
+def _key(layout: _Layout, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[object, ...]:
+    """What a list of arguments is known by; `Launcher._launch` writes it out."""
+    dtypes = [tensor.dtype for tensor in layout.tensors(args)]
+    return (torch._C._cuda_getDevice(), layout.numbers(args), *dtypes, *options.items())
 
 
 def _version() -> tuple[int, ...]:
