@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -60,8 +61,14 @@ def reserved_beside_tensors(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all recorders of a device: libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
 class CudaRecorder:
-    """Records work of one device on a stream of its own. All recordings share their memory.
+    """Records work of one device on a stream beside the current one. All recordings share their memory.
 
     What runs before a recording runs on that stream, too: torch ties a parameter's gradient to the stream of its first
     use.
@@ -74,7 +81,7 @@ class CudaRecorder:
         self.device = device
         self.kept_bytes = 0
         self._generators = generators
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _recording_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager

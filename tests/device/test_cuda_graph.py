@@ -113,11 +113,13 @@ class Stream:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     cuda = Cuda()
     for name in [name for name in dir(Cuda) if not name.startswith("_")] + ["default_generators"]:
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    return cuda
+    cuda_graph._recording_stream.cache_clear()
+    yield cuda
+    cuda_graph._recording_stream.cache_clear()
 
 
 def test_a_recording(cuda: Cuda) -> None:
@@ -141,6 +143,11 @@ def test_work_beside_the_current_stream(cuda: Cuda) -> None:
         cuda.calls.append("work")
         raise KeyError
     assert cuda.calls == ["own waits for current", "on own", "work", "current waits for own"]
+
+
+def test_recorders_share_a_stream(cuda: Cuda) -> None:
+    recorders = [cuda_graph.CudaRecorder(DEVICE) for _ in range(2)]
+    assert recorders[0]._stream is recorders[1]._stream
 
 
 def test_the_first_error_is_raised(cuda: Cuda) -> None:

@@ -320,10 +320,9 @@ def test_the_optimizer_stays_outside() -> None:
             step(batch(index))
 
 
-@pytest.mark.xfail(reason="216 to 260 MB stay reserved on torch 2.11; not known why")
 @pytest.mark.parametrize("level", [None, "O3"])
 def test_memory_is_released(level: str | None) -> None:
-    """Of two runs: the first one makes cuBLAS's workspaces and compiles kernels."""
+    """Whatever way it goes. The workspaces of GEMMs on the recorders' stream stay."""
 
     def reserved() -> int:
         gc.collect()
@@ -338,7 +337,7 @@ def test_memory_is_released(level: str | None) -> None:
         return "; ".join(str([segment.get(key) for key in keys]) for segment in torch.cuda.memory_snapshot())
 
     model, optimizer = build(level)
-    train(loss_of(model), model, optimizer, steps=2, rows=64)
+    train(fp8_megatron.record_step(loss_of(model), model), model, optimizer, steps=2, rows=64)  # unrecorded steps
     before = reserved()
     for way in ("release", "del"):
         step = fp8_megatron.record_step(loss_of(model), model)
