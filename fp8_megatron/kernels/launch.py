@@ -21,6 +21,8 @@ from triton.runtime.jit import JITFunction
 
 #: Versions in which `JITFunction.run` ends with the call that `Launcher` makes.
 _VERSIONS = ((3, 5), (3, 6), (3, 7))
+#: Those in which the compiled function behind `CudaLauncher` takes what `_compiled` gives it.
+_VERSIONS_OF_FUNCTION = ((3, 5), (3, 6))
 #: Addresses are multiples of this, as the compiled kernel takes them to be.
 _ALIGNMENT = 16
 #: Lists of arguments that a launcher knows. A run with more of them starts anew, so memory does not grow.
@@ -30,11 +32,10 @@ MOST_SHAPES = 4096
 
 
 class _Compiled(NamedTuple):
-    """A compiled kernel."""
+    """A compiled kernel: ``run(width, height, 1, stream, *fixed, *arguments)`` launches it."""
 
     run: Callable[..., None]
-    function: int
-    metadata: Any
+    fixed: tuple[Any, ...]
 
 
 class _Layout(NamedTuple):
@@ -110,10 +111,9 @@ class Launcher:
                 return self.kernel[grid](*args, **options)
         if addresses % _ALIGNMENT:
             return self.kernel[grid](*args, **options)
-        run, function, metadata = compiled
+        run, fixed = compiled
         height = grid[1] if len(grid) > 1 else 1
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        run(grid[0], height, 1, stream, function, metadata, None, None, None, *values)
+        run(grid[0], height, 1, torch._C._cuda_getCurrentRawStream(device), *fixed, *values)
         return None
 
     def _launch_first(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ class Launcher:
             raise TypeError(f"{name} was launched with tensors at {self._layout.places} and now at {places}")
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        self._known[_key(self._layout, args, options)] = _Compiled(kernel.run, kernel.function, kernel.packed_metadata)
+        self._known[_key(self._layout, args, options)] = _compiled(kernel)
         return kernel
 
 
@@ -174,15 +174,27 @@ class PreparedLaunch:
         if addresses % _ALIGNMENT or not is_here:
             self._launch_first(key, tensors)
             return
-        run, function, metadata = compiled
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        run(*self._size, stream, function, metadata, None, None, None, *values, *self._numbers)
+        run, fixed = compiled
+        run(*self._size, torch._C._cuda_getCurrentRawStream(device), *fixed, *values, *self._numbers)
 
     def _launch_first(self, key: tuple[object, ...], tensors: tuple[Tensor, ...]) -> None:
         """The launcher's launch. What it compiled is kept."""
         args = (*tensors, *self._numbers)
         self._launcher[self._grid](*args, **self._options)
         self._known[key] = self._launcher.known(*args, **self._options)
+
+
+def _compiled(kernel: Any) -> _Compiled:
+    """A compiled kernel, without the Python that Triton has in front of its launch where that does nothing: without
+    scratch memory.
+    """
+    run = kernel.run
+    rest = (kernel.packed_metadata, None, None, None)  # no metadata for hooks, and no hooks
+    has_function = _version() in _VERSIONS_OF_FUNCTION and type(run).__name__ == "CudaLauncher"
+    if has_function and run.global_scratch_size == run.profile_scratch_size == 0:
+        options = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        return _Compiled(run.launch, (kernel.function, *options, *rest))
+    return _Compiled(run, (kernel.function, *rest))
 
 
 def _key(layout: _Layout, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[object, ...]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -26,10 +27,27 @@ class Recorder:
         del source, metadata
 
     def __call__(self, *arguments: Any) -> None:
-        # Grid, stream and function; metadata and hooks follow; then the kernel's arguments. Triton passes tensors, and
-        # a `Launcher` their addresses.
-        values = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in arguments[9:])
-        launches.append((arguments[:5], values))
+        write_down(arguments[:5], arguments[9:])
+
+
+class CudaLauncher(Recorder):
+    """By its name Triton's, whose Python only allocates scratch memory and calls a compiled function."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments[:5], self.launch_cooperative_grid, self.launch_pdl, None, None, *arguments[5:])
+
+    def launch(self, *arguments: Any) -> None:
+        write_down(arguments[:9], arguments[13:])
+
+
+def write_down(head: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+    """Grid, stream, function and what stands before metadata and hooks; the kernel's arguments. Triton passes tensors,
+    and a `Launcher` their addresses.
+    """
+    launches.append((head, tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in arguments)))
 
 
 @triton.jit
@@ -43,7 +61,7 @@ def _add(x, out, n, factor, TILE: tl.constexpr, DOUBLE: tl.constexpr):
 
 def main() -> None:
     """A prepared launch passes what Triton's own passes, and asks Triton only where it must."""
-    layer_overhead._NoLauncher = Recorder  # type: ignore[assignment,misc]
+    layer_overhead._NoLauncher = {"Recorder": Recorder, "CudaLauncher": CudaLauncher}[sys.argv[1]]  # type: ignore[assignment,misc]
     layer_overhead.leave_launches_out()
     launcher = Launcher(_add)
     asked = 0

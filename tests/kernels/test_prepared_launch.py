@@ -11,9 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_prepared_launch_passes_what_triton_passes() -> None:
+@pytest.mark.parametrize("launcher", ["Recorder", "CudaLauncher"])
+def test_a_prepared_launch_passes_what_triton_passes(launcher: str) -> None:
     """In a process of its own, because it replaces Triton's driver."""
     pytest.importorskip("triton")
-    program = [sys.executable, "-m", "tests.kernels.empty_launches"]
+    program = [sys.executable, "-m", "tests.kernels.empty_launches", launcher]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

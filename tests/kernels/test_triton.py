@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
-from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels import memory, ops, reference
 from fp8_megatron.kernels.adamw import reference as adamw
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.kernels.quantize import reference as quantize
@@ -65,7 +65,7 @@ class Guards:
 
 @pytest.fixture
 def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
-    """Guards around everything the kernels allocate with `torch.empty`, checked at the end of the test."""
+    """Guards around everything the kernels allocate (with `torch.empty`), checked at the end of the test."""
     guarded, plain = Guards(), torch.empty
 
     def empty(*shape, **kwargs) -> Tensor:  # type: ignore[no-untyped-def]
@@ -75,6 +75,7 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
         return guarded.empty((shape,) if isinstance(shape, int) else tuple(shape), **kwargs)
 
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(memory, "_on_current_gpu", None)
     yield guarded
     monkeypatch.undo()
     guarded.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..memory import empty
 from ..reference import encode
 from . import cublaslt
 
@@ -19,7 +20,7 @@ def scaled_mm(
     use_fast_accum: bool,
 ) -> Tensor:
     """`reference.scaled_mm` on cuBLASLt: tensorwise scales, FP32 (or, fast, shortened) accumulation."""
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    out = empty(a.shape[0], b.shape[0], out_dtype, a.device)
     scaled_mm_into_(out, a, b, scale_a, scale_b, bias, use_fast_accum, None)
     return out
 

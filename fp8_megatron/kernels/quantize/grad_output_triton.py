@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...formats import MAX_FINITE
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
+from ..memory import empty
 from ..sizes import cdiv
 from .triton import (
     MAX_PARTIALS,
@@ -126,9 +127,9 @@ def quantize_grad_output(
     x = x.contiguous()
     T, width = x.shape
     device, current, blocks = x.device, scale is None, cdiv(T, _TILE_M)
-    payload = torch.empty(T, width, dtype=dtype, device=device)
-    payload_t = torch.empty(width, T, dtype=dtype, device=device) if transposed else no_values(dtype, device)
-    sums = torch.empty(blocks, width, dtype=torch.float32, device=device)
+    payload = empty(T, width, dtype, device)
+    payload_t = empty(width, T, dtype, device) if transposed else no_values(dtype, device)
+    sums = empty(blocks, width, torch.float32, device)
     taken = room_for_scale(current, device)
     used = taken if scale is None else scale
     partials, num_partials = partial_amaxes(x) if current else (used, 0)
@@ -192,8 +193,8 @@ def _quantize_grads(
     T, group_width = seq * batch, sum(grad.shape[3] for grad in grads)
     check_layouts(T, *(grad.shape[3] for grad in grads))
     total, device = groups * group_width, grads[0].device
-    payload = torch.empty(T, total, dtype=dtype, device=device)
-    payload_t = torch.empty(total, T, dtype=dtype, device=device)
+    payload = empty(T, total, dtype, device)
+    payload_t = empty(total, T, dtype, device)
     current = scale is None
     taken = room_for_scale(current, device)
     used = taken if scale is None else scale

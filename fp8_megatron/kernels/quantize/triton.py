@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...formats import CLAMPED_ABOVE, E4M3, E5M2, MAX_FINITE
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
+from ..memory import empty, empty_vector
 from ..sizes import cdiv
 
 # Programs of the amax pass. They are few enough that each program of the cast can reduce all of their results again
@@ -361,7 +362,7 @@ def no_values(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def room_for_scale(current: bool, device: torch.device) -> Tensor:
     """FP32 [1], memory for the scale that a kernel takes; empty if the scale is given."""
-    return torch.empty(1, dtype=torch.float32, device=device) if current else no_values(torch.float32, device)
+    return empty_vector(1, torch.float32, device) if current else no_values(torch.float32, device)
 
 
 def recorded(record: Tensor | None) -> int:
@@ -372,7 +373,7 @@ def recorded(record: Tensor | None) -> int:
 def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]:
     """int32 magnitude bits of the amax of each of at most `most` parts of contiguous `x`, and their number."""
     num_partials, launch = _partial_amax_launch(x.numel(), most)
-    partials = torch.empty(num_partials, dtype=torch.int32, device=x.device)
+    partials = empty_vector(num_partials, torch.int32, x.device)
     launch(x, partials)
     return partials, num_partials
 
@@ -406,7 +407,7 @@ def _sum_rows(partials, out, R, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 def sum_of_programs(partials: Tensor) -> Tensor:
     """FP32 [N, C]: sums over R of programs' FP32 partial sums [N, R, C], in a fixed order, in half of torch's time."""
     N, R, C = partials.shape
-    out = torch.empty(N, C, dtype=torch.float32, device=partials.device)
+    out = empty(N, C, torch.float32, partials.device)
     if C:
         _sum_launch(N, R, C)(partials, out)
     return out
@@ -415,7 +416,7 @@ def sum_of_programs(partials: Tensor) -> Tensor:
 def sum_of_blocks(partials: Tensor) -> Tensor:
     """FP32 [C]: `sum_of_programs` of one kind of sum, FP32 [R, C]."""
     R, C = partials.shape
-    out = torch.empty(C, dtype=torch.float32, device=partials.device)
+    out = empty_vector(C, torch.float32, partials.device)
     _sum_launch(1, R, C)(partials, out)
     return out
 
@@ -430,7 +431,7 @@ def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
     """FP32 [1]: the largest of int32 magnitude bits [num_partials]."""
     if num_partials == 1:
         return partials.view(torch.float32)
-    out = torch.empty(1, dtype=torch.float32, device=partials.device)
+    out = empty_vector(1, torch.float32, partials.device)
     _finish_amax[(1,)](partials, num_partials, out, MAX_PARTIALS)
     return out
 
@@ -449,8 +450,8 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     fp_max, device = MAX_FINITE[dtype], x.device
-    payload = torch.empty(M, K, dtype=dtype, device=device) if rowwise else no_values(dtype, device)
-    payload_t = torch.empty(K, M, dtype=dtype, device=device) if transposed else no_values(dtype, device)
+    payload = empty(M, K, dtype, device) if rowwise else no_values(dtype, device)
+    payload_t = empty(K, M, dtype, device) if transposed else no_values(dtype, device)
     record = scale if amax_out is None else amax_out
     if transposed:
         launch = _tiles_launch(M, K, num_partials, fp_max, current, power_of_two, rowwise, recorded(amax_out))
@@ -506,7 +507,7 @@ def quantize_current(
     """
     x = x.contiguous()
     partials, num_partials = partial_amaxes(x)
-    scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    scale = empty_vector(1, torch.float32, x.device)
     payload, payload_t = _quantize(
         x, scale, partials, num_partials, dtype, True, power_of_two, rowwise, transposed, None
     )
@@ -533,7 +534,7 @@ def transpose(payload: Tensor) -> Tensor:
     M, K = payload.shape
     if M % 4:
         raise ValueError(f"transposing an FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
-    payload_t = torch.empty(K, M, dtype=payload.dtype, device=payload.device)
+    payload_t = empty(K, M, payload.dtype, payload.device)
     _transpose_launch(M, K)(payload.contiguous(), payload_t)
     return payload_t
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...formats import MAX_FINITE
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
+from ..memory import empty
 from ..sizes import cdiv
 from .blockwise_triton import block_of_sizes
 from .triton import encode, reciprocal, store_transposed
@@ -89,7 +90,7 @@ def quantize_weight(weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.
     N, K = weight.shape
     launch = _weight_launch(N, K, scales.numel(), dtype, transposed)
     rows, columns = (K, N) if transposed else (N, K)
-    payload = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    payload = empty(rows, columns, dtype, weight.device)
     launch(weight, scales, scale, payload)
     return payload
 
