@@ -97,6 +97,13 @@ class Result:
     losses: list[float] = field(default_factory=list)
     error: str | None = None
 
+    @property
+    def name(self) -> str:
+        """What the documentation calls it."""
+        return " ".join(
+            [self.model, self.run, *["compiled"] * self.compiled, *["recorded"] * self.recorded],
+        )
+
 
 def main() -> int:
     """Measure, print and write; returns the exit status."""
@@ -283,7 +290,7 @@ def _report(results: list[Result]) -> dict[str, Any]:
         "device": device_name(),
         "versions": versions(_PACKAGES),
         "about": {name: work.about for name, work in WORKS.items()},
-        "results": [asdict(result) for result in results],
+        "results": [{**asdict(result), "name": result.name} for result in results],
     }
 
 

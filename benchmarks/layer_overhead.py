@@ -14,7 +14,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,10 @@ class Row:
     recipe: str | None
     forward_us: float
     backward_us: float
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"{self.level} {self.recipe or ''}".rstrip())
 
 
 class _NoLauncher:
@@ -149,8 +153,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"{'':16} {'forward µs':>10} {'backward µs':>12} {'both µs':>8}"]
     for row in rows:
         both = row.forward_us + row.backward_us
-        name = f"{row.level} {row.recipe or ''}"
-        lines.append(f"{name:16} {row.forward_us:10.0f} {row.backward_us:12.0f} {both:8.0f}")
+        lines.append(f"{row.name:16} {row.forward_us:10.0f} {row.backward_us:12.0f} {both:8.0f}")
     return "\n".join(lines)
 
 

@@ -14,7 +14,6 @@ Without CUDA nothing is recorded, and the same loop runs.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from .build import delayed_scales
 from .gradients import LocalGrads, ParamGrad
 from .nests import flattened, rebuilt
 from .recorded_grads import Change, RecordedGrads
+from .transformers_masks import TransformersMasks
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class _Kind:
 
     num_unrecorded: int = 0
     change: Change | None = None
+    masks: TransformersMasks = field(default_factory=TransformersMasks)
     recording: _Recording | None = field(default=None)
 
 
@@ -134,9 +135,13 @@ class RecordedStep:
             self._record(kind, states, (args, kwargs), places)
         if kind.recording is None or not self._grads.fits(states, kind.recording.change):
             return self._run_of_kind(kind, states, (args, kwargs), places)
-        kind.recording.launch()
-        self._grads.note(states, kind.recording.change)
-        return rebuilt(kind.recording.result, iter([tensor.clone() for tensor in kind.recording.tensors]))
+        recording = kind.recording
+        recording.launch()
+        self._grads.note(states, recording.change)
+        result = rebuilt(recording.result, iter([tensor.clone() for tensor in recording.tensors]))
+        if kind.masks.have_restarted():
+            self._give_up(_PACKED)
+        return result
 
     @property
     def kept_bytes(self) -> int:
@@ -179,13 +184,16 @@ class RecordedStep:
             return self._run(batch, tensors)
         before = self._grads.notes()
         waits: list[str] | None = [] if kind.num_unrecorded else None  # a first call makes tables and the like
-        with self._recorder.beside(waits):
+        masks = kind.masks.answering() if kind.num_unrecorded else kind.masks.looking()
+        with self._recorder.beside(waits), masks:
             result = self._run(batch, tensors)
             self._grads.settle()
         kind.num_unrecorded += 1
         kind.change = self._grads.change_since(states, before)
         if waits:
             self._give_up(f"the step waits for the GPU at {waits[0]}{_WAITS}")
+        elif kind.masks.have_restarted():
+            self._give_up(_PACKED)
         return result
 
     def _give_up(self, problem: str, cause: Exception | None = None) -> None:
@@ -243,13 +251,14 @@ class RecordedStep:
         before, buffers = self._grads.notes(), self._buffers()
 
         def compute() -> tuple[Any, list[Tensor]]:
-            found = self._computed(batch, places)
+            with kind.masks.answering():
+                found = self._computed(batch, places)
             self._grads.settle(is_recording=True)
             return found
 
         torch.clear_autocast_cache()  # else a cast made outside would be the recording's weight for good
         try:
-            with _no_saved_random_numbers(), _masks_of_the_loop():
+            with _no_saved_random_numbers():
                 launch, (result, tensors) = self._recorder.record(compute)
             self._check_addresses(buffers)
         except Exception as error:
@@ -384,25 +393,6 @@ def _no_saved_random_numbers() -> Iterator[None]:
         torch.utils.checkpoint.get_device_states = before
 
 
-@contextmanager
-def _masks_of_the_loop() -> Iterator[None]:
-    """Let transformers leave out attention masks in the block as it does outside of a recording.
-
-    It asks whether a stream is being recorded, and then writes out masks that mask nothing. With a mask torch takes
-    slower attention kernels. A mask of the batch is looked into in the warm-up, which `CudaRecorder.beside` notices.
-    """
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    before = getattr(module, "is_cuda_stream_capturing", None)
-    if before is None:
-        yield
-        return
-    module.is_cuda_stream_capturing = lambda: False
-    try:
-        yield
-    finally:
-        module.is_cuda_stream_capturing = before
-
-
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -411,6 +401,10 @@ def _is_shared(kind: type) -> bool:
     return kind.__name__ in _SHARED and kind.__module__.startswith("torch.")
 
 
+_PACKED = (
+    "positions restart inside of a row: the batch has packed sequences, and the first one of this kind had none. The "
+    "last steps attended across sequences. Pack all batches, or give them an attention mask"
+)
 _WAITS = (
     " (.item(), .cpu(), print, if tensor), copies from the host (torch.tensor(…, device='cuda')), or has a shape that "
     "depends on values (x[mask], nonzero)"

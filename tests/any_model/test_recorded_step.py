@@ -8,7 +8,6 @@ import logging
 import weakref
 from collections import UserDict, namedtuple
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,77 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp8_megatron
-from fp8_megatron.any_model.recorded_step import RecordedStep, RecordingError, record_step
+from fp8_megatron.any_model.recorded_step import RecordingError, record_step
 from fp8_megatron.errors import UserError
+from tests.harness.played_recordings import recorded
 
 LEVELS = [None, "O1", "O2", "O3"]
 WIDTH = 32
-
-
-class FakeRecorder:
-    """Records as CUDA does: `record` runs Python but no kernel, a launch runs kernels but leaves Python as it was.
-
-    What a launch writes goes to the addresses of the recording; they hold NaN until then.
-    """
-
-    def __init__(self) -> None:
-        self.step: RecordedStep | None = None
-        self.kept_bytes = 0
-        self.num_launches = self.num_releases = 0
-        self.fails: Exception | None = None
-        self.waits_at = ""
-
-    def beside(self, waits: list[str] | None = None) -> AbstractContextManager[None]:
-        if waits is not None and self.waits_at:
-            waits.append(self.waits_at)
-        return nullcontext()
-
-    def release(self) -> None:
-        self.kept_bytes = 0
-        self.num_releases += 1
-
-    def _memory(self) -> list[Tensor]:
-        assert self.step is not None
-        step, grads = self.step, self.step._grads
-        found = [*step._model.buffers(), *grads._places.values()]
-        for space in grads._spaces:
-            found += [part for part in (space.buffer.payload, space.buffer.scales) if part is not None]
-        for history in step._histories:
-            found += [part for part in (history.record, history._written) if part is not None]
-        found += [p.grad for p in step._params if p.grad is not None and type(p.grad) is Tensor]
-        return found
-
-    def record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        assert self.step is not None
-        grads = self.step._grads
-        before, random = grads.notes(), torch.get_rng_state()
-        held = [(tensor, tensor.clone()) for tensor in self._memory()]
-        result, tensors = compute()
-        known = {tensor.data_ptr() for tensor, _ in held}
-        for tensor in (*tensors, *(t for t in self._memory() if t.data_ptr() not in known)):
-            if tensor.is_floating_point():
-                tensor.fill_(torch.nan)
-        for tensor, value in held:
-            tensor.copy_(value)
-        torch.set_rng_state(random)
-        if self.fails is not None:
-            raise self.fails
-        self.kept_bytes += 1000
-
-        def launch() -> None:
-            self.num_launches += 1
-            now = grads.notes()
-            # A place that the recording added to is the tensor that p.grad is now.
-            grads.restore(before)
-            with torch.enable_grad() if self.with_grad else torch.no_grad():
-                _, computed = compute()
-            for place, value in zip(tensors, computed, strict=True):
-                place.copy_(value)
-            grads.restore(now)
-
-        return launch, (result, tensors)
-
-    with_grad = True
 
 
 def build(level: str | None, recipe: str = "tensorwise", dtype: torch.dtype = torch.float32) -> Any:
@@ -109,14 +43,6 @@ def build(level: str | None, recipe: str = "tensorwise", dtype: torch.dtype = to
     if level is not None:
         model, optimizer = fp8_megatron.initialize(model, optimizer, opt_level=level, recipe=recipe)  # type: ignore[arg-type]
     return model, optimizer
-
-
-def recorded(compute: Callable[..., Any], model: torch.nn.Module, **settings: Any) -> tuple[RecordedStep, FakeRecorder]:
-    recorder = FakeRecorder()
-    settings = {"warmup_steps": 2, **settings}
-    step = RecordedStep(compute, model, recorder, **settings)
-    recorder.step = step
-    return step, recorder
 
 
 def loss_of(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Callable[[dict[str, Tensor]], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Callable
@@ -351,3 +352,57 @@ def test_memory_is_released(level: str | None) -> None:
             step.release()
         del step
         assert reserved() <= before + (4 << 20), (way, held())  # torch keeps the random numbers' offset of every graph
+
+
+@pytest.mark.parametrize("level", [None, "O3"])
+@pytest.mark.parametrize("batches", ["tokens", "packed", "padded"])
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "BertForMaskedLM"])
+def test_masks_of_transformers(kind: str, batches: str, level: str | None) -> None:
+    """Forward looks at positions and masks and waits for the GPU; in a recording it does not."""
+    transformers = pytest.importorskip("transformers")
+    if (kind, batches) == ("BertForMaskedLM", "packed"):
+        pytest.skip("positions of a model without a causal mask pack nothing")
+    torch.manual_seed(0)
+    if kind == "GPT2LMHeadModel":
+        shape = {"n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 2, "vocab_size": 512, "use_cache": False}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        plain: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **dropout)).cuda()
+    else:
+        shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = transformers.BertConfig(**shape, **dropout, vocab_size=512, max_position_embeddings=64)
+        plain = transformers.BertForMaskedLM(config).cuda()
+
+    def of(seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        made = {"input_ids": torch.randint(512, (4, 64), generator=generator)}
+        place = torch.arange(64).expand(4, -1)
+        border = torch.randint(16, 48, (4, 1), generator=generator)
+        if batches == "packed":
+            made["position_ids"] = torch.where(place < border, place, place - border)
+        elif batches == "padded":
+            made["attention_mask"] = (place < border).long()
+        return {name: tensor.cuda() for name, tensor in made.items()}
+
+    losses = []
+    for is_recorded in (False, True):
+        model = copy.deepcopy(plain)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if level is not None:
+            model, optimizer = fp8_megatron.initialize(model, optimizer, opt_level=level)
+
+        def compute(each: dict[str, Tensor], model: Any = model) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss: Tensor = model(**each, labels=each["input_ids"]).loss
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        step: Any = fp8_megatron.record_step(compute, model) if is_recorded else compute
+        found = []
+        for seed in range(8):
+            found.append(step(of(seed)).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(torch.stack(found))
+        assert not is_recorded or step.num_recordings == 1
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)

@@ -1,0 +1,212 @@
+"""Recorded steps of transformers' models, which look at positions and masks and wait for the GPU."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.any_model.recorded_step import RecordedStep, RecordingError
+from tests.harness.played_recordings import recorded
+
+transformers = pytest.importorskip("transformers")
+masking_utils = pytest.importorskip("transformers.masking_utils")
+
+ROWS, LENGTH, VOCAB = 2, 12, 32
+
+
+class Looks:
+    """Counts the looks, as far as the host would wait in them."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self._look = masking_utils.find_packed_sequence_indices
+
+    def __call__(self, position_ids: Tensor) -> Any:
+        self.waits += not masking_utils.is_tracing(position_ids)
+        return self._look(position_ids)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
+    looks = Looks()
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", looks)
+    yield looks
+    assert masking_utils.find_packed_sequence_indices is looks
+
+
+def model_of() -> torch.nn.Module:
+    torch.manual_seed(0)
+    shape = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCAB}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model: torch.nn.Module = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**shape, **dropout, use_cache=False, attn_implementation="sdpa")
+    )
+    return model
+
+
+def loss_of(model: torch.nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
+    def compute(batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(**batch, labels=batch["input_ids"]).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    return compute
+
+
+def batch(seed: int, *starts: int) -> dict[str, Tensor]:
+    """Tokens; with `starts`, positions of sequences that begin there too."""
+    tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    if not starts:
+        return {"input_ids": tokens}
+    positions = torch.cat([torch.arange(end - start) for start, end in pairwise([0, *starts, LENGTH])])
+    return {"input_ids": tokens, "position_ids": positions.expand(ROWS, -1).contiguous()}
+
+
+def losses(step: Callable[[dict[str, Tensor]], Tensor], model: torch.nn.Module, batches: list[Any]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for each in batches:
+        found.append(step(each).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def both(batches: list[dict[str, Tensor]]) -> tuple[RecordedStep, list[float], list[float]]:
+    """The recorded step, and losses with and without it."""
+    model = model_of()
+    plain = copy.deepcopy(model)
+    step, _ = recorded(loss_of(model), model)
+    return step, losses(step, model, batches), losses(loss_of(plain), plain, batches)
+
+
+def test_positions_of_the_models_own(looks: Looks) -> None:
+    step, found, expected = both([batch(seed) for seed in range(6)])
+    assert step.num_recordings == 1 and found == expected
+    assert looks.waits == 1 + 6, "the first call's, and those of the loop that is not recorded"
+
+
+def test_packed_sequences_of_any_lengths(looks: Looks) -> None:
+    """Masks follow from each batch. A loop that took a row for one sequence would have other losses."""
+    batches = [batch(seed, *starts) for seed, starts in enumerate([(4,), (4, 7), (1,), (6,), (2, 3, 9), (11,)])]
+    step, found, expected = both(batches)
+    assert step.num_recordings == 1 and found == expected
+    _, whole, _ = both([batch(seed) for seed in range(6)])
+    assert all(a != b for a, b in zip(found, whole, strict=True))
+    assert looks.waits == 2 * (1 + 6)
+
+
+@pytest.mark.parametrize("recorded_before", [False, True])
+def test_packed_sequences_behind_others_are_an_error(looks: Looks, recorded_before: bool) -> None:
+    model = model_of()
+    step, _ = recorded(loss_of(model), model, warmup_steps=2)
+    whole = batch(0) | {"position_ids": torch.arange(LENGTH).expand(ROWS, -1).contiguous()}
+    for _ in range(4 if recorded_before else 1):
+        step(whole)
+        model.zero_grad()
+    assert step.num_recordings == recorded_before
+    with pytest.raises(RecordingError, match="packed sequences"):
+        step(batch(1, 5))
+
+
+def test_packed_sequences_behind_others_may_go_on_unrecorded(looks: Looks, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    compute = loss_of(model)
+    step, _ = recorded(compute, model, on_error="warn")
+    whole = batch(0) | {"position_ids": torch.arange(LENGTH).expand(ROWS, -1).contiguous()}
+    for _ in range(4):
+        step(whole)
+        model.zero_grad()
+    with caplog.at_level(logging.WARNING):
+        step(batch(1, 5))
+    assert "across sequences" in caplog.text
+    model.zero_grad()
+    assert step(batch(1, 5)).item() == compute(batch(1, 5)).item()
+
+
+def test_a_forward_that_asks_more_often_looks_itself(looks: Looks) -> None:
+    """Its wait for the GPU is then an error of the recording."""
+    model = model_of()
+    times = 1
+
+    def compute(tokens: Tensor) -> Tensor:
+        for _ in range(times):
+            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    step, _ = recorded(compute, model, warmup_steps=3)
+    step(batch(0)["input_ids"])
+    model.zero_grad()
+    times = 2
+    before = looks.waits
+    step(batch(1)["input_ids"])
+    assert looks.waits == before + 1
+
+
+def padded(seed: int, *lengths: int) -> dict[str, Tensor]:
+    """Rows of these lengths."""
+    mask = torch.arange(LENGTH)[None] < torch.tensor(lengths)[:, None]
+    return {**batch(seed), "attention_mask": mask.long()}
+
+
+def bert_of() -> torch.nn.Module:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model: torch.nn.Module = transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            **shape, **dropout, vocab_size=VOCAB, max_position_embeddings=LENGTH, attn_implementation="sdpa"
+        )
+    )
+    return model
+
+
+@pytest.mark.parametrize("make", [model_of, bert_of])
+@pytest.mark.parametrize("first", [(LENGTH, LENGTH), (7, 12)])
+def test_padding_of_each_batch(
+    make: Callable[[], torch.nn.Module],
+    first: tuple[int, int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever the first batch has. Attention with a mask that masks nothing rounds as attention with one."""
+    lengths = [first, (12, 12), (3, 12), (5, 6), (12, 1), (9, 9)]
+    batches = [padded(seed, *each) for seed, each in enumerate(lengths)]
+    model = make().double()
+    plain = copy.deepcopy(model)
+    step, recorder = recorded(loss_of(model), model)
+    found = losses(step, model, batches)
+    assert step.num_recordings == 1 and recorder.num_launches == 4
+    assert found == pytest.approx(losses(loss_of(plain), plain, batches), rel=1e-12)
+    unmasked = copy.deepcopy(make().double())
+    others = losses(loss_of(unmasked), unmasked, [{"input_ids": each["input_ids"]} for each in batches])
+    assert all(abs(a - b) > 1e-9 for a, b in zip(found[2:], others[2:], strict=True))
+    warnings = [record for record in caplog.records if "masks nothing" in record.message]
+    assert len(warnings) == (first == (LENGTH, LENGTH))
+
+
+@pytest.mark.parametrize("make", [model_of, bert_of])
+def test_no_call_but_the_first_looks_at_a_mask(
+    make: Callable[[], torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = 0
+    for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+        look = getattr(masking_utils, name)
+
+        def counted(mask: Tensor | None, *others: Any, _look: Any = look, **named: Any) -> Any:
+            nonlocal waits
+            waits += mask is not None
+            return _look(mask, *others, **named)
+
+        monkeypatch.setattr(masking_utils, name, counted)
+    model = make()
+    step, _ = recorded(loss_of(model), model)
+    losses(step, model, [padded(seed, 5, 12) for seed in range(5)])
+    assert step.num_recordings == 1 and waits == 1
