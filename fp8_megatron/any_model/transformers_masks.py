@@ -14,6 +14,7 @@ transformers also asks whether a stream is being recorded, and then writes out m
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -112,27 +113,37 @@ def _keep_mask(look: Callable[..., Any], mask: Tensor | None, *others: Any, **na
     return False if mask is not None else look(mask, *others, **named)
 
 
+#: The answers of the calls that run, the innermost last.
+_answering: list[_Answers] = []
+
+
 @contextmanager
 def _in_place_of(answers: _Answers) -> Iterator[None]:
     module: Any = sys.modules.get("transformers.masking_utils")
     before = {name: getattr(module, name) for name in answers if hasattr(module, name)}
     for name, look in before.items():
-        setattr(module, name, _with_first(answers[name], look))
+        setattr(module, name, _stand_in(name, look))
+    _answering.append(answers)
     try:
         yield
     finally:
+        _answering.pop()
         for name, look in before.items():
             setattr(module, name, look)
 
 
-def _with_first(answer: Callable[..., Any], look: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes its first argument by any name."""
+@functools.cache
+def _stand_in(name: str, look: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in the place of transformers' `look`. It is one object in all calls: torch.compile compiles a model
+    again if a function that it calls is another one. Inside a graph transformers does not look.
+    """
 
     def call(*args: Any, **named: Any) -> Any:
-        if not args:
-            first = next(iter(named))
-            args = (named.pop(first),)
-        return answer(look, *args, **named)
+        if torch.compiler.is_compiling() or not _answering:
+            return look(*args, **named)
+        if not args:  # given by name
+            args = (named.pop(next(iter(named))),)
+        return _answering[-1][name](look, *args, **named)
 
     return call
 

@@ -210,3 +210,23 @@ def test_no_call_but_the_first_looks_at_a_mask(
     step, _ = recorded(loss_of(model), model)
     losses(step, model, [padded(seed, 5, 12) for seed in range(5)])
     assert step.num_recordings == 1 and waits == 1
+
+
+def test_a_compiled_model_is_compiled_once() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch.compiler.reset()
+    counter = CompileCounter()
+    model = model_of()
+    compiled: Any = torch.compile(model, backend=counter)
+    counts = []
+
+    def compute(each: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = compiled(**each, labels=each["input_ids"]).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        counts.append(counter.frame_count)
+        return loss
+
+    step, _ = recorded(compute, model, warmup_steps=3)
+    losses(step, model, [batch(seed) for seed in range(6)])
+    assert step.num_recordings == 1 and counts[0] > 0 and len(set(counts)) == 1, counts
