@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import long_sequences
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
 from fp8_megatron.planning.activations import layer_bytes_per_token, predict_host_bytes, predict_peak
 from fp8_megatron.planning.vocabulary import padded_vocab_size
-from tests.planning.recorded_runs import ROOT, RecordedRun, recorded_runs
+from tests.planning.recorded_runs import ROOT, RecordedRun, read, recorded_runs
 
 #: Runs of code that held more than today's: six buckets in flight, recordings that held all gathered weights, and the
 #: tensors of RoPE by megatron-core's elementwise kernels.
@@ -35,6 +36,15 @@ def test_there_are_runs() -> None:
 @pytest.mark.parametrize("run", [run for run in RUNS if run.label not in OLDER], ids=lambda run: run.label)
 def test_within_5_percent_of_the_allocator(run: RecordedRun) -> None:
     assert 0.95 < _over_measured(run) < 1.01
+
+
+def test_long_sequences_within_5_percent_of_the_allocator() -> None:
+    rows = read("long_sequences_h200.json")["rows"]
+    assert rows
+    for row in rows:
+        config = long_sequences.configuration(row["tokens"], row["form"], [])
+        predicted = predict_peak(config, padded_vocab_size(config), world_size=1).total / 1e9
+        assert 0.95 < predicted / row["peak_gb"] < 1.01, row
 
 
 @pytest.mark.parametrize("label", OLDER)
