@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_megatron.any_model.recorded_step import RecordedStep, RecordingError
 from tests.harness.played_recordings import recorded
@@ -18,6 +20,7 @@ from tests.harness.played_recordings import recorded
 transformers = pytest.importorskip("transformers")
 masking_utils = pytest.importorskip("transformers.masking_utils")
 
+aten = torch.ops.aten
 ROWS, LENGTH, VOCAB = 2, 12, 32
 
 
@@ -230,3 +233,47 @@ def test_a_compiled_model_is_compiled_once() -> None:
     step, _ = recorded(compute, model, warmup_steps=3)
     losses(step, model, [batch(seed) for seed in range(6)])
     assert step.num_recordings == 1 and counts[0] > 0 and len(set(counts)) == 1, counts
+
+
+class Waits(TorchDispatchMode):
+    """Where transformers reads a value of a tensor, for which the host would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.equal):
+            libraries = [frame for frame in traceback.extract_stack() if "/transformers/" in frame.filename]
+            self.places += [f"{frame.filename}:{frame.lineno}" for frame in libraries[-1:]]
+        return func(*args, **(kwargs or {}))
+
+
+LLAMA_SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+BART_SHAPE = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 1}
+OPT_SHAPE = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("LlamaConfig", LLAMA_SHAPE),
+    "MistralForCausalLM": ("MistralConfig", {**LLAMA_SHAPE, "num_key_value_heads": 1, "sliding_window": 5}),
+    "Qwen3ForCausalLM": ("Qwen3Config", {**LLAMA_SHAPE, "num_key_value_heads": 1, "head_dim": 16}),
+    "OPTForCausalLM": ("OPTConfig", {**OPT_SHAPE, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "ModernBertForMaskedLM": ("ModernBertConfig", {**LLAMA_SHAPE, "pad_token_id": 0}),
+    "BartForConditionalGeneration": ("BartConfig", {**BART_SHAPE, "dropout": 0.0}),
+}
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_call_but_the_first_waits(kind: str, masks: bool) -> None:
+    torch.manual_seed(0)
+    config, shape = KINDS[kind]
+    model: torch.nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**shape, vocab_size=VOCAB))
+    model.config.use_cache = False  # type: ignore[union-attr]
+    plain = copy.deepcopy(model)
+    batches = [padded(seed, 5, 9) if masks else batch(seed) for seed in range(5)]
+    step, _ = recorded(loss_of(model), model)
+    found = losses(step, model, batches[:1])
+    with Waits() as waits:
+        found += losses(step, model, batches[1:])
+    assert step.num_recordings == 1 and not waits.places, waits.places
+    assert found == pytest.approx(losses(loss_of(plain), plain, batches), rel=1e-5)
