@@ -6,6 +6,7 @@ recording cannot:
 - Without an attention mask and without a cache, causal models look whether positions restart inside of a row, because
   sequences are packed then (`find_packed_sequence_indices`). Here the first call of a kind looks, and later ones take
   its answer. If that was "not packed", the GPU checks each later batch.
+- Some look for padding tokens where no mask is given, and warn. The first call of a kind warns.
 - With an attention mask of rows and tokens, models look whether it masks anything. Here the first call of a kind looks.
   Later ones write out the mask, whatever it masks, and attention takes kernels that read it.
 
@@ -32,6 +33,8 @@ _Answers = dict[str, Callable[..., Any]]
 _PACKED = "find_packed_sequence_indices"
 #: Whether attention may leave out a mask of rows and tokens, which is the first argument.
 _IGNORED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+#: A method of every model, which looks for padding where no mask is given, and warns once.
+_WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 class TransformersMasks:
@@ -58,7 +61,7 @@ class TransformersMasks:
     def answering(self) -> Iterator[None]:
         """A later call: nothing waits for the GPU."""
         self._num_asked = 0
-        answers: _Answers = {_PACKED: self._answer, **dict.fromkeys(_IGNORED, _keep_mask)}
+        answers: _Answers = {_PACKED: self._answer, **dict.fromkeys(_IGNORED, _keep_mask), _WARNING: _be_silent}
         with _in_place_of(answers), _with_capture_seen(False):
             yield
 
@@ -113,23 +116,32 @@ def _keep_mask(look: Callable[..., Any], mask: Tensor | None, *others: Any, **na
     return False if mask is not None else look(mask, *others, **named)
 
 
+def _be_silent(look: Callable[..., Any], *others: Any, **named: Any) -> None:
+    del look, others, named
+
+
 #: The answers of the calls that run, the innermost last.
 _answering: list[_Answers] = []
 
 
 @contextmanager
 def _in_place_of(answers: _Answers) -> Iterator[None]:
-    module: Any = sys.modules.get("transformers.masking_utils")
-    before = {name: getattr(module, name) for name in answers if hasattr(module, name)}
-    for name, look in before.items():
-        setattr(module, name, _stand_in(name, look))
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    models: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    before = []
+    for name in answers:
+        owner = models if name == _WARNING else masks
+        if hasattr(owner, name):
+            before.append((owner, name, getattr(owner, name)))
+    for owner, name, look in before:
+        setattr(owner, name, _stand_in(name, look))
     _answering.append(answers)
     try:
         yield
     finally:
         _answering.pop()
-        for name, look in before.items():
-            setattr(module, name, look)
+        for owner, name, look in before:
+            setattr(owner, name, look)
 
 
 @functools.cache
@@ -139,7 +151,7 @@ def _stand_in(name: str, look: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or not _answering:
+        if torch.compiler.is_compiling() or not _answering or name not in _answering[-1]:
             return look(*args, **named)
         if not args:  # given by name
             args = (named.pop(next(iter(named))),)

@@ -252,7 +252,9 @@ class Waits(TorchDispatchMode):
 LLAMA_SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 BART_SHAPE = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 1}
 OPT_SHAPE = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+GPT2_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 2, "pad_token_id": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT2LMHeadModel": ("GPT2Config", {**GPT2_SHAPE, "attn_pdrop": 0.0}),
     "LlamaForCausalLM": ("LlamaConfig", LLAMA_SHAPE),
     "MistralForCausalLM": ("MistralConfig", {**LLAMA_SHAPE, "num_key_value_heads": 1, "sliding_window": 5}),
     "Qwen3ForCausalLM": ("Qwen3Config", {**LLAMA_SHAPE, "num_key_value_heads": 1, "head_dim": 16}),
