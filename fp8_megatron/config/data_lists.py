@@ -25,7 +25,9 @@ def words_of_files(data: DataConfig) -> tuple[dict[str, Any], list[str]]:
         problems += _both(data, "data_args_path", "data_path")
         words = _read(data.data_args_path, "data_args_path", problems).split()
         if not words and not problems:
-            problems.append(f"data_args_path({data.data_args_path}) is empty; write 'weight prefix …' into it")
+            problems.append(
+                f"data_args_path({shortened(data.data_args_path)}) is empty; write 'weight prefix …' into it"
+            )
         settings = {"data_path": tuple(words), "data_args_path": None}
     if data.per_split_data_args_path is not None:
         for split in _SPLITS:
@@ -36,8 +38,8 @@ def words_of_files(data: DataConfig) -> tuple[dict[str, Any], list[str]]:
             found = {}
             if not problems:
                 problems.append(
-                    f"per_split_data_args_path({data.per_split_data_args_path}) cannot be read ({error}); write "
-                    '{"train": ["weight", "prefix"], "valid": [], "test": []}'
+                    f"per_split_data_args_path({shortened(data.per_split_data_args_path)}) cannot be read ({error}); "
+                    'write {"train": ["weight", "prefix"], "valid": [], "test": []}'
                 )
         settings |= {**found, "per_split_data_args_path": None}
     return settings, problems
@@ -46,14 +48,17 @@ def words_of_files(data: DataConfig) -> tuple[dict[str, Any], list[str]]:
 def _both(data: DataConfig, name: str, other: str) -> Iterator[str]:
     if getattr(data, other):
         given = shortened(" ".join(getattr(data, other)))
-        yield f"{name}({getattr(data, name)}) and {other}({given}) both name the data; drop one"
+        yield f"{name}({shortened(getattr(data, name))}) and {other}({given}) both name the data; drop one"
 
 
 def _read(path: str, name: str, problems: list[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        problems.append(f"{name}({path}) cannot be read ({error}); give a file with the words of --data-path")
+        reason = (isinstance(error, OSError) and error.strerror) or shortened(str(error))
+        problems.append(
+            f"{name}({shortened(path)}) cannot be read ({reason}); give a file with the words of --data-path"
+        )
         return ""
 
 

@@ -42,7 +42,7 @@ def test_a_flag_replaces_the_paths_of_a_recipe(tmp_path: Path) -> None:
     ("flag", "content", "more", "message"),
     [
         ("--data-args-path", "", "", "is empty; write 'weight prefix …' into it"),
-        ("--data-args-path", None, "", "cannot be read ([Errno 2] No such file or directory"),
+        ("--data-args-path", None, "", "cannot be read (No such file or directory"),
         ("--data-args-path", "data/a", "--data-path data/b", "and data_path(data/b) both name the data; drop one"),
         ("--per-split-data-args-path", "{", "", "cannot be read (Expecting property name"),
         ("--per-split-data-args-path", "[]", "", "it is no object with train, valid and test"),
