@@ -10,6 +10,7 @@ is one document; with --split-on-blank-lines, each paragraph is one. Files get t
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import signal
@@ -152,6 +153,7 @@ def encode_all(encoding: Encoding, batches: Iterator[RawBatch], num_workers: int
         num_workers, multiprocessing.get_context(method), initializer=_leave_signals_to_parent
     )
     pending: deque[Future[EncodedBatch]] = deque()
+    gc.freeze()  # what this process made may not be freed in a forked one
     try:
         for batch in batches:
             pending.append(executor.submit(encode, encoding, batch))
@@ -165,6 +167,7 @@ def encode_all(encoding: Encoding, batches: Iterator[RawBatch], num_workers: int
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)
+        gc.unfreeze()
 
 
 def _leave_signals_to_parent() -> None:

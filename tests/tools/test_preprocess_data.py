@@ -1,3 +1,4 @@
+import gc
 import json
 import lzma
 import multiprocessing
@@ -172,6 +173,29 @@ def test_workers_are_bounded_by_cores_with_a_line(corpus, tokenizer_model, outpu
     monkeypatch.setattr(preprocess_data, "num_cores", lambda: 2)
     assert run(corpus, output=output, model=tokenizer_model, workers=100_000) == 0
     assert "--workers 100000: this process has 2 cores, so 2 run" in capsys.readouterr().err
+
+
+class OfThisProcess:
+    """Garbage in a cycle, as a process group can be. Whoever frees it in another process ends there."""
+
+    def __init__(self) -> None:
+        self.itself, self.process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os._exit(9)
+
+
+def test_workers_do_not_free_what_the_parent_made(corpus, tokenizer_model, output):
+    collected = []
+    os.register_at_fork(after_in_child=lambda: collected or gc.enable())  # torch's forks later are left alone
+    gc.disable()
+    try:
+        OfThisProcess()
+        assert run(corpus, output=output, model=tokenizer_model, workers=2) == 0
+    finally:
+        collected.append(True)
+        gc.enable()
 
 
 @pytest.mark.parametrize(
