@@ -100,9 +100,7 @@ class Result:
     @property
     def name(self) -> str:
         """What the documentation calls it."""
-        return " ".join(
-            [self.model, self.run, *["compiled"] * self.compiled, *["recorded"] * self.recorded],
-        )
+        return " ".join([self.model, self.run, *["compiled"] * self.compiled, *["recorded"] * self.recorded])
 
 
 def main() -> int:

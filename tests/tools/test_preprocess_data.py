@@ -188,7 +188,7 @@ class OfThisProcess:
 
 def test_workers_do_not_free_what_the_parent_made(corpus, tokenizer_model, output):
     collected = []
-    os.register_at_fork(after_in_child=lambda: collected or gc.enable())  # torch's forks later are left alone
+    os.register_at_fork(after_in_child=lambda: collected or gc.enable())  # for this test's forks alone
     gc.disable()
     try:
         OfThisProcess()
