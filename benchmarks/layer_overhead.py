@@ -28,11 +28,12 @@ from benchmarks.provenance import device_name, write_rows
 from fp8_megatron import initialize
 from fp8_megatron.commands.arguments import Parser, output_file
 from fp8_megatron.commands.program import exit_status
-from fp8_megatron.kernels import ops, registration
+from fp8_megatron.kernels import extension, launch_list, ops, registration
 from fp8_megatron.kernels.gemm import cublaslt
 
 _LAYERS, _HIDDEN, _BATCH, _SEQUENCE = 8, 64, 4, 16
 _WARM_UP_STEPS, _STEPS = 5, 200
+_NO_DEVICE = -1  # what a CPU tensor says of itself
 RUNS = (("bf16", None), *((level, recipe) for level in ("O2", "O3") for recipe in ("tensorwise", "delayed")))
 
 
@@ -64,7 +65,6 @@ def leave_launches_out() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    no_device = -1  # what a CPU tensor says of itself
     utils = SimpleNamespace(
         load_binary=lambda *arguments: (1, 1, 0, 0, 1024),
         get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
@@ -73,17 +73,21 @@ def leave_launches_out() -> None:
         SimpleNamespace(
             launcher_cls=_NoLauncher,
             utils=utils,
-            get_current_device=lambda: no_device,
+            get_current_device=lambda: _NO_DEVICE,
             get_current_stream=lambda device: 0,
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
         )
     )
-    torch._C._cuda_getDevice = lambda: no_device  # type: ignore[attr-defined]
+    torch._C._cuda_getDevice = lambda: _NO_DEVICE  # type: ignore[attr-defined]
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
+    launch_list.MATMUL_ALIGNMENT = 16  # of memory on a CPU
     workspace = torch.empty(0)
+    nothing = ctypes.cast(ctypes.CDLL(None).pthread_condattr_destroy, ctypes.c_void_p).value  # returns 0
+    cublaslt.addresses = lambda: (nothing, nothing)  # type: ignore[assignment, return-value]
+    extension.launch_kernel_address = lambda: nothing  # type: ignore[assignment, return-value]
     cublaslt._library = lambda: _NoCublasLt()  # type: ignore[assignment]
     cublaslt._handle = lambda device: ctypes.c_void_p(1)  # type: ignore[assignment]
-    cublaslt._workspace = lambda device, stream: workspace  # type: ignore[assignment]
+    cublaslt.workspace = lambda device, stream: workspace  # type: ignore[assignment]
 
 
 class _NoCublasLt:
@@ -131,7 +135,7 @@ def measure(level: str, recipe: Any, *, no_op: bool) -> Row:
             optimizer.step()
             optimizer.zero_grad()
         if no_op:
-            ops._OPS = gpu_variants()
+            ops._OPS, launch_list.first_device = gpu_variants(), _NO_DEVICE
     forward, backward = [], []
     for _ in range(_WARM_UP_STEPS + _STEPS):
         start = time.thread_time()
@@ -144,7 +148,7 @@ def measure(level: str, recipe: Any, *, no_op: bool) -> Row:
         x.grad = None
         if not no_op:
             torch.cuda.synchronize()
-    ops._OPS = specifications
+    ops._OPS, launch_list.first_device = specifications, 0
     return Row(level, recipe, *(min(times[_WARM_UP_STEPS:]) / _LAYERS * 1e6 for times in (forward, backward)))
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import launch_list
+
 #: What torch's compiled code allocates with: of sizes, strides and dtype, on the current GPU, past the dispatcher.
 _on_current_gpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] | None = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", None
@@ -16,12 +18,24 @@ _on_current_gpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tenso
 def empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``torch.empty(rows, columns, …)``, which takes the host three times as long. An FP8 layer makes ten a step."""
     if _on_current_gpu is None or device.type != "cuda" or device.index != torch._C._cuda_getDevice():
-        return torch.empty(rows, columns, dtype=dtype, device=device)
-    return _on_current_gpu((rows, columns), (columns, 1), dtype)
+        if launch_list.running is None:
+            return torch.empty(rows, columns, dtype=dtype, device=device)
+        return launch_list.allocates(_empty, (rows, columns), dtype, device)
+    if launch_list.running is None:
+        return _on_current_gpu((rows, columns), (columns, 1), dtype)
+    return launch_list.allocates(_on_current_gpu, (rows, columns), (columns, 1), dtype)
 
 
 def empty_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``torch.empty(size, …)``, as `empty`."""
     if _on_current_gpu is None or device.type != "cuda" or device.index != torch._C._cuda_getDevice():
-        return torch.empty(size, dtype=dtype, device=device)
-    return _on_current_gpu((size,), (1,), dtype)
+        if launch_list.running is None:
+            return torch.empty(size, dtype=dtype, device=device)
+        return launch_list.allocates(_empty, (size,), dtype, device)
+    if launch_list.running is None:
+        return _on_current_gpu((size,), (1,), dtype)
+    return launch_list.allocates(_on_current_gpu, (size,), (1,), dtype)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)

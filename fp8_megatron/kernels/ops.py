@@ -38,6 +38,7 @@ from .quantize import reference as _quantize  # noqa: F401
 from .quantize import weight as _weight  # noqa: F401
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
 from .quantize.blockwise import load_state as load_state
+from .launch_list import LaunchLists as LaunchLists
 from .reference import decode as decode
 from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
@@ -440,6 +441,12 @@ def transpose(payload: Tensor) -> Tensor:
     """`quantize.reference.transpose`: FP8 [M, K] → contiguous [K, M]."""
     assert payload.ndim == 2 and payload.dtype in FP8_DTYPES, (payload.shape, payload.dtype)
     return _OPS.transpose(payload)
+
+
+def cast_vector(vector: Tensor, dtype: torch.dtype) -> Tensor:
+    """`quantize.reference.cast_vector`: [n] in `dtype`."""
+    assert vector.ndim == 1, vector.shape
+    return _OPS.cast_vector(vector, dtype)
 
 
 def scaled_mm(

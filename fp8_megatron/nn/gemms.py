@@ -112,24 +112,25 @@ def fprop(
     Args:
         recomputes: y was computed before, so that its weight's cast has been measured.
     """
-    weight, bias = weight_and_bias(linear, dtype, recomputes=recomputes)
+    weight, bias = weight_operand(linear, recomputes=recomputes), bias_operand(linear, dtype)
     return linear.parallelism.sum(Product(x, weight, dtype, bias=bias, use_fast_accum=True), addend)
 
 
-def weight_and_bias(
-    linear: LinearParams, dtype: torch.dtype, *, recomputes: bool = False
-) -> tuple[Quantized, Tensor | None]:
-    """The weight [N, K] and the bias [N] as `fprop` takes them. The GEMM adds a bias of its output's dtype; another one
-    is cast.
-    """
+def weight_operand(linear: LinearParams, *, recomputes: bool = False) -> Quantized:
+    """The weight [N, K] as `fprop` takes it."""
     weight = linear.weight.gemm_operand(linear.quantizers.weight)
     probe = linear.quantizers.weight_probe
     if probe is not None and probe.is_due and not recomputes:
         _measure_weight(probe, linear.weight, weight)
+    return weight
+
+
+def bias_operand(linear: LinearParams, dtype: torch.dtype) -> Tensor | None:
+    """The bias [N] as `fprop` takes it: the GEMM adds one of its output's dtype, and another one is cast."""
     bias = linear.bias
-    if bias is not None and bias.dtype is not dtype:
-        bias = bias.to(dtype)
-    return weight, bias
+    if bias is None or (bias.dtype is dtype and bias.is_contiguous()):
+        return bias
+    return ops.cast_vector(bias.detach(), dtype)
 
 
 def start_dgrad(g: OperandRows, linear: LinearParams, dtype: torch.dtype) -> RowSum | PendingSum:
@@ -160,9 +161,13 @@ def wgrad(g: OperandRows, x_t: Quantized, linear: LinearParams, dtype: torch.dty
 
 def deliver_wgrad(g_t: Quantized, x_t: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor | None:
     """`wgrad` of the columns [N, T] of the output's gradient."""
-    main_grad: MainGrad | None = getattr(linear.weight, "main_grad", None)
     scale = linear.quantizers.weight_grad
-    grad = multiply(g_t, x_t, dtype) if scale is None else WeightGrad(g_t, x_t, dtype, scale)
+    return delivered_wgrad(multiply(g_t, x_t, dtype) if scale is None else WeightGrad(g_t, x_t, dtype, scale), linear)
+
+
+def delivered_wgrad(grad: Tensor | WeightGrad, linear: LinearParams) -> Tensor | None:
+    """Give a weight's gradient [N, K] to its `main_grad`. If it has none, return it, for autograd."""
+    main_grad: MainGrad | None = getattr(linear.weight, "main_grad", None)
     if main_grad is None:
         return grad.wide() if isinstance(grad, WeightGrad) else grad
     main_grad.accumulate_(grad)

@@ -60,6 +60,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     of_heads, log_sums = torch.randn(64, 2, 4, 128), 5 * torch.ones(2, 4, 64)
     return {
         "amax": [(x,)],
+        "cast_vector": [(vector, torch.bfloat16), (weight, torch.float16)],
         "quantize_current": [(x, E4M3, False, True, True), (x, E5M2, True, False, True)],
         "quantize_with_scale": [(x, scale, E4M3, True, True, amax), (x, scale, E5M2, True, False, None)],
         "quantize_grad_output": [(x, E5M2, None, True, None, True), (x, E5M2, scale, False, amax, False)],

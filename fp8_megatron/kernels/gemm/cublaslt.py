@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ...formats import E4M3, E5M2
+from .. import launch_list
 
 _COMPUTE_32F = 68
 _CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, E4M3: 28, E5M2: 29}
@@ -59,6 +60,15 @@ class _Heuristic(ctypes.Structure):
         ("waves", ctypes.c_float),
         ("reserved", ctypes.c_int * 4),
     ]
+
+
+def addresses() -> tuple[int, int]:
+    """Those of ``cublasLtMatmul`` and ``cublasLtMatmulDescSetAttribute``."""
+    library = _loaded()
+    functions = (library.cublasLtMatmul, library.cublasLtMatmulDescSetAttribute)
+    matmul, set_attribute = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    assert matmul is not None and set_attribute is not None
+    return matmul, set_attribute
 
 
 def is_available() -> bool:
@@ -137,6 +147,9 @@ def matmul(
         if amax is not None:
             plan.point_at(_D_AMAX, amax)
         plan.run(a_pointer, b_pointer, addend_pointer, out_pointer)
+    if launch_list.running is not None:
+        vectors = (scale_b, scale_a, bias, inverse, amax)
+        _record(_Problem(*problem), (b_pointer, a_pointer, addend_pointer, out_pointer), vectors)
 
 
 @dataclass(frozen=True)
@@ -231,13 +244,32 @@ class _Plan:
         stream = torch._C._cuda_getCurrentRawStream(self.problem.device)
         if self._launch is None or self._current != stream:
             self._stream.value = self._current = stream
-            self._workspace.value = _workspace(self.problem.device, stream).data_ptr()
+            self._workspace.value = workspace(self.problem.device, stream).data_ptr()
         if self._launch is None:
             self._launch = self._prepare_launch(self._first_algorithm())
         self._a.value, self._b.value, self._addend.value, self._out.value = a, b, addend, out
         status = self._launch()
         if status:
             _check(status, self.problem)
+
+    def listed(self, operands: tuple[int, ...], pointers: Sequence[tuple[int, int]]) -> Callable[[Any], None]:
+        """What adds this problem to a launch list, which sets the addresses of this plan from then on.
+
+        Args:
+            operands: slots of cuBLASLt's A, B, C and D.
+            pointers: of `_POINTERS` those that the problem has, each with its slot.
+        """
+        arguments = (
+            self._handle.value or 0,
+            self._descriptor.value or 0,
+            tuple(layout.value or 0 for layout in self._layouts),
+            float(self.problem.has_addend),
+            bytes(self._first_algorithm()),
+            _WORKSPACE_BYTES,
+            operands,
+            tuple((_POINTERS[index], slot) for index, slot in pointers),
+        )
+        return lambda launches: launches.add_matmul(*arguments)
 
     def _prepare_launch(self, algorithm: _Algorithm) -> Callable[[], int]:
         layout_b, layout_a, layout_c, layout_out = self._layouts
@@ -294,6 +326,29 @@ class _Plan:
         return found.algorithm
 
 
+def _record(problem: _Problem, operands: tuple[int, ...], vectors: Sequence[Tensor | None]) -> None:
+    """Put a GEMM in the list that is made, with descriptors of its own: no lock guards a list's.
+
+    Args:
+        operands: addresses of cuBLASLt's A, B, C and D.
+        vectors: those whose addresses are `_POINTERS`.
+    """
+    recording = launch_list.recording()
+    if recording is None:
+        return
+    if problem.alignment < launch_list.MATMUL_ALIGNMENT:
+        recording.fail(f"{problem} has operands at {problem.alignment} bytes")
+        return
+    plan = _Plan(problem)
+    pointers = []
+    for index, vector in enumerate(vectors):
+        if vector is not None:
+            plan.point_at(index, vector)
+            pointers.append((index, recording.slot(vector.data_ptr(), launch_list.KERNEL_ALIGNMENT)))
+    slots = tuple(recording.slot(address, launch_list.MATMUL_ALIGNMENT) for address in operands)
+    recording.add(plan.listed(slots, pointers), plan)
+
+
 _plans: dict[tuple[Any, ...], _Plan] = {}
 # Two calls set and read the scale pointers of a plan, and forward and backward are different threads.
 _lock = threading.Lock()
@@ -342,7 +397,7 @@ def _handle(device: int) -> ctypes.c_void_p:
 
 
 @functools.cache
-def _workspace(device: int, stream: int) -> Tensor:
+def workspace(device: int, stream: int) -> Tensor:
     """The workspace of a stream. GEMMs of one stream run one after another, so they share it."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
 

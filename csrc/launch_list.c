@@ -1,0 +1,273 @@
+/* A list of launches, kernels and cuBLASLt GEMMs, that one call from Python queues on a stream.
+ *
+ * The list keeps everything but addresses. A launch gives these as plain numbers, one for each slot. The functions that
+ * queue come as addresses too, so this file needs no header but Python's, and a test can give its own functions.
+ *
+ * `kernels/launch_list.py` makes lists and compiles this file with the compiler that Triton uses.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { MOST_SLOTS = 64, MOST_PARAMETERS = 48, MOST_POINTERS = 5, ALGORITHM_BYTES = 64, NUM_OPERANDS = 4 };
+
+/* cuLaunchKernel, cublasLtMatmul and cublasLtMatmulDescSetAttribute. Handles are pointers, statuses are enumerations. */
+typedef int (*LaunchKernel)(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                            unsigned shared_bytes, void *stream, void **parameters, void **extra);
+typedef int (*Matmul)(void *handle, void *descriptor, const void *alpha, const void *a, void *layout_a, const void *b,
+                      void *layout_b, const void *beta, const void *c, void *layout_c, void *d, void *layout_d,
+                      const void *algorithm, void *workspace, size_t workspace_bytes, void *stream);
+typedef int (*SetAttribute)(void *descriptor, int attribute, const void *value, size_t bytes);
+
+typedef struct {
+    void *function;
+    unsigned width, height, threads, shared_bytes;
+    int num_parameters;
+    int slots[MOST_PARAMETERS]; /* −1: the parameter is a number, in `values` */
+    uint64_t values[MOST_PARAMETERS];
+} KernelLaunch;
+
+typedef struct {
+    void *handle, *descriptor, *layouts[NUM_OPERANDS];
+    float alpha, beta;
+    unsigned char algorithm[ALGORITHM_BYTES];
+    size_t workspace_bytes;
+    int operands[NUM_OPERANDS]; /* slots of A, B, C and D; −1: none */
+    int num_pointers;
+    int attributes[MOST_POINTERS], slots[MOST_POINTERS];
+} MatmulLaunch;
+
+typedef struct {
+    int is_matmul;
+    union {
+        KernelLaunch kernel;
+        MatmulLaunch matmul;
+    };
+} Step;
+
+typedef struct {
+    PyObject_HEAD
+    LaunchKernel launch_kernel;
+    Matmul matmul;
+    SetAttribute set_attribute;
+    Py_ssize_t num_slots, num_steps;
+    uint64_t *alignments; /* of each slot, minus one */
+    Step *steps;
+} LaunchList;
+
+static void dealloc(LaunchList *self) {
+    PyMem_Free(self->alignments);
+    PyMem_Free(self->steps);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static void *as_pointer(unsigned long long address) { return (void *)(uintptr_t)address; }
+
+static int init(LaunchList *self, PyObject *args, PyObject *keywords) {
+    unsigned long long launch_kernel, matmul, set_attribute;
+    PyObject *alignments;
+    if (keywords != NULL && PyDict_GET_SIZE(keywords)) {
+        PyErr_SetString(PyExc_TypeError, "LaunchList takes no keywords");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(args, "KKKO!", &launch_kernel, &matmul, &set_attribute, &PyTuple_Type, &alignments))
+        return -1;
+    self->launch_kernel = (LaunchKernel)as_pointer(launch_kernel);
+    self->matmul = (Matmul)as_pointer(matmul);
+    self->set_attribute = (SetAttribute)as_pointer(set_attribute);
+    self->num_slots = PyTuple_GET_SIZE(alignments);
+    if (self->num_slots > MOST_SLOTS) {
+        PyErr_Format(PyExc_ValueError, "%zd slots; a list has %d at most", self->num_slots, MOST_SLOTS);
+        return -1;
+    }
+    PyMem_Free(self->alignments);
+    self->alignments = PyMem_Calloc((size_t)self->num_slots + 1, sizeof(uint64_t));
+    if (self->alignments == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t slot = 0; slot < self->num_slots; slot++) {
+        unsigned long long alignment = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(alignments, slot));
+        if (PyErr_Occurred()) return -1;
+        if (alignment == 0 || (alignment & (alignment - 1))) {
+            PyErr_Format(PyExc_ValueError, "an alignment of %llu bytes is no power of two", alignment);
+            return -1;
+        }
+        self->alignments[slot] = alignment - 1;
+    }
+    return 0;
+}
+
+static int is_slot(const LaunchList *self, int slot) {
+    if (slot >= -1 && slot < self->num_slots) return 1;
+    PyErr_Format(PyExc_ValueError, "there is no slot %d: the list has %zd", slot, self->num_slots);
+    return 0;
+}
+
+static Step *new_step(LaunchList *self) {
+    Step *steps = PyMem_Realloc(self->steps, (size_t)(self->num_steps + 1) * sizeof(Step));
+    if (steps == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    self->steps = steps;
+    memset(&steps[self->num_steps], 0, sizeof(Step));
+    return &steps[self->num_steps];
+}
+
+PyDoc_STRVAR(add_kernel_doc,
+             "add_kernel(function, width, height, threads, shared_bytes, parameters)\n\n"
+             "parameters: (slot, value) each; slot -1 gives the value itself, at most 8 bytes as an unsigned number.");
+
+static PyObject *add_kernel(LaunchList *self, PyObject *args) {
+    unsigned long long function;
+    KernelLaunch launch = {0};
+    PyObject *parameters;
+    if (!PyArg_ParseTuple(args, "KIIIIO!", &function, &launch.width, &launch.height, &launch.threads,
+                          &launch.shared_bytes, &PyTuple_Type, &parameters))
+        return NULL;
+    if (PyTuple_GET_SIZE(parameters) > MOST_PARAMETERS)
+        return PyErr_Format(PyExc_ValueError, "a kernel with %zd parameters; a list takes %d",
+                            PyTuple_GET_SIZE(parameters), MOST_PARAMETERS);
+    launch.function = as_pointer(function);
+    launch.num_parameters = (int)PyTuple_GET_SIZE(parameters);
+    for (int i = 0; i < launch.num_parameters; i++) {
+        unsigned long long value;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(parameters, i), "iK", &launch.slots[i], &value)) return NULL;
+        if (!is_slot(self, launch.slots[i])) return NULL;
+        launch.values[i] = value;
+    }
+    Step *step = new_step(self);
+    if (step == NULL) return NULL;
+    step->kernel = launch;
+    self->num_steps++;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(add_matmul_doc,
+             "add_matmul(handle, descriptor, layouts, beta, algorithm, workspace_bytes, operands, pointers)\n\n"
+             "layouts, operands: of A, B, C and D; operands are slots, -1 for none. pointers: (attribute, slot) each.");
+
+static PyObject *add_matmul(LaunchList *self, PyObject *args) {
+    unsigned long long handle, descriptor, layouts[NUM_OPERANDS];
+    MatmulLaunch launch = {.alpha = 1.0f};
+    Py_buffer algorithm;
+    Py_ssize_t workspace_bytes;
+    PyObject *pointers;
+    if (!PyArg_ParseTuple(args, "KK(KKKK)fy*n(iiii)O!", &handle, &descriptor, &layouts[0], &layouts[1], &layouts[2],
+                          &layouts[3], &launch.beta, &algorithm, &workspace_bytes, &launch.operands[0],
+                          &launch.operands[1], &launch.operands[2], &launch.operands[3], &PyTuple_Type, &pointers))
+        return NULL;
+    int is_whole = algorithm.len == ALGORITHM_BYTES;
+    if (is_whole) memcpy(launch.algorithm, algorithm.buf, ALGORITHM_BYTES);
+    PyBuffer_Release(&algorithm);
+    if (!is_whole || PyTuple_GET_SIZE(pointers) > MOST_POINTERS) {
+        PyErr_SetString(PyExc_ValueError, "an algorithm has 64 bytes, and a GEMM at most 5 pointers");
+        return NULL;
+    }
+    launch.handle = as_pointer(handle);
+    launch.descriptor = as_pointer(descriptor);
+    launch.workspace_bytes = (size_t)workspace_bytes;
+    for (int i = 0; i < NUM_OPERANDS; i++) {
+        launch.layouts[i] = as_pointer(layouts[i]);
+        if (!is_slot(self, launch.operands[i])) return NULL;
+    }
+    launch.num_pointers = (int)PyTuple_GET_SIZE(pointers);
+    for (int i = 0; i < launch.num_pointers; i++) {
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pointers, i), "ii", &launch.attributes[i], &launch.slots[i]))
+            return NULL;
+        if (!is_slot(self, launch.slots[i])) return NULL;
+    }
+    Step *step = new_step(self);
+    if (step == NULL) return NULL;
+    step->is_matmul = 1;
+    step->matmul = launch;
+    self->num_steps++;
+    Py_RETURN_NONE;
+}
+
+static int queue_kernel(const LaunchList *self, KernelLaunch *launch, const uint64_t *addresses, void *stream) {
+    void *parameters[MOST_PARAMETERS];
+    for (int i = 0; i < launch->num_parameters; i++) {
+        if (launch->slots[i] >= 0) launch->values[i] = addresses[launch->slots[i]];
+        parameters[i] = &launch->values[i];
+    }
+    return self->launch_kernel(launch->function, launch->width, launch->height, 1, launch->threads, 1, 1,
+                               launch->shared_bytes, stream, parameters, NULL);
+}
+
+static int queue_matmul(const LaunchList *self, const MatmulLaunch *launch, const uint64_t *addresses, void *stream,
+                        void *workspace) {
+    void *operands[NUM_OPERANDS];
+    for (int i = 0; i < launch->num_pointers; i++) {
+        void *pointer = as_pointer(launch->slots[i] < 0 ? 0 : addresses[launch->slots[i]]);
+        int status = self->set_attribute(launch->descriptor, launch->attributes[i], &pointer, sizeof(pointer));
+        if (status) return status;
+    }
+    for (int i = 0; i < NUM_OPERANDS; i++)
+        operands[i] = as_pointer(launch->operands[i] < 0 ? 0 : addresses[launch->operands[i]]);
+    return self->matmul(launch->handle, launch->descriptor, &launch->alpha, operands[0], launch->layouts[0],
+                        operands[1], launch->layouts[1], &launch->beta, operands[2], launch->layouts[2], operands[3],
+                        launch->layouts[3], launch->algorithm, workspace, launch->workspace_bytes, stream);
+}
+
+PyDoc_STRVAR(launch_doc,
+             "launch(stream, workspace, *addresses) -> bool\n\n"
+             "Queue all launches. False, and nothing is queued, if an address is not aligned as its slot requires.");
+
+/* The interpreter's lock is kept: launches write the list's own values, and take some microseconds together. */
+static PyObject *launch(LaunchList *self, PyObject *const *args, Py_ssize_t num_args) {
+    uint64_t addresses[MOST_SLOTS];
+    if (num_args != self->num_slots + 2)
+        return PyErr_Format(PyExc_TypeError, "launch takes a stream, a workspace and %zd addresses", self->num_slots);
+    void *stream = as_pointer(PyLong_AsUnsignedLongLong(args[0]));
+    void *workspace = as_pointer(PyLong_AsUnsignedLongLong(args[1]));
+    uint64_t misaligned = 0;
+    for (Py_ssize_t slot = 0; slot < self->num_slots; slot++) {
+        addresses[slot] = PyLong_AsUnsignedLongLong(args[slot + 2]);
+        misaligned |= addresses[slot] & self->alignments[slot];
+    }
+    if (PyErr_Occurred()) return NULL;
+    if (misaligned) Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < self->num_steps; i++) {
+        Step *step = &self->steps[i];
+        int status = step->is_matmul ? queue_matmul(self, &step->matmul, addresses, stream, workspace)
+                                     : queue_kernel(self, &step->kernel, addresses, stream);
+        if (status)
+            return PyErr_Format(PyExc_RuntimeError, "launch %zd of a list, a %s, failed with status %d", i,
+                                step->is_matmul ? "GEMM" : "kernel", status);
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyMethodDef methods[] = {
+    {"add_kernel", (PyCFunction)add_kernel, METH_VARARGS, add_kernel_doc},
+    {"add_matmul", (PyCFunction)add_matmul, METH_VARARGS, add_matmul_doc},
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject LaunchListType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fp8_megatron_launch_list.LaunchList",
+    .tp_doc = "LaunchList(cuLaunchKernel, cublasLtMatmul, cublasLtMatmulDescSetAttribute, alignments): of each slot",
+    .tp_basicsize = sizeof(LaunchList),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)init,
+    .tp_dealloc = (destructor)dealloc,
+    .tp_methods = methods,
+};
+
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "fp8_megatron_launch_list", NULL, -1, NULL, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_fp8_megatron_launch_list(void) {
+    if (PyType_Ready(&LaunchListType) < 0) return NULL;
+    PyObject *made = PyModule_Create(&module);
+    if (made == NULL) return NULL;
+    if (PyModule_AddObjectRef(made, "LaunchList", (PyObject *)&LaunchListType) < 0) {
+        Py_DECREF(made);
+        return NULL;
+    }
+    return made;
+}

@@ -1,0 +1,310 @@
+"""A function's launches, kernels and GEMMs, queued by one call (`csrc/launch_list.c`).
+
+Python takes the host longer than the launches themselves: the names, shapes and settings of a linear layer are looked
+up anew in each call, and come out the same. `LaunchLists.run` looks on while a function runs: which memory it
+allocates, what it launches, and which of its inputs and of that memory each launch reads and writes. Later calls with
+the same key allocate alike, and queue alike. The results are the same, bit for bit, because the launches are.
+
+A function becomes a list only if all that it does is seen here. It allocates with `memory.empty`, launches with
+`PreparedLaunch` and `cublaslt.matmul`, and reads and writes its inputs and that memory. Anything else leaves it to
+Python: an operation of torch above all, and the first call of a kernel, while Triton compiles it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+logger = logging.getLogger(__name__)
+
+#: Tensors [N, K], or None where there is none.
+Tensors = tuple[Tensor | None, ...]
+
+#: A symbolic link in a checkout.
+_SOURCE = Path(__file__).parents[1] / "csrc" / "launch_list.c"
+#: Calls of a key that are looked at. The first one compiles kernels, and memory may once lie badly.
+_MOST_TRIES = 3
+#: Keys that are known. A run with more of them starts anew, so memory does not grow.
+_MOST_KNOWN = 4096
+#: The list's own limit.
+_MOST_SLOTS = 64
+#: Addresses of a kernel's operands are multiples of this, and those of a GEMM of `MATMUL_ALIGNMENT`: so it chose its
+#: algorithm.
+KERNEL_ALIGNMENT, MATMUL_ALIGNMENT = 16, 256
+#: What changes no memory.
+_VIEWS = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.t.default,
+        torch.ops.aten.view.dtype,
+    }
+)
+
+
+class _Symbols(NamedTuple):
+    """Addresses of the functions that queue; where a stream's workspace is; whether hooks see each launch."""
+
+    launch_kernel: int
+    matmul: int
+    set_attribute: int
+    workspace: Callable[[int, int], Tensor]
+    is_watched: Callable[[], bool]
+
+
+class Recording:
+    """What a function does, seen from the kernels.
+
+    Attributes:
+        fault: why no list can be made of it; None so far.
+    """
+
+    def __init__(self, inputs: Tensors, device: int) -> None:
+        self.fault: str | None = None
+        self.device = device
+        self._thread = threading.get_ident()
+        self._slots: dict[int, int] = {}
+        self._alignments: list[int] = []
+        self._steps: list[Callable[[Any], None]] = []
+        self._kept: list[object] = []
+        self._made: list[weakref.ref[Tensor]] = []
+        self._allocations: list[tuple[Callable[[], Tensor], tuple[int, ...]]] = []
+        self._released: set[int] = set()
+        for tensor in inputs:
+            address = 0 if tensor is None else tensor.data_ptr()
+            if address in self._slots:
+                self.fail("two inputs are one")
+            self._new_slot(address)
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether the caller is the function that is recorded."""
+        return threading.get_ident() == self._thread
+
+    def fail(self, fault: str) -> None:
+        """Something happened that a list does not hold."""
+        self.fault = self.fault or fault
+
+    def slot(self, address: int, alignment: int) -> int:
+        """The slot of a launch's operand; −1 for no memory."""
+        if not address:
+            return -1
+        slot = self._slots.get(address, -1)
+        if slot < 0:
+            self.fail("an operand is neither an input nor allocated here")
+        elif address % alignment:
+            self.fail(f"an operand is not aligned to {alignment} bytes")
+        else:
+            self._alignments[slot] = max(self._alignments[slot], alignment)
+        return slot
+
+    def allocated(self, tensor: Tensor, allocate: Callable[[], Tensor]) -> None:
+        """`tensor` was allocated; `allocate` does it again."""
+        gone = {place for place, made in enumerate(self._made) if made() is None} - self._released
+        self._released |= gone
+        self._made.append(weakref.ref(tensor))
+        self._allocations.append((allocate, tuple(sorted(gone))))
+        self._new_slot(tensor.data_ptr())
+
+    def add(self, step: Callable[[Any], None], kept: object) -> None:
+        """A launch, which `step` adds to a list; `kept` is what it needs to stay."""
+        self._steps.append(step)
+        self._kept.append(kept)
+
+    def finish(self, inputs: Tensors, outputs: Tensors, symbols: _Symbols) -> _Replay | None:
+        """The list, if the function was seen whole and gives back inputs and what it allocated."""
+        made: list[Tensor | None] = [tensor() for tensor in self._made]
+        places = [_place(output, [*inputs, *made]) for output in outputs]
+        if None in places:
+            self.fail("an output is neither an input nor allocated here")
+        if len(self._alignments) > _MOST_SLOTS or not self._steps:
+            self.fail(f"{len(self._steps)} launches with {len(self._alignments)} operands")
+        if self.fault is not None:
+            logger.debug("no launch list: %s", self.fault)
+            return None
+        module = _module()
+        assert module is not None
+        launches = module.LaunchList(
+            symbols.launch_kernel, symbols.matmul, symbols.set_attribute, tuple(self._alignments)
+        )
+        for step in self._steps:
+            step(launches)
+        taken = tuple(place for place in places if place is not None)
+        return _Replay(launches.launch, self.device, tuple(self._allocations), taken, symbols, self._kept)
+
+    def _new_slot(self, address: int) -> None:
+        # Memory that was released may be allocated again: the newest slot is meant.
+        if address:
+            self._slots[address] = len(self._alignments)
+        self._alignments.append(1)
+
+
+def _place(output: Tensor | None, tensors: Sequence[Tensor | None]) -> int | None:
+    """The place of this very tensor in `tensors`; −1 for no tensor; None if it is not there."""
+    if output is None:
+        return -1
+    return next((place for place, tensor in enumerate(tensors) if tensor is output), None)
+
+
+class _Replay:
+    """A list with what it needs around it: ``replay(inputs)`` gives the outputs, or None if Python must do it."""
+
+    __slots__ = ("_allocations", "_device", "_is_watched", "_kept", "_launch", "_outputs", "_workspace")
+
+    def __init__(
+        self,
+        launch: Callable[..., bool],
+        device: int,
+        allocations: Sequence[tuple[Callable[[], Tensor], tuple[int, ...]]],
+        outputs: Sequence[int],
+        symbols: _Symbols,
+        kept: object,
+    ) -> None:
+        self._launch, self._device, self._allocations, self._outputs = launch, device, allocations, outputs
+        self._workspace, self._is_watched, self._kept = symbols.workspace, symbols.is_watched, kept
+
+    def __call__(self, inputs: Tensors) -> Tensors | None:
+        device = self._device
+        if torch._C._cuda_getDevice() != device or self._is_watched():
+            return None
+        addresses = []
+        for tensor in inputs:
+            if tensor is None:
+                addresses.append(0)
+            elif tensor.get_device() == device:
+                addresses.append(tensor.data_ptr())
+            else:
+                return None
+        tensors = [*inputs]
+        first = len(inputs)
+        for allocate, released in self._allocations:
+            for place in released:  # so that its memory can be taken again, as it was
+                tensors[first + place] = None
+            made = allocate()
+            tensors.append(made)
+            addresses.append(made.data_ptr())
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if not self._launch(stream, self._workspace(device, stream).data_ptr(), *addresses):
+            return None
+        return tuple([None if place < 0 else tensors[place] for place in self._outputs])
+
+
+class LaunchLists:
+    """The lists of a module's functions, by key."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Replay | int] = {}
+
+    @staticmethod
+    def take(x: Tensor) -> bool:
+        """Whether lists can be made where `x` is: on GPUs."""
+        return x.get_device() >= first_device
+
+    def run(self, key: Hashable, inputs: Tensors, function: Callable[[], Tensors]) -> Tensors:
+        """What `function` returns, computed by its list from the second or third call of `key` on.
+
+        Args:
+            key: everything that decides what the function does, but the addresses of its inputs; their shapes, dtypes
+                and settings. Inputs are contiguous.
+            inputs: all tensors that the function reads and writes, but those that it allocates itself.
+            function: takes nothing and returns inputs and new tensors. It has no effect beside its launches.
+        """
+        known = self._known.get(key)
+        if type(known) is _Replay:
+            outputs = known(inputs)
+            return function() if outputs is None else outputs
+        tries = known if type(known) is int else 0
+        return function() if tries == _MOST_TRIES else self._record(key, inputs, function, tries)
+
+    def _record(self, key: Hashable, inputs: Tensors, function: Callable[[], Tensors], tries: int) -> Tensors:
+        global running
+        symbols = _symbols()
+        if symbols is None or running is not None:
+            return function()
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = tries + 1
+        running = recording = Recording(inputs, torch._C._cuda_getDevice())
+        try:
+            with _Operations(recording):
+                outputs = function()
+        finally:
+            running = None
+        replay = recording.finish(inputs, outputs, symbols)
+        if replay is not None:
+            self._known[key] = replay
+        return outputs
+
+
+class _Operations(TorchDispatchMode):
+    """Sees operations of torch, which a list does not hold."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _VIEWS:
+            self._recording.fail(f"{func} is an operation of torch")
+        return func(*args, **(kwargs or {}))
+
+
+#: The lowest number of a device with lists; below it are CPUs.
+first_device = 0
+#: The recording that runs, of any thread. Kernels look here first, because a call would cost the host more.
+running: Recording | None = None
+
+
+def recording() -> Recording | None:
+    """What the caller does is recorded here, if it is recorded."""
+    return running if running is not None and running.is_of_this_thread else None
+
+
+@cache
+def _module() -> Any:
+    """The compiled csrc/launch_list.c; None if it cannot be compiled here."""
+    from .launch import compiles_lists
+
+    if not compiles_lists():
+        return None
+    from triton.runtime.build import compile_module_from_src
+
+    try:
+        return compile_module_from_src(_SOURCE.read_text(), "fp8_megatron_launch_list")
+    except Exception as error:  # of a compiler, in many forms: everything works without
+        logger.warning("layers of other models are launched one kernel at a time: %s: %s", _SOURCE.name, error)
+        return None
+
+
+@cache
+def _symbols() -> _Symbols | None:
+    """None if lists cannot be made here."""
+    from . import extension, launch
+    from .gemm import cublaslt
+
+    if not cublaslt.is_available() or _module() is None:
+        return None
+    functions = (extension.launch_kernel_address(), *cublaslt.addresses())
+    return _Symbols(*functions, cublaslt.workspace, launch.has_hooks)
+
+
+def allocates(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """``make(*arguments)``, new memory, while something is recorded."""
+    watching = recording()
+    if watching is None:
+        return make(*arguments)
+    with no_dispatch():  # a torch operation on a CPU
+        tensor = make(*arguments)
+    watching.allocated(tensor, partial(make, *arguments))
+    return tensor

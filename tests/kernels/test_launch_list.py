@@ -1,0 +1,343 @@
+"""Launch lists on a CPU: csrc/launch_list.c compiled as it is, with functions of ours in the place of the driver's.
+
+On a GPU, `tests/gpu/test_launch_lists.py` compares layers of models bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.kernels import launch_list, memory
+from fp8_megatron.kernels.launch_list import LaunchLists
+
+SOURCE = Path(__file__).parents[2] / "csrc" / "launch_list.c"
+CPU, NO_STREAM = -1, 0
+_POINTER = ctypes.c_void_p
+_LAUNCH_KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER)
+_MATMUL = ctypes.CFUNCTYPE(ctypes.c_int, *[_POINTER] * 14, ctypes.c_size_t, _POINTER)
+_SET_ATTRIBUTE = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.c_int, _POINTER, ctypes.c_size_t)
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    compiler, headers = shutil.which("cc"), Path(sysconfig.get_paths()["include"])
+    if compiler is None or not (headers / "Python.h").is_file():
+        pytest.skip("there is no C compiler with Python's headers")
+    name = "fp8_megatron_launch_list"
+    library = tmp_path_factory.mktemp("list") / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-Wno-cast-function-type", "-shared", "-fPIC", f"-I{headers}"]
+    subprocess.run([compiler, *options, str(SOURCE), "-o", str(library)], check=True, timeout=120)
+    specification = importlib.util.spec_from_file_location(name, library)
+    assert specification is not None and specification.loader is not None
+    loaded = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(loaded)
+    return loaded
+
+
+class Driver:
+    """Functions in the place of the driver's. A kernel adds: out [n] = a [n] + b [n] + number, FP32."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.status = 0
+        self._functions = (
+            _LAUNCH_KERNEL(self._launch_kernel),
+            _MATMUL(self._matmul),
+            _SET_ATTRIBUTE(self._set_attribute),
+        )
+        self.addresses = [ctypes.cast(function, _POINTER).value or 0 for function in self._functions]
+
+    def _launch_kernel(self, *arguments: Any) -> int:
+        parameters = ctypes.cast(arguments[9], ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
+        a, b, out, number, n = (parameters[place][0] for place in range(5))
+        self.calls.append(("kernel", arguments[:9], (a, b, out, number, n)))
+        if not self.status:
+            add([as_vector(address, n) for address in (a, b, out)], number)
+        return self.status
+
+    def _matmul(self, *arguments: Any) -> int:
+        factors = [ctypes.cast(arguments[place], ctypes.POINTER(ctypes.c_float))[0] for place in (2, 7)]
+        algorithm = ctypes.string_at(arguments[12], 64)
+        self.calls.append(("matmul", arguments, factors, algorithm))
+        return self.status
+
+    def _set_attribute(self, descriptor: int, attribute: int, value: int, size: int) -> int:
+        address = ctypes.cast(value, ctypes.POINTER(ctypes.c_uint64))[0]
+        self.calls.append(("attribute", descriptor, attribute, address, size))
+        return 0
+
+
+def as_vector(address: int, n: int) -> Any:
+    return (ctypes.c_float * n).from_address(address)
+
+
+def add(vectors: Sequence[Any], number: float) -> None:
+    a, b, out = vectors
+    for place in range(len(out)):
+        out[place] = a[place] + b[place] + number
+
+
+def launch(a: Tensor, b: Tensor, out: Tensor, number: int) -> None:
+    """What a kernel's caller does: launch, and tell who records."""
+    vectors = (a, b, out)
+    add([as_vector(tensor.data_ptr(), out.numel()) for tensor in vectors], number)
+    recording = launch_list.recording()
+    if recording is not None:
+        slots = tuple((recording.slot(tensor.data_ptr(), 4), 0) for tensor in vectors)
+        parameters = (*slots, (-1, number), (-1, out.numel()))
+        recording.add(lambda launches: launches.add_kernel(7, 3, 2, 128, 64, parameters), None)
+
+
+def new(n: int = 4) -> Tensor:
+    return memory.empty_vector(n, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def driver(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    made = Driver()
+    workspace = torch.empty(1)
+    launch_kernel, matmul, set_attribute = made.addresses
+    symbols = launch_list._Symbols(
+        launch_kernel, matmul, set_attribute, lambda device, stream: workspace, lambda: False
+    )
+    monkeypatch.setattr(launch_list, "_symbols", lambda: symbols)
+    monkeypatch.setattr(launch_list, "_module", lambda: module)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: CPU, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: NO_STREAM, raising=False)
+    yield made
+    assert launch_list.running is None
+
+
+def run(lists: LaunchLists, a: Tensor, b: Tensor, function: Callable[[], tuple[Tensor | None, ...]]) -> Any:
+    return lists.run("key", (a, None, b), function)
+
+
+def pairs(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Whole numbers, so that sums are exact. All are kept, so that addresses differ."""
+    kept = [(torch.randint(-99, 99, (4,)).float(), torch.randint(-99, 99, (4,)).float()) for _ in range(count)]
+    yield from kept
+
+
+def test_a_list_computes_what_python_computes(driver: Driver) -> None:
+    """(a + b + 1, a + (a + b + 1) + 2), and an input back."""
+    lists = LaunchLists()
+
+    def computed() -> tuple[Tensor | None, ...]:
+        first, second = new(), new()
+        launch(a, b, first, 1)
+        launch(a, first, second, 2)
+        return second, None, first, b
+
+    results = []
+    for call, (a, b) in enumerate(pairs(5)):
+        second, nothing, first, again = run(lists, a, b, computed)
+        assert nothing is None and again is b
+        assert torch.equal(first, a + b + 1) and torch.equal(second, a + first + 2)
+        assert len(driver.calls) == 2 * call, "the first call is recorded, later ones are lists"
+        results.append((first, second))
+    assert len({tensor.data_ptr() for pair in results for tensor in pair}) == 10, "outputs are new tensors"
+    _, arguments, _ = driver.calls[0]
+    function, width, height, depth, threads, *ones, shared_bytes, _ = arguments
+    assert (function, width, height, depth, threads, ones, shared_bytes) == (7, 3, 2, 1, 128, [1, 1], 64)
+
+
+def test_memory_that_was_released_may_be_taken_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an allocator does: the third tensor lies where the first one was."""
+    lists, free = LaunchLists(), [torch.empty(4) for _ in range(64)]
+    taken: list[Tensor] = []
+
+    def allocate(*arguments: Any) -> Tensor:
+        taken.append(free[len(taken)])
+        return taken[-1].view(4)
+
+    monkeypatch.setattr(memory, "_empty", allocate)
+
+    def computed() -> tuple[Tensor | None, ...]:
+        first = new()
+        launch(a, b, first, 1)
+        second = new()
+        launch(first, b, second, 0)
+        del first
+        third = new()
+        launch(second, second, third, 0)
+        return (third,)
+
+    for a, b in pairs(4):
+        (third,) = run(lists, a, b, computed)
+        assert torch.allclose(third, 2 * (a + b + 1 + b))
+    replay: Any = lists._known["key"]
+    assert [released for _, released in replay._allocations] == [(), (), (0,)]
+
+
+FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor | None, ...]]] = {}
+
+
+def fault(function: Callable[[Tensor, Tensor], tuple[Tensor | None, ...]]) -> Any:
+    FAULTS[function.__name__] = function
+    return function
+
+
+@fault
+def an_operation_of_torch(a: Tensor, b: Tensor) -> tuple[Tensor | None, ...]:
+    out = new()
+    launch(a, b, out, 0)
+    return (out.mul_(2.0),)
+
+
+@fault
+def memory_that_nobody_saw(a: Tensor, b: Tensor) -> tuple[Tensor | None, ...]:
+    out = new()
+    launch(a, _CONSTANT, out, 0)
+    return (out,)
+
+
+@fault
+def an_output_that_nobody_saw(a: Tensor, b: Tensor) -> tuple[Tensor | None, ...]:
+    launch(a, b, new(), 0)
+    return (_CONSTANT,)
+
+
+@fault
+def nothing_launched(a: Tensor, b: Tensor) -> tuple[Tensor | None, ...]:
+    return (a,)
+
+
+_CONSTANT = torch.ones(4)
+
+
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_what_is_not_seen_whole_is_left_to_python(driver: Driver, name: str) -> None:
+    lists = LaunchLists()
+    for a, b in pairs(6):
+        computed = partial(FAULTS[name], a, b)
+        assert torch.equal(run(lists, a, b, computed)[0], computed()[0])  # type: ignore[arg-type]
+    assert not driver.calls
+    assert lists._known["key"] == 3, "three calls are looked at, no more"
+
+
+def test_one_tensor_twice_is_left_to_python(driver: Driver) -> None:
+    lists = LaunchLists()
+    for a, _ in pairs(5):
+
+        def computed() -> tuple[Tensor | None, ...]:
+            out = new()
+            launch(a, a, out, 1)  # noqa: B023
+            return (out,)
+
+        assert torch.equal(run(lists, a, a, computed)[0], a + a + 1)
+    assert not driver.calls
+
+
+def test_a_misaligned_input_is_left_to_python(driver: Driver) -> None:
+    lists = LaunchLists()
+
+    def computed() -> tuple[Tensor | None, ...]:
+        out = new()
+        launch(a, b, out, 1)
+        return (out,)
+
+    for a, b in pairs(3):
+        run(lists, a, b, computed)
+    replay: Any = lists._known["key"]
+    calls = len(driver.calls)
+    memory_of_a = torch.randn(64).view(torch.uint8)
+    a = memory_of_a[2:18]
+    assert a.data_ptr() % 4
+    assert replay((a, None, b)) is None
+    assert len(driver.calls) == calls, "nothing was queued"
+
+
+def test_other_devices_and_hooks_are_left_to_python(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = LaunchLists()
+
+    def computed() -> tuple[Tensor | None, ...]:
+        out = new()
+        launch(a, b, out, 1)
+        return (out,)
+
+    for a, b in pairs(3):
+        run(lists, a, b, computed)
+    replay: Any = lists._known["key"]
+    assert replay((a, None, b)) is not None
+    replay._is_watched = lambda: True
+    assert replay((a, None, b)) is None
+    replay._is_watched = lambda: False
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
+    assert replay((a, None, b)) is None
+    assert torch.equal(run(lists, a, b, computed)[0], a + b + 1)
+
+
+def test_a_function_that_raises_leaves_no_recording(driver: Driver) -> None:
+    lists = LaunchLists()
+
+    def fails() -> tuple[Tensor | None, ...]:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run(lists, torch.ones(4), torch.ones(4), fails)
+    assert launch_list.running is None
+
+
+def test_memory_does_not_grow(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_list, "_MOST_KNOWN", 3)
+    lists = LaunchLists()
+    for key in range(10):
+        lists.run(key, (torch.ones(4),), lambda: (None,))
+    assert len(lists._known) <= 3
+
+
+def test_a_gemm_gets_its_addresses_before_it_is_launched(module: Any, driver: Driver) -> None:
+    launches = module.LaunchList(*driver.addresses, (256, 256, 1, 256, 16))
+    algorithm = bytes(range(64))
+    launches.add_matmul(11, 12, (21, 22, 23, 24), 1.0, algorithm, 4096, (0, 1, 2, 3), ((17, 4), (8, -1)))
+    addresses = [256, 512, 777, 1024, 48]
+    assert launches.launch(5, 6, *addresses)
+    scale, bias, (_, arguments, factors, kept) = driver.calls
+    assert scale == ("attribute", 12, 17, 48, 8) and bias == ("attribute", 12, 8, 0, 8)
+    assert factors == [1.0, 1.0] and kept == algorithm
+    handle, descriptor, _, a, layout_a, b, layout_b, _, c, layout_c, d, layout_d, _, workspace, size, stream = arguments
+    assert (handle, descriptor, workspace, size, stream) == (11, 12, 6, 4096, 5)
+    assert (a, b, c, d) == (256, 512, 777, 1024) and (layout_a, layout_b, layout_c, layout_d) == (21, 22, 23, 24)
+    driver.calls.clear()
+    assert not launches.launch(5, 6, 128, *addresses[1:]) and not driver.calls
+
+
+def test_a_failed_launch_is_an_error(module: Any, driver: Driver) -> None:
+    launches = module.LaunchList(*driver.addresses, (1,))
+    launches.add_kernel(7, 1, 1, 32, 0, ((-1, 0),) * 5)
+    driver.status = 9
+    with pytest.raises(RuntimeError, match="launch 0 of a list, a kernel, failed with status 9"):
+        launches.launch(0, 0, 0)
+    launches = module.LaunchList(*driver.addresses, (1,))
+    launches.add_matmul(1, 2, (3, 4, 5, 6), 0.0, bytes(64), 0, (0, 0, -1, 0), ())
+    with pytest.raises(RuntimeError, match="launch 0 of a list, a GEMM, failed with status 9"):
+        launches.launch(0, 0, 0)
+
+
+def test_what_makes_no_list_is_an_error(module: Any) -> None:
+    with pytest.raises(ValueError, match="an alignment of 3 bytes"):
+        module.LaunchList(1, 2, 3, (3,))
+    with pytest.raises(ValueError, match="65 slots"):
+        module.LaunchList(1, 2, 3, (1,) * 65)
+    launches = module.LaunchList(1, 2, 3, (1, 1))
+    with pytest.raises(ValueError, match="there is no slot 2"):
+        launches.add_kernel(7, 1, 1, 32, 0, ((2, 0),))
+    with pytest.raises(ValueError, match="49 parameters"):
+        launches.add_kernel(7, 1, 1, 32, 0, ((-1, 0),) * 49)
+    with pytest.raises(ValueError, match="64 bytes"):
+        launches.add_matmul(1, 2, (3, 4, 5, 6), 0.0, bytes(63), 0, (0, 0, -1, 0), ())
+    with pytest.raises(TypeError, match="2 addresses"):
+        launches.launch(0, 0, 1)
+    assert launches.launch(0, 0, 1, 1), "an empty list queues nothing"
