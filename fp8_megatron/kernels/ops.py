@@ -33,12 +33,12 @@ from .health.reference import LOWEST_EXPONENT as LOWEST_EXPONENT
 from .health.reference import NUM_MAXIMA as NUM_MAXIMA
 from .health.reference import NUM_STATISTICS as NUM_STATISTICS
 from .health.reference import Statistic as Statistic
+from .launch_list import LaunchLists as LaunchLists
 from .norm import reference as _norm  # noqa: F401
 from .quantize import reference as _quantize  # noqa: F401
 from .quantize import weight as _weight  # noqa: F401
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
 from .quantize.blockwise import load_state as load_state
-from .launch_list import LaunchLists as LaunchLists
 from .reference import decode as decode
 from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
