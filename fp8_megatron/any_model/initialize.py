@@ -30,6 +30,7 @@ def initialize(
     process_group: Group | None = None,
     filter: LinearFilter | None = None,
     gradient_accumulation_steps: int | None = None,
+    recompute_activations: bool = False,
 ) -> tuple[Model, FP8Optimizer]:
     """Put a model's linear layers and its optimizer's state in FP8. Returns the same model, and a new optimizer.
 
@@ -49,6 +50,7 @@ def initialize(
         filter: (name, layer) → whether the layer may become FP8; None: all whose sizes an FP8 GEMM takes.
         gradient_accumulation_steps: backward passes per step. It saves the first step from moving its gradients to
             wider storage; None: found out.
+        recompute_activations: less memory for a slower backward (`replace_linears`).
 
     Raises:
         UserError: the model or the optimizer cannot be used, with its name and the fix.
@@ -66,20 +68,35 @@ def initialize(
     if _is_fully_sharded(model):
         from .fsdp import build_sharded_optimizer  # importing torch's FSDP2 takes seconds
 
-        given = {"recipe": recipe != "tensorwise", "filter": filter, "process_group": process_group}
+        given = {
+            "recipe": recipe != "tensorwise",
+            "filter": filter,
+            "recompute_activations": recompute_activations,
+            "process_group": process_group,
+        }
         unread = [name for name, value in given.items() if value]
         if unread:
             raise UserError(
-                f"{' and '.join(unread)}: fully_shard has sharded the model already; give recipe and filter to "
-                f"replace_linears before it; the ranks are those of its mesh"
+                f"{' and '.join(unread)}: fully_shard has sharded the model already; give recipe, filter and "
+                f"recompute_activations to replace_linears before it; the ranks are those of its mesh"
             )
         return model, build_sharded_optimizer(model, optimizer, opt_level)
-    if (recipe != "tensorwise" or filter is not None) and any(isinstance(m, FP8Linear) for m in model.modules()):
-        raise UserError("the model has FP8 layers already: give recipe and filter to replace_linears, which made them")
+    is_set = recipe != "tensorwise" or filter is not None or recompute_activations
+    if is_set and any(isinstance(m, FP8Linear) for m in model.modules()):
+        raise UserError(
+            "the model has FP8 layers already: give recipe, filter and recompute_activations to replace_linears, which "
+            "made them"
+        )
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         check_params(group, names)
-    replaced = replace_linears(model, recipe=recipe, weight=LEVELS[opt_level].weight, filter=filter)
+    replaced = replace_linears(
+        model,
+        recipe=recipe,
+        weight=LEVELS[opt_level].weight,
+        filter=filter,
+        recompute_activations=recompute_activations,
+    )
     built = build_optimizer(
         model,
         optimizer,

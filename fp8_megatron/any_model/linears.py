@@ -36,6 +36,7 @@ def replace_linears(
     recipe: Recipe | RecipeName = "tensorwise",
     weight: StorageDtype = StorageDtype.FP8,
     filter: LinearFilter | None = None,
+    recompute_activations: bool = False,
 ) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
     """Turn the linear layers of `model` into `FP8Linear`, in place. Returns old weight → new weight.
 
@@ -53,6 +54,9 @@ def replace_linears(
         recipe: how operands are scaled. With ``delayed`` the model is on its device already.
         weight: how trained weights are stored, fp8 or fp16. Frozen weights are FP8.
         filter: which layers may become FP8; None: all.
+        recompute_activations: a layer keeps nothing for its weight's gradient if GELU, SiLU or a product of two tensors
+            has made its input; backward computes the input again. It saves one byte an element and costs an elementwise
+            pass. Not under `torch.compile`.
 
     Raises:
         ValueError: a weight is float64 or complex; an unknown recipe, or another model's delayed one.
@@ -78,6 +82,10 @@ def replace_linears(
             assert isinstance(module, FP8Linear)
             slots[name] = list(module.quantizers.slots())
     _close_fast_paths(model)
+    if recompute_activations:
+        for module in model.modules():
+            if isinstance(module, FP8Linear):
+                module.recomputes_input = True
     if recipe.history is not None and slots:
         recipe.history.name_layers(slots)
         recipe.history.allocate(next(iter(replaced.values())).device)

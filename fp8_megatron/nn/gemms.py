@@ -25,17 +25,21 @@ from .links import LinearLinks
 from .operands import MainGrad
 from .parallelism import LOCAL, Local, PendingSum
 from .rows import OperandRows
+from .siblings import InputSharing
 
 
 class LinearParams(NamedTuple):
     """One linear layer: weight [N, K], bias [N] or None, its quantisers, how ranks share it, its links to other
-    layers."""
+    layers, what it knows of layers with the same input, and whether backward computes its input again (`recomputed`).
+    """
 
     weight: ScaledTensor
     bias: Tensor | None
     quantizers: LinearQuantizers
     parallelism: Local = LOCAL
     links: LinearLinks | None = None
+    sharing: InputSharing | None = None
+    recomputes_input: bool = False
 
     def cast_grad(self, grad_output: Tensor, *, transposed: bool = True) -> tuple[OperandRows, Tensor | None]:
         """See `Local.cast_grad`."""

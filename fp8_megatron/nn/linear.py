@@ -15,10 +15,11 @@ from torch import Tensor
 from ..quantization.operand import Quantized
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import TensorSource
-from . import local
+from . import local, siblings
 from .first_order import once_differentiable
 from .gemms import LinearParams, fprop, start_dgrad, wgrad
 from .operands import as_matrix, delivered
+from .recomputed import Recomputation, cast_again, recomputation_of
 
 
 def fp8_linear(
@@ -63,26 +64,67 @@ class _Call(NamedTuple):
 class _LocalFP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ScaledTensor, bias: Tensor | None, call: _Call) -> Tensor:
-        keeps_columns = call.has_backward and ctx.needs_input_grad[1]
-        y, operand = local.forward(as_matrix(x), call.linear, call.dtype, keeps_columns=keeps_columns)
+        keeps_input = call.has_backward and ctx.needs_input_grad[1]
+        made = _recomputation_of(x, call.linear) if keeps_input else None
+        y, operand = _local_forward(x, call, keeps_input and made is None)
         if call.has_backward:
-            columns = operand.t if keeps_columns else None
-            ctx.save_for_backward(*((None, None) if columns is None else (columns.payload, columns.scale)))
-            ctx.linear, ctx.input_shape = call.linear, x.shape
+            if not keeps_input:
+                ctx.save_for_backward(None)
+            elif made is None:
+                ctx.save_for_backward(operand.t.scale, operand.payload_t)
+            else:
+                ctx.save_for_backward(operand.shared_scale, *made.inputs)
+            ctx.linear, ctx.input_shape, ctx.function = call.linear, x.shape, None if made is None else made.function
         return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (columns, scale), linear, shape = ctx.saved_tensors, ctx.linear, ctx.input_shape
+        siblings.withdraw()
+        (scale, *kept), linear, shape = ctx.saved_tensors, ctx.linear, ctx.input_shape
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
-        x_t = Quantized(columns, None, scale, linear.quantizers.input.format) if needs_grad_weight else None
+        format = linear.quantizers.input.format
+        x_t = None
+        if needs_grad_weight and ctx.function is None:
+            x_t = Quantized(kept[0], None, scale, format)
+        elif needs_grad_weight:
+            x_t = cast_again(Recomputation(ctx.function, tuple(kept)), scale, format)
         grad_input, grad_weight, grad_bias = local.backward(
             as_matrix(grad_output), x_t, linear, needs_grad_input=needs_grad_input
         )
         if grad_input is not None and len(shape) != 2:
             grad_input = grad_input.view(*shape)
         return grad_input, grad_weight, delivered(grad_bias, linear.bias), None
+
+
+def _recomputation_of(x: Tensor, linear: LinearParams) -> Recomputation | None:
+    """How backward makes the input of `linear` again; None: the columns are kept. A layer with followers keeps them for
+    all.
+    """
+    if not linear.recomputes_input or siblings.has_followers(linear):
+        return None
+    return recomputation_of(x)
+
+
+def _local_forward(x: Tensor, call: _Call, keeps_columns: bool) -> tuple[Tensor, Quantized]:
+    """The output [T, N], and the input in FP8, with its columns if `keeps_columns`.
+
+    A cast that a sibling has made of `x` is taken (`siblings`).
+    """
+    linear, dtype = call.linear, call.dtype
+    if not call.has_backward:
+        return local.forward(as_matrix(x), linear, dtype, keeps_columns=False)
+    offer = siblings.found(x, linear)
+    operand = None if offer is None else offer.take(linear, needs_columns=keeps_columns)
+    if operand is not None:
+        return local.forward_of_cast(operand, linear, dtype), operand
+    offers = offer is None and siblings.can_offer(x, linear)
+    keeps_rows = offers and siblings.has_followers(linear)
+    y, operand = local.forward(as_matrix(x), linear, dtype, keeps_columns=keeps_columns, keeps_rows=keeps_rows)
+    siblings.has_cast(linear)
+    if offers:
+        siblings.offer(x, linear, operand if keeps_rows else None)
+    return y, operand
 
 
 class _FP8Linear(torch.autograd.Function):

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..formats import FP8_DTYPES
 from ..kernels import ops
-from ..quantization.operand import Quantized, multiply
+from ..quantization.operand import Format, Quantized, multiply
 from ..quantization.recipe import Quantizer
 from ..quantization.sources import GradSource, TensorSource
 from .gemms import LinearParams, bias_operand, deliver_wgrad, delivered_wgrad, weight_operand
 from .parallelism import LOCAL
 
-_forwards, _backwards = ops.LaunchLists(), ops.LaunchLists()
+_forwards, _products, _backwards = ops.LaunchLists(), ops.LaunchLists(), ops.LaunchLists()
 
 
 def is_local(linear: LinearParams) -> bool:
@@ -28,20 +28,36 @@ def is_local(linear: LinearParams) -> bool:
     return linear.parallelism is LOCAL and linear.links is None
 
 
-def forward(x: Tensor, linear: LinearParams, dtype: torch.dtype, *, keeps_columns: bool) -> tuple[Tensor, Quantized]:
-    """y [T, N] in `dtype` from x [T, K], and the input in FP8; with its columns, for `backward`, if `keeps_columns`."""
+def forward(
+    x: Tensor, linear: LinearParams, dtype: torch.dtype, *, keeps_columns: bool, keeps_rows: bool = False
+) -> tuple[Tensor, Quantized]:
+    """y [T, N] in `dtype` from x [T, K], and the input in FP8: with its columns, for `backward`, if `keeps_columns`;
+    with its rows, for `forward_of_cast`, if `keeps_rows`.
+    """
     known, bias = _known_parts(x, linear, linear.quantizers.input), linear.bias
     if known is None or not (bias is None or bias.is_contiguous()):
         return _forward(x, linear, dtype, keeps_columns)
 
-    def compute() -> tuple[Tensor, Tensor | None, Tensor]:
+    def compute() -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         y, operand = _forward(x, linear, dtype, keeps_columns)
-        return y, operand.payload_t, operand.scale
+        return y, operand.payload_t, operand.scale, operand.payload if keeps_rows else None
 
-    key = (dtype, keeps_columns, None if bias is None else bias.dtype, known.key)
-    y, columns, scale = _forwards.run(key, (bias, *known.tensors), compute)
+    key = (dtype, keeps_columns, keeps_rows, None if bias is None else bias.dtype, known.key)
+    y, columns, scale, rows = _forwards.run(key, (bias, *known.tensors), compute)
     assert y is not None and scale is not None
-    return y, Quantized(None, columns, scale, linear.quantizers.input.format)
+    return y, Quantized(rows, columns, scale, linear.quantizers.input.format)
+
+
+def forward_of_cast(operand: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor:
+    """y [T, N] in `dtype` from rows [T, K] in FP8."""
+    rows, bias = operand.payload, linear.bias
+    known = _known_weight(rows, operand.format, linear)
+    if known is None or not (bias is None or bias.is_contiguous()):
+        return _multiply(operand, linear, dtype)
+    key = (dtype, None if bias is None else bias.dtype, known.key)
+    (y,) = _products.run(key, (bias, operand.scale, *known.tensors), lambda: (_multiply(operand, linear, dtype),))
+    assert y is not None
+    return y
 
 
 def backward(
@@ -73,8 +89,12 @@ def backward(
 
 def _forward(x: Tensor, linear: LinearParams, dtype: torch.dtype, keeps_columns: bool) -> tuple[Tensor, Quantized]:
     operand = linear.quantizers.input.quantize(TensorSource(x, True, keeps_columns))
+    return _multiply(operand, linear, dtype), operand
+
+
+def _multiply(operand: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor:
     weight, bias = weight_operand(linear), bias_operand(linear, dtype)
-    return multiply(operand, weight, dtype, bias=bias, use_fast_accum=True), operand
+    return multiply(operand, weight, dtype, bias=bias, use_fast_accum=True)
 
 
 def _start_backward(
@@ -100,27 +120,33 @@ def _known_parts(x: Tensor, linear: LinearParams, quantizer: Quantizer) -> _Know
     """Those of a GEMM's operands: `x`, cast by `quantizer`, and the weight. None: torch's operations have a part in it,
     or the layer is not on a GPU.
     """
+    history = quantizer.history
+    if quantizer.probe is not None or (history is not None and not history.is_warm):
+        return None
+    known = _known_weight(x, quantizer.format, linear)
+    if known is None:
+        return None
+    scale = record = None
+    if history is not None:
+        scale, record = history.scale_of(quantizer.slot), history.record_of(quantizer.slot)
+    return _KnownParts((history is None, known.key), (*known.tensors, scale, record))
+
+
+def _known_weight(x: Tensor, format: Format, linear: LinearParams) -> _KnownParts | None:
+    """Those of `x` and the weight: `x` is multiplied in `format`, which it may have already."""
     if type(x) is not Tensor or not ops.LaunchLists.take(x) or not x.is_contiguous():
         return None
-    quantizers, weight, format = linear.quantizers, linear.weight, quantizer.format
-    weight_format = quantizers.weight
-    is_measured = quantizer.probe is not None or quantizers.weight_probe is not None
-    if is_measured or not (format.has_one_scale and weight_format.has_one_scale):
+    weight, weight_format = linear.weight, linear.quantizers.weight
+    if linear.quantizers.weight_probe is not None or not (format.has_one_scale and weight_format.has_one_scale):
         return None
-    scale = record = cast_scale = None
-    history = quantizer.history
-    if history is not None:
-        if not history.is_warm:
-            return None
-        scale, record = history.scale_of(quantizer.slot), history.record_of(quantizer.slot)
-    payload, scales = weight._payload, weight._scale
+    cast_scale, payload, scales = None, weight._payload, weight._scale
     if payload.dtype not in FP8_DTYPES:
         cast = weight.cast_scale
-        if cast is None or not cast.is_current or not payload.is_contiguous():
+        if cast is None or not cast.is_current or cast.numel != payload.numel() or not payload.is_contiguous():
             return None
         cast_scale = cast.scale
     key = (
-        *(x.shape, x.dtype, payload.shape, payload.dtype, scales.shape, history is None),
+        *(x.shape, x.dtype, payload.shape, payload.dtype, scales.shape),
         *(format.dtype, format.power_of_two, weight_format.dtype, weight_format.power_of_two),
     )
-    return _KnownParts(key, (x, payload, scales, cast_scale, scale, record))
+    return _KnownParts(key, (x, payload, scales, cast_scale))

@@ -18,6 +18,7 @@ from ..quantization.weight_shards import plain_copy, stored_part
 from .compiled import compiled_linear, new_token
 from .gemms import LinearParams
 from .linear import fp8_linear
+from .siblings import InputSharing
 
 #: Tensorwise current scaling.
 DEFAULT_RECIPE = Recipe("tensorwise", power_of_two=False)
@@ -51,6 +52,7 @@ class FP8Linear(torch.nn.Linear):
     Attributes:
         name: in the model, for errors.
         weight_dtype: of the weight in a state dict.
+        recomputes_input: an input that GELU, SiLU or a product has made is computed again in backward (`recomputed`).
         home: mark that its own weight has, too.
 
     Raises:
@@ -62,6 +64,8 @@ class FP8Linear(torch.nn.Linear):
     weight_dtype: torch.dtype
     name: str
     token: Tensor
+    sharing: InputSharing
+    recomputes_input: bool = False
     home: Any = None
 
     def __init__(
@@ -119,6 +123,7 @@ class FP8Linear(torch.nn.Linear):
         self.quantizers = recipe.linear_quantizers()
         self._row_multiple = recipe.size_multiple
         self.token = new_token(self)
+        self.sharing = InputSharing()
 
     def hold(self, weight: torch.nn.Parameter) -> None:
         """Make `weight`, a `ScaledTensor`, the layer's own; it may be another layer's too."""
@@ -196,7 +201,19 @@ class FP8Linear(torch.nn.Linear):
         is_compiling = torch.compiler.is_compiling()
         if not padding and not is_compiling:
             weight: Any = self._parameters["weight"]
-            return fp8_linear(x, LinearParams(weight, self.added_bias, self.quantizers_now), dtype=dtype)
+            linear = LinearParams(
+                weight,
+                self.added_bias,
+                self.quantizers_now,
+                sharing=self.sharing,
+                recomputes_input=self.recomputes_input,
+            )
+            return fp8_linear(x, linear, dtype=dtype)
+        if is_compiling and self.recomputes_input:
+            raise UserError(
+                f"{self.name}: recompute_activations does nothing under torch.compile, which decides itself what "
+                f"backward computes again: leave it out"
+            )
         if is_compiling and self.weight.home is not self.home:
             return self._multiply_exchanged(x, dtype)
         x2d = x.reshape(-1, self.in_features)
@@ -216,7 +233,7 @@ class FP8Linear(torch.nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.token = new_token(self)  # a copy is a layer of its own
+        self.token, self.sharing = new_token(self), InputSharing()  # a copy is a layer of its own
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

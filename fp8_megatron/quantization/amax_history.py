@@ -78,6 +78,7 @@ class AmaxHistory:
         self._written: Tensor | None = None
         self._written_amaxes: Sequence[Iterator[Tensor]] = ()
         self._num_written: list[int] = []
+        self._leaders: dict[int, int] = {}
 
     def add_slot(self, dtype: torch.dtype, *, headroom: float = 1.0, role: Role = Role.INPUT) -> int:
         """Reserve a slot for a tensor quantised to `dtype`; returns its index.
@@ -150,6 +151,16 @@ class AmaxHistory:
         recorded = self.amax_of(slot)
         torch.maximum(recorded, amax, out=recorded)
 
+    def follow(self, slot: int, leader: int) -> None:
+        """From now on `slot` is for a tensor that `leader` casts too: each step raises its amax to the leader's. So its
+        history is as if it had cast the tensor itself.
+        """
+        self._leaders[slot] = leader
+
+    def stop_following(self, slot: int) -> None:
+        """`slot` casts for itself again."""
+        self._leaders.pop(slot, None)
+
     def written_amax_of(self, slot: int) -> Tensor:
         """FP32 [1], where a GEMM writes an amax of `slot` instead of raising one; each call gives another place."""
         if self._num_written[slot] == _WRITTEN_AMAXES:
@@ -199,6 +210,11 @@ class AmaxHistory:
         if self.record is None or not self._largest:
             return
         assert self._written is not None
+        if self._leaders:
+            amaxes = self._amaxes
+            torch._foreach_maximum_(
+                [amaxes[slot] for slot in self._leaders], [amaxes[slot] for slot in self._leaders.values()]
+            )
         self._examined, self.report = ops.examine_records_(
             self.record,
             self._written,

@@ -24,18 +24,20 @@ _NO_DEVICE = 10**6
 
 @pytest.fixture(autouse=True)
 def new_lists() -> Iterator[None]:
-    for lists in (local._forwards, local._backwards):
+    for lists in (local._forwards, local._products, local._backwards):
         lists._known.clear()
     yield
-    for lists in (local._forwards, local._backwards):
+    for lists in (local._forwards, local._products, local._backwards):
         lists._known.clear()
 
 
 def num_lists() -> tuple[int, int]:
     """Of forwards and of backwards."""
-    lists = (local._forwards, local._backwards)
-    forwards, backwards = (sum(type(known) is launch_list._Replay for known in own._known.values()) for own in lists)
-    return forwards, backwards
+    return num_of(local._forwards), num_of(local._backwards)
+
+
+def num_of(lists: launch_list.LaunchLists) -> int:
+    return sum(type(known) is launch_list._Replay for known in lists._known.values())
 
 
 def model_of(bias: bool, dtype: torch.dtype) -> torch.nn.Module:
@@ -67,6 +69,48 @@ def results(
         optimizer.zero_grad()
         seen += [value.clone() for value in model.state_dict().values()]
     return seen
+
+
+class Siblings(torch.nn.Module):
+    """Three layers of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.nn.functional.gelu(x)
+        one, two, three = (layer(h) for layer in self.layers)
+        return torch.tanh(one) * two + three
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_siblings_compute_the_bits_of_layers_alone(monkeypatch: pytest.MonkeyPatch, level: Any, recipe: Any) -> None:
+    def trained(shares: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = Siblings().to("cuda", torch.bfloat16)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = fp8_megatron.initialize(model, optimizer, opt_level=level, recipe=recipe)
+        for layer in model.layers:
+            layer.sharing = layer.sharing if shares else None
+        generator, seen = torch.Generator("cuda").manual_seed(1), []
+        for _ in range(6):
+            x, grad = (torch.randn(128, 256, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in "xg")
+            y = model(x.requires_grad_())
+            y.backward(grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [y.detach(), x.grad, *(value.clone() for value in model.state_dict().values())]
+        return seen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_list, "first_device", _NO_DEVICE)
+        expected = trained(shares=False)
+    got = trained(shares=True)
+    assert num_of(local._products) == 1
+    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(one, other), index
 
 
 @pytest.mark.parametrize("bias", [True, False])
