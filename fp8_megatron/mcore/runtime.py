@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
@@ -28,7 +28,8 @@ class _CudaElsewhere(TorchFunctionMode):
 
     torch turns a mode off while it runs what the mode was asked for, and ``torch.autograd.backward`` is asked for, too.
     So backward is run by the engine here, with the mode on. So is the backward inside the backward of a recomputed
-    layer: its products have the bits of those of a layer that kept its activations.
+    layer or of a chunk (``torch.autograd.grad``): its products have the bits of those of a layer that kept its
+    activations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,6 +52,14 @@ class _CudaElsewhere(TorchFunctionMode):
             if pairs is not None:
                 with self:
                     return _run_backward(*pairs)
+        if func is torch.autograd.grad and self._in_fp32:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            inputs = given.pop("inputs")
+            given.pop("only_inputs", None)  # deprecated, and always on
+            pairs = _plain_backward(given.pop("outputs"), given.pop("grad_outputs", None), **given)
+            if pairs is not None:
+                with self:
+                    return _run_backward(*pairs, inputs)
         if kwargs:
             device = kwargs.get("device")
             if device is not None and str(device).startswith("cuda"):
@@ -62,7 +71,7 @@ class _CudaElsewhere(TorchFunctionMode):
 def _plain_backward(
     tensors: Sequence[object], grad_tensors: object = None, **others: object
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
-    """(tensors, gradients) of a schedule's backward or of a recomputed layer's: to all leaves, and once. Else None."""
+    """(tensors, gradients) of a backward that runs once, with no other argument given. Else None."""
     given = grad_tensors if isinstance(grad_tensors, Sequence) else [grad_tensors] * len(tensors)
     if any(others.values()) or not len(tensors) == len(given) > 0 or (len(given) > 1 and given is not grad_tensors):
         return None
@@ -78,11 +87,12 @@ def _plain_backward(
     return tuple(tensor for tensor, _ in found), tuple(gradient for _, gradient in found)
 
 
-def _run_backward(tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """What ``torch.autograd.backward`` does with tensors and their gradients."""
-    torch.autograd.Variable._execution_engine.run_backward(
-        tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+def _run_backward(
+    tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...], inputs: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...]:
+    """What ``torch.autograd.backward`` does; with `inputs`, what ``torch.autograd.grad`` does."""
+    run: Callable[..., tuple[Tensor, ...]] = torch.autograd.Variable._execution_engine.run_backward
+    return run(tensors, gradients, False, False, inputs, allow_unreachable=not inputs, accumulate_grad=not inputs)
 
 
 class CpuRngTracker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from fp8_megatron.mcore.runtime import runtime
+from fp8_megatron.nn.chunk_grads import in_chunks
 
 
 class _Product(torch.autograd.Function):
@@ -26,12 +28,24 @@ class _Product(torch.autograd.Function):
         return grads[0].matmul(weight), grads[0].t().matmul(x)
 
 
+def _again(x: Tensor, weight: Tensor) -> Tensor:
+    return tensor_parallel.checkpoint(_Product.apply, False, x, weight)
+
+
+def _one_chunk(x: Tensor, weight: Tensor) -> Tensor:
+    return in_chunks(_Product.apply, x, (weight,), rows=len(x))
+
+
 @pytest.mark.parametrize(
-    ("gives_gradient", "recomputes"), [(True, False), (False, False), (True, True)], ids=["gradient", "scalar", "again"]
+    ("product", "num_products", "gives_gradient"),
+    [(_Product.apply, 3, True), (_Product.apply, 3, False), (_again, 4, True), (_one_chunk, 4, True)],
+    ids=["gradient", "scalar", "again", "chunk"],
 )
-def test_products_of_16_bits_are_taken_in_fp32(gives_gradient: bool, recomputes: bool) -> None:
-    """In backward, too, and in the backward inside a checkpoint's: the values are those of FP32 products, rounded once,
-    and no product of 16 bits runs."""
+def test_products_of_16_bits_are_taken_in_fp32(
+    product: Callable[[Tensor, Tensor], Tensor], num_products: int, gives_gradient: bool
+) -> None:
+    """In backward, too, and in the backward inside that of a checkpoint or a chunk: the values are those of FP32
+    products, rounded once, and no product of 16 bits runs."""
     torch.manual_seed(0)
     x, weight = torch.randn(48, 64).bfloat16().requires_grad_(), torch.randn(32, 64).bfloat16().requires_grad_()
     cotangent = torch.randn(48, 32).bfloat16()
@@ -44,12 +58,12 @@ def test_products_of_16_bits_are_taken_in_fp32(gives_gradient: bool, recomputes:
             return func(*args, **(kwargs or {}))
 
     with runtime(torch.device("cpu")), Watch():
-        y = tensor_parallel.checkpoint(_Product.apply, False, x, weight) if recomputes else _Product.apply(x, weight)
+        y = product(x, weight)
         if gives_gradient:
             torch.autograd.backward(y, grad_tensors=cotangent)
         else:
             torch.autograd.backward((y * cotangent).sum())
-    assert dtypes == [torch.float32] * (4 if recomputes else 3)
+    assert dtypes == [torch.float32] * num_products
     assert x.grad is not None and weight.grad is not None
     g = cotangent.float()
     assert torch.equal(x.grad, (g @ weight.detach().float()).bfloat16())
@@ -57,7 +71,7 @@ def test_products_of_16_bits_are_taken_in_fp32(gives_gradient: bool, recomputes:
 
 
 def test_other_backward_calls_are_torch_s_own() -> None:
-    """Several tensors, kept graphs, chosen inputs, and a vector without a gradient."""
+    """Several tensors, kept graphs, chosen inputs, an input that is not used, and a vector without a gradient."""
     x = torch.randn(4, requires_grad=True)
     with runtime(torch.device("cpu")):
         y = x * 2
@@ -67,3 +81,10 @@ def test_other_backward_calls_are_torch_s_own() -> None:
         assert torch.equal(x.grad, torch.full((4,), 7.0))
         with pytest.raises(RuntimeError, match="scalar"):
             torch.autograd.backward(x * 2)
+        other = torch.randn(4, requires_grad=True)
+        grads: list[Any] = list(torch.autograd.grad((x * x).sum(), [x, other], allow_unused=True))
+        assert torch.equal(grads[0], 2 * x.detach()) and grads[1] is None
+        with pytest.raises(RuntimeError, match="allow_unused=True"):
+            torch.autograd.grad((x * x).sum(), [x, other])
+        (first,) = torch.autograd.grad((x * x * x).sum(), x, create_graph=True)
+        assert torch.allclose(torch.autograd.grad(first.sum(), x)[0], 6 * x.detach())
