@@ -80,9 +80,9 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"{config.model.seq_length % tp}; choose a seq_length that is a multiple of {tp}"
         )
     copies_rows = parallel.sequence_parallel and config.precision.is_fp8
-    if parallel.tp_transport == "copy_engine" and not copies_rows:
+    if parallel.tp_transport != "auto" and not copies_rows:
         yield (
-            f"tp_transport(copy_engine) serves FP8 layers under sequence parallelism, but precision is "
+            f"tp_transport({parallel.tp_transport}) serves FP8 layers under sequence parallelism, but precision is "
             f"{config.precision.precision} and sequence_parallel {parallel.sequence_parallel}; pass "
             f"--sequence-parallel with --precision fp8, or --tp-transport auto"
         )

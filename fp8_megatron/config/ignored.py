@@ -107,6 +107,16 @@ def _no_wsd(config: Config) -> str | None:
     return None if style == "WSD" else f"under lr_decay_style({style})"
 
 
+def _no_decay_end(config: Config) -> str | None:
+    is_constant = _no_decay(config) is not None and _no_warmup(config) is not None
+    return "under lr_decay_style(constant) without a warm-up" if is_constant else None
+
+
+def _growing_weight_decay(config: Config) -> str | None:
+    style = config.optimizer.weight_decay_incr_style
+    return None if style == "constant" else f"under weight_decay_incr_style({style})"
+
+
 def _random_tokens(config: Config) -> str | None:
     return "with mock_data" if config.data.mock_data else None
 
@@ -145,6 +155,10 @@ def _one_pass(config: Config) -> str | None:
 
 def _no_load(config: Config) -> str | None:
     return "without load" if config.checkpoint.load is None else None
+
+
+def _weights_alone(config: Config) -> str | None:
+    return "with finetune" if config.checkpoint.finetune else None
 
 
 def _no_tensorboard(config: Config) -> str | None:
@@ -195,6 +209,8 @@ _RULES = (
     ),
     Ignored(("lr_warmup_init",), _no_warmup, "give --lr-warmup-iters"),
     Ignored(("min_lr", "decoupled_min_lr"), _no_decay, "choose another --lr-decay-style"),
+    Ignored(("lr_decay_iters", "lr_decay_samples"), _no_decay_end, "choose another --lr-decay-style"),
+    Ignored(("weight_decay",), _growing_weight_decay, "choose --weight-decay-incr-style constant"),
     Ignored(("lr_wsd_decay_style",), _no_wsd, "choose --lr-decay-style WSD"),
     Ignored(
         ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), _random_tokens, "give --data-path instead"
@@ -231,6 +247,7 @@ _RULES = (
     Ignored(("full_validation",), _no_validation, "give --eval-interval"),
     Ignored(("data_sharding",), _one_pass, "give --dataloader-type cyclic"),
     Ignored(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _no_load, "give --load"),
+    Ignored(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _weights_alone, "drop --finetune"),
     Ignored(
         ("use_tokenizer_model_from_checkpoint_args",),
         lambda config: None if config.checkpoint.use_checkpoint_args else "without use_checkpoint_args",

@@ -28,7 +28,7 @@ def schedule_problems(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_warmup(config)
     yield from _check_decay(config, schedule, world_size)
     yield from _check_weight_decay(config)
-    yield from _check_skipped(config)
+    yield from _check_skipped(config, world_size)
     if config.optimizer.override_opt_param_scheduler and config.optimizer.use_checkpoint_opt_param_scheduler:
         yield "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler contradict each other; drop one"
 
@@ -140,8 +140,19 @@ def _check_weight_decay(config: Config) -> Iterator[str]:
         yield f"end_weight_decay({end}) < start_weight_decay({start}); weight decay may only grow"
 
 
-def _check_skipped(config: Config) -> Iterator[str]:
+def _check_skipped(config: Config, world_size: int) -> Iterator[str]:
     words = config.training.iterations_to_skip
     bad = [word for word in words if not (word.isdecimal() and word.isascii() and int(word) > 0)]
     if bad:
         yield f"iterations_to_skip({shortened(' '.join(bad))}) are no iterations; give numbers from 1 on, e.g. 120 121"
+        return
+    if config.counts_samples and config.checkpoint.load is not None:
+        return  # the steps before may have had other batches
+    last = config.train_iters(world_size)
+    late = [word for word in words if int(word) > last]
+    if late:
+        length = "train_samples" if config.counts_samples else "train_iters"
+        yield (
+            f"iterations_to_skip({shortened(' '.join(late))}) come after the last iteration({last}) of "
+            f"{length}({config.train_counts}); drop them"
+        )

@@ -109,6 +109,14 @@ def test_counts_are_those_of_single_steps(phases: tuple[tuple[int, int], ...]) -
         ),
         ("--decoupled-min-lr 1e-5", "decoupled_min_lr(1e-05) has no effect without decoupled_lr"),
         ("--decoupled-lr 1e-5 --min-lr 1e-4", "min_lr(0.0001) > decoupled_lr(1e-05)"),
+        (
+            "--train-iters 40 --iterations-to-skip 3 41 50",
+            "iterations_to_skip(41 50) come after the last iteration(40) of train_iters(40); drop them",
+        ),
+        (
+            "--train-samples 640 --iterations-to-skip 40 41",
+            "iterations_to_skip(41) come after the last iteration(40) of train_samples(640)",
+        ),
         ("--iterations-to-skip 0 3 x", "iterations_to_skip(0 x) are no iterations; give numbers from 1 on"),
         (
             "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --load .",

@@ -249,6 +249,11 @@ FULL = "--recompute-granularity full "
             "precision is fp8 and sequence_parallel False; pass --sequence-parallel",
         ),
         (
+            1,
+            "--tp-transport nccl",
+            "tp_transport(nccl) serves FP8 layers under sequence parallelism, but precision is fp8",
+        ),
+        (
             2,
             TP2 + "--sequence-parallel --bf16 --tp-transport copy_engine",
             "precision is bf16 and sequence_parallel True; pass --sequence-parallel with --precision fp8, or "
@@ -724,6 +729,21 @@ IGNORED = [
         "decoupled_min_lr",
         "--lr-decay-style constant --decoupled-lr 1e-3 --decoupled-min-lr 1e-5",
         "under lr_decay_style(constant)",
+    ),
+    (
+        "lr_decay_iters",
+        "--lr-decay-style constant --lr-decay-iters 50",
+        "under lr_decay_style(constant) without a warm-up; drop it or choose another --lr-decay-style",
+    ),
+    (
+        "weight_decay",
+        "--weight-decay 0.1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+        "under weight_decay_incr_style(linear); drop it or choose --weight-decay-incr-style constant",
+    ),
+    (
+        "use_checkpoint_opt_param_scheduler",
+        "--load . --finetune --use-checkpoint-opt_param-scheduler",
+        "with finetune; drop it or drop --finetune",
     ),
     ("grad_accumulation", "--bf16 --grad-accumulation local", "under precision(bf16); drop it or choose --precision"),
     ("grad_accumulation_dtype", "--bf16 --grad-accumulation-dtype bf16", "under precision(bf16)"),
