@@ -171,13 +171,14 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
 def _gradient_factor(saved: SavedRun, state: Resumable) -> float:
     """How much larger the gradients of a token are than in the run that saved, as a power of two, rounded up.
 
-    The loss is a mean over the samples of a replica before it is one over replicas. So a token's gradient is in inverse
-    proportion to the samples of a replica. Earlier versions saved no batch: their gradients are taken for as large.
+    The loss is a mean over the tokens of a replica before it is one over replicas. So a token's gradient is in inverse
+    proportion to the tokens of a replica. Earlier versions saved no tokens: their gradients are taken for as large.
     """
-    schedule = saved.description.get("schedule") or {}
-    before, now = schedule.get("global_batch_size"), state.config.global_batch_size(state.topology.world_size)
+    before = saved.description.get("tokens_of_next_step")
     if not before:
         return 1.0
+    batches = state.config.batch_schedule(state.topology.world_size)
+    now = batches.batch_size(saved.description["consumed_samples"]) * state.config.model.seq_length
     ratio = before * state.topology.replicas.size / (now * saved.num_replicas)
     return float(2.0 ** math.ceil(math.log2(ratio)))
 

@@ -225,6 +225,7 @@ def _extra_state(placement: Placement) -> Iterator[str]:
 def describe(state: Resumable, progress: Progress) -> dict[str, Any]:
     """What ``checkpoint.json`` says."""
     precision, state_dtype = state.config.precision, state.config.checkpoint.ckpt_state_dtype
+    batches = state.config.batch_schedule(state.topology.world_size)
     return {
         "format_version": FORMAT_VERSIONS[state_dtype],
         "state_dtype": state_dtype,
@@ -233,6 +234,7 @@ def describe(state: Resumable, progress: Progress) -> dict[str, Any]:
         "skipped_steps": progress.skipped_steps,
         "scheduled_samples": progress.scheduled_samples,
         "schedule": dict(progress.schedule),
+        "tokens_of_next_step": batches.batch_size(progress.consumed_samples) * state.config.model.seq_length,
         "topology": topology_of(state.topology),
         "level": precision.level,
         "vocab_size": state.vocab_size,

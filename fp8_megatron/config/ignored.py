@@ -196,7 +196,13 @@ _RULES = (
         "choose --precision fp8",
     ),
     Ignored(
-        ("fp8_power_of_two_scales", "fp8_health_interval", "grad_accumulation", "grad_accumulation_dtype"),
+        (
+            "fp8_power_of_two_scales",
+            "fp8_health_interval",
+            "fp8_weight_grad_scaling",
+            "grad_accumulation",
+            "grad_accumulation_dtype",
+        ),
         _not_fp8,
         "choose --precision fp8",
     ),

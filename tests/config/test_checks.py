@@ -721,6 +721,7 @@ IGNORED = [
     ),
     ("fp8_margin", "--fp8-recipe tensorwise --fp8-margin 1", "under fp8_recipe(tensorwise); drop it or choose"),
     ("fp8_amax_compute_algo", "--fp8-recipe blockwise --fp8-amax-compute-algo most_recent", "under fp8_recipe(block"),
+    ("fp8_weight_grad_scaling", "--bf16 --fp8-weight-grad-scaling block", "under precision(bf16)"),
     ("hysteresis", "--hysteresis 1", "under precision(fp8); drop it or choose fp16"),
     ("loss_scale_window", "--fp16 --loss-scale 8 --loss-scale-window 5", "with loss_scale(8.0)"),
     ("lr_warmup_init", "--lr-warmup-init 1e-5", "without a warm-up"),

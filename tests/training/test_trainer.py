@@ -512,24 +512,45 @@ def test_a_resumed_run_leaves_the_metrics_of_another_run_whole(
     assert [record["iteration"] for record in read_records(logs / "metrics.jsonl")] == [3, 4]
 
 
-@pytest.mark.parametrize("first_layers", [0, 1])
-def test_delayed_scales_of_a_checkpoint_fit_the_run(tmp_path: Path, first_layers: int) -> None:
-    """A resumed run with an eighth of the batch has gradients eight times as large, and they are not clamped. A layer
+_BY_LAYERS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ({"global_batch_size": 16}, {"global_batch_size": 2}),
+        ({"global_batch_size": 16}, {"step_batch_size_schedule": ["0:2", "64K:16"]}),
+        ({"seq_length": 128}, {"seq_length": 16}),
+        (
+            {"global_batch_size": 16, **_BY_LAYERS},
+            {
+                "global_batch_size": 2,
+                **_BY_LAYERS,
+                "num_layers_at_start_in_bf16": 0,
+                "num_layers_at_end_in_bf16": 1,
+            },
+        ),
+    ],
+    ids=["batch", "schedule", "sequences", "layers"],
+)
+def test_delayed_scales_of_a_checkpoint_fit_the_run(
+    tmp_path: Path, first: dict[str, Any], last: dict[str, Any]
+) -> None:
+    """A resumed run with an eighth of the tokens has gradients eight times as large, and they are not clamped. A layer
     takes no scales of another one: with one layer in BF16, at first the first and then the last, scales start anew.
 
     Current scaling, from the same checkpoint, has the gradient norm within E4M3's and E5M2's rounding errors.
     """
-    shared = {"micro_batch_size": 1, "hidden_size": 64, "num_attention_heads": 4, "lr": 1e-3, "lr_decay_iters": 9}
-    first, last = ({}, {})
-    if first_layers:
-        first = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
-        last = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 1}
+    shared = {
+        **{"micro_batch_size": 1, "hidden_size": 64, "num_attention_heads": 4, "lr": 1e-3, "lr_decay_iters": 9},
+        "position_embedding_type": "rope",
+    }
     saved = tmp_path / "saved"
-    flags = {**shared, **first, "global_batch_size": 16, "train_iters": 4, "save": str(saved)}
+    flags = {**shared, **first, "train_iters": 4, "save": str(saved)}
     Trainer(parse_config(tiny_flags(tmp_path / "first", **flags))).fit()
     norms = []
     for recipe in ("delayed", "tensorwise"):
-        flags = {**shared, **last, "global_batch_size": 2, "train_iters": 5, "fp8_recipe": recipe, "load": str(saved)}
+        flags = {**shared, **last, "train_iters": 5, "fp8_recipe": recipe, "load": str(saved)}
         Trainer(parse_config(tiny_flags(tmp_path / recipe, **flags))).fit()
         (record,) = read_records(tmp_path / recipe / METRICS_FILE)
         norms.append(record["grad_norm"])
