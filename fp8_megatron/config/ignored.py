@@ -253,7 +253,7 @@ _RULES = (
     Ignored(("full_validation",), _no_validation, "give --eval-interval"),
     Ignored(("data_sharding",), _one_pass, "give --dataloader-type cyclic"),
     Ignored(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _no_load, "give --load"),
-    Ignored(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _weights_alone, "drop --finetune"),
+    Ignored(("use_checkpoint_opt_param_scheduler",), _weights_alone, "drop --finetune"),
     Ignored(
         ("use_tokenizer_model_from_checkpoint_args",),
         lambda config: None if config.checkpoint.use_checkpoint_args else "without use_checkpoint_args",

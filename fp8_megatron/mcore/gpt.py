@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -18,7 +18,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from ..config.pipeline_layout import PipelineLayout
-from ..config.schema import Config, ModelConfig, PrecisionConfig
+from ..config.schema import Config, ModelConfig
 from ..config.windows import layer_pattern, window_sizes
 from ..formats import E4M3
 from ..nn.chunked_loss import TokenLoss, loss_in_chunks
@@ -32,6 +32,14 @@ from .lm_head import FP8OutputLayer
 from .offload import offload_layers
 from .rope import RotaryTable, replaced_position_embedding, rotary_table, tell_yarn
 from .topology import Topology
+
+#: megatron-core's names of the kernels of attention in Transformer Engine.
+_TE_ATTENTION = {
+    "auto": AttnBackend.auto,
+    "cudnn": AttnBackend.fused,
+    "flash": AttnBackend.flash,
+    "math": AttnBackend.unfused,
+}
 
 
 class MegatronGPT(GPTModel):
@@ -183,7 +191,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
         recompute_modules=_recomputed_modules(config),
-        **_te_settings(config.precision),
+        **_te_settings(config),
     )
     tell_yarn(settings, model)
     return settings
@@ -241,11 +249,13 @@ def _tanh_gelu(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-def _te_settings(precision: PrecisionConfig) -> dict[str, Any]:
-    """megatron-core's FP8 settings. Only Transformer Engine's layers read them."""
+def _te_settings(config: Config) -> dict[str, Any]:
+    """megatron-core's FP8 settings and its kernel of attention. Only Transformer Engine's layers read them."""
+    precision = config.precision
     if precision.precision != "te":
         return {}
     return {
+        "attention_backend": _TE_ATTENTION[config.model.attention_backend],
         "fp8": "hybrid",
         "fp8_recipe": precision.fp8_recipe,
         "fp8_amax_history_len": precision.fp8_amax_history_len,

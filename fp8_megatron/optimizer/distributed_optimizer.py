@@ -85,6 +85,8 @@ class FP8DistributedOptimizer:
         self._copied: Copied | None = None
         # The same on all ranks, although one rank may have no linear weight in FP8.
         self._releases = storage.releases_gradients
+        #: bool [1]: whether the backward of this step has updated a parameter.
+        self._released_moved = torch.zeros(1, dtype=torch.bool, device=device)
         self._take_released()
 
     @property
@@ -149,6 +151,7 @@ class FP8DistributedOptimizer:
         for history in self._histories:
             seen = torch.maximum(seen, history.amax.amax(dim=0, keepdim=True))
         factor = _scaled(seen * 0.0 + 1.0, state)  # NaN where it is not finite
+        self._released_moved.logical_or_(torch.isfinite(factor))
         state.update_slot(grad, group, self.config, grad_factor=factor, step_count=self.step_count + 1)
 
     def _moved(self, factor: Tensor) -> Tensor:
@@ -156,9 +159,8 @@ class FP8DistributedOptimizer:
         moved = torch.isfinite(factor)
         if not self._releases:
             return moved
-        for buffer in self.buffers:
-            if isinstance(buffer, ReleasedGradBuffer):
-                moved = moved | torch.isfinite(buffer.squared_norms).any()
+        moved = moved | self._released_moved
+        self._released_moved.zero_()
         if self._world is not None and self._world.size() > 1:
             count = moved.float()
             torch.distributed.all_reduce(count, group=self._world)

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ..checkpoint.run_state import Progress
+from ..config.checks import ConfigError
 from ..config.learning_rate import LearningRateSchedule, scaled
 from ..config.schema import Config
 
@@ -71,11 +72,20 @@ class RunSchedule:
         The flags say which schedule the run follows from there, and a warning names what differs from the
         checkpoint's. With --use-checkpoint-opt_param-scheduler it is the checkpoint's;
         --override-opt_param-scheduler gives no warning.
+
+        Raises:
+            ConfigError: the checkpoint's is asked for, and it holds none, as Megatron-LM's.
         """
         saved = dict(progress.schedule)
         if saved and not self._config.counts_samples:
             saved = scaled(saved, self._batch_size, saved["global_batch_size"])
-        if self._config.optimizer.use_checkpoint_opt_param_scheduler and saved:
+        takes_saved = self._config.optimizer.use_checkpoint_opt_param_scheduler
+        if takes_saved and progress.iteration > 0 and not saved:
+            raise ConfigError(
+                f"use_checkpoint_opt_param_scheduler: the checkpoint of iteration {progress.iteration} does not say "
+                f"which schedule it followed; drop it, and give the schedule's flags"
+            )
+        if takes_saved and saved:
             self._follow(self._schedule.with_saved(saved))
         elif not quiet and not self._config.optimizer.override_opt_param_scheduler:
             self._warn(saved)

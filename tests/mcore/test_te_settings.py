@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 
 from fp8_megatron.config.schema import PrecisionConfig
@@ -17,3 +21,12 @@ def test_transformer_engine_is_told_what_stays_out_of_fp8() -> None:
     assert (told.fp8, told.fp8_recipe) == ("hybrid", "tensorwise")
     assert told.first_last_layers_bf16
     assert (told.num_layers_at_start_in_bf16, told.num_layers_at_end_in_bf16) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("auto", "auto"), ("cudnn", "fused"), ("flash", "flash"), ("math", "unfused")]
+)
+def test_transformer_engine_is_told_the_kernel_of_attention(ours: Any, theirs: str) -> None:
+    model = replace(GPT3_STYLE, attention_backend=ours)
+    told = transformer_config(tiny_config(model, precision=PrecisionConfig(precision="te")), torch.device("cpu"))
+    assert told.attention_backend.name == theirs

@@ -171,6 +171,16 @@ def test_no_weight_is_read_after_its_update(ranks: RankPool, recompute: bool) ->
         assert kinds == ["read"] * (3 if recompute else 2) + ["write"]
 
 
+def _state_of(gpt: TinyGPT) -> dict[str, bytes]:
+    """Master and moments of every parameter of one replica."""
+    held = {}
+    for state, slot in gpt.optimizer.slots():
+        (fragment,) = state.space.fragments(slot)
+        parts = [state.part(kind, slot, fragment).load() for kind in ("master", "exp_avg", "exp_avg_sq")]
+        held[slot.name] = torch.stack(parts).numpy().tobytes()
+    return held
+
+
 def _with_bad_gradients(config: Config, all_bad: bool) -> tuple[list[str], float, float, list[str], list[str]]:
     """(names of bad gradients, norm, step count, linear weights that moved, other parameters that moved)."""
 
@@ -187,20 +197,12 @@ def _with_bad_gradients(config: Config, all_bad: bool) -> tuple[list[str], float
                 grad[-1] = torch.nan
             write(self, slot, grad)
 
-        def everything() -> dict[str, bytes]:
-            held = {}
-            for state, slot in gpt.optimizer.slots():
-                (fragment,) = state.space.fragments(slot)
-                parts = [state.part(kind, slot, fragment).load() for kind in ("master", "exp_avg", "exp_avg_sq")]
-                held[slot.name] = torch.stack(parts).numpy().tobytes()
-            return held
-
-        before = everything()
+        before = _state_of(gpt)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ReleasedGradBuffer, "_write", spoilt)
             forward_backward(gpt, config, random_batches(1, 1)[0])
             norm = gpt.optimizer.step().item()
-        moved = {name for name, value in everything().items() if value != before[name]}
+        moved = {name for name, value in _state_of(gpt).items() if value != before[name]}
         linear = {slot.name for slot in buffer.space.slots}
         return (
             buffer.non_finite_slots(),
@@ -229,6 +231,27 @@ def test_a_step_with_nothing_but_bad_gradients_changes_nothing(ranks: RankPool) 
         _with_bad_gradients, config_of(released(STRETCH)), True, num_ranks=1
     )
     assert norm != norm and count == 0.0 and len(bad) == 8 and linear == rest == []
+
+
+def _with_a_bad_cast(config: Config) -> tuple[float, float, bool]:
+    """(norm, step count, whether anything moved) of a step in which a cast saw inf, which its delayed scale clamps."""
+
+    def work(gpt: TinyGPT, config: Config) -> tuple[float, float, bool]:
+        before, history = _state_of(gpt), gpt.chunks[0].recipe.history
+        assert history is not None
+        history.amax_of(0).fill_(torch.inf)
+        forward_backward(gpt, config, random_batches(1, 1)[0])
+        norm = gpt.optimizer.step().item()
+        return norm, gpt.optimizer.step_count.item(), _state_of(gpt) != before
+
+    return in_one_rank(work, config)
+
+
+def test_a_step_that_a_cast_skips_is_not_counted(ranks: RankPool) -> None:
+    """Its gradients are finite."""
+    config = config_of(released(FORMS["O3-delayed"]))
+    ((norm, count, moved),) = ranks.run(_with_a_bad_cast, config, num_ranks=1)
+    assert norm != norm and count == 0.0 and not moved
 
 
 def _second_gradient(config: Config) -> str:

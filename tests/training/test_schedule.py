@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from fp8_megatron.checkpoint.files import saved_iterations
 from fp8_megatron.checkpoint.run_state import Progress
-from fp8_megatron.config.checks import check_config
+from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.data.splits import process_group
 from fp8_megatron.data.tokenizer import NullTokenizer
@@ -378,5 +378,12 @@ def test_a_checkpoint_without_a_schedule_resumes_by_its_iteration() -> None:
     optimizer = groups()
     words = tiny_flags(Path("unused"), train_iters=10, lr_decay_style="linear", global_batch_size=12)
     schedule = RunSchedule(optimizer, parse_config(words), 1)
-    schedule.resume(Progress.of({"iteration": 4, "consumed_samples": 48, "skipped_steps": 0}))
+    progress = Progress.of({"iteration": 4, "consumed_samples": 48, "skipped_steps": 0})
+    schedule.resume(progress)
     assert schedule.counted_samples == 48
+    asked = parse_config([*words, "--load", ".", "--use-checkpoint-opt_param-scheduler"])
+    with pytest.raises(
+        ConfigError, match="the checkpoint of iteration 4 does not say which schedule it followed; drop"
+    ):
+        RunSchedule(optimizer, asked, 1).resume(progress)
+    RunSchedule(optimizer, asked, 1).resume(Progress())  # the weights of --pretrained-checkpoint
