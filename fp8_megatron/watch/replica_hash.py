@@ -50,7 +50,8 @@ class ReplicasDiffer(RuntimeError):
 
 def hash_bits(tensor: Tensor) -> Tensor:
     """int64 [1], the hash of a tensor's bits (the module's docstring). Does not wait for the device."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # Not view(-1): a single element counts as contiguous whatever its stride is, and then cannot be viewed as bytes.
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0 else flat
     total = torch.zeros(1, dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _PIECE):

@@ -32,6 +32,13 @@ def test_every_bit_and_every_place_counts(dtype: torch.dtype) -> None:
     assert not torch.equal(whole, hash_bits(bits.flip(0).contiguous().view(dtype)))
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_bits_count_wherever_they_lie(count: int) -> None:
+    """Scales are four floats apart; a stage may have a single one."""
+    apart = torch.randn(3, 4)[3 - count :, 0]
+    assert torch.equal(hash_bits(apart), hash_bits(torch.tensor(apart.tolist())))
+
+
 def test_pieces_are_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(5000)
     whole = hash_bits(values)
