@@ -58,8 +58,10 @@ def may_use_cudnn(backend: AttentionBackend, seq_length: int, *, recorded: bool,
         recorded: whether steps are CUDA graphs.
 
     Raises:
-        UnsupportedDeviceError: the run may not use cuDNN, and `backend` allows only cuDNN.
+        UnsupportedDeviceError: the run may not use cuDNN, or there is no GPU, and `backend` allows only cuDNN.
     """
+    if device.type == "cpu" and backend == "cudnn":
+        raise UnsupportedDeviceError("--attention-backend cudnn needs a GPU, and there is none here; drop it")
     if device.type != "cuda" or SDPBackend.CUDNN_ATTENTION not in _BACKENDS[backend]:
         return True
     may = not recorded or cudnn.can_record(seq_length)

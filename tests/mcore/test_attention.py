@@ -164,6 +164,8 @@ def test_cudnn_alone_is_refused_where_it_cannot_be_recorded(monkeypatch: pytest.
     with pytest.raises(UnsupportedDeviceError, match=r"--seq-length 1000.*unset CUDNN_HOME\(/opt/cudnn\), or give"):
         attention.may_use_cudnn("cudnn", 1000, recorded=True, device=torch.device("cuda"))
     assert attention.may_use_cudnn("cudnn", 1000, recorded=False, device=torch.device("cuda"))
+    with pytest.raises(UnsupportedDeviceError, match="--attention-backend cudnn needs a GPU, and there is none here"):
+        attention.may_use_cudnn("cudnn", 1024, recorded=False, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
