@@ -112,11 +112,6 @@ def _no_decay_end(config: Config) -> str | None:
     return "under lr_decay_style(constant) without a warm-up" if is_constant else None
 
 
-def _growing_weight_decay(config: Config) -> str | None:
-    style = config.optimizer.weight_decay_incr_style
-    return None if style == "constant" else f"under weight_decay_incr_style({style})"
-
-
 def _random_tokens(config: Config) -> str | None:
     return "with mock_data" if config.data.mock_data else None
 
@@ -216,7 +211,6 @@ _RULES = (
     Ignored(("lr_warmup_init",), _no_warmup, "give --lr-warmup-iters"),
     Ignored(("min_lr", "decoupled_min_lr"), _no_decay, "choose another --lr-decay-style"),
     Ignored(("lr_decay_iters", "lr_decay_samples"), _no_decay_end, "choose another --lr-decay-style"),
-    Ignored(("weight_decay",), _growing_weight_decay, "choose --weight-decay-incr-style constant"),
     Ignored(("lr_wsd_decay_style",), _no_wsd, "choose --lr-decay-style WSD"),
     Ignored(
         ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), _random_tokens, "give --data-path instead"

@@ -737,11 +737,6 @@ IGNORED = [
         "under lr_decay_style(constant) without a warm-up; drop it or choose another --lr-decay-style",
     ),
     (
-        "weight_decay",
-        "--weight-decay 0.1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
-        "under weight_decay_incr_style(linear); drop it or choose --weight-decay-incr-style constant",
-    ),
-    (
         "use_checkpoint_opt_param_scheduler",
         "--load . --finetune --use-checkpoint-opt_param-scheduler",
         "with finetune; drop it or drop --finetune",
