@@ -10,7 +10,6 @@ is one document; with --split-on-blank-lines, each paragraph is one. Files get t
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import os
 import signal
@@ -33,6 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..data.documents import RawBatch, check_inputs, is_plain_text, parse_batch, read_batches
+from ..data.forks import freeing_nothing_of_the_parent
 from ..data.sentences import SentenceSplitter
 from ..data.token_writer import PartitionedWriter, TokenizedDocuments
 from ..data.tokenizer import Tokenizer
@@ -153,21 +153,20 @@ def encode_all(encoding: Encoding, batches: Iterator[RawBatch], num_workers: int
         num_workers, multiprocessing.get_context(method), initializer=_leave_signals_to_parent
     )
     pending: deque[Future[EncodedBatch]] = deque()
-    gc.freeze()  # what this process made may not be freed in a forked one
-    try:
-        for batch in batches:
-            pending.append(executor.submit(encode, encoding, batch))
-            if len(pending) >= _BATCHES_PER_WORKER * num_workers:
+    with freeing_nothing_of_the_parent():
+        try:
+            for batch in batches:
+                pending.append(executor.submit(encode, encoding, batch))
+                if len(pending) >= _BATCHES_PER_WORKER * num_workers:
+                    yield pending.popleft().result()
+            while pending:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise ValueError(
-            f"a worker process died, probably out of memory: give fewer --workers than {num_workers}"
-        ) from error
-    finally:
-        executor.shutdown(cancel_futures=True)
-        gc.unfreeze()
+        except BrokenProcessPool as error:
+            raise ValueError(
+                f"a worker process died, probably out of memory: give fewer --workers than {num_workers}"
+            ) from error
+        finally:
+            executor.shutdown(cancel_futures=True)
 
 
 def _leave_signals_to_parent() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing
 import signal
 import weakref
@@ -15,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .document_bounds import CU_SEQLENS, Bounds
+from .forks import freeing_nothing_of_the_parent
 from .sequence_parts import NUM_TOKENS, SequencePart
 
 #: Keys of a sample (each tensor [seq]) and a batch (each [micro_batch, seq]). loss_mask is float32, the others int64.
@@ -135,11 +135,9 @@ class BatchLoader(Iterator[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, loader: DataLoader):
-        if loader.num_workers:
-            # A process group in a cycle must not be freed in a forked process: it waits for threads that are not there.
-            gc.collect()
         before = set(multiprocessing.active_children())
-        self._batches: Iterator[dict[str, torch.Tensor]] | None = iter(loader)
+        with freeing_nothing_of_the_parent():
+            self._batches: Iterator[dict[str, torch.Tensor]] | None = iter(loader)
         self._processes = set(multiprocessing.active_children()) - before
         if self._processes:
             atexit.register(_close, weakref.ref(self))
