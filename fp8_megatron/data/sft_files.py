@@ -20,7 +20,7 @@ from .splits import cache_folder
 logger = logging.getLogger(__name__)
 
 #: Raised when the same conversations would give other tokens.
-_FORMAT = 1
+_FORMAT = 2
 _PARTS = ("tokens", "is_answer", "conversation_ends", "line_ends")
 
 

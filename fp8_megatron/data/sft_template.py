@@ -52,9 +52,9 @@ class ChatTemplate:
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a conversation, and which of them the loss is taken over.
 
-        The ids are those of transformers' ``apply_chat_template``. A token belongs to an answer if its first character
-        does. If the template has not written the tokenizer's end token behind the last answer, that token is appended
-        and belongs to it.
+        The ids and the mask are those of transformers' ``apply_chat_template``: a token belongs to an answer if one of
+        its characters does. If the template has not written the tokenizer's end token behind the last answer, that
+        token is appended. It belongs to the answer if nobody speaks after it.
 
         Returns:
             int32 [n], bool [n].
@@ -65,16 +65,16 @@ class ChatTemplate:
         text, spans = self._marked(conversation) if self._marks_answers else self._compared(conversation)
         encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = np.array(encoded["input_ids"], dtype=np.int32)
-        first_characters = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+        first, behind = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T  # characters of each token
         is_answer = np.zeros(len(tokens), dtype=bool)
         for start, end in spans:
-            is_answer |= (first_characters >= start) & (first_characters < end)
+            is_answer |= (behind > start) & (first < end)
         if not is_answer.any():
             raise UserError(f"{conversation.place}: the chat template writes no token of the answer; give another")
         eod = self.tokenizer.eod
-        last_answer = int(first_characters.searchsorted(spans[-1][0]))
-        if eod not in tokens[last_answer:]:
-            tokens, is_answer = np.append(tokens, np.int32(eod)), np.append(is_answer, True)
+        if eod not in tokens[behind > spans[-1][0]]:
+            answers_last = conversation.messages[-1]["role"] == ANSWERING
+            tokens, is_answer = np.append(tokens, np.int32(eod)), np.append(is_answer, answers_last)
         return tokens, is_answer
 
     def _marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:

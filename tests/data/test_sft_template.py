@@ -52,6 +52,29 @@ def test_a_written_end_is_not_written_twice(tokenizer: HuggingFaceTokenizer) -> 
     assert answers == "ja 😀\nassistant<|endoftext|>user<|endoftext|>"
 
 
+def test_the_mask_is_transformers_where_a_token_crosses_a_border(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_chat_tokenizer(tmp_path), special_tokens=(": a", "b\n"))
+    template = (
+        "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\n' }}{% endfor %}"
+    )
+    content = talk("ab", "ab", "b", "a c b")
+    (conversation,) = conversations_of(json.dumps(content).encode(), "x.jsonl:7")
+    ids, is_answer = ChatTemplate(tokenizer, template).encode(conversation)
+    theirs = tokenizer.backend.apply_chat_template(
+        content["messages"], chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids.tolist() == [*theirs["input_ids"], tokenizer.eod]
+    assert is_answer.tolist() == [*map(bool, theirs["assistant_masks"]), True]
+    assert tokenizer.decode(ids[is_answer].tolist()) == ": ab\n: a c b\n<|endoftext|>"
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED_CHATML])
+def test_an_end_behind_a_question_is_no_answer(tokenizer: HuggingFaceTokenizer, template: str) -> None:
+    ids, answers = encoded(tokenizer, template, talk("q", "a", "and?"))
+    assert ids[-1] == tokenizer.eod and answers == "a<|im_end|>\n"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "answers"),
     [
