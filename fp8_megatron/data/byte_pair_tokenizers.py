@@ -76,7 +76,7 @@ class GPT2BPETokenizer(Tokenizer):
         for token in (_END_OF_TEXT, *special_tokens):
             model.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         self._model = model
-        super().__init__(model.get_vocab_size(), eod, vocab_file)
+        super().__init__(max(model.get_vocab().values()) + 1, eod, vocab_file)  # ids may leave some out
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:

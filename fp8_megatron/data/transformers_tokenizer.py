@@ -57,7 +57,8 @@ class HuggingFaceTokenizer(Tokenizer):
             )
             if special_tokens:
                 self._tokenizer.add_tokens(list(special_tokens), special_tokens=True)
-            eod, num_tokens = self._tokenizer.eos_token_id, len(self._tokenizer)
+            eod, ids = self._tokenizer.eos_token_id, self._tokenizer.get_vocab().values()
+            num_tokens = max(len(self._tokenizer), max(ids, default=0) + 1)  # ids may leave some out
             self._tokenizer("a", add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise

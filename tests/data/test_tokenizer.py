@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 
 from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, padded_vocab_size
-from fp8_megatron.data.tokenizer_settings import build_tokenizer
+from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
 
 AWKWARD = [
     "",
@@ -144,6 +144,21 @@ def test_hugging_face_folder(tmp_path, python_source):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+def test_a_vocabulary_reaches_to_its_largest_id(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    model = tokenizers.models.BPE({"a": 0, "b": 1, "<|endoftext|>": 2, "ab": 70_000}, [("a", "b")])
+    model.save(str(tmp_path))
+    files = TokenizerOptions(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt"))
+    backend = tokenizers.Tokenizer(model)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(tmp_path)
+    for tokenizer in (
+        build_tokenizer("GPT2BPETokenizer", None, options=files),
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path)),
+    ):
+        assert tokenizer.encode("bab") == [1, 70_000] and tokenizer.vocab_size == 70_001
 
 
 @pytest.mark.parametrize(
