@@ -71,7 +71,8 @@ take() {
 for input in "${inputs[@]}"; do
   case $input in
     http://* | https://*)
-      file=$output/$(basename "${input%%\?*}")
+      # Two addresses may end alike.
+      file=$output/$(printf %s "$input" | sha256sum | cut -c1-8)-$(basename "${input%%\?*}")
       if ! [ -f "$file" ]; then
         say "downloading $input"
         curl --fail --location --retry 5 --continue-at - --output "$file.partial" "$input" || fail "no download of $input"

@@ -7,9 +7,13 @@ import gzip
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -82,6 +86,24 @@ def test_plain_text_takes_flags_of_preprocess_and_a_given_tokenizer(tmp_path: Pa
     for folder in ("made", "again"):
         found = documents(tmp_path / folder / "corpus_text_document", tmp_path / tokenizer)
         assert [text.strip() for text in found] == [text.strip() for text in TEXTS]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_addresses_that_end_alike_are_all_read_and_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for folder, text in {"en": "1 2", "de": "3"}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "0000.jsonl").write_bytes(lines([text]))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever).start()
+        words = ["--output", "made", "--tokenizer-type", "NullTokenizer", "--workers", "1"]
+        words += [f"http://127.0.0.1:{server.server_port}/{folder}/0000.jsonl?x=1" for folder in ("en", "de")]
+        words += ["--", "--vocab-size", "9", "--overwrite"]
+        first, again = prepare(tmp_path, *words), prepare(tmp_path, *words)
+        server.shutdown()
+    assert "2 documents, 5 tokens" in first and "2 documents, 5 tokens" in again
+    assert first.count("downloading") == 2 and "downloading" not in again
 
 
 @pytest.mark.parametrize(
