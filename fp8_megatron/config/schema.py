@@ -253,7 +253,7 @@ class TrainingConfig:
     seed: CountOrZero = 1234
     """Seed of initialisation, data order and dropout. The initial weights do not depend on the parallel layout."""
     exit_interval: OptionalCount = None
-    """Save and stop after this many steps of this run."""
+    """Save and stop after the next iteration that is a multiple of this."""
     exit_duration_in_mins: OptionalPositive = None
     """Save and stop after this many minutes."""
     max_skipped_steps: Count = 20

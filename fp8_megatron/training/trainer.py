@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -257,14 +256,16 @@ class _Run:
         elif self.is_writer:
             length = "--train-samples" if self.config.counts_samples else "--train-iters"
             logger.warning("nothing is left to train: iteration %d, %s %d", first - 1, length, self.config.train_counts)
-        save_is_due = False
+        save_is_due = end_is_due = False
         mark = Mark(self.state.device)
         for iteration in range(first, total + 1):
             self.watch.at(iteration, "training")
             batch_size = self.batches.batch_size(consumed_samples)
             consumed_samples += batch_size
             num_micro_batches = batch_size // self.state.samples_per_micro_batch
-            save_is_due |= checkpoint.saves_at(iteration)  # after the next step, if this one is left out
+            # Both come after the next step, if this one is left out.
+            save_is_due |= checkpoint.saves_at(iteration)
+            end_is_due |= training.exit_interval is not None and iteration % training.exit_interval == 0
             if iteration in self.left_out:
                 if pending is not None:
                     self._record(pending.result())
@@ -302,7 +303,7 @@ class _Run:
                 self._record(pending.result())
             pending = queued
             evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
-            stops = self.stop_requested or iteration - first + 1 >= (training.exit_interval or math.inf)
+            stops = self.stop_requested or end_is_due
             if evaluates or save_is_due or stops or iteration == total:
                 self._record(pending.result())
                 pending = None

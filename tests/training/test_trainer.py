@@ -128,6 +128,15 @@ def test_resume_is_bitwise(tmp_path: Path, recipe: str, num_micro_batches: int) 
     assert len(evals) == 3
 
 
+def test_a_run_ends_at_multiples_of_the_exit_interval(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    ends = []
+    for interval in (3, 2, 5):  # from 0, 3 and 4
+        fit(tmp_path, train_iters=9, save=saved, load=saved, exit_interval=interval)
+        ends.append(int((saved / "latest_checkpointed_iteration.txt").read_text()))
+    assert ends == [3, 4, 5]
+
+
 def test_a_run_goes_on_however_its_steps_are_launched(tmp_path: Path) -> None:
     """Who saved launched every step, or left it open, as who resumes; what needs a GPU is refused without one."""
     straight = fit(tmp_path / "straight", train_iters=4)
