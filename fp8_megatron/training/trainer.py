@@ -271,6 +271,7 @@ class _Run:
                     self._record(pending.result())
                 pending = None
                 self._leave_out(loader, iteration, num_micro_batches)
+                mark = Mark(self.state.device)
                 continue
             learning_rate = self.state.optimizer.learning_rate
             self.profiler.before(iteration)

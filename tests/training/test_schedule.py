@@ -27,6 +27,7 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.data.splits import process_group
 from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training import step_results
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.schedule import RunSchedule
 from fp8_megatron.training.trainer import Trainer
@@ -307,6 +308,23 @@ def test_an_iteration_to_skip_trains_on_nothing(tmp_path: Path, monkeypatch: pyt
     assert [(r["iteration"], r["loss"], r["learning_rate"]) for r in resumed] == [
         (r["iteration"], r["loss"], r["learning_rate"]) for r in skipping
     ]
+
+
+def test_the_time_of_what_is_left_out_is_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def taking(seconds: float, function: Any) -> Any:
+        def slow(*words: Any, **names: Any) -> Any:
+            now[0] += seconds
+            return function(*words, **names)
+
+        return slow
+
+    monkeypatch.setattr(step_results, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(trainer_module, "train_step", taking(1, trainer_module.train_step))
+    monkeypatch.setattr(trainer_module._Run, "_leave_out", taking(100, trainer_module._Run._leave_out))
+    records = fit(tmp_path, train_iters=4, iterations_to_skip=[1, 3])
+    assert [record["step_seconds"] for record in records] == [1, 1]
 
 
 def test_a_save_and_the_end_come_after_an_iteration_that_is_left_out(tmp_path: Path) -> None:
