@@ -84,6 +84,8 @@ def export_tokenizer(data: DataConfig, folder: Path) -> ExportedTokenizer:
         return ExportedTokenizer(f"tokenizer: that of {model}", {"eos_token_id": tokenizer.eod}, True)
     if kind == "HuggingFaceTokenizer":
         copied = _copy_files(model, folder)
+        if options.tokenizer_special_tokens:
+            HuggingFaceTokenizer(str(model), special_tokens=options.tokenizer_special_tokens).save(folder)
         return ExportedTokenizer(f"tokenizer: {', '.join(copied)} of {model}", _their_token_ids(model), bool(copied))
     sentences = SentencePieceTokenizer(str(model))
     shutil.copyfile(model, folder / "tokenizer.model")

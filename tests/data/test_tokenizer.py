@@ -7,8 +7,11 @@ import pickle
 import pytest
 import sentencepiece
 
+from fp8_megatron.config.schema import DataConfig
+from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer
 from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, padded_vocab_size
 from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
+from tests.harness.chat_tokenizer import save_chat_tokenizer
 
 AWKWARD = [
     "",
@@ -144,6 +147,19 @@ def test_hugging_face_folder(tmp_path, python_source):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+def test_special_tokens_of_a_run_are_exported_with_its_hugging_face_folder(tmp_path):
+    pytest.importorskip("transformers")
+    folder, words = save_chat_tokenizer(tmp_path / "own"), ("<tool>", "<|im_end|>")
+    (tmp_path / "out").mkdir()
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder, tokenizer_special_tokens=words)
+    exported = export_tokenizer(data, tmp_path / "out")
+    run = build_tokenizer("HuggingFaceTokenizer", folder, options=TokenizerOptions.of(data))
+    theirs = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "out"))
+    assert exported.is_complete and exported.token_ids["eos_token_id"] == theirs.eod == run.eod
+    assert theirs.encode("a<tool>b<|im_end|>") == run.encode("a<tool>b<|im_end|>") and len(run.encode("<tool>")) == 1
+    assert theirs.backend.chat_template == run.backend.chat_template
 
 
 def test_a_vocabulary_reaches_to_its_largest_id(tmp_path):
