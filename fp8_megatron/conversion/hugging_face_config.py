@@ -23,6 +23,7 @@ from .hugging_face_values import (
     shown,
     truth,
     unequal_heads,
+    without_aliases,
     wrong_types,
 )
 
@@ -31,7 +32,13 @@ Json = Mapping[str, Any]
 #: Hugging Face's names of GELU with the tanh approximation.
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
+_ALL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "is_causal": ((True,), "a token attends to none after it"),
+    "per_layer_config": ((None, {}), "all layers have the same settings"),
+    "transformers_weights": ((None,), "weights are read from model.safetensors, or from its shards"),
+}
 _LIKE_LLAMA: dict[str, tuple[tuple[Any, ...], str]] = {
+    **_ALL,
     "hidden_act": (("silu", "swish"), "the gated MLP is SwiGLU"),
     "partial_rotary_factor": ((None, 1, 1.0), "transformers' Llama rotates whole heads"),
     "num_local_experts": ((None, 0, 1), "only dense MLPs are supported"),
@@ -43,6 +50,7 @@ _LIKE_QWEN: dict[str, tuple[tuple[Any, ...], str]] = {
 # Settings that change the computation: the supported values, and what other values would need.
 _ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
     Family.GPT2: {
+        **_ALL,
         "activation_function": (_TANH_GELUS, "megatron-core's fused GELU is the tanh approximation"),
         "scale_attn_weights": ((True,), "attention logits are divided by √(head width)"),
         "scale_attn_by_inverse_layer_idx": ((False,), "attention logits are scaled alike in every layer"),
@@ -137,6 +145,13 @@ _OTHER_CHECKS = {
 _MISTRALS_WINDOW = 4096
 #: The width of a head where the file does not give it; otherwise it is hidden_size / num_attention_heads.
 _HEAD_DIM = {Family.QWEN3: 128}
+#: Other names under which transformers takes GPT-2's settings: theirs, and the name in `_SAME`.
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
 
 
 def family_of_json(settings: Json) -> Family:
@@ -162,6 +177,7 @@ def model_from_json(settings: Json) -> ModelConfig:
         CheckpointError: lists all settings that this project does not implement, one per line.
     """
     family = family_of_json(settings)
+    settings = without_aliases(settings, _GPT2_ALIASES if family is Family.GPT2 else {})
     checks = [(theirs, _CHECKS[ours], False) for theirs, ours, _ in _SAME[family]]
     problems = list(wrong_types(settings, (*checks, *_OTHER_CHECKS[family]))) or list(_problems(family, settings))
     if problems:
@@ -222,6 +238,11 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
     kinds = settings.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         yield f"layer_types({shown(kinds)}) is not supported (attention sees the whole context); only full_attention"
+    elif kinds is not None and len(kinds) != settings.get("num_hidden_layers"):
+        yield (
+            f"layer_types has {len(kinds)} entries for num_hidden_layers({settings.get('num_hidden_layers')}); "
+            "correct one of them"
+        )
     attention_bias, mlp_bias = _biases(family, settings)
     if mlp_bias and not attention_bias:
         yield (

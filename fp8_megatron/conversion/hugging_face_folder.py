@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.files import CheckpointError, write_text
-from ..checkpoint.weights import LAYERS, WeightReader, weight_shapes
+from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, weight_shapes
 from ..config.schema import ModelConfig
 from . import hugging_face_fp8 as fp8
 from .hugging_face import Family, Rule, layers_of, rules_of
@@ -107,11 +107,21 @@ class HuggingFaceWeights:
                 raise CheckpointError(f"{self._folder}: {name} has shape {found}, {CONFIG_FILE} describes {own_shape}")
         for name in self._tensors.names:
             known = name in expected or name.endswith((*_SCALE_SUFFIXES, *_BUFFERS))
-            tied_head = name == "lm_head.weight" and not self.model.untie_embeddings_and_output_weights
-            if not known and not tied_head:
+            if name == "lm_head.weight" and not known:  # the embedding is the head
+                self._check_tied(name)
+            elif not known:
                 raise CheckpointError(
                     f"{self._folder} holds {name!r}, which a {self.family.value} as {CONFIG_FILE} describes it has not"
                 )
+
+    def _check_tied(self, head: str) -> None:
+        """Check that the head of a tied model is the embedding. Transformers 4 ignores another one, 5 takes it."""
+        (embedding,) = map(self._stored, self._rules[WORD_EMBEDDING].names_of(None))
+        if not torch.equal(self._tensors.read(head), self._tensors.read(embedding)):
+            raise CheckpointError(
+                f"{self._folder} holds {head!r} with other values than {embedding!r}, although tie_word_embeddings of "
+                f"{CONFIG_FILE} makes them one; set it to false, or remove the head"
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def rope_of(settings: Json) -> dict[str, Any]:
     theta = nested.get("rope_theta", settings.get("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
     rope = {**nested, "rope_theta": theta, "rope_type": kind}
-    if kind == "yarn":
+    if kind in ("yarn", "llama3"):
         places = (settings.get(_ORIGINAL), rope.get(_ORIGINAL), settings.get("max_position_embeddings"))
         rope[_ORIGINAL] = next((value for value in places if value is not None), None)
     return rope

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..checkpoint.files import CheckpointError
+
 Json = Mapping[str, Any]
 
 #: Largest width, number of layers and number of heads. Larger ones fit into no memory.
@@ -77,6 +79,25 @@ def wrong_types(settings: Json, checks: Sequence[tuple[str, Callable[[Any], str 
             yield f"{name}({shown(settings[name])}) is wrong: {expected}{' or null' if takes_null else ''}; correct it"
 
 
+def without_aliases(settings: Json, aliases: Mapping[str, str]) -> Json:
+    """The settings, each under its own name.
+
+    Args:
+        aliases: another name of a setting → its own.
+
+    Raises:
+        CheckpointError: a setting has two values.
+    """
+    own = dict(settings)
+    for alias, name in aliases.items():
+        if alias in settings and own.setdefault(name, settings[alias]) != settings[alias]:
+            raise CheckpointError(
+                f"config.json: {alias}({shown(settings[alias])}) contradicts {name}({shown(own[name])}), another name "
+                "of the same setting; remove the wrong one"
+            )
+    return own
+
+
 def unequal_heads(hidden_size: int, heads: int, groups: int, head_dim: int | None) -> Iterator[str]:
     """A line for each way in which widths and heads do not fit together. The arguments have the right types.
 
@@ -90,7 +111,8 @@ def unequal_heads(hidden_size: int, heads: int, groups: int, head_dim: int | Non
 
 
 def rope_contradictions(settings: Json) -> Iterator[str]:
-    """A line for each way in which the settings of RoPE contradict each other. They are objects or null.
+    """A line for each way in which the settings of RoPE contradict each other or differ between layers. They are
+    objects or null.
 
     Transformers 5 writes ``rope_parameters``. Transformers 4 writes ``rope_scaling`` and ``rope_theta``.
     """
@@ -105,12 +127,15 @@ def rope_contradictions(settings: Json) -> Iterator[str]:
                     f"{name}({shown(theirs.get(name))}); remove the wrong one of the two objects"
                 )
     for name, nested in (("rope_parameters", new), ("rope_scaling", old)):
-        theta = settings.get("rope_theta")
-        if nested and theta is not None and nested.get("rope_theta", theta) != theta:
-            yield (
-                f"rope_theta({shown(theta)}) contradicts rope_theta({shown(nested['rope_theta'])}) in {name}; "
-                f"remove the wrong one"
-            )
+        for kind in (kind for kind, value in (nested or {}).items() if isinstance(value, dict)):
+            yield f"{name} has settings for {plain(kind)} alone, which is not supported (all layers rotate alike)"
+        for setting in ("rope_theta", "original_max_position_embeddings"):
+            beside = settings.get(setting)
+            if nested and beside is not None and nested.get(setting, beside) != beside:
+                yield (
+                    f"{setting}({shown(beside)}) contradicts {setting}({shown(nested[setting])}) in {name}; "
+                    f"remove the wrong one"
+                )
 
 
 def _plain_rope(nested: Json) -> dict[str, Any]:

@@ -154,6 +154,25 @@ YARN_JSON: dict[str, Any] = {
 }
 
 
+LLAMA3_JSON: dict[str, Any] = {
+    **LLAMA_JSON,
+    "max_position_embeddings": 64,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+def test_gpt2s_settings_under_their_other_names() -> None:
+    names = {"hidden_size": 60, "num_attention_heads": 6, "num_hidden_layers": 2, "max_position_embeddings": 40}
+    model = model_from_json({"model_type": "gpt2", **names})
+    assert {name: getattr(model, name.replace("num_hidden", "num")) for name in names} == names
+
+
 def test_yarn_in_other_words() -> None:
     """transformers reads null as its default, mscale beside mscale_all_dim alone, and the context in three places."""
     model = model_from_json(YARN_JSON)
@@ -187,6 +206,24 @@ NO_NUMBERS = ("1e-5", None, True, -1.0, 0, float("nan"), float("inf"), [], 10**4
         ({"model_type": "gpt2", "activation_function": "gelu"}, r"activation_function\(gelu\) .*gelu_new"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, r"inverse_layer_idx\(True\)"),
         ({"model_type": "gpt2", "add_cross_attention": True}, r"add_cross_attention\(True\)"),
+        ({"model_type": "gpt2", "is_causal": False}, r"is_causal\(False\) is not supported"),
+        ({"model_type": "gpt2", "n_head": 4, "num_attention_heads": 6}, r"heads\(6\) contradicts n_head\(4\)"),
+        ({"model_type": "gpt2", "transformers_weights": "a.safetensors"}, r"transformers_weights\('a.safetensors'\)"),
+        ({**LLAMA_JSON, "is_causal": None}, r"is_causal\(None\) is not supported"),
+        ({**LLAMA_JSON, "per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, r"per_layer_config\(\{'0'"),
+        (
+            {**LLAMA3_JSON, "original_max_position_embeddings": 32},
+            r"original_max_position_embeddings\(32\) contradicts original_max_position_embeddings\(8192\)",
+        ),
+        (
+            {**LLAMA3_JSON, "rope_scaling": {**LLAMA3_JSON["rope_scaling"], "original_max_position_embeddings": None}},
+            r"original_max_position_embeddings\(64\) of rope_scaling\(llama3\)",
+        ),
+        (
+            {**LLAMA_JSON, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+            r"rope_parameters has settings for full_attention alone",
+        ),
+        ({**LLAMA_JSON, "layer_types": ["full_attention"]}, r"layer_types has 1 entries for num_hidden_layers\(2\)"),
         ({"model_type": "gpt2", "embd_pdrop": 0.0}, r"embd_pdrop\(0.0\) and resid_pdrop\(0.1\)"),
         ({**LLAMA_JSON, "hidden_act": "gelu"}, r"hidden_act\(gelu\)"),
         ({**LLAMA_JSON, "sliding_window": 4096}, r"sliding_window\(4096\)"),
@@ -373,6 +410,19 @@ def test_unknown_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None
     extra = {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(12)}
     save_file(extra, folder / "model.safetensors")
     HuggingFaceWeights(folder)  # a buffer that older versions saved
+
+
+@pytest.mark.parametrize("name", ["gpt2_tied", "llama_gqa_tied"])
+def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path: Path, name: str) -> None:
+    """transformers 4 ignores that head, transformers 5 takes it."""
+    folder = save_model(make_model(name), tmp_path / "in")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = "transformer.wte.weight" if name == "gpt2_tied" else "model.embed_tokens.weight"
+    save_file({**tensors, "lm_head.weight": tensors[embedding].clone()}, folder / "model.safetensors")
+    HuggingFaceWeights(folder)
+    save_file({**tensors, "lm_head.weight": tensors[embedding] + 1}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"'lm_head.weight' with other values than '{embedding}', although tie_"):
+        HuggingFaceWeights(folder)
 
 
 def test_damaged_folders_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
