@@ -70,8 +70,13 @@ def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = Fals
     A setting that cannot be read, for instance in an earlier version's file, counts as equal. Fine-tuning may use
     another rotary base, for a longer context.
     """
-    found = first_difference(model_settings(_saved_settings(folder)), model, finetune=finetune)
+    found = first_difference(saved_model_settings(folder), model, finetune=finetune)
     return None if found is None else found.sentence(folder, "this run", f"give {found.flag}, as in {CONFIG} there")
+
+
+def saved_model_settings(folder: Path) -> dict[str, Any]:
+    """The settings of the model in a checkpoint's ``config.yaml``, without those that cannot be read."""
+    return model_settings(_saved_settings(folder))
 
 
 def _saved_settings(folder: Path) -> dict[str, Any]:

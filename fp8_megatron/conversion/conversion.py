@@ -23,7 +23,8 @@ from ..checkpoint.files import (
 from ..checkpoint.manifest import problem_with, read_manifest, write_manifest
 from ..checkpoint.metadata_file import METADATA
 from ..checkpoint.run_state import FORMAT_VERSIONS
-from ..checkpoint.saved_run import read_description
+from ..checkpoint.same_model import first_difference
+from ..checkpoint.saved_run import read_description, saved_model_settings
 from ..checkpoint.saving import write_config, write_last_files
 from ..checkpoint.torch_dist import TorchDistReader, write_chunks, write_metadata
 from ..checkpoint.torch_dist_weights import TorchDistWeights
@@ -110,7 +111,8 @@ def open_source(
 
     Args:
         config: the model's configuration. A checkpoint of megatron-core alone has none. It has to agree with the
-            arguments of Megatron-LM's, and replaces the configuration in other checkpoints.
+            arguments of Megatron-LM's and with the model of this project's, whose configuration it replaces. For a
+            Hugging Face model it gives all but the model.
         vocab_size: size of the vocabulary without padding, for a checkpoint that does not say it.
 
     Raises:
@@ -131,9 +133,10 @@ def open_source(
         problem = next((text for record in read_manifest(folder) if (text := problem_with(folder, record))), None)
         if problem is not None:
             raise CheckpointError(problem)
-        own = load_config(folder / CONFIG)
+        own_vocab_size = read_description(folder)["vocab_size"]
+        config = load_config(folder / CONFIG) if config is None else _of_the_same_model(folder, config, own_vocab_size)
         own_weights = TorchDistWeights(folder, TorchDistReader(folder, [r.name for r in read_manifest(folder)]))
-        source = Source(kind, folder, own_weights, config or own, read_description(folder)["vocab_size"])
+        source = Source(kind, folder, own_weights, config, own_vocab_size)
     else:
         weights, arguments = open_weights(folder)
         config = config_of(folder, arguments, config, vocab_size)
@@ -146,6 +149,23 @@ def open_source(
             f"{folder}: the embedding has {num_rows} rows, fewer than vocab_size({source.vocab_size}); correct it"
         )
     return source
+
+
+def _of_the_same_model(folder: Path, given: Config, vocab_size: int) -> Config:
+    """A configuration to stand beside a checkpoint of this project.
+
+    Raises:
+        CheckpointError: the weights would compute something else under it, or it has another vocabulary.
+    """
+    found = first_difference(saved_model_settings(folder), given.model)
+    if found is not None:
+        raise CheckpointError(found.sentence(folder, "--config", "correct it"))
+    if given.model.vocab_size not in (None, vocab_size):
+        raise CheckpointError(
+            f"{folder} was saved with a vocabulary of {vocab_size} tokens, --config has "
+            f"vocab_size({given.model.vocab_size}); correct it"
+        )
+    return given
 
 
 def check_new(folder: Path) -> None:

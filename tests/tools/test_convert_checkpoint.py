@@ -333,6 +333,26 @@ def test_ours_to_another_level_and_layout_keeps_everything(ranks: RankPool, tmp_
     assert run.progress.iteration == 2 and run.losses[0] < 6.0
 
 
+@pytest.mark.parametrize("to", ["hf", "ours", "mcore"])
+def test_another_models_config_is_refused(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    """Settings that no shape shows: logits would be compared under the wrong ones, and agree."""
+    config = tiny_config(LLAMA_STYLE)
+    _train(ranks, config, tmp_path / "run", 1)
+    assert config.model.vocab_size is None
+    for change, message in (
+        ({"norm_epsilon": 0.1}, "was saved with norm_epsilon(1e-05), --config has norm_epsilon(0.1), under which"),
+        ({"rotary_base": 50}, "--config has rotary_base(50), under which those weights compute something else"),
+        ({"window_size": "3,0"}, "--config has window_size(3,0)"),
+        ({"vocab_size": 99}, "was saved with a vocabulary of 256 tokens, --config has vocab_size(99); correct it"),
+    ):
+        save_config(replace(config, model=replace(config.model, **change)), tmp_path / "other.yaml")
+        flags = ("--config", str(tmp_path / "other.yaml"), "--no-verify")
+        assert convert(tmp_path / "run", tmp_path / "out", to, *flags) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_native_state_leaves_in_fp32(ranks: RankPool, tmp_path: Path) -> None:
     """Every tensor with its value, moments included; megatron-core reads it, and training goes on from it."""
     config = tiny_config(LLAMA_STYLE, precision=PrecisionConfig())
