@@ -6,8 +6,10 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..config.checks import ConfigError
 from ..config.io import parse_config
-from ..config.schema import Config
+from ..config.schema import PIPELINE_SETTINGS, Config
+from ..config.words import flag_with
 from ..outputs import write_output
 from ..planning.largest import largest_model, num_parameters
 from ..planning.layouts import ROOM, Cluster
@@ -17,6 +19,11 @@ _BASE = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
     "--vocab-size 50304 --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0 --mock-data"
 )
+
+#: Settings of the layers of a stage, beside the number of stages.
+_DIVISION = tuple(name for name in PIPELINE_SETTINGS if name != "pipeline_model_parallel_size")
+#: Settings of a batch that grows.
+_GROWTH = ("rampup_batch_size", "step_batch_size_schedule")
 
 
 def report_largest(
@@ -39,12 +46,22 @@ def report_largest(
     sizes: dict[str, list[Config | None]] = {}
     for level, own in levels.items():
         config = parse_config([*_BASE.split(), *flags, *own], prog=prog)
+        _check_is_followed(config)
         sizes[level] = [largest_model(config, cluster) for cluster in clusters]
     print(_table(sizes, clusters), flush=True)
     if output is not None:
         _draw(sizes, clusters, output)
         print(output)
     return 0
+
+
+def _check_is_followed(config: Config) -> None:
+    """Raise `ConfigError` for a division of the layers, and for a batch that grows: stages and batches are varied."""
+    for section, names in ((config.parallel, _DIVISION), (config.training, _GROWTH)):
+        for name in names:
+            value = getattr(section, name)
+            if value != getattr(type(section)(), name):
+                raise ConfigError(f"{flag_with(name, value)}: --largest varies pipeline stages and batches; drop it")
 
 
 def _table(sizes: Mapping[str, Sequence[Config | None]], clusters: Sequence[Cluster]) -> str:

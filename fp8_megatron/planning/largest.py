@@ -26,7 +26,7 @@ def largest_model(config: Config, cluster: Cluster) -> Config | None:
     best, width, misses = None, 0, 0
     while misses < _MISSES:
         width += _WIDTH_STEP
-        candidates = [_laid_out(config, cluster, width, tp, pp) for tp, pp in _sizes(width, cluster)]
+        candidates = [_laid_out(config, cluster, width, tp, pp) for tp, pp in _sizes(config, width, cluster)]
         fitting = [one for one in candidates if _peak(one, cluster) <= ROOM * cluster.memory_bytes]
         misses = 0 if fitting else misses + 1
         best = max([*fitting, *([best] if best else [])], key=num_parameters, default=None)
@@ -40,14 +40,17 @@ def num_parameters(config: Config) -> int:
     return counts.linear + counts.matrix + counts.vector
 
 
-def _sizes(width: int, cluster: Cluster) -> list[tuple[int, int]]:
-    """Tensor- and pipeline-parallel sizes that divide the cluster, with a layer or more for each stage."""
+def _sizes(config: Config, width: int, cluster: Cluster) -> list[tuple[int, int]]:
+    """Tensor- and pipeline-parallel sizes that divide the cluster beside the context-parallel one, with a layer or more
+    for each stage.
+    """
+    cp = config.parallel.context_parallel_size
     return [
         (tp, pp)
         for tp in (1, 2, 4, 8)
         if tp <= cluster.gpus_per_node
-        for pp in range(1, min(cluster.gpus // tp, width // _HEAD_WIDTH) + 1)
-        if cluster.gpus % (tp * pp) == 0
+        for pp in range(1, min(cluster.gpus // (tp * cp), width // _HEAD_WIDTH) + 1)
+        if cluster.gpus % (tp * cp * pp) == 0
     ]
 
 
@@ -59,7 +62,8 @@ def _laid_out(config: Config, cluster: Cluster, width: int, tp: int, pp: int) ->
         config.parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=tp > 1
     )
     # As many micro-batches as stages: the fewest that fill the pipeline.
-    training = replace(config.training, micro_batch_size=1, global_batch_size=cluster.gpus // tp)
+    batch_size = cluster.gpus // (tp * parallel.context_parallel_size)
+    training = replace(config.training, micro_batch_size=1, global_batch_size=batch_size)
     return replace(config, model=model, parallel=parallel, training=training)
 
 

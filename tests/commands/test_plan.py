@@ -93,6 +93,11 @@ def test_the_largest_models_by_level(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--gpus 8 -- --num-layrs 3", "--num-layrs"),
         ("--gpus 8 --largest 8", "not allowed with argument --gpus"),
         ("--gpus 8 --output a.png -- --config {}/gpt_7b.yaml", "--output is for --largest; drop it"),
+        (
+            "--largest 8 -- --num-virtual-stages-per-pipeline-rank 2",
+            "--num-virtual-stages-per-pipeline-rank 2: --largest varies pipeline stages and batches; drop it",
+        ),
+        ("--largest 8 -- --train-samples 9 --rampup-batch-size 8 8 9", "--rampup-batch-size 8 8 9: --largest varies"),
         ("--largest 8 --build", "--build is for --gpus; drop it"),
         ("--gpus 4 --build --levels te -- --config {}/gpt_7b.yaml", "Transformer Engine's layers, which need a GPU"),
         ("--largest 8 --output a.doc", "figures cannot be drawn as doc"),

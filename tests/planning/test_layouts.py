@@ -130,5 +130,16 @@ def test_the_largest_model_fits_and_the_next_width_does_not(level: str) -> None:
     assert num_parameters(largest) == pytest.approx(12 * largest.model.num_layers * (width - 1024) ** 2, rel=0.05)
 
 
+def test_the_largest_model_of_context_parallel_ranks() -> None:
+    """Ranks that share sequences are no replicas; a cluster that they do not divide holds nothing."""
+    config = _config("--config configs/gpt_345m.yaml --attention-dropout 0 --context-parallel-size 2")
+    cluster = Cluster(gpus=8, gpus_per_node=8, memory_bytes=10e9, network_bytes=50e9)
+    largest = largest_model(config, cluster)
+    assert largest is not None
+    check_config(largest, 8, on_this_machine=False)
+    assert largest.num_micro_batches(8) == largest.parallel.pipeline_model_parallel_size
+    assert largest_model(config, replace(cluster, gpus=3)) is None
+
+
 def test_a_gpu_too_small_for_any_model() -> None:
     assert largest_model(_config("--config configs/gpt_345m.yaml"), replace(FOUR_H200, memory_bytes=1e8)) is None
