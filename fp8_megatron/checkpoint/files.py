@@ -71,6 +71,12 @@ def _aside(folder: Path, token: str, suffix: str) -> Path:
     return folder.with_name(f"{folder.name}.{token}{suffix}" if token else folder.name + suffix)
 
 
+def iteration_of(folder: Path) -> int | None:
+    """The iteration that a checkpoint's folder is named after; None if it has another name."""
+    match = _FOLDER.fullmatch(folder.name)
+    return None if match is None else int(match[1])
+
+
 def rank_file(tensor_rank: int, pipeline_rank: int, data_rank: int) -> str:
     """Name of the file with the state of one rank alone: generators, amax histories, scales."""
     return f"rank_tp{tensor_rank:02d}_pp{pipeline_rank:03d}_dp{data_rank:04d}.safetensors"
@@ -130,17 +136,24 @@ def unfinished_folders(root: Path) -> list[str]:
 def named_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, int | None]:
     """(folder of checkpoints, iteration) that --load and --ckpt-step name; None: the newest one.
 
-    The path may be that of one checkpoint.
+    The path may be that of one checkpoint, or of a link to one.
 
     Raises:
-        CheckpointError: path and iteration contradict each other.
+        CheckpointError: path and iteration contradict each other, or a checkpoint was renamed.
     """
-    match = _FOLDER.fullmatch(path.name)
-    if match is None or saved_iterations(path) or megatron_iterations(path):
+    number = iteration_of(path)
+    if number is None and (path / MANIFEST).is_file():
+        path = path.resolve()
+        number = iteration_of(path)
+        if number is None:
+            raise CheckpointError(
+                f"{path} is one checkpoint under another name; give it the name of its iteration, such as iter_0000100"
+            )
+    if number is None or saved_iterations(path) or megatron_iterations(path):
         return path, iteration
-    if iteration not in (None, int(match[1])):
+    if iteration not in (None, number):
         raise CheckpointError(f"ckpt_step({iteration}) is not the checkpoint that load({path}) names; drop one of them")
-    return path.parent, int(match[1])
+    return path.parent, number
 
 
 def candidates(root: Path, iteration: int | None = None) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config.schema import ModelConfig
 from .concurrency import NUM_READERS, in_order
 from .encoding import Encoded
-from .files import CONFIG, META, CheckpointError, rank_file
+from .files import CONFIG, META, CheckpointError, iteration_of, rank_file
 from .manifest import read_manifest
 from .placement import Placement
 from .run_state import FORMAT_VERSIONS, PREFIXES, STAGES, Resumable, below, topology_of
@@ -45,7 +45,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     """What ``checkpoint.json`` says.
 
     Raises:
-        CheckpointError: missing, damaged, or of another format version.
+        CheckpointError: missing, damaged, of another format version, or in a folder that is named after another
+            iteration.
     """
     path = folder / META
     try:
@@ -60,6 +61,12 @@ def read_description(folder: Path) -> dict[str, Any]:
         problem = f"has no {missing[0]}" if version in versions else f"has format version {version}"
         raise CheckpointError(
             f"checkpoint file {path} {problem}; this version reads versions {' and '.join(map(str, versions))}"
+        )
+    named = iteration_of(folder)
+    if named not in (None, description["iteration"]):
+        raise CheckpointError(
+            f"checkpoint file {path} is of iteration {description['iteration']}, its folder is named after {named}; "
+            "give the folder its name again"
         )
     return description
 

@@ -274,6 +274,18 @@ def test_settings_that_cannot_be_read(tmp_path: Path, content: str | None) -> No
     assert not (tmp_path / "made").exists()
 
 
+def test_a_checkpoint_under_another_iterations_name(saved: Path, tmp_path: Path) -> None:
+    """Its run would go on from an iteration that nobody asked for."""
+    shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000009")
+    with (
+        tiny_resumable(CONFIG, 2) as (_, state),
+        pytest.raises(
+            CheckpointError, match=r"iter_0000009/checkpoint.json is of iteration 2, its folder is named"
+        ),
+    ):
+        load_checkpoint(tmp_path, state, LoadOptions(iteration=9))
+
+
 def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:
     write_manifest(tmp_path, [FileRecord("../x", 1, "00000000")])
     with pytest.raises(CheckpointError, match=r"'\.\./x', which is not in its folder"):

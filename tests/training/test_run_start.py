@@ -128,10 +128,19 @@ def test_a_checkpoints_own_folder_is_understood(tmp_path: Path) -> None:
         found = start(load=folder, ckpt_step=step, save=tmp_path)
         assert found.source is not None and found.continues_save
         assert (found.source.root, found.source.options.iteration) == (tmp_path, 20)
+    (tmp_path / "best").symlink_to(folder)
+    found = start(load=tmp_path / "best").source
+    assert found is not None and (found.root, found.options.iteration) == (tmp_path, 20)
     nested = tmp_path / "iter_0000001"  # a folder of checkpoints that has such a name itself
     add_checkpoint(nested, 30)
     source = start(load=nested).source
     assert source is not None and source.root == nested
+
+
+def test_a_renamed_checkpoint_is_named(tmp_path: Path) -> None:
+    folder = add_checkpoint(tmp_path, 20).rename(tmp_path / "best")
+    with pytest.raises(CheckpointError, match=r"best is one checkpoint under another name; give it the name of its it"):
+        start(load=folder)
 
 
 def test_a_restart_by_torchrun_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
