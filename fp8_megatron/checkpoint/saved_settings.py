@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from ..config.io import load_config
 from ..config.model import ModelConfig
 from ..config.schema import Config, DataConfig
 from .files import CONFIG, CheckpointError, candidates, is_megatron_checkpoint, iteration_folder, named_checkpoint
+from .manifest import check_files
 from .megatron_loading import open_megatron_checkpoint
 from .same_model import settings_of_arguments
 
@@ -26,7 +28,7 @@ def settings_of_checkpoint(config: Config) -> Config | None:
         None if --load, which is --save too, holds no checkpoint yet.
 
     Raises:
-        CheckpointError: there is no checkpoint, or its ``config.yaml`` cannot be read.
+        CheckpointError: there is no checkpoint, or none with a whole ``config.yaml``.
     """
     checkpoint = config.checkpoint
     assert checkpoint.load is not None
@@ -41,12 +43,30 @@ def settings_of_checkpoint(config: Config) -> Config | None:
     folder = iteration_folder(root, found[0])
     if is_megatron_checkpoint(folder):
         return replace(Config(), model=model_of_arguments(open_megatron_checkpoint(folder).arguments))
-    saved = load_config(folder / CONFIG)
+    saved = load_config(_newest_whole([iteration_folder(root, number) for number in found]) / CONFIG)
     data = DataConfig()
     if checkpoint.use_tokenizer_model_from_checkpoint_args:
         names = [name for name in DataConfig.__dataclass_fields__ if name.startswith(_TOKENIZER)]
         data = replace(data, **{name: getattr(saved.data, name) for name in names})
     return replace(Config(), model=saved.model, data=data)
+
+
+def _newest_whole(folders: Sequence[Path]) -> Path:
+    """The first checkpoint whose ``config.yaml`` is as it was written. The run passes over damaged ones, too.
+
+    Raises:
+        CheckpointError: none is; names the first one's file.
+    """
+    first_problem: CheckpointError | None = None
+    for folder in folders:
+        try:
+            check_files(folder, (CONFIG,))
+        except CheckpointError as error:
+            first_problem = first_problem or error
+        else:
+            return folder
+    assert first_problem is not None
+    raise first_problem
 
 
 def model_of_arguments(arguments: dict[str, Any]) -> ModelConfig:

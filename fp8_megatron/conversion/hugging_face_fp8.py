@@ -145,6 +145,11 @@ def check_readable(quantization: Mapping[str, Any]) -> None:
                 f"config.json: compressed-tensors format {quantization.get('format')!r} is not supported; "
                 f"only float-quantized"
             )
+        if quantization.get("transform_config"):
+            raise CheckpointError(
+                "config.json: compressed-tensors' transform_config is not supported (it rotates activations); convert "
+                "the model that it was made of"
+            )
     else:
         raise CheckpointError(
             f"config.json: quant_method {method!r} is not supported; only "

@@ -104,6 +104,20 @@ def test_the_settings_of_a_checkpoint_are_below_files_and_flags(fit, tmp_path: P
     assert any("no checkpoint yet" in note for note in run_command_line(words, "train").notes)
 
 
+def test_settings_of_a_damaged_checkpoint_are_not_taken(fit, tmp_path: Path) -> None:
+    """The run would pass over it, and train an older one under its changed settings."""
+    fit("before", train_iters=2, save=tmp_path / "saved", save_interval=1, attention_dropout=0.25)
+    words = ["--use-checkpoint-args", "--load", str(tmp_path / "saved"), "--mock-data", "--train-iters", "3"]
+    words += ["--micro-batch-size", "2", "--lr", "1e-3"]
+    for iteration, expected in ((2, 0.25), (1, None)):
+        path = tmp_path / "saved" / f"iter_{iteration:07d}" / "config.yaml"
+        path.write_text(path.read_text().replace("attention_dropout: 0.25", "attention_dropout: 0.75"))
+        if expected is not None:
+            assert run_command_line(words, "train").config.model.attention_dropout == expected
+    with pytest.raises(CheckpointError, match=r"checkpoint file .*iter_0000002/config.yaml is damaged"):
+        run_command_line(words, "train")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -279,9 +279,7 @@ def test_a_checkpoint_under_another_iterations_name(saved: Path, tmp_path: Path)
     shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000009")
     with (
         tiny_resumable(CONFIG, 2) as (_, state),
-        pytest.raises(
-            CheckpointError, match=r"iter_0000009/checkpoint.json is of iteration 2, its folder is named"
-        ),
+        pytest.raises(CheckpointError, match=r"iter_0000009/checkpoint.json is of iteration 2, its folder is named"),
     ):
         load_checkpoint(tmp_path, state, LoadOptions(iteration=9))
 

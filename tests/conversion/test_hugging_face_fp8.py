@@ -149,6 +149,10 @@ def test_gpt2_is_not_exported_in_fp8(tmp_path: Path) -> None:
     [
         ({"quant_method": "gptq"}, r"quant_method 'gptq' is not supported; only compressed-tensors and fp8"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format 'pack-quantized'"),
+        (
+            {"quant_method": "compressed-tensors", "format": "float-quantized", "transform_config": {"R3": {}}},
+            "compressed-tensors' transform_config is not supported",
+        ),
         ({"quant_method": "fp8", "weight_block_size": 128}, r"weight_block_size\(128\)"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size\(\[64, 64\]\)"),
     ],
