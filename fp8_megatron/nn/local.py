@@ -80,7 +80,7 @@ def backward(
         return grad_input, None if x_t is None else multiply(g.t, x_t, grad_output.dtype), grad_bias
 
     columns, scale = (None, None) if x_t is None else (x_t.payload, x_t.scale)
-    key = (needs_grad_input, x_t is None, linear.bias is None, known.key)
+    key = (needs_grad_input, None if columns is None else columns.dtype, linear.bias is None, known.key)
     grad_input, grad_weight, grad_bias = _backwards.run(key, (columns, scale, *known.tensors), compute)
     if grad_weight is not None:
         grad_weight = delivered_wgrad(grad_weight, linear)
@@ -140,11 +140,12 @@ def _known_weight(x: Tensor, format: Format, linear: LinearParams) -> _KnownPart
     if linear.quantizers.weight_probe is not None or not (format.has_one_scale and weight_format.has_one_scale):
         return None
     cast_scale, payload, scales = None, weight._payload, weight._scale
+    if not payload.is_contiguous():
+        return None
     if payload.dtype not in FP8_DTYPES:
-        cast = weight.cast_scale
-        if cast is None or not cast.is_current or cast.numel != payload.numel() or not payload.is_contiguous():
+        cast_scale = weight.current_cast_scale
+        if cast_scale is None:
             return None
-        cast_scale = cast.scale
     key = (
         *(x.shape, x.dtype, payload.shape, payload.dtype, scales.shape),
         *(format.dtype, format.power_of_two, weight_format.dtype, weight_format.power_of_two),

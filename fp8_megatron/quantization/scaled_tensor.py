@@ -175,18 +175,26 @@ class ScaledTensor(torch.Tensor):
 
     def _cast(self, format: Format, *, transposed: bool) -> Quantized:
         """The weight [N, K], or its transpose [K, N], with one scale."""
-        known, weight = self.cast_scale, self._payload
-        if known is None or not known.is_current or known.numel != weight.numel():
+        scale, weight = self.current_cast_scale, self._payload
+        if scale is None:
             cast = quantize(self.dequantize(), format, rowwise=not transposed, transposed=transposed)
             return cast.t if transposed else cast
         assert format.dtype is E4M3 and not format.power_of_two, format
         if weight.dtype is torch.float16 and self._scale.numel() > 1 and weight.is_contiguous():
-            payload = ops.quantize_weight(weight, self._scale, known.scale, E4M3, transposed=transposed)
-            return Quantized(payload, None, known.scale, format)
+            payload = ops.quantize_weight(weight, self._scale, scale, E4M3, transposed=transposed)
+            return Quantized(payload, None, scale, format)
         payload, payload_t = ops.quantize_with_scale(
-            self.dequantize(), known.scale, E4M3, rowwise=not transposed, transposed=transposed
+            self.dequantize(), scale, E4M3, rowwise=not transposed, transposed=transposed
         )
-        return Quantized(payload_t if transposed else payload, None, known.scale, format)
+        return Quantized(payload_t if transposed else payload, None, scale, format)
+
+    @property
+    def current_cast_scale(self) -> Tensor | None:
+        """FP32 [1], the scale of its present values, if its owner keeps it: the cast then needs no amax."""
+        known = self.cast_scale
+        if known is None or not known.is_current or known.numel != self._payload.numel():
+            return None
+        return known.scale
 
     def _assign(self, value: Tensor) -> None:
         """Take on new values in place, quantised in the tensor's own storage format; an owner does so itself."""
