@@ -59,7 +59,7 @@ def build_optimizer(
         num_gradients=gradient_accumulation_steps or 1,
         replication=replication,
     )
-    model.register_load_state_dict_post_hook(_KeepsParams(names, built))
+    _watch_loads(model, built, names)
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP wraps models of one rank too
         allow_ddp(model, [space.grads for space in built._spaces], replication)
     if replication is not None and LEVELS[opt_level].master_weight is not None:
@@ -68,24 +68,35 @@ def build_optimizer(
 
 
 class _KeepsParams:
-    """Hook behind ``load_state_dict``: the parameters are still those that the optimizer updates."""
+    """Hook behind a module's ``load_state_dict``: its own parameters are still those that the optimizer updates.
 
-    def __init__(self, names: Mapping[torch.nn.Parameter, str], optimizer: FP8Optimizer) -> None:
-        trained = {param for group in optimizer.param_groups for param in group["params"]}
-        self._names = {param: name for param, name in names.items() if param in trained}
+    Args:
+        params: name in the module → the parameter and its name in the model.
+    """
 
-    def __call__(self, model: torch.nn.Module, incompatible_keys: Any) -> None:
-        lost = self._names.keys() - set(model.parameters())
-        if lost:
-            first = min(self._names[param] for param in lost)
-            raise OptimizerError(
-                f"load_state_dict(assign=True) has replaced {first}, which the optimizer would not update: call it "
-                f"before initialize, or without assign"
-            )
+    def __init__(self, params: Mapping[str, tuple[torch.nn.Parameter, str]]) -> None:
+        self._params = params
+
+    def __call__(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
+        for name, (param, name_in_model) in self._params.items():
+            if module._parameters.get(name, param) is not param:
+                raise OptimizerError(
+                    f"load_state_dict(assign=True) has replaced {name_in_model}, which the optimizer would not update: "
+                    f"call it before initialize, or without assign"
+                )
 
     def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         """A copied or pickled model has no optimizer: this becomes a hook that does nothing."""
         return NoHook, ()
+
+
+def _watch_loads(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Make a load that replaces a parameter of the optimizer an error, in whichever module it is called."""
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    for module in model.modules():
+        own = {name: (param, names[param]) for name, param in module._parameters.items() if param in held}
+        if own:
+            module.register_load_state_dict_post_hook(_KeepsParams(own))
 
 
 def _replication(group: Group | None, device: torch.device) -> Replication | None:

@@ -266,6 +266,9 @@ def test_a_parameter_that_a_loaded_state_replaces_is_an_error() -> None:
     with pytest.raises(OptimizerError, match=r"assign=True\) has replaced 0\.weight.*or without assign"):
         model.load_state_dict(state, assign=True)
     model, optimizer = build("O2")
+    with pytest.raises(OptimizerError, match=r"assign=True\) has replaced 0\.weight"):
+        model[0].load_state_dict({"weight": state["0.weight"]}, assign=True)
+    model, optimizer = build("O2")
     model.load_state_dict(state)
     model[1].load_state_dict({"weight": state["1.weight"], "bias": state["1.bias"]}, assign=True)
     copy.deepcopy(model).load_state_dict(state, assign=True)
