@@ -129,11 +129,16 @@ def _linear_backward(
     columns: Tensor,
     scale: Tensor,
     token: Tensor,
+    call: Tensor,
     in_features: int,
     has_bias: bool,
     needs_grad_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`."""
+    """Gradients of the input, of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`.
+
+    Args:
+        call: empty, and no other call's.
+    """
     linear = _params(token, grad_output.new_empty(0) if has_bias else None)
     has_columns = columns.numel() > 0 and _is_wanted(token)
     x_t = Quantized(columns, None, scale, linear.quantizers.input.format) if has_columns else None
@@ -152,6 +157,7 @@ def _fake_linear_backward(
     columns: Tensor,
     scale: Tensor,
     token: Tensor,
+    call: Tensor,
     in_features: int,
     has_bias: bool,
     needs_grad_input: bool,
@@ -194,8 +200,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, token = ctx.saved_tensors
         has_bias, needs_grad_input = ctx.bias_dtype is not None, ctx.needs_input_grad[0]
+        # A compiler runs equal calls once. Each gives the weight a gradient, and no two of these tensors are equal.
+        call = torch.empty(0, device="cpu")
         grad_input, grad_bias, grad_token = torch.ops.fp8_megatron.linear_backward(
-            grad_output.contiguous(), columns, scale, token, ctx.in_features, has_bias, needs_grad_input
+            grad_output.contiguous(), columns, scale, token, call, ctx.in_features, has_bias, needs_grad_input
         )
         return (
             grad_input if needs_grad_input else None,

@@ -152,6 +152,32 @@ def test_micro_batches_add_up_in_grad() -> None:
     assert not torch.equal(model[0].weight.grad, once)
 
 
+class Twice(torch.nn.Module):
+    """A sum of two equal calls: their gradients are equal, too."""
+
+    def __init__(self, model: torch.nn.Sequential) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model[0](x) + self.model[0](x)
+        return y
+
+
+def test_equal_calls_give_a_gradient_each() -> None:
+    """A compiler runs calls with equal inputs once, which would leave one of the gradients out."""
+    model = build_model()
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
+    cotangent = torch.randn(32, 256, generator=torch.Generator().manual_seed(2))
+    gradients = []
+    for call in (Twice(model), torch.compile(Twice(model), backend="aot_eager", fullgraph=True)):
+        call(x).backward(cotangent)
+        gradients.append([parameter.grad for parameter in model[0].parameters()])
+        model.zero_grad()
+    for ours, theirs in zip(*gradients, strict=True):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("frozen", ["weights", "all"])
 def test_frozen_weights(frozen: str) -> None:
     model = build_model()
