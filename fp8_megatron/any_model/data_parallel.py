@@ -218,7 +218,8 @@ def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads], replication:
 
 
 class _LeftOut:
-    """The names of the parameters that torch's DDP leaves out. It asks once, when it wraps the model.
+    """The names of the parameters that torch's DDP leaves out: those of the FP8 optimizer, FP8 weights, frozen ones. It
+    asks once, when it wraps the model.
 
     From then on the gradient that it keeps is left to it, until `_SeesDDP` sees a forward without it. A compiled model
     runs no such hook.
@@ -234,7 +235,10 @@ class _LeftOut:
         if self._kept is not None:
             self._kept.is_left_to_others = True
         for name, param in model.named_parameters(remove_duplicate=False):
-            if self._kept is None or param is not self._kept.param:
+            own = getattr(param, "main_grad", None)
+            if own is None and param.requires_grad and not isinstance(param, ScaledTensor):
+                param.reduced_by_ddp = True  # type: ignore[attr-defined]  # it may be another optimizer's
+            elif own is None or own is not self._kept:
                 # DDP looks for a root's own parameters under another name, and torch.compile adds a name.
                 yield from (name, f".{name}", f"_orig_mod.{name}")
 

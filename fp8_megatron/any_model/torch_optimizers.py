@@ -92,6 +92,11 @@ def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, st
         if param.dtype not in _DTYPES:
             known = ", ".join(str(dtype) for dtype in _DTYPES)
             raise OptimizerError(f"{names[param]} is {param.dtype}: parameters are {known}; convert the model first")
+        if param.requires_grad and getattr(param, "reduced_by_ddp", False):
+            raise OptimizerError(
+                f"torch's DDP reduces the gradient of {names[param]} already, which no FP8 optimizer held: add its "
+                f"param group before DDP wraps the model"
+            )
         if param.is_meta:
             raise OptimizerError(f"{names[param]} is on the meta device: give the model values first (to_empty, init)")
     devices = {param.device: names[param] for param in names if param.requires_grad}

@@ -415,3 +415,30 @@ def test_a_group_is_added_after_a_step(ranks: RankPool) -> None:
         for name, value in single.items():
             # The mean of two equal gradients; matrices and norms as in `test_dropped_gradients_leave_nothing_behind`.
             assert snr_db(outcome[name], value) > 40.0, name
+
+
+def _has_two_optimizers(group: Group) -> dict[str, Tensor]:
+    """The embedding, a norm and the bias of an FP8 layer are another optimizer's; ranks have different batches."""
+    torch.manual_seed(0)
+    model = Model()
+    others = [model.embedding.weight, *model.norm.parameters(), model.first.bias]
+    own = [param for param in model.parameters() if all(param is not other for other in others)]
+    user = torch.optim.AdamW(own, lr=5e-3)
+    optimizer = build_optimizer(model, user, replace_linears(model, weight=LEVELS["O3"].weight), "O3")
+    other = torch.optim.SGD(others, lr=1e-2)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    for step in range(2):
+        tokens = torch.randint(0, 50, (32,), generator=torch.Generator().manual_seed(2 * step + group.rank()))
+        (wrapped(tokens) - 1).square().mean().backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    with pytest.raises(OptimizerError, match=r"DDP reduces the gradient of norm\.weight already.*before DDP wraps"):
+        optimizer.add_param_group({"params": [model.norm.weight]})
+    return values(model)
+
+
+def test_ddp_reduces_what_another_optimizer_updates(ranks: RankPool) -> None:
+    first, second = ranks.run(on_default_group, _has_two_optimizers, num_ranks=2)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), f"replicas differ in {name}"
