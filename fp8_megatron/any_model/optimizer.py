@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._histories = [history for history in histories if history.num_slots]
         self._num_gradients = num_gradients
         self._spaces: list[ModelSpace] = []
+        #: The param groups as they were added, each with its parameters.
+        self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter]]] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._frozen: list[torch.nn.Parameter] = []
         device = next(iter(names)).device
@@ -124,6 +127,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         except OptimizerError:
             self.param_groups.pop()
             raise
+        self._added.append((param_group, list(param_group["params"])))
 
     @torch.no_grad()
     def _build(self, space: ParamSpace, group: dict[str, Any]) -> ModelSpace:
@@ -354,6 +358,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         self._check_not_recorded()
         check_options(self.param_groups)
+        self._check_groups()
         self._check_frozen()
         self._check_ranks()
         self._drop_consolidated()
@@ -379,6 +384,17 @@ class FP8Optimizer(torch.optim.Optimizer):
         if self._num_skipped.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
                 "optimizer.step() is inside a recorded step, where it would repeat its numbers: call it behind the step"
+            )
+
+    def _check_groups(self) -> None:
+        same = len(self._added) == len(self.param_groups) and all(
+            group is own and len(params) == len(own["params"]) and all(map(is_, params, own["params"]))
+            for (group, params), own in zip(self._added, self.param_groups, strict=True)
+        )
+        if not same:
+            raise OptimizerError(
+                "param_groups are not those that the optimizer was built with, and it updates those: change numbers in "
+                "the groups, add groups with add_param_group, and freeze parameters with requires_grad_(False)"
             )
 
     def _check_ranks(self) -> None:

@@ -282,6 +282,28 @@ def test_a_group_can_be_added() -> None:
     assert torch.allclose(module.bias, before * (1 - 0.5 * 0.01) - 0.5, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: optimizer.param_groups.pop(),
+        lambda optimizer: optimizer.param_groups[0]["params"].pop(),
+        lambda optimizer: optimizer.param_groups[0].update(params=[*optimizer.param_groups[1]["params"]]),
+        lambda optimizer: setattr(optimizer, "param_groups", [dict(group) for group in optimizer.param_groups]),
+    ],
+    ids=["group_gone", "parameter_gone", "other_parameters", "copied_groups"],
+)
+def test_groups_that_a_step_would_not_follow_are_an_error(change: Callable[[FP8Optimizer], object]) -> None:
+    module = Plain()
+    groups = [{"params": [module.matrix, module.bias]}, {"params": [module.norm, module.scalar]}]
+    optimizer = build_optimizer(module, torch.optim.AdamW(groups), {}, "O2")
+    module.matrix.grad = torch.ones_like(module.matrix)
+    optimizer.param_groups[0]["params"] = [*optimizer.param_groups[0]["params"]]  # an equal list
+    optimizer.step()
+    change(optimizer)
+    with pytest.raises(OptimizerError, match=r"param_groups are not those.*add_param_group"):
+        optimizer.step()
+
+
 def test_grad_scaler_divides_and_skips() -> None:
     """A power-of-two scale changes no bit of BF16 and FP8 gradients."""
     outcomes = []
