@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..formats import STATE_BLOCK
 from ..optimizer.state import StateTensor
-from .state_dicts import PAYLOAD, SCALE
+from .state_dicts import PAYLOAD, SCALE, STATE_KEYS
 
 
 def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,14 +24,15 @@ def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
     has_whole_blocks = _has_whole_blocks(param)
     sharded: dict[str, Any] = {}
     for key, value in entry.items():
+        if key not in STATE_KEYS:
+            sharded[key] = value
+            continue
         name = key.removesuffix(PAYLOAD)
         scales = None if name == key else entry[f"{name}{SCALE}"]
         if key.endswith(SCALE):
             if has_whole_blocks:
                 size = (param.numel() // STATE_BLOCK,)
                 sharded[key] = _dtensor(value, param, param.placements, size)
-        elif not isinstance(value, Tensor) or value.shape != param._local_tensor.shape or key == "step":
-            sharded[key] = value
         elif scales is None or has_whole_blocks:
             sharded[key] = _dtensor(value, param, param.placements, param.shape)
         else:
@@ -49,7 +50,7 @@ def _local(param: DTensor, key: str, value: Any) -> Any:
         if value.placements != param.placements or value.device_mesh != param.device_mesh:
             value = value.redistribute(param.device_mesh, param.placements)
         return value.to_local()
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or key not in STATE_KEYS:
         return value
     mesh_dim, shard = _shard_of(param)
     ranks, rank = param.device_mesh.size(mesh_dim), param.device_mesh.get_local_rank(mesh_dim)

@@ -20,6 +20,10 @@ from ..sharding.partition import Slot
 
 #: What follows a name where the value is `payload` · `scale`.
 PAYLOAD, SCALE = "_payload", "_scale"
+#: The keys of an entry that are parts of its parameter's state; others are numbers, or belong to the whole run.
+STATE_KEYS = frozenset(
+    f"{name}{part}" for name in ("exp_avg", "exp_avg_sq", "master_weight") for part in ("", PAYLOAD, SCALE)
+)
 
 
 def stored_state(state: SpaceState) -> dict[str, StateTensor]:

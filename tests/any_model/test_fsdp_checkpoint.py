@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import fp8_megatron
+from fp8_megatron.any_model import replace_linears
+from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.shard_states import _decoded
 from fp8_megatron.optimizer.state import StateTensor
-from tests.any_model.test_fsdp_optimizer import build, train_step, whole_weights
+from fp8_megatron.quantization.amax_history import AmaxHistory
+from tests.any_model.test_fsdp_optimizer import build, cpu_mesh, train_step, whole_weights
 from tests.harness.ranks import RankPool, on_default_group
 
 Group = torch.distributed.ProcessGroup
@@ -77,6 +82,40 @@ def test_a_gathered_state_dict_loads(ranks: RankPool) -> None:
         assert entry["exp_avg"] == (torch.float32, (128, 64))
         assert entry["master_weight_payload"] == (torch.float16, (128, 64))
         assert entry["master_weight_scale"] == (torch.float32, (32,))
+
+
+def delayed_model(group: Group) -> tuple[torch.nn.Module, FP8Optimizer, AmaxHistory]:
+    """The first parameter is a norm's: no whole blocks of it lie on a rank."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    replace_linears(model, recipe="delayed")
+    fully_shard(model, mesh=cpu_mesh())
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    history = model[1].quantizers.input.history  # type: ignore[union-attr]
+    assert isinstance(history, AmaxHistory)
+    return model, optimizer, history
+
+
+def delayed_scales(group: Group) -> None:
+    model, optimizer, history = delayed_model(group)
+    for _ in range(2):
+        model(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()
+    entry = state["state"][0]
+    assert isinstance(entry["exp_avg"], DTensor) and type(entry["delayed_0_scale"]) is Tensor
+    _, other, others = delayed_model(group)
+    other.load_state_dict(state)
+    assert others.is_warm and history.scale is not None and others.scale is not None
+    assert torch.equal(others.scale, history.scale)
+    for ours, theirs in zip(others.state_dict().values(), history.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_delayed_scales_are_no_parameters_state(ranks: RankPool) -> None:
+    """Their names end as those of the scales of moments do, which are sharded."""
+    ranks.run(on_default_group, delayed_scales, num_ranks=2)
 
 
 def test_a_cut_block_decodes() -> None:
