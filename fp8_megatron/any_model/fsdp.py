@@ -196,6 +196,10 @@ class FSDPOptimizer(FP8Optimizer):
         }
         super()._take_state({**state_dict, "state": entries})
 
+    def _run_state(self) -> dict[str, Tensor]:
+        """Without the number of gradients a step: torch adds them, in storage of its own."""
+        return {key: value for key, value in super()._run_state().items() if key != "gradients_per_step"}
+
     def _numbered(self) -> list[tuple[ShardedParam, int]]:
         """The parameters with state, and their numbers in a state dict."""
         numbers = super()._packed_groups()[0]

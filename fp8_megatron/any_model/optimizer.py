@@ -182,7 +182,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         Called by every replica; after `consolidate_state_dict`, by any.
 
         The first parameter's entry also has the delayed scales, the number of skipped steps, and how many gradients of
-        a step the storage has room for. Before the first step all moments are zero.
+        a step the storage of each space has room for. Before the first step all moments are zero.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -277,7 +277,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     def _run_state(self) -> dict[str, Tensor]:
         """What a resumed run needs that belongs to no parameter."""
         rooms = [space.grads.most_gradients for space in self._spaces]
-        run = {"gradients_per_step": torch.tensor(max(rooms)), "skipped_steps": self._num_skipped.cpu()}
+        run = {"gradients_per_step": torch.tensor(rooms), "skipped_steps": self._num_skipped.cpu()}
         for index, history in enumerate(self._histories):
             run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in history.state_dict().items()}
         return run
@@ -331,8 +331,11 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._load_run_state(state_dict["state"].get(min(state_dict["state"], default=0), {}))
 
     def _load_run_state(self, run: Mapping[str, Any]) -> None:
-        for space in self._spaces:
-            space.grads.expect(int(run.get("gradients_per_step", 1)))
+        rooms = [int(room) for room in torch.as_tensor(run.get("gradients_per_step", 1)).flatten()]
+        if len(rooms) != len(self._spaces):  # of a rank with other parts of the model
+            rooms = [max(rooms)] * len(self._spaces)
+        for space, room in zip(self._spaces, rooms, strict=True):
+            space.grads.expect(room)
         self._num_skipped.fill_(float(run.get("skipped_steps", 0.0)))
         for index, history in enumerate(self._histories):
             prefix = f"delayed_{index}_"

@@ -84,6 +84,35 @@ def test_a_resumed_run_goes_on_bit_for_bit(level: str, dtype: torch.dtype, model
         assert torch.equal(ours, expected), name
 
 
+def test_spaces_with_other_numbers_of_gradients_resume_bit_for_bit() -> None:
+    """One group's layer is used twice a step, and its gradients are added in BF16; the other's stay in FP8."""
+
+    def build_groups() -> tuple[torch.nn.Sequential, FP8Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+        groups = [{"params": layer.parameters()} for layer in model]
+        return fp8_megatron.initialize(model, torch.optim.AdamW(groups, lr=1e-2))
+
+    def train_twice_used(model: torch.nn.Sequential, optimizer: FP8Optimizer, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            x, cotangent = (torch.randn(16, 32, generator=generator) for _ in range(2))
+            (model[1](model[0](model[0](x).relu())) * cotangent).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = build_groups()
+    train_twice_used(model, optimizer, range(2))
+    saved = through_a_file(model.state_dict()), through_a_file(optimizer.state_dict())
+    resumed, other = build_groups()
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    assert [space.grads.most_gradients for space in other._spaces] == [2, 1, 1, 1]
+    for each in ((model, optimizer), (resumed, other)):
+        train_twice_used(*each, range(2, 4))
+    assert all(torch.equal(ours, expected) for ours, expected in zip(values(resumed), values(model), strict=True))
+
+
 def test_a_state_dict_has_torchs_shape() -> None:
     model, optimizer = build("O3")
     train(model, optimizer, range(2))
