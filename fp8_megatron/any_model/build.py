@@ -94,7 +94,8 @@ def _watch_loads(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mapping
     """Make a load that replaces a parameter of the optimizer an error, in whichever module it is called."""
     held = {param for group in optimizer.param_groups for param in group["params"]}
     for module in model.modules():
-        own = {name: (param, names[param]) for name, param in module._parameters.items() if param in held}
+        params = {name: param for name, param in module._parameters.items() if param is not None}
+        own = {name: (param, names[param]) for name, param in params.items() if param in held}
         if own:
             module.register_load_state_dict_post_hook(_KeepsParams(own))
 

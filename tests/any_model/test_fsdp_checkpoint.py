@@ -91,7 +91,7 @@ def delayed_model(group: Group) -> tuple[torch.nn.Module, FP8Optimizer, AmaxHist
     replace_linears(model, recipe="delayed")
     fully_shard(model, mesh=cpu_mesh())
     model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
-    history = model[1].quantizers.input.history  # type: ignore[union-attr]
+    history = model[1].quantizers.input.history
     assert isinstance(history, AmaxHistory)
     return model, optimizer, history
 

@@ -58,7 +58,7 @@ class Seen(NamedTuple):
     backwards: Lists
 
     @property
-    def count(self) -> int:
+    def num_keys(self) -> int:
         return len(self.forwards.known) + len(self.backwards.known)
 
 
@@ -108,14 +108,14 @@ def test_a_key_holds_every_decision(lists: Seen, level: str, recipe: RecipeName)
                 for dtype in (torch.bfloat16, torch.float16):
                     for bias in (None, torch.zeros(128, dtype=dtype), torch.zeros(128)):
                         use(weight, trained, dtype, bias)
-    assert (lists.count > 20) is (recipe != "blockwise")
+    assert (lists.num_keys > 20) is (recipe != "blockwise")
 
 
 def test_a_weight_that_is_not_contiguous_has_no_list(lists: Seen) -> None:
     layer = FP8Linear(64, 128, weight=StorageDtype.FP8)
     use(layer.weight, layer)
-    count = lists.count
-    columns = layer.weight.detach()[:, :32]
+    num_keys = lists.num_keys
+    columns: Any = layer.weight.detach()[:, :32]
     with pytest.raises(ValueError, match="contiguous"):
         use(columns, layer)
-    assert lists.count == count
+    assert lists.num_keys == num_keys
