@@ -55,18 +55,20 @@ class Lists:
 
 class Seen(NamedTuple):
     forwards: Lists
+    products: Lists
     backwards: Lists
 
     @property
     def num_keys(self) -> int:
-        return len(self.forwards.known) + len(self.backwards.known)
+        return sum(len(lists.known) for lists in self)
 
 
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
-    seen = Seen(Lists(), Lists())
+    seen = Seen(Lists(), Lists(), Lists())
     monkeypatch.setattr(launch_list, "first_device", -1)
     monkeypatch.setattr(local, "_forwards", seen.forwards)
+    monkeypatch.setattr(local, "_products", seen.products)
     monkeypatch.setattr(local, "_backwards", seen.backwards)
     yield seen
 
@@ -80,6 +82,9 @@ def use(
     for keeps_columns in (False, True):
         x = torch.randn(32, columns, dtype=dtype)
         y, operand = local.forward(x, linear, dtype, keeps_columns=keeps_columns)
+        again, whole = local.forward(x, linear, dtype, keeps_columns=keeps_columns, keeps_rows=True)
+        assert torch.equal(again, y)
+        assert torch.equal(local.forward_of_cast(whole, linear, dtype), y)
         x_t = operand.t if keeps_columns else None
         assert x_t is None or isinstance(x_t, Quantized)
         for needs_grad_input in (False, True):
