@@ -14,11 +14,16 @@ class ChildNames(torch.nn.Module):
     original_names: ClassVar[dict[str, str]] = {}
 
     def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> Any:
-        """torch's, with the original's names."""
+        """torch's, with the original's names, in its order: its own parameters, then those of its children."""
         destination = super().state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
         for theirs, ours in self.original_names.items():
             if prefix + ours in destination:
                 destination[prefix + theirs] = destination.pop(prefix + ours)
+        others = [
+            key for key in destination if key.startswith(prefix) and key[len(prefix) :] not in self.original_names
+        ]
+        for key in others:
+            destination[key] = destination.pop(key)
         return destination
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

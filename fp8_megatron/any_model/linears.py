@@ -142,7 +142,9 @@ def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilte
     for name, module in willing.items():
         for parameter in _weights(module):
             for other, holder in holders[parameter].items():
-                alike = holder is module or (type(holder) is type(module) and "weight" in module._parameters)
+                if holder is module or holder is module._modules.get("out_proj"):
+                    continue
+                alike = type(holder) is type(module) and "weight" in module._parameters
                 if not alike or (other in stays and other not in willing):
                     stays[name] = f"its weight is also that of {other or 'the model'}"
     for name, reason in stays.items():
@@ -156,7 +158,7 @@ def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     if te_kind(module) is not None:
         names = [one for parts in te_weights(module) for one in parts]
     elif isinstance(module, torch.nn.MultiheadAttention):
-        names = ["in_proj_weight"]
+        return [weight for weight in attention.linear_weights(module).values() if weight is not None]
     return [parameter for name in names if (parameter := module._parameters[name]) is not None]
 
 
@@ -177,9 +179,14 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
     if te_kind(module) is not None or isinstance(module, torch.nn.MultiheadAttention):
         if filter is not None and not filter(name, module):
             return "the filter refuses it"
-        if te_kind(module) is None:
-            return attention.reason_to_stay(module, recipe)
-        return te_modules.reason_to_stay(name, module, recipe)
+        if te_kind(module) is not None:
+            return te_modules.reason_to_stay(name, module, recipe)
+        assert isinstance(module, torch.nn.MultiheadAttention)
+        reason = attention.reason_to_stay(module, recipe)
+        if reason is None:
+            for key, weight in attention.linear_weights(module).items():
+                _check_dtype(f"{name}.{key}", weight)
+        return reason
     if type(module) is not torch.nn.Linear and not _is_conv1d(module):
         return f"{type(module).__name__} is a class of its own"
     weight = module._parameters.get("weight")
@@ -189,12 +196,16 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
         return "its forward is patched"
     if filter is not None and not filter(name, module):
         return "the filter refuses it"
-    if weight.dtype not in _WEIGHT_DTYPES:
-        raise ValueError(f"{name}.weight is {weight.dtype}; FP8 layers take FP32, BF16 or FP16 weights: cast the model")
+    _check_dtype(name, weight)
     for size in weight.shape:
         if size % recipe.size_multiple or not size:
             return f"its size {size} is not a multiple of {recipe.size_multiple}"
     return None
+
+
+def _check_dtype(name: str, weight: torch.Tensor | None) -> None:
+    if weight is not None and weight.dtype not in _WEIGHT_DTYPES:
+        raise ValueError(f"{name}.weight is {weight.dtype}; FP8 layers take FP32, BF16 or FP16 weights: cast the model")
 
 
 def _convert(

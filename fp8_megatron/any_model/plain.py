@@ -11,6 +11,7 @@ import torch
 
 from ..nn.conv1d import FP8Conv1D
 from ..nn.module import FP8Linear
+from .attention import FP8MultiheadAttention, become_plain_attention
 from .te_layers import FP8TELinear
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -21,10 +22,11 @@ _FP8_ATTRIBUTES = ("quantizers", "weight_dtype", "name", "token", "home", "_row_
 
 @torch.no_grad()
 def plain_model(model: Model) -> Model:
-    """A copy of `model` whose FP8 layers are plain linear layers again, with the master weights' values.
+    """A copy of `model` whose FP8 layers are plain again, with the master weights' values.
 
-    Layers that were Transformer Engine's keep their class, with plain weights. Weights have the dtype that they had
-    before FP8. An average of weights needs such a copy, because a small step of it is lost in FP8:
+    So is a `torch.nn.MultiheadAttention`. Layers that were Transformer Engine's keep their class, with plain weights.
+    Weights have the dtype that they had before FP8. An average of weights needs such a copy, because a small step of it
+    is lost in FP8:
 
         >>> average = plain_model(model)
         >>> for ours, new in zip(average.state_dict().values(), model.state_dict().values()):  # after each step
@@ -43,6 +45,9 @@ def plain_model(model: Model) -> Model:
             if ours.weight not in weights:
                 weights[ours.weight] = torch.nn.Parameter(ours.plain_weight(), ours.weight.requires_grad)
             _become_plain(plain, weights[ours.weight])
+    for module in list(copied.modules()):
+        if isinstance(module, FP8MultiheadAttention):
+            become_plain_attention(module)
     return copied
 
 

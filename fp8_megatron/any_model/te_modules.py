@@ -148,6 +148,7 @@ def convert_te(
         for fc in ("fc1", "fc2"):
             layer = FP8TELinear.__new__(FP8TELinear)
             torch.nn.Module.__init__(layer)
+            layer.training = module.training
             _take(layer, f"{name}.{fc}", [params[f"{fc}_weight"]], [params.get(f"{fc}_bias")], replaced, recipe, weight)
             setattr(module, fc, layer)
         module.fc2.returns_bias = old.get("return_bias", False)

@@ -141,16 +141,19 @@ class FP8Linear(torch.nn.Linear):
             TypeError: x is not FP32, BF16 or FP16.
             ValueError: the last size of x is not `in_features`.
         """
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{self.name}: an FP8 layer takes FP32, BF16 or FP16, not {x.dtype}; cast the input")
-        if not x.ndim or x.shape[-1] != self.in_features:
-            raise ValueError(f"{self.name}: the input's last size is not {self.in_features}: {tuple(x.shape)}")
+        self._check(x)
         dtype = compute_dtype(x)
         weight: Tensor | None = self._parameters.get("weight")  # `self.weight` costs the host ten times as much
         if not isinstance(weight, ScaledTensor):
             return self._multiply_plain(x, dtype)
         y = self._multiply(x, torch.bfloat16 if dtype is torch.float32 else dtype)
         return y.float() if dtype is torch.float32 else y
+
+    def _check(self, x: Tensor) -> None:
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{self.name}: an FP8 layer takes FP32, BF16 or FP16, not {x.dtype}; cast the input")
+        if not x.ndim or x.shape[-1] != self.in_features:
+            raise ValueError(f"{self.name}: the input's last size is not {self.in_features}: {tuple(x.shape)}")
 
     @property
     def evaluates(self) -> bool:
@@ -195,11 +198,10 @@ class FP8Linear(torch.nn.Linear):
         return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output in `dtype`. The GEMMs take rows in multiples; zeros are added up to the next one."""
+        """The output in `dtype`."""
         rows = x.numel() // self.in_features
-        padding = -rows % self._row_multiple if rows else self._row_multiple
         is_compiling = torch.compiler.is_compiling()
-        if not padding and not is_compiling:
+        if rows and not rows % self._row_multiple and not is_compiling:
             weight: Any = self._parameters["weight"]
             linear = LinearParams(
                 weight,
@@ -216,14 +218,19 @@ class FP8Linear(torch.nn.Linear):
             )
         if is_compiling and self.weight.home is not self.home:
             return self._multiply_exchanged(x, dtype)
-        x2d = x.reshape(-1, self.in_features)
-        if padding:
-            x2d = torch.nn.functional.pad(x2d, (0, 0, 0, padding))
+        x2d = self._padded(x)
         if is_compiling:
             y = compiled_linear(x2d, self, dtype)
         else:
             y = fp8_linear(x2d, LinearParams(self.weight, self.added_bias, self.quantizers_now), dtype=dtype)
         return y[:rows].view(*x.shape[:-1], self.out_features)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """The rows [T, in_features] of x. The GEMMs take rows in multiples; zeros are added up to the next one."""
+        x2d = x.reshape(-1, self.in_features)
+        rows = x2d.shape[0]
+        padding = -rows % self._row_multiple if rows else self._row_multiple
+        return torch.nn.functional.pad(x2d, (0, 0, 0, padding)) if padding else x2d
 
     def plain_weight(self) -> Tensor:
         """The weight as a plain tensor of `weight_dtype`; a new copy. Under ``fully_shard`` this rank's rows, as a

@@ -173,6 +173,14 @@ class ScaledTensor(torch.Tensor):
             return Quantized(ops.transpose(self._payload), None, self._scale, format)
         return self._cast(format, transposed=True)
 
+    def rows(self, rows: slice) -> ScaledTensor:
+        """A view of whole rows for GEMMs, without a `main_grad`. Its cast takes the whole weight's scale."""
+        view, whole = self._view(self._payload[rows]), self.cast_scale
+        if whole is not None and whole.numel == self._payload.numel():
+            view.cast_scale = CastScale(whole.scale, view._payload.numel())
+            view.cast_scale.is_current = whole.is_current
+        return view
+
     def _cast(self, format: Format, *, transposed: bool) -> Quantized:
         """The weight [N, K], or its transpose [K, N], with one scale."""
         scale, weight = self.current_cast_scale, self._payload

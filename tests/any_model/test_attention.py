@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ from torch import Tensor
 
 import fp8_megatron
 from fp8_megatron.any_model import plain_model, replace_linears, report
-from fp8_megatron.any_model.attention import FP8MultiheadAttention
+from fp8_megatron.any_model.attention import FP8MultiheadAttention, PackedProjection
+from fp8_megatron.formats import StorageDtype
+from fp8_megatron.quantization.recipe import RecipeName
 from fp8_megatron.quantization.stats import snr_db
 
 #: Two GEMMs on a path, 28.5 dB each, and softmax, whose logits are products of two of the first GEMM's outputs.
 FORWARD_DB = 22.0
+#: dgrad and wgrad have an E5M2 operand, 24.5 dB; two of them and the softmax on the way.
+BACKWARD_DB = 17.0
 WIDTH, HEADS = 64, 4
 
 
@@ -67,26 +72,190 @@ def test_values_weights_and_gradients(mask: str, need_weights: bool, batch_first
     cotangent = torch.randn(y.shape, generator=generator)
     y.backward(cotangent)
     expected.backward(cotangent)
-    # dgrad and wgrad have an E5M2 operand, 24.5 dB; two of them and the softmax on the way.
-    assert snr_db(x.grad, x_exact.grad) > 17.0  # type: ignore[arg-type]
-    assert snr_db(module.in_proj.weight.grad, exact.in_proj_weight.grad) > 17.0  # type: ignore[arg-type]
+    assert snr_db(x.grad, x_exact.grad) > BACKWARD_DB  # type: ignore[arg-type]
+    assert snr_db(module.in_proj.weight.grad, exact.in_proj_weight.grad) > BACKWARD_DB  # type: ignore[arg-type]
     assert snr_db(module.out_proj.weight.grad, exact.out_proj.weight.grad) > 20.0  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shared", ["all", "key and value", "nothing"])
-def test_other_queries_keys_and_values(shared: str, bias: bool) -> None:
-    module, exact = build(bias=bias, batch_first=True)
-    torch.manual_seed(1)
-    query, key, value = torch.randn(3, 8, WIDTH), torch.randn(3, 16, WIDTH), torch.randn(3, 16, WIDTH)
-    if shared != "nothing":
+#: Settings of the module, sizes of key and value, and a call: (shared inputs, mask, need_weights).
+FORMS: dict[str, tuple[dict[str, Any], tuple[str, str, bool]]] = {
+    "self": ({}, ("all", "causal", False)),
+    "self, no bias": ({"bias": False}, ("all", "both", True)),
+    "cross": ({}, ("key and value", "none", False)),
+    "cross, no bias": ({"bias": False}, ("key and value", "cross", True)),
+    "query is key": ({}, ("query and key", "padding", False)),
+    "query is value": ({}, ("query and value", "none", True)),
+    "apart": ({}, ("nothing", "cross", False)),
+    "kdim": ({"kdim": 32}, ("nothing", "padding", True)),
+    "vdim": ({"vdim": 48, "bias": False}, ("nothing", "cross", False)),
+    "kdim is vdim": ({"kdim": 32, "vdim": 32}, ("key and value", "causal hint", False)),
+    "added keys": ({"add_bias_kv": True}, ("all", "both", True)),
+    "added keys, causal": ({"add_bias_kv": True, "add_zero_attn": True}, ("all", "causal", False)),
+    "added zeros": ({"add_zero_attn": True}, ("key and value", "none", False)),
+    "added to sizes": ({"kdim": 32, "add_bias_kv": True, "add_zero_attn": True}, ("nothing", "added", True)),
+}
+
+
+def inputs_of(form: str, layout: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Query, key and value of a form, and its other arguments. Lengths 16 and 16, batch 3; "cross" has 8 queries."""
+    settings, (shared, mask, need_weights) = FORMS[form]
+    generator = torch.Generator().manual_seed(7)
+    length = 8 if mask == "cross" or (shared == "key and value" and mask == "none") else 16
+    arguments = masks(mask) if mask != "cross" else {"attn_mask": torch.randn(length, 16, generator=generator)}
+    sizes = (WIDTH, settings.get("kdim", WIDTH), settings.get("vdim", WIDTH))
+    query, key, value = (
+        torch.randn(3, rows, size, generator=generator) for rows, size in zip((length, 16, 16), sizes, strict=True)
+    )
+    if shared in ("all", "query and key"):
+        key = query
+    if shared in ("all", "query and value"):
+        value = query
+    if shared == "key and value":
         value = key
-    if shared == "all":
-        query = key
-    assert snr_db(module(query, key, value)[0], exact(query, key, value)[0].detach()) > FORWARD_DB
-    one, weights = module(query[0], key[0], value[0])  # without a batch
-    assert snr_db(one, exact(query[0], key[0], value[0])[0].detach()) > FORWARD_DB
-    assert weights.shape == (query.shape[1], 16)
+    if layout == "unbatched":
+        if "key_padding_mask" in arguments:
+            arguments["key_padding_mask"] = arguments["key_padding_mask"][0]
+        if arguments.get("attn_mask", torch.empty(0)).dim() == 3:
+            arguments["attn_mask"] = arguments["attn_mask"][:HEADS]
+    shape = {"unbatched": lambda x: x[0], "batch_first": lambda x: x, "": lambda x: x.transpose(0, 1).contiguous()}
+    made = {x: shape[layout](x).requires_grad_() for x in {query: 0, key: 0, value: 0}}
+    return [made[x] for x in (query, key, value)], {"need_weights": need_weights, **arguments}
+
+
+@pytest.mark.parametrize("layout", ["", "batch_first", "unbatched"])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_torchs_function(form: str, layout: str) -> None:
+    """With plain weights nothing is in FP8, and the values, the weights and all gradients are torch's."""
+    module, exact = build(batch_first=layout == "batch_first", dropout=0.2, **FORMS[form][0])
+    names = {"in_proj_weight": "in_proj.weight", "in_proj_bias": "in_proj.bias"}
+    names |= {f"{key}_proj_weight": f"{key}_proj.weight" for key in "qkv"}
+    if hasattr(module, "q_proj"):
+        del names["in_proj_bias"]
+    plain = {names.get(key, key): param for key, param in copy.deepcopy(exact).named_parameters()}
+    (inputs, arguments), (expected_inputs, _) = inputs_of(form, layout), inputs_of(form, layout)
+    torch.manual_seed(3)
+    y, weights = torch.func.functional_call(module, plain, tuple(inputs), arguments)
+    torch.manual_seed(3)
+    expected, expected_weights = exact(*expected_inputs, **arguments)
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(y, expected, **close)
+    torch.testing.assert_close(weights, expected_weights, **close)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
+    y.backward(cotangent)
+    expected.backward(cotangent)
+    for one, other in zip(inputs, expected_inputs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, **close)
+    for key, param in exact.named_parameters():
+        torch.testing.assert_close(plain[names.get(key, key)].grad, param.grad, **close)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_noise_of_every_form(form: str) -> None:
+    module, exact = build(batch_first=True, **FORMS[form][0])
+    (inputs, arguments), (exact_inputs, _) = inputs_of(form, "batch_first"), inputs_of(form, "batch_first")
+    y, weights = module(*inputs, **arguments)
+    expected, expected_weights = exact(*exact_inputs, **arguments)
+    assert snr_db(y, expected.detach()) > FORWARD_DB
+    if weights is not None:
+        assert snr_db(weights, expected_weights.detach()) > FORWARD_DB
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
+    y.backward(cotangent)
+    expected.backward(cotangent)
+    for one, other in zip(inputs, exact_inputs, strict=True):
+        assert snr_db(one.grad, other.grad) > BACKWARD_DB  # type: ignore[arg-type]
+    of_torch = dict(exact.named_parameters())
+    for key, param in module.named_parameters():
+        other = of_torch[key if key in of_torch else key.replace("_proj.", "_proj_")]
+        assert snr_db(param.grad, other.grad) > BACKWARD_DB, key  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("storage", [StorageDtype.FP8, StorageDtype.FP16], ids=str)
+def test_inputs_take_their_rows_of_the_weight(recipe: RecipeName, storage: StorageDtype) -> None:
+    """A projection of several inputs has the bits of the whole projection of each, of which parts are dropped."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(128, 4)})
+    replace_linears(model, recipe=recipe, weight=storage)
+    layer: PackedProjection = model["attention"].in_proj
+    with torch.no_grad():
+        layer.bias.normal_()  # type: ignore[union-attr]
+    values = [torch.randn(rows, 5, 128) for rows in (3, 7, 7)]
+    cotangents = [torch.randn(rows, 5, 128) for rows in (3, 7, 7)]
+
+    def run(is_split: bool, places: tuple[int, int, int]) -> list[Tensor]:
+        layer.zero_grad()
+        inputs = [value.clone().requires_grad_() for value in values]
+        x = [inputs[place] for place in places]
+        y = list(layer.project(*x) if is_split else [layer(x[i]).chunk(3, dim=-1)[i] for i in range(3)])
+        torch.autograd.backward(y, [cotangents[place] for place in places])
+        used = [inputs[place].grad for place in sorted(set(places))]
+        return [*(part.detach() for part in y), *used, layer.weight.grad, layer.bias.grad]  # type: ignore[list-item]
+
+    for places in ((0, 1, 1), (0, 1, 2), (0, 0, 0)):
+        split, whole = run(True, places), run(False, places)
+        assert all(torch.equal(one, other) for one, other in zip(split[:3], whole[:3], strict=True))
+        # Gradients that a whole projection adds in 16 bits.
+        assert all(snr_db(one, other) > 38.0 for one, other in zip(split[3:], whole[3:], strict=True))
+
+
+def test_rows_are_cast_with_the_whole_weights_scale() -> None:
+    """Otherwise each row's part would be read once more for its amax."""
+    model = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(WIDTH, HEADS)})
+    torch.nn.init.normal_(model["attention"].in_proj_weight)
+    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+    layer: PackedProjection = model["attention"].in_proj
+    assert layer.weight.cast_scale is not None and layer.weight.cast_scale.is_current
+    with torch.no_grad():
+        one, other = torch.randn(8, 3, WIDTH), torch.randn(16, 3, WIDTH)
+        q, k, v = layer.project(one, other, other)
+        assert torch.equal(q, layer(one).chunk(3, dim=-1)[0])
+        assert torch.equal(torch.cat([k, v], dim=-1), layer(other)[..., WIDTH:])
+
+
+def test_cross_attention_gives_a_weight_one_gradient() -> None:
+    """Two gradients would widen the storage of all weights' gradients."""
+    model = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(WIDTH, HEADS)})
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+    query, memory = torch.randn(8, 3, WIDTH), torch.randn(16, 3, WIDTH)
+    model["attention"](query, memory, memory)[0].square().mean().backward()
+    assert [space.grads.most_gradients for space in optimizer._spaces] == [1, 1]
+    assert model["attention"].in_proj_weight.grad is not None
+
+
+@pytest.mark.parametrize("form", ["self", "cross", "kdim", "added keys, causal"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes_of_torch_under_autocast(form: str, dtype: torch.dtype) -> None:
+    module, exact = build(batch_first=True, **FORMS[form][0])
+    inputs, arguments = inputs_of(form, "batch_first")
+    with torch.autocast("cpu", dtype):
+        (y, weights), (expected, expected_weights) = (one(*inputs, **arguments) for one in (module, exact))
+    assert y.dtype is expected.dtype is dtype and snr_db(y.float(), expected.detach().float()) > FORWARD_DB
+    assert (weights is None) == (expected_weights is None)
+    assert weights is None or weights.dtype is expected_weights.dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_mask": torch.zeros(8, 16)}, r"attn_mask has the shape \(8, 16\), not \(16, 8\) or \(12, 16, 8\)"),
+        ({"attn_mask": torch.zeros(3, 4, 16, 8)}, "attn_mask has the shape"),
+        ({"attn_mask": torch.ones(16, 8, dtype=torch.int64)}, "attn_mask is torch.int64: give a bool mask"),
+        ({"key_padding_mask": torch.zeros(8, 3)}, r"key_padding_mask has the shape \(8, 3\), not \(3, 8\)"),
+        ({"key": torch.zeros(1, 8, WIDTH)}, "key and value have different"),
+        ({"key": torch.zeros(1, 8, WIDTH), "value": torch.zeros(1, 8, WIDTH)}, "different batches, their sizes 0"),
+        ({"value": torch.zeros(3, 8, 32)}, "the last sizes are not 64, 64 and 64"),
+        ({"query": torch.zeros(16, WIDTH)}, "three matrices"),
+    ],
+    ids=str,
+)
+def test_errors_where_torch_has_them(changes: dict[str, Tensor], message: str) -> None:
+    """Masks and inputs of wrong shapes might broadcast, or be reshaped, to something else."""
+    module, exact = build(batch_first=True)
+    arguments = {"query": torch.randn(3, 16, WIDTH), "key": torch.randn(3, 8, WIDTH), "value": torch.randn(3, 8, WIDTH)}
+    with pytest.raises((AssertionError, RuntimeError)):
+        exact(**(arguments | changes))
+    with pytest.raises(ValueError, match=message):
+        module(**(arguments | changes))
 
 
 def test_a_causal_hint_without_a_mask_is_an_error() -> None:
@@ -149,15 +318,55 @@ def test_what_stays() -> None:
         {
             "derived": Derived(64, 4),
             "odd": torch.nn.MultiheadAttention(40, 4),
-            "sizes": torch.nn.MultiheadAttention(64, 4, kdim=32),
-            "adds": torch.nn.MultiheadAttention(64, 4, add_bias_kv=True),
+            "sizes": torch.nn.MultiheadAttention(64, 4, vdim=24),
+            "normed": torch.nn.MultiheadAttention(64, 4),
         }
     )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.nn.utils.weight_norm(model["normed"].out_proj)
     replace_linears(model)
     stays = {name: reason for name, reason in report(model).stays.items() if "out_proj" not in name}
     assert stays == {
         "derived": "Derived is a class of its own",
         "odd": "its size 40 is not a multiple of 16",
-        "sizes": "its projections have different sizes",
-        "adds": "it adds keys",
+        "sizes": "its size 24 is not a multiple of 16",
+        "normed": "the weight of its out_proj is computed by a hook",
     }
+
+
+@pytest.mark.parametrize("tied", ["in_proj_weight", "out_proj.weight"])
+def test_a_tie_stays_a_tie(tied: str) -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.MultiheadAttention(WIDTH, HEADS) for name in "ab"})
+    holder, _, key = tied.rpartition(".")
+    setattr(model["b"].get_submodule(holder), key, getattr(model["a"].get_submodule(holder), key))
+    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
+    assert getattr(model["b"].get_submodule(holder), key) is getattr(model["a"].get_submodule(holder), key)
+    assert "its weight is also that of b" in report(model).stays["a"]
+
+
+def test_wide_weights_are_refused_by_name() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64)})
+    with pytest.raises(ValueError, match=r"a\.in_proj\.weight is torch\.float64"):
+        replace_linears(model)
+
+
+def test_a_model_in_evaluation_stays_in_evaluation() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.MultiheadAttention(WIDTH, HEADS)}).eval()
+    replace_linears(model)
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("settings", [{}, {"bias": False}, {"kdim": 32}, {"add_bias_kv": True}], ids=str)
+def test_a_plain_copy_is_torchs_module(settings: dict[str, Any]) -> None:
+    model, original = (torch.nn.ModuleDict({"a": torch.nn.MultiheadAttention(WIDTH, HEADS, **settings)}) for _ in "ab")
+    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    plain = plain_model(model)
+    assert type(plain["a"]) is torch.nn.MultiheadAttention and type(plain["a"].out_proj) is type(original["a"].out_proj)
+    expected = [(key, value.shape) for key, value in original.state_dict().items()]
+    for one in (model, plain):  # in torch's order, so that values can be zipped
+        assert [(key, value.shape) for key, value in one.state_dict().items()] == expected
+    assert all(
+        torch.equal(*both) for both in zip(plain.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in original.named_parameters()]

@@ -1,0 +1,96 @@
+"""A linear layer of several inputs: attention's query comes from one sequence, key and value from another.
+
+Each input is multiplied by its own rows of the weight alone, and its output's gradient too. The weight's gradient is
+put together of the parts, and delivered once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..quantization.operand import Quantized
+from . import local
+from .first_order import once_differentiable
+from .gemms import LinearParams, delivered_wgrad
+from .operands import delivered
+
+
+def fp8_split_linear(
+    inputs: Sequence[Tensor], sizes: Sequence[int], linear: LinearParams, *, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """y_i = x_i · W_iᵀ + b_i in FP8, where the W_i are the rows of the weight in order; as `fp8_linear` does.
+
+    Args:
+        inputs: [T_i, K], any float dtype.
+        sizes: rows N_i of each W_i, which sum to N. In a weight with block scales N_i · K is a number of whole blocks.
+        linear: weight [N, K], bias [N] or None; a layer that ranks do not share, without links.
+        dtype: of the outputs and of the GEMMs in backward, BF16 or FP16.
+
+    Returns:
+        [T_i, N_i] in `dtype`.
+    """
+    assert local.is_local(linear) and sum(sizes) == linear.weight.shape[0], (linear, sizes)
+    call = _Call(linear, tuple(sizes), dtype, torch.is_grad_enabled())
+    outputs: tuple[Tensor, ...] = _SplitLinear.apply(linear.weight, linear.bias, call, *inputs)
+    return outputs
+
+
+class _Call(NamedTuple):
+    """What is no tensor of a call."""
+
+    linear: LinearParams
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    has_backward: bool
+
+    def parts(self) -> Iterator[LinearParams]:
+        """The layer of each input. Its weight has no `main_grad`. Made anew in backward: the whole weight may have
+        other memory by then, as under ``fully_shard``."""
+        linear, start = self.linear, 0
+        for size in self.sizes:
+            rows = slice(start, start + size)
+            bias = None if linear.bias is None else linear.bias.detach()[rows]
+            yield linear._replace(weight=linear.weight.rows(rows), bias=bias)
+            start += size
+
+
+class _SplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        keeps_columns = call.has_backward and ctx.needs_input_grad[0]
+        outputs, kept = [], []
+        for x, part in zip(inputs, call.parts(), strict=True):
+            y, operand = local.forward(x, part, call.dtype, keeps_columns=keeps_columns)
+            outputs.append(y)
+            if keeps_columns:
+                kept += [operand.t.payload, operand.t.scale]
+        if call.has_backward:
+            ctx.save_for_backward(*kept)
+            ctx.call = call
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        call, kept = ctx.call, ctx.saved_tensors
+        linear = call.linear
+        needs_grad_weight, _, _, *needs_grad_inputs = ctx.needs_input_grad
+        grad_inputs, grad_weights, grad_biases = [], [], []
+        for index, part in enumerate(call.parts()):
+            x_t = None
+            if needs_grad_weight:
+                columns, scale = kept[2 * index : 2 * index + 2]
+                x_t = Quantized(columns, None, scale, linear.quantizers.input.format)
+            grad_input, grad_weight, grad_bias = local.backward(
+                grad_outputs[index].contiguous(), x_t, part, needs_grad_input=needs_grad_inputs[index]
+            )
+            grad_inputs.append(grad_input)
+            grad_weights += [] if grad_weight is None else [grad_weight]
+            grad_biases += [] if grad_bias is None else [grad_bias]
+        whole_weight = delivered_wgrad(torch.cat(grad_weights), linear) if grad_weights else None
+        whole_bias = delivered(torch.cat(grad_biases), linear.bias) if grad_biases else None
+        return whole_weight, whole_bias, None, *grad_inputs
