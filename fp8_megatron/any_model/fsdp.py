@@ -31,14 +31,14 @@ from ..nn.module import FP8Linear
 from ..optimizer.written_weights import write_weight
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_shards import agree_on_scale_, stored_part
-from ..sharding.partition import Cut, ParamSpace, Slot, StorageClass, partition
+from ..sharding.partition import Cut, ParamSpace, Slot, StorageClass, partition, storage_class
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
 from .build import delayed_scales
 from .fsdp_reduce import check_reshard, reduce_in_fp8
 from .optimizer import FP8Optimizer
 from .shard_grads import ShardGrads
-from .shard_states import local_entry, sharded_entry
+from .shard_states import empty_state, local_entry, sharded_entry
 from .space import ModelSpace
 from .torch_optimizers import OptimizerError, check_optimizer
 
@@ -183,6 +183,24 @@ class FSDPOptimizer(FP8Optimizer):
         params = {number: one.param for one, number in self._numbered()}
         result["state"] = {number: sharded_entry(params[number], entry) for number, entry in result["state"].items()}
         return result
+
+    def _entries(self, indices: Mapping[Tensor, int]) -> dict[int, dict[str, Any]]:
+        """See `FP8Optimizer._entries`. A parameter of which this rank has no rows has an entry as on the others, for
+        every rank's state dict has the same names; its steps are those that ranks with rows have counted.
+        """
+        entries = super()._entries(indices)
+        for group in self._groups:
+            uneven = [(one, number) for one, number in self._numbered() if one.is_copy and one.group == group]
+            if not uneven:
+                continue
+            steps = [float(entries[number]["step"]) if number in entries else 0.0 for _, number in uneven]
+            counted = torch.tensor(steps, device=uneven[0][0].rows.device)
+            torch.distributed.all_reduce(counted, op=torch.distributed.ReduceOp.MAX, group=group)
+            for (one, number), step in zip(uneven, counted.cpu(), strict=True):
+                if number not in entries:
+                    formats = self._storage.of_state(storage_class(one.rows), one.rows.dtype)  # type: ignore[arg-type]
+                    entries[number] = {"step": step.clone(), **empty_state(formats, one.rows)}
+        return entries
 
     def _take_state(self, state_dict: dict[str, Any]) -> None:
         """Tensors are ``DTensor``s or whole."""

@@ -203,15 +203,19 @@ class FP8Optimizer(torch.optim.Optimizer):
         if self._replication is not None:
             self._replication.meet("optimizer.state_dict()")
         self.take_written_values()
-        state: dict[int, dict[str, Any]] = {}
-        for place, space in enumerate(self._spaces):
-            for index, slot in enumerate(space.space.slots):
-                number = self._numbers.number_of(place, index).reshape(()).cpu()
-                state[indices[slot.param]] = {"step": number, **param_state(space.state, slot)}
-        state = dict(sorted(state.items()))
+        state = dict(sorted(self._entries(indices).items()))
         for entry in [*state.values()][:1]:
             entry.update(self._run_state())
         return {"state": state, "param_groups": groups}
+
+    def _entries(self, indices: Mapping[Tensor, int]) -> dict[int, dict[str, Any]]:
+        """The entry of each parameter with state, by its number."""
+        entries: dict[int, dict[str, Any]] = {}
+        for place, space in enumerate(self._spaces):
+            for index, slot in enumerate(space.space.slots):
+                number = self._numbers.number_of(place, index).reshape(()).cpu()
+                entries[indices[slot.param]] = {"step": number, **param_state(space.state, slot)}
+        return entries
 
     @property
     def is_consolidated(self) -> bool:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from ..formats import STATE_BLOCK
+from ..formats import STATE_BLOCK, StorageFormats
 from ..optimizer.state import StateTensor
-from .state_dicts import PAYLOAD, SCALE, STATE_KEYS
+from .state_dicts import PAYLOAD, SCALE, STATE_KEYS, stored_names
 
 
 def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +38,18 @@ def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         else:
             sharded[name] = _dtensor(_decoded(value, scales), param, param.placements, param.shape)
     return sharded
+
+
+def empty_state(formats: StorageFormats, rows: Tensor) -> dict[str, Tensor]:
+    """What `state_dicts.param_state` is for no rows, in the dtypes of other ranks' `sharded_entry`.
+
+    Their rows are no whole blocks, so what has scales is FP32.
+    """
+    dtypes = {name: getattr(formats, name) for name in stored_names(formats)}
+    return {
+        name: torch.empty(rows.shape, dtype=torch.float32 if dtype.is_scaled else dtype.torch_dtype, device=rows.device)
+        for name, dtype in dtypes.items()
+    }
 
 
 def local_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:

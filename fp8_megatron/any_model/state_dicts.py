@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import STATE_BLOCK, StorageDtype
+from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
 from ..optimizer.state import SpaceState, StateTensor
 from ..sharding.partition import Slot
 
@@ -28,11 +28,14 @@ STATE_KEYS = frozenset(
 
 def stored_state(state: SpaceState) -> dict[str, StateTensor]:
     """What a space stores beside its weights, by the names of the entries."""
-    stored = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-    formats = state.formats
-    if formats.master_weight is not None or formats.weight is not StorageDtype.FP32:
-        stored["master_weight"] = state.master
-    return stored
+    every = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq, "master_weight": state.master}
+    return {name: every[name] for name in stored_names(state.formats)}
+
+
+def stored_names(formats: StorageFormats) -> tuple[str, ...]:
+    """The names of what a space of these formats stores beside its weights."""
+    has_master = formats.master_weight is not None or formats.weight is not StorageDtype.FP32
+    return ("exp_avg", "exp_avg_sq", "master_weight") if has_master else ("exp_avg", "exp_avg_sq")
 
 
 def param_state(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
