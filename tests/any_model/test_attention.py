@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fp8_megatron
 from fp8_megatron.any_model import plain_model, replace_linears, report
@@ -308,6 +309,75 @@ def test_state_dicts_and_copies() -> None:
     assert not report(plain).fp8 and snr_db(plain(x), original(x).detach()) > 60.0  # the FP16 masters
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("form", ["self", "cross", "kdim", "added keys, causal"])
+def test_checkpointing_keeps_the_bits(form: str) -> None:
+    results = []
+    for is_checkpointed in (False, True):
+        module, _ = build(batch_first=True, dropout=0.1, **FORMS[form][0])
+        inputs, arguments = inputs_of(form, "batch_first")
+        torch.manual_seed(3)
+        if is_checkpointed:
+            y = checkpoint(lambda *parts: module(*parts, **arguments)[0], *inputs, use_reentrant=False)  # noqa: B023
+        else:
+            y, _ = module(*inputs, **arguments)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(4)))
+        results.append([y.detach(), *(x.grad for x in inputs), *(param.grad for param in module.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("form", ["cross", "kdim", "added to sizes"])
+def test_it_compiles_to_one_graph(form: str) -> None:
+    torch._dynamo.reset()
+    module, _ = build(batch_first=True, **FORMS[form][0])
+    inputs, arguments = inputs_of(form, "batch_first")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (module, compiled):
+        y, weights = call(*inputs, **arguments)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(4)))
+        used = list(dict.fromkeys(inputs))
+        results.append([y.detach(), *([] if weights is None else [weights.detach()]), *(x.grad for x in used)])
+        module.zero_grad()
+        for x in used:
+            x.grad = None
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_run_resumes(level: str) -> None:
+    """Its steps are recorded where there is a GPU."""
+    source, target = torch.randn(3, 16, WIDTH), torch.randn(3, 7, WIDTH)
+
+    def start(seed: int) -> tuple[torch.nn.Module, Any, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Transformer(WIDTH, HEADS, 1, 1, 128, dropout=0.0, batch_first=True)
+        model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), level)
+
+        def compute() -> Tensor:
+            loss: Tensor = (model(source, target) - target.sin()).square().mean()
+            loss.backward()
+            return loss
+
+        return model, optimizer, fp8_megatron.record_step(compute, model)
+
+    def train(optimizer: Any, step: Any) -> list[Tensor]:
+        losses = []
+        for _ in range(3):
+            losses.append(step().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    model, optimizer, step = start(0)
+    train(optimizer, step)
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = train(optimizer, step)
+    other, other_optimizer, other_step = start(1)
+    other.load_state_dict(states[0])
+    other_optimizer.load_state_dict(states[1])
+    assert train(other_optimizer, other_step) == expected and expected[-1] < expected[0]
 
 
 def test_what_stays() -> None:
