@@ -147,6 +147,10 @@ def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilte
                 alike = type(holder) is type(module) and "weight" in module._parameters
                 if not alike or (other in stays and other not in willing):
                     stays[name] = f"its weight is also that of {other or 'the model'}"
+    for name in [name for name in stays if isinstance(model.get_submodule(name), torch.nn.MultiheadAttention)]:
+        out_proj = f"{name}.out_proj".removeprefix(".")
+        if out_proj in stays:  # it is a part of the attention, which reads its weight
+            stays[out_proj] = stays[name]
     for name, reason in stays.items():
         check_stays(name, model.get_submodule(name), reason)
     return stays
