@@ -140,6 +140,35 @@ class Encoder(torch.nn.Module):
         return self.head(self.encoder(self.patches(pictures).flatten(2).transpose(1, 2)).mean(dim=1))
 
 
+class EncoderDecoder(torch.nn.Module):
+    """torch's own transformer with a causal decoder, which has cross-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = torch.nn.Embedding(VOCABULARY, 64), torch.nn.Embedding(VOCABULARY, 64)
+        self.place = torch.nn.Parameter(0.02 * torch.randn(SEQUENCE, 64))
+        self.transformer = torch.nn.Transformer(64, 4, 2, 2, dim_feedforward=128, dropout=0.1, batch_first=True)
+        self.head = torch.nn.Linear(64, VOCABULARY)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        padding = torch.zeros(source.shape, dtype=mask.dtype)
+        padding[:, -2:] = float("-inf")
+        x = self.transformer(
+            self.source(source) + self.place, self.target(target) + self.place, tgt_mask=mask, tgt_is_causal=True,
+            src_key_padding_mask=padding, memory_key_padding_mask=padding,
+        )  # fmt: skip
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def torch_translation(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
+    """Loss of `EncoderDecoder`: the sequence one token on."""
+    batch = tokens(generator)
+    target = torch.cat([torch.zeros(BATCH, 1, dtype=torch.int64), batch[:, 1:-1]], dim=1)
+    return _cross_entropy(model(batch[:, :-1], target), batch[:, 1:])
+
+
 class Mixer(torch.nn.Module):
     """MLP-Mixer (arXiv 2105.01601): linear layers along patches, then along channels."""
 
@@ -205,7 +234,8 @@ _PICTURE = {"image_size": IMAGE, "num_labels": CLASSES}
 ARCHITECTURES: dict[str, Architecture] = {
     "mlp": Architecture(build_mlp, picture_class, is_slow=False),
     "cnn": Architecture(build_cnn, picture_class),
-    "torch transformer": Architecture(Encoder, picture_class),
+    "torch encoder": Architecture(Encoder, picture_class),
+    "torch transformer": Architecture(EncoderDecoder, torch_translation),
     "mlp mixer": Architecture(Mixer, picture_class),
     "gpt2": Architecture(
         _transformers(
