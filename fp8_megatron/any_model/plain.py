@@ -17,7 +17,7 @@ from .te_layers import FP8TELinear
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 #: Attributes of an `FP8Linear` that a plain layer does not have.
-_FP8_ATTRIBUTES = ("quantizers", "weight_dtype", "name", "token", "home", "_row_multiple")
+_FP8_ATTRIBUTES = "quantizers weight_dtype name token sharing recomputes_input home _row_multiple".split()
 
 
 @torch.no_grad()
@@ -58,5 +58,5 @@ def _become_plain(layer: torch.nn.Module, weight: torch.nn.Parameter) -> None:
     is_conv1d = isinstance(layer, FP8Conv1D)
     layer.__class__ = import_module("transformers.pytorch_utils").Conv1D if is_conv1d else torch.nn.Linear
     for name in _FP8_ATTRIBUTES:
-        delattr(layer, name)
+        vars(layer).pop(name, None)
     layer._parameters["weight"] = weight

@@ -37,6 +37,7 @@ def test_a_plain_copy_has_the_masters_values_and_is_independent(level: str) -> N
     step(model, optimizer)
     copied = plain_model(model)
     assert [type(layer) for layer in copied] == [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]
+    assert vars(copied[0]).keys() == vars(torch.nn.Linear(32, 64)).keys()
     assert list(copied.state_dict()) == list(model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.equal(copied.state_dict()[name], value)
