@@ -44,7 +44,9 @@ from fp8_megatron.device.cudnn import load_bundled
 from fp8_megatron.device.device import select_device
 from fp8_megatron.outputs import write_output
 
-RUNS = ("bf16-amp", "te-delayed", "torchao-tensorwise", "O1", "O2", "O3")
+_USUAL_RUNS = ("bf16-amp", "te-delayed", "torchao-tensorwise", "O1", "O2", "O3")
+#: The others compute activations again in backward (`initialize(…, recompute_activations=True)`).
+RUNS = (*_USUAL_RUNS, "O2-recompute", "O3-recompute")
 #: The package that a peer needs.
 _NEEDS = {"te-delayed": "transformer_engine", "torchao-tensorwise": "torchao"}
 #: Of one forward and backward.
@@ -121,7 +123,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = Parser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=list(WORKS), default=list(WORKS))
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(_USUAL_RUNS))
     parser.add_argument("--compiled-runs", nargs="*", choices=RUNS, default=["bf16-amp", "torchao-tensorwise", "O2"])
     parser.add_argument("--recorded-runs", nargs="*", choices=RUNS, default=[], help="once more, recorded (none)")
     parser.add_argument(

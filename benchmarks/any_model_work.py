@@ -204,7 +204,10 @@ def build(work: Work, run: str, device: torch.device, *, tiny: bool) -> Trainee:
     if run.startswith("O"):
         import fp8_megatron
 
-        model, optimizer = fp8_megatron.initialize(model, optimizer, opt_level=run, recipe="delayed")
+        level, _, recomputes = run.partition("-")
+        model, optimizer = fp8_megatron.initialize(
+            model, optimizer, opt_level=level, recipe="delayed", recompute_activations=bool(recomputes)
+        )
     return Trainee(model, optimizer, lambda: _context(run, device))
 
 

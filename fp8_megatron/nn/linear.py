@@ -18,7 +18,7 @@ from ..quantization.sources import TensorSource
 from . import local, siblings
 from .first_order import once_differentiable
 from .gemms import LinearParams, fprop, start_dgrad, wgrad
-from .operands import as_matrix, delivered
+from .operands import as_matrix, as_rows, delivered
 from .recomputed import Recomputation, cast_again, recomputation_of
 
 
@@ -31,6 +31,8 @@ def fp8_linear(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """y = x·Wᵀ + b (+ addend) in FP8; the weight gradient goes to ``weight.main_grad`` (see `wgrad`).
+
+    A layer that ranks do not share takes any number of rows: zeros are added up to the next multiple that GEMMs take.
 
     A GEMM whose result nobody needs is left out: that of a frozen weight's gradient, and that of the gradient of an
     input without one. A frozen weight keeps nothing for backward.
@@ -75,7 +77,7 @@ class _LocalFP8Linear(torch.autograd.Function):
             else:
                 ctx.save_for_backward(operand.shared_scale, *made.inputs)
             ctx.linear, ctx.input_shape, ctx.function = call.linear, x.shape, None if made is None else made.function
-        return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
+        return _unpadded(y, x.shape)
 
     @staticmethod
     @once_differentiable
@@ -90,11 +92,19 @@ class _LocalFP8Linear(torch.autograd.Function):
         elif needs_grad_weight:
             x_t = cast_again(Recomputation(ctx.function, tuple(kept)), scale, format)
         grad_input, grad_weight, grad_bias = local.backward(
-            as_matrix(grad_output), x_t, linear, needs_grad_input=needs_grad_input
+            as_rows(grad_output, format.size_multiple), x_t, linear, needs_grad_input=needs_grad_input
         )
-        if grad_input is not None and len(shape) != 2:
-            grad_input = grad_input.view(*shape)
+        if grad_input is not None:
+            grad_input = _unpadded(grad_input, shape)
         return grad_input, grad_weight, delivered(grad_bias, linear.bias), None
+
+
+def _unpadded(y: Tensor, shape: torch.Size) -> Tensor:
+    """A new matrix [T, N] becomes [..., N], as an input of `shape` [..., K], without rows of padding.
+
+    It is no view, because autograd forbids to write to a view that a function returns (``y += residual``).
+    """
+    return y if y.shape[:-1] == shape[:-1] else y.resize_(*shape[:-1], y.shape[1])
 
 
 def _recomputation_of(x: Tensor, linear: LinearParams) -> Recomputation | None:
@@ -107,20 +117,21 @@ def _recomputation_of(x: Tensor, linear: LinearParams) -> Recomputation | None:
 
 
 def _local_forward(x: Tensor, call: _Call, keeps_columns: bool) -> tuple[Tensor, Quantized]:
-    """The output [T, N], and the input in FP8, with its columns if `keeps_columns`.
+    """The output [T, N], and the input in FP8, with its columns if `keeps_columns`; both with rows of padding.
 
     A cast that a sibling has made of `x` is taken (`siblings`).
     """
     linear, dtype = call.linear, call.dtype
+    multiple = linear.quantizers.input.format.size_multiple
     if not call.has_backward:
-        return local.forward(as_matrix(x), linear, dtype, keeps_columns=False)
+        return local.forward(as_rows(x, multiple), linear, dtype, keeps_columns=False)
     offer = siblings.found(x, linear)
     operand = None if offer is None else offer.take(linear, needs_columns=keeps_columns)
     if operand is not None:
         return local.forward_of_cast(operand, linear, dtype), operand
     offers = offer is None and siblings.can_offer(x, linear)
     keeps_rows = offers and siblings.has_followers(linear)
-    y, operand = local.forward(as_matrix(x), linear, dtype, keeps_columns=keeps_columns, keeps_rows=keeps_rows)
+    y, operand = local.forward(as_rows(x, multiple), linear, dtype, keeps_columns=keeps_columns, keeps_rows=keeps_rows)
     siblings.has_cast(linear)
     if offers:
         siblings.offer(x, linear, operand if keeps_rows else None)

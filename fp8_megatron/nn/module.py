@@ -18,6 +18,7 @@ from ..quantization.weight_shards import plain_copy, stored_part
 from .compiled import compiled_linear, new_token
 from .gemms import LinearParams
 from .linear import fp8_linear
+from .operands import as_rows
 from .siblings import InputSharing
 
 #: Tensorwise current scaling.
@@ -199,9 +200,7 @@ class FP8Linear(torch.nn.Linear):
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The output in `dtype`."""
-        rows = x.numel() // self.in_features
-        is_compiling = torch.compiler.is_compiling()
-        if rows and not rows % self._row_multiple and not is_compiling:
+        if not torch.compiler.is_compiling():
             weight: Any = self._parameters["weight"]
             linear = LinearParams(
                 weight,
@@ -211,26 +210,19 @@ class FP8Linear(torch.nn.Linear):
                 recomputes_input=self.recomputes_input,
             )
             return fp8_linear(x, linear, dtype=dtype)
-        if is_compiling and self.recomputes_input:
+        if self.recomputes_input:
             raise UserError(
                 f"{self.name}: recompute_activations does nothing under torch.compile, which decides itself what "
                 f"backward computes again: leave it out"
             )
-        if is_compiling and self.weight.home is not self.home:
+        if self.weight.home is not self.home:
             return self._multiply_exchanged(x, dtype)
-        x2d = self._padded(x)
-        if is_compiling:
-            y = compiled_linear(x2d, self, dtype)
-        else:
-            y = fp8_linear(x2d, LinearParams(self.weight, self.added_bias, self.quantizers_now), dtype=dtype)
-        return y[:rows].view(*x.shape[:-1], self.out_features)
+        y = compiled_linear(self._padded(x), self, dtype)
+        return y[: x.numel() // self.in_features].view(*x.shape[:-1], self.out_features)
 
     def _padded(self, x: Tensor) -> Tensor:
-        """The rows [T, in_features] of x. The GEMMs take rows in multiples; zeros are added up to the next one."""
-        x2d = x.reshape(-1, self.in_features)
-        rows = x2d.shape[0]
-        padding = -rows % self._row_multiple if rows else self._row_multiple
-        return torch.nn.functional.pad(x2d, (0, 0, 0, padding)) if padding else x2d
+        """The rows [T, in_features] of x, and zeros up to the next multiple that the GEMMs take."""
+        return as_rows(x, self._row_multiple)
 
     def plain_weight(self) -> Tensor:
         """The weight as a plain tensor of `weight_dtype`; a new copy. Under ``fully_shard`` this rank's rows, as a

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import AmaxSync, Quantizer
@@ -47,6 +48,14 @@ def cast_grad(
 def as_matrix(x: Tensor) -> Tensor:
     """[..., K] → [T, K]. A matrix stays the same tensor: a view costs the host 1 µs."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def as_rows(x: Tensor, multiple: int) -> Tensor:
+    """[..., K] → [T, K] with rows of zeros up to a multiple of `multiple`, which is at least one."""
+    matrix = as_matrix(x)
+    rows = matrix.shape[0]
+    padding = -rows % multiple if rows else multiple
+    return F.pad(matrix, (0, 0, 0, padding)) if padding else matrix
 
 
 def delivered(grad: Tensor | None, param: Tensor | None) -> Tensor | None:

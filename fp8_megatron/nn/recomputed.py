@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..quantization.operand import Format, Quantized
 from ..quantization.sources import TensorSource
-from .operands import as_matrix
+from .operands import as_rows
 
 
 class Recomputation(NamedTuple):
@@ -47,8 +47,8 @@ def cast_again(made: Recomputation, scale: Tensor | None, format: Format) -> Qua
     Args:
         scale: of the first cast, FP32 [1]; None: the values give it.
     """
-    x = made.function(*made.inputs)
-    return TensorSource(as_matrix(x), rowwise=False, transposed=True).quantize(format, scale).t
+    x = as_rows(made.function(*made.inputs), format.size_multiple)
+    return TensorSource(x, rowwise=False, transposed=True).quantize(format, scale).t
 
 
 def _gelu(node: Any) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:

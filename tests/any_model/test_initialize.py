@@ -96,7 +96,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         (_second_call, "0.weight has an FP8 optimizer already: initialize is called once"),
         (_with(opt_level="O4"), r"opt_level\('O4'\) is none of O1, O2, O3"),
         (_with(recipe="mxfp8"), r"recipe\('mxfp8'\) is none of"),
-        (_replaced_before, "has FP8 layers already: give recipe and filter to replace_linears"),
+        (_replaced_before, "has FP8 layers already: give recipe, filter and recompute_activations to"),
         (_other_model, "a parameter of shape .* that the model does not have"),
         (
             lambda model: fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1)),

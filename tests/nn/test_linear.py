@@ -262,7 +262,16 @@ def test_bad_values_reach_the_gradient() -> None:
         assert not p.main_grad.grads[0].isfinite().all()
 
 
-def test_sizes_that_the_tensor_cores_refuse_raise() -> None:
-    p = make_problem()
-    with pytest.raises(ValueError, match="M=4 is not a multiple of 16"):
-        p.linear(current(), p.x[:1])
+def test_any_number_of_rows() -> None:
+    """Rows of zeros are added up to what the GEMMs take, and change nothing."""
+    p, padded = make_problem(), make_problem()
+    x = p.x[:1].detach().requires_grad_()  # 4 rows
+    zeros = torch.zeros_like(p.x[:4])
+    zeros[:1] = p.x[:1].detach()
+    y, expected = p.linear(current(), x), padded.linear(current(), zeros)
+    assert torch.equal(y, expected[:1])
+    cotangent = torch.zeros_like(expected)
+    cotangent[:1] = p.cotangent[:1]
+    y.backward(cotangent[:1])
+    expected.backward(cotangent)
+    assert torch.equal(p.main_grad.grads[0], padded.main_grad.grads[0])

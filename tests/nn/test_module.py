@@ -77,3 +77,16 @@ def test_it_says_what_it_casts() -> None:
 def test_sizes_that_the_tensor_cores_refuse_raise(recipe: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FP8Linear(40, 64, recipe=None if recipe is None else Recipe("blockwise", power_of_two=False))
+
+
+@pytest.mark.parametrize("shape", [(32,), (2, 16), (17,), (1, 17), (), (0,)])
+def test_outputs_may_be_written_to(shape: tuple[int, ...]) -> None:
+    """``hidden += residual`` and ``ReLU(inplace=True)`` behind a layer, as behind `torch.nn.Linear`."""
+    layer = FP8Linear(64, 32)
+    x = torch.randn(*shape, 64, dtype=torch.bfloat16, requires_grad=True)
+    expected = layer(x).relu()
+    written = layer(x).relu_()
+    assert torch.equal(written, expected) and written.shape == (*shape, 32)
+    cotangent = torch.randn_like(written)
+    grads = [torch.autograd.grad(y, x, cotangent)[0] for y in (written, expected)]
+    assert torch.equal(*grads)
