@@ -7,6 +7,7 @@ again (`initialize(…, recompute_activations=True)`). Bytes follow from shapes,
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ def measure(name: str, *, tiny: bool) -> Row:
 
 
 def _kept_mb(name: str, form: str, *, tiny: bool) -> float:
+    gc.collect()  # the model before; parameters and optimizer refer to each other
     device = torch.device("cpu")
     trainee = build(WORKS[name], "O2-recompute" if form == "recomputed" else "O2", device, tiny=tiny)
     if form == "own":
