@@ -16,7 +16,7 @@ def test_sharing_and_recomputation_keep_less(tmp_path: Path, capsys: pytest.Capt
     kept_inputs.main(["--models", "bert-large", "--tiny", "--output", str(output)])
     (row,) = json.loads(output.read_text())["rows"]
     # Two layers of width 64 see 64 tokens. A layer's projections of query, key and value have one input, their output
-    # and the first of the MLP have one each, and the second of the MLP four times as much. The head has one layer in FP8.
+    # and the first of the MLP have one each, and the second of the MLP four times as much. The head has one in FP8.
     unit = 64 * 64 / 1e6
     assert row["own_mb"] == pytest.approx((2 * (3 + 1 + 1 + 4) + 1) * unit)
     assert row["shared_mb"] == pytest.approx((2 * (1 + 1 + 1 + 4) + 1) * unit)
