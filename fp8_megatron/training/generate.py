@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from ..checkpoint.saved_run import read_description
 from ..config.checks import ConfigError
 from ..config.io import load_config
 from ..config.schema import Config
+from ..config.words import shortened
 from ..data.tokenizer import Tokenizer
 from ..device import device as devices
 from ..formats import FP8_GEMM_MULTIPLE
@@ -27,6 +29,8 @@ from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import Topology, initialized
 from .build import build_recipe
 from .run_data import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def generate_text(
@@ -67,9 +71,12 @@ def generate_text(
     tokenizer = load_tokenizer(config)
     for prompt in prompts:
         try:
-            tokenizer.encode(prompt)
+            length = len(tokenizer.encode(prompt))
         except ValueError as error:
             raise ConfigError(f"prompt {prompt!r}: {error}") from error
+        if length > config.model.seq_length:
+            seen = config.model.seq_length
+            logger.warning("%s: %d tokens, and the model sees the last seq_length(%d)", shortened(prompt), length, seen)
     device = devices.select_device()
     with ExitStack() as stack:
         stack.enter_context(runtime(device))

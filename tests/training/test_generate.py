@@ -18,7 +18,10 @@ from tests.harness.runs import tiny_flags
 
 @pytest.mark.parametrize("max_position_embeddings", [None, 28])
 def test_padding_past_the_position_table_changes_no_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_position_embeddings: int | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    max_position_embeddings: int | None,
 ) -> None:
     """Contexts of 5 to 24 tokens are padded to 16 or 32, more than the table's rows; the model sees them unpadded."""
     flags = {
@@ -52,6 +55,8 @@ def test_padding_past_the_position_table_changes_no_logits(
     )
     assert [len(text.split()) for text in texts] == [6, 21, 25, 31]
     assert next(contexts, None) is None
+    (warning,) = [record.getMessage() for record in caplog.records if "seq_length" in record.getMessage()]
+    assert "30 tokens, and the model sees the last seq_length(24)" in warning
 
 
 @pytest.mark.parametrize(
