@@ -17,9 +17,8 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from ..data.documents import RawBatch, check_inputs, is_plain_text, parse_batch, read_batches
 from ..data.forks import freeing_nothing_of_the_parent
+from ..data.pools import results_in_order
 from ..data.sentences import SentenceSplitter
 from ..data.token_writer import PartitionedWriter, TokenizedDocuments
 from ..data.tokenizer import Tokenizer
@@ -152,21 +152,14 @@ def encode_all(encoding: Encoding, batches: Iterator[RawBatch], num_workers: int
     executor = ProcessPoolExecutor(
         num_workers, multiprocessing.get_context(method), initializer=_leave_signals_to_parent
     )
-    pending: deque[Future[EncodedBatch]] = deque()
+    most = _BATCHES_PER_WORKER * num_workers
     with freeing_nothing_of_the_parent():
         try:
-            for batch in batches:
-                pending.append(executor.submit(encode, encoding, batch))
-                if len(pending) >= _BATCHES_PER_WORKER * num_workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+            yield from results_in_order(executor, partial(encode, encoding), batches, most=most)
         except BrokenProcessPool as error:
             raise ValueError(
                 f"a worker process died, probably out of memory: give fewer --workers than {num_workers}"
             ) from error
-        finally:
-            executor.shutdown(cancel_futures=True)
 
 
 def _leave_signals_to_parent() -> None:

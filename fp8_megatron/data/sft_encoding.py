@@ -6,18 +6,18 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import UserError
 from .documents import RawBatch, documents_of, read_batches
+from .pools import results_in_order
 from .sft_conversations import conversations_of
 from .sft_formats import template_text
 from .sft_template import ChatTemplate
@@ -97,18 +97,11 @@ def encode_all(name: str, encoding: Encoding) -> Iterator[EncodedLines]:
     logger.info("%s: conversations are made tokens by %d processes", name, num_processes)
     # Spawned: a forked process must not have this one's CUDA context and threads.
     executor = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_ignore_interrupts)
-    pending: deque[Future[EncodedLines]] = deque()
+    most = _BATCHES_PER_PROCESS * num_processes
     try:
-        for batch in batches:
-            pending.append(executor.submit(_encode, encoding, batch))
-            if len(pending) >= _BATCHES_PER_PROCESS * num_processes:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        yield from results_in_order(executor, partial(_encode, encoding), batches, most=most)
     except BrokenProcessPool as error:
         raise UserError(f"a process that reads {name} died, probably out of memory; cut the file in parts") from error
-    finally:
-        executor.shutdown(cancel_futures=True)
 
 
 def _ignore_interrupts() -> None:

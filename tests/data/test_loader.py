@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from fp8_megatron.data.loader import SAMPLE_KEYS, build_loader
 from fp8_megatron.data.sequence_parts import NUM_TOKENS, SequencePart
+from tests.harness.forked import OfThisProcess
 
 
 class Numbered(Dataset):
@@ -33,17 +34,6 @@ class ProcessId(Numbered):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {key: torch.full((4,), os.getpid()) for key in SAMPLE_KEYS}
-
-
-class OfThisProcess:
-    """An object in a cycle, as a process group can be. Whoever frees it in another process ends there."""
-
-    def __init__(self) -> None:
-        self.itself, self.process = self, os.getpid()
-
-    def __del__(self) -> None:
-        if os.getpid() != self.process:
-            os._exit(9)
 
 
 class Forgetful(Numbered):

@@ -14,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from fp8_megatron.commands import preprocess_data
 from fp8_megatron.data.indexed import check_indexed_dataset
 from fp8_megatron.data.tokenizer_settings import build_tokenizer
+from tests.harness.forked import OfThisProcess
 from tests.harness.limits import files_limited_to
 
 
@@ -173,17 +174,6 @@ def test_workers_are_bounded_by_cores_with_a_line(corpus, tokenizer_model, outpu
     monkeypatch.setattr(preprocess_data, "num_cores", lambda: 2)
     assert run(corpus, output=output, model=tokenizer_model, workers=100_000) == 0
     assert "--workers 100000: this process has 2 cores, so 2 run" in capsys.readouterr().err
-
-
-class OfThisProcess:
-    """Garbage in a cycle, as a process group can be. Whoever frees it in another process ends there."""
-
-    def __init__(self) -> None:
-        self.itself, self.process = self, os.getpid()
-
-    def __del__(self) -> None:
-        if os.getpid() != self.process:
-            os._exit(9)
 
 
 def test_workers_do_not_free_what_the_parent_made(corpus, tokenizer_model, output):
