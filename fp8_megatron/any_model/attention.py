@@ -55,16 +55,9 @@ class PackedProjection(FP8Linear):
             starts = [sum(sizes[:index]) for index in range(len(sizes))]
             return [self(x).narrow(-1, start, size) for x, start, size in zip(inputs, starts, sizes, strict=True)]
         dtype = compute_dtype(inputs[0])
-        outputs = fp8_split_linear(
-            [self._padded(x) for x in inputs],
-            sizes,
-            LinearParams(weight, self.added_bias, self.quantizers_now),
-            dtype=torch.bfloat16 if dtype is torch.float32 else dtype,
-        )
-        return [
-            y[: x.numel() // self.in_features].view(*x.shape[:-1], size).to(dtype)
-            for y, x, size in zip(outputs, inputs, sizes, strict=True)
-        ]
+        linear = LinearParams(weight, self.added_bias, self.quantizers_now)
+        outputs = fp8_split_linear(inputs, sizes, linear, dtype=torch.bfloat16 if dtype is torch.float32 else dtype)
+        return [y.to(dtype) for y in outputs]
 
 
 class FP8MultiheadAttention(ChildNames, torch.nn.MultiheadAttention):

@@ -18,7 +18,7 @@ from ..quantization.sources import TensorSource
 from . import local, siblings
 from .first_order import once_differentiable
 from .gemms import LinearParams, fprop, start_dgrad, wgrad
-from .operands import as_matrix, as_rows, delivered
+from .operands import as_matrix, as_rows, delivered, without_padding
 from .recomputed import Recomputation, cast_again, recomputation_of
 
 
@@ -77,7 +77,7 @@ class _LocalFP8Linear(torch.autograd.Function):
             else:
                 ctx.save_for_backward(operand.shared_scale, *made.inputs)
             ctx.linear, ctx.input_shape, ctx.function = call.linear, x.shape, None if made is None else made.function
-        return _unpadded(y, x.shape)
+        return without_padding(y, x.shape)
 
     @staticmethod
     @once_differentiable
@@ -95,16 +95,8 @@ class _LocalFP8Linear(torch.autograd.Function):
             as_rows(grad_output, format.size_multiple), x_t, linear, needs_grad_input=needs_grad_input
         )
         if grad_input is not None:
-            grad_input = _unpadded(grad_input, shape)
+            grad_input = without_padding(grad_input, shape)
         return grad_input, grad_weight, delivered(grad_bias, linear.bias), None
-
-
-def _unpadded(y: Tensor, shape: torch.Size) -> Tensor:
-    """A new matrix [T, N] becomes [..., N], as an input of `shape` [..., K], without rows of padding.
-
-    It is no view, because autograd forbids to write to a view that a function returns (``y += residual``).
-    """
-    return y if y.shape[:-1] == shape[:-1] else y.resize_(*shape[:-1], y.shape[1])
 
 
 def _recomputation_of(x: Tensor, linear: LinearParams) -> Recomputation | None:

@@ -217,12 +217,8 @@ class FP8Linear(torch.nn.Linear):
             )
         if self.weight.home is not self.home:
             return self._multiply_exchanged(x, dtype)
-        y = compiled_linear(self._padded(x), self, dtype)
+        y = compiled_linear(as_rows(x, self._row_multiple), self, dtype)
         return y[: x.numel() // self.in_features].view(*x.shape[:-1], self.out_features)
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """The rows [T, in_features] of x, and zeros up to the next multiple that the GEMMs take."""
-        return as_rows(x, self._row_multiple)
 
     def plain_weight(self) -> Tensor:
         """The weight as a plain tensor of `weight_dtype`; a new copy. Under ``fully_shard`` this rank's rows, as a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -56,6 +57,14 @@ def as_rows(x: Tensor, multiple: int) -> Tensor:
     rows = matrix.shape[0]
     padding = -rows % multiple if rows else multiple
     return F.pad(matrix, (0, 0, 0, padding)) if padding else matrix
+
+
+def without_padding(y: Tensor, shape: torch.Size) -> Tensor:
+    """A new matrix [T, N] becomes [..., N], as an input of `shape` [..., K], without the rows that `as_rows` added.
+
+    It is no view, because autograd forbids to write to a view that a function returns (``y += residual``).
+    """
+    return y if y.shape[:-1] == shape[:-1] else y.resize_(*shape[:-1], y.shape[1])
 
 
 def delivered(grad: Tensor | None, param: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from ..quantization.operand import Quantized
 from . import local
 from .first_order import once_differentiable
 from .gemms import LinearParams, delivered_wgrad
-from .operands import delivered
+from .operands import as_rows, delivered, without_padding
 
 
 def fp8_split_linear(
@@ -25,13 +25,13 @@ def fp8_split_linear(
     """y_i = x_i · W_iᵀ + b_i in FP8, where the W_i are the rows of the weight in order; as `fp8_linear` does.
 
     Args:
-        inputs: [T_i, K], any float dtype.
+        inputs: [..., K], any float dtype and number of rows.
         sizes: rows N_i of each W_i, which sum to N. In a weight with block scales N_i · K is a number of whole blocks.
         linear: weight [N, K], bias [N] or None; a layer that ranks do not share, without links.
         dtype: of the outputs and of the GEMMs in backward, BF16 or FP16.
 
     Returns:
-        [T_i, N_i] in `dtype`.
+        [..., N_i] in `dtype`.
     """
     assert local.is_local(linear) and sum(sizes) == linear.weight.shape[0], (linear, sizes)
     call = _Call(linear, tuple(sizes), dtype, torch.is_grad_enabled())
@@ -64,13 +64,14 @@ class _SplitLinear(torch.autograd.Function):
         keeps_columns = call.has_backward and ctx.needs_input_grad[0]
         outputs, kept = [], []
         for x, part in zip(inputs, call.parts(), strict=True):
-            y, operand = local.forward(x, part, call.dtype, keeps_columns=keeps_columns)
-            outputs.append(y)
+            rows = as_rows(x, part.quantizers.input.format.size_multiple)
+            y, operand = local.forward(rows, part, call.dtype, keeps_columns=keeps_columns)
+            outputs.append(without_padding(y, x.shape))
             if keeps_columns:
                 kept += [operand.t.payload, operand.t.scale]
         if call.has_backward:
             ctx.save_for_backward(*kept)
-            ctx.call = call
+            ctx.call, ctx.shapes = call, [x.shape for x in inputs]
         return tuple(outputs)
 
     @staticmethod
@@ -85,10 +86,9 @@ class _SplitLinear(torch.autograd.Function):
             if needs_grad_weight:
                 columns, scale = kept[2 * index : 2 * index + 2]
                 x_t = Quantized(columns, None, scale, linear.quantizers.input.format)
-            grad_input, grad_weight, grad_bias = local.backward(
-                grad_outputs[index].contiguous(), x_t, part, needs_grad_input=needs_grad_inputs[index]
-            )
-            grad_inputs.append(grad_input)
+            g = as_rows(grad_outputs[index].contiguous(), linear.quantizers.input.format.size_multiple)
+            grad_input, grad_weight, grad_bias = local.backward(g, x_t, part, needs_grad_input=needs_grad_inputs[index])
+            grad_inputs.append(None if grad_input is None else without_padding(grad_input, ctx.shapes[index]))
             grad_weights += [] if grad_weight is None else [grad_weight]
             grad_biases += [] if grad_bias is None else [grad_bias]
         whole_weight = delivered_wgrad(torch.cat(grad_weights), linear) if grad_weights else None
