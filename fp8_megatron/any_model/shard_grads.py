@@ -19,24 +19,28 @@ class ShardGradBuffer(GradBuffer):
     """A space's gradients, each in its parameter's own ``grad``.
 
     FSDP2 lays the gradients of one reduction out in one tensor. Parameters that follow each other there and in the
-    space are read as one run, so that a step takes one kernel for each FSDP module's linear weights.
+    space are read as one run, so that a step takes one kernel for each FSDP module's linear weights. No gradient is
+    kept here: ``zero_grad`` frees them.
     """
 
     def __init__(self, space: ParamSpace, params: Sequence[DTensor]) -> None:
         super().__init__(space)
-        self._params = params
-        self._grads: list[Tensor | None] = [None] * len(params)
+        self._params = dict(zip(space.slots, params, strict=True))
         self.payload = torch.empty(0, device=space.device)
 
-    def read(self) -> list[bool]:
-        """Take the gradients as they are now: for each slot, whether there is one."""
-        self._grads = [_local_grad(param) for param in self._params]
-        return [grad is not None for grad in self._grads]
+    def of(self, slot: Slot) -> Tensor | None:
+        """This rank's rows of the gradient of `slot`, flat."""
+        return _local_grad(self._params[slot])
+
+    def exist(self) -> list[bool]:
+        """For each slot, whether it has a gradient now."""
+        return [param.grad is not None for param in self._params.values()]
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, ops.FlatState]]:
         run: list[tuple[Slot, Tensor]] = []
-        for slot, grad in zip(self.space.slots, self._grads, strict=True):
-            if grad is None or not start <= slot.offset < stop:
+        for slot in self.space.slots:
+            grad = self.of(slot) if start <= slot.offset < stop else None
+            if grad is None:
                 continue
             if run and not _continues(run[-1], slot, grad):
                 yield _together(run)
@@ -53,18 +57,20 @@ class ShardGradBuffer(GradBuffer):
         raise NotImplementedError("FSDP2 writes its gradients itself")
 
     def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
-        self._grads = [None] * len(self._params)
+        raise NotImplementedError("FSDP2 drops its gradients itself")
 
     def finish(self) -> None:
-        self.read()
+        """Nothing: FSDP2 has reduced the gradients."""
 
     @property
     def nbytes(self) -> int:
-        return sum(grad.nbytes for grad in (_local_grad(param) for param in self._params) if grad is not None)
+        return sum(grad.nbytes for _, grad in self._present())
 
     def non_finite_slots(self) -> list[str]:
-        together = zip(self.space.slots, self._grads, strict=True)
-        return [slot.name for slot, grad in together if grad is not None and not torch.isfinite(grad).all().item()]
+        return [slot.name for slot, grad in self._present() if not torch.isfinite(grad).all().item()]
+
+    def _present(self) -> Iterator[tuple[Slot, Tensor]]:
+        return ((slot, grad) for slot in self.space.slots if (grad := self.of(slot)) is not None)
 
 
 class ShardGrads(SpaceGrads):
@@ -81,7 +87,7 @@ class ShardGrads(SpaceGrads):
         self.buffer = ShardGradBuffer(space, params)
 
     def settle(self) -> list[bool]:
-        return self.buffer.read()
+        return self.buffer.exist()
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         raise NotImplementedError("FSDP2 writes its gradients itself")
@@ -93,7 +99,7 @@ class ShardGrads(SpaceGrads):
         raise NotImplementedError("FSDP2 drops its gradients itself")
 
     def values(self, slot: Slot) -> Tensor:
-        grad = self.buffer._grads[self.space.slots.index(slot)]
+        grad = self.buffer.of(slot)
         assert grad is not None, slot.name
         return grad.float().view(slot.param.shape)
 
@@ -101,8 +107,9 @@ class ShardGrads(SpaceGrads):
         return self.values(slot).square().sum().reshape(1)
 
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
-        for own, grad in zip(self.space.slots, self.buffer._grads, strict=True):
-            if grad is not None and (slot is None or own is slot):
+        for own in self.space.slots if slot is None else [slot]:
+            grad = self.buffer.of(own)
+            if grad is not None:
                 grad.mul_(factor)
 
 

@@ -102,7 +102,11 @@ def with_equal_gradients(group: Group, level: str, dtype: torch.dtype, device: s
     return Outcome(norms, values(model), dequantized, state, optimizer.storage_bytes)
 
 
-def assert_equal(outcome: Outcome, single: Outcome) -> None:
+def assert_equal(outcome: Outcome, single: Outcome, last_bit: float = 0.0) -> None:
+    """Bit for bit, or FP32 state but for `last_bit`, relative to an entry's largest value.
+
+    A GPU's kernels for gradients of other dtypes (BF16 on one rank, FP32 on several) fuse other products with sums.
+    """
     # The squares are added in another order. One rank has rounded the gradients to the same E4M3 blocks.
     assert outcome.norms == pytest.approx(single.norms, rel=1e-6)
     for kind in ("values", "weights"):
@@ -111,7 +115,9 @@ def assert_equal(outcome: Outcome, single: Outcome) -> None:
     for index, entry in single.state.items():
         for key, (dtype_name, expected) in entry.items():
             assert outcome.state[index][key][0] == dtype_name
-            assert torch.equal(outcome.state[index][key][1], expected), f"{key} of parameter {index}"
+            measured = outcome.state[index][key][1]
+            bound = last_bit * expected.abs().max() if dtype_name == "torch.float32" else 0.0
+            assert ((measured - expected).abs() <= bound).all(), f"{key} of parameter {index}"
 
 
 @pytest.mark.parametrize(("level", "num_ranks"), [("O1", 2), ("O2", 2), ("O3", 2), ("O3", 4)])

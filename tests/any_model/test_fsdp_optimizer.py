@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears
@@ -311,3 +312,21 @@ def resharded_to_fewer(group: Group) -> str:
 def test_resharding_to_fewer_ranks_is_refused(ranks: RankPool) -> None:
     for message in ranks.run(on_default_group, resharded_to_fewer, num_ranks=4):
         assert "reshard_after_forward=2: torch does not gather FP8 weights from fewer ranks" in message
+
+
+def _gradients_left(group: Group) -> list[str]:
+    """Parameters whose gradient is still in memory after ``zero_grad``."""
+    model, optimizer = build("O3", torch.bfloat16)
+    inputs, targets = batch(0)
+    torch.nn.functional.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten()).backward()
+    fp8_megatron.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    storages = {
+        name: StorageWeakRef(param.grad.to_local().untyped_storage()) for name, param in model.named_parameters()
+    }
+    optimizer.zero_grad()
+    return [name for name, storage in storages.items() if not storage.expired()]
+
+
+def test_zero_grad_frees_gradients(ranks: RankPool) -> None:
+    assert ranks.run(on_default_group, _gradients_left, num_ranks=2) == [[], []]

@@ -110,7 +110,7 @@ def _gathers(group: Group) -> tuple[Tensor, torch.dtype, tuple[int, ...]]:
     options = StateDictOptions(full_state_dict=True)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     entry = optimizer_state["state"]["0.weight"]
-    return model_state["0.weight"].cpu(), entry["exp_avg"].dtype, tuple(entry["exp_avg"].shape)
+    return model_state["0.weight"].cpu(), entry["exp_avg_payload"].dtype, tuple(entry["exp_avg_payload"].shape)
 
 
 def test_a_gathered_state_dict(gpus: RankPool) -> None:
