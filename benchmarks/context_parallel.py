@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -44,6 +44,7 @@ class Row:
     """One length and exchange; microseconds of the slowest rank.
 
     Attributes:
+        name: tokens and exchange.
         whole_forward, whole_both: the sequence on one rank.
         floor_forward, floor_both: those divided by the ranks.
         tflop_per_s: of forward and backward, on a rank; pairs of tokens that attend count.
@@ -64,6 +65,10 @@ class Row:
     received_bytes: int
     peak_bytes: int
     snr_db: list[float]
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.tokens} {self.comm_type}"
 
 
 def main() -> int:
