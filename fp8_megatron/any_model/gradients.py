@@ -52,6 +52,18 @@ class ParamGrad:
         if self.param.requires_grad and self._is_wanted():
             self.space.accumulate_(self, grad)
 
+    def take_place(self) -> tuple[Tensor, Tensor] | None:
+        """Where the first gradient of a step goes in FP8, payload and scales: it counts as written, so the caller
+        writes it now. None: give it to `accumulate_`."""
+        if self.param.grad is not None or not self.param.requires_grad:
+            return None
+        place = self.space.place_of_first(self.slot)
+        if place is None or not self._is_wanted():
+            return None
+        self.show(self.tensor)
+        self.space.mark_first(self.slot)
+        return place
+
     def _is_wanted(self) -> bool:
         """Whether the backward that runs is to give this parameter a gradient. ``torch.autograd.grad`` and
         ``backward(inputs=…)`` ask for some gradients alone, and layers do not see that.
@@ -221,6 +233,15 @@ class SpaceGrads(ABC):
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         """Write or add a gradient."""
 
+    def place_of_first(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
+        """Payload and scales that the first gradient of `slot` overwrites in FP8. None: it goes to `add_`."""
+        del slot
+        return None
+
+    def mark_first(self, slot: Slot) -> None:
+        """The first gradient of `slot` is in its `place_of_first`."""
+        raise NotImplementedError(f"{slot.name} has no such place")
+
     @abstractmethod
     def forget(self, slot: Slot) -> None:
         """The next gradient of `slot` overwrites what is stored."""
@@ -292,6 +313,12 @@ class LinearGrads(LocalGrads):
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         self.buffer.accumulate_(slot, grad)
+
+    def place_of_first(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
+        return self.buffer.place_of_first(slot)
+
+    def mark_first(self, slot: Slot) -> None:
+        self.buffer.mark(slot, 1)
 
     def forget(self, slot: Slot) -> None:
         self.buffer.forget(slot)

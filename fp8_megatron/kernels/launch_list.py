@@ -16,7 +16,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 logger = logging.getLogger(__name__)
 
-#: Tensors [N, K], or None where there is none.
+#: Tensors, or None where there is none.
 Tensors = tuple[Tensor | None, ...]
+#: Given a shape, what makes a new contiguous tensor of it.
+Allocator = Callable[[tuple[int, ...]], Callable[[], Tensor]]
 
 #: A symbolic link in a checkout.
 _SOURCE = Path(__file__).parents[1] / "csrc" / "launch_list.c"
@@ -79,7 +81,7 @@ class Recording:
         self._steps: list[Callable[[Any], None]] = []
         self._kept: list[object] = []
         self._made: list[weakref.ref[Tensor]] = []
-        self._allocations: list[tuple[Callable[[], Tensor], tuple[int, ...]]] = []
+        self._allocations: list[tuple[Allocator, tuple[int, ...], tuple[int, ...]]] = []
         self._released: set[int] = set()
         for tensor in inputs:
             address = 0 if tensor is None else tensor.data_ptr()
@@ -109,12 +111,12 @@ class Recording:
             self._alignments[slot] = max(self._alignments[slot], alignment)
         return slot
 
-    def allocated(self, tensor: Tensor, allocate: Callable[[], Tensor]) -> None:
-        """`tensor` was allocated; `allocate` does it again."""
+    def allocated(self, tensor: Tensor, allocator: Allocator) -> None:
+        """`tensor` was allocated; `allocator` does it again."""
         gone = {place for place, made in enumerate(self._made) if made() is None} - self._released
         self._released |= gone
         self._made.append(weakref.ref(tensor))
-        self._allocations.append((allocate, tuple(sorted(gone))))
+        self._allocations.append((allocator, tuple(tensor.shape), tuple(sorted(gone))))
         self._new_slot(tensor.data_ptr())
 
     def add(self, step: Callable[[Any], None], kept: object) -> None:
@@ -122,12 +124,24 @@ class Recording:
         self._steps.append(step)
         self._kept.append(kept)
 
-    def finish(self, inputs: Tensors, outputs: Tensors, symbols: _Symbols) -> _Replay | None:
-        """The list, if the function was seen whole and gives back inputs and what it allocated."""
+    def finish(
+        self, inputs: Tensors, outputs: Tensors, shape: tuple[int, ...] | None, symbols: _Symbols
+    ) -> _Replay | None:
+        """The list, if the function was seen whole and gives back inputs and what it allocated.
+
+        Args:
+            shape: of the first output, instead of its own.
+        """
         made: list[Tensor | None] = [tensor() for tensor in self._made]
         places = [_place(output, [*inputs, *made]) for output in outputs]
         if None in places:
             self.fail("an output is neither an input nor allocated here")
+        shapes = [own for _, own, _ in self._allocations]
+        if shape is not None and outputs[0] is not None and places[0] is not None:
+            if places[0] < len(inputs):
+                self.fail("the first output is to have another shape, and is an input")
+            else:
+                shapes[places[0] - len(inputs)] = shape
         if len(self._alignments) > _MOST_SLOTS or not self._steps:
             self.fail(f"{len(self._steps)} launches with {len(self._alignments)} operands")
         if self.fault is not None:
@@ -141,7 +155,11 @@ class Recording:
         for step in self._steps:
             step(launches)
         taken = tuple(place for place in places if place is not None)
-        return _Replay(launches.launch, self.device, tuple(self._allocations), taken, symbols, self._kept)
+        allocations = tuple(
+            (allocator(own), released)
+            for (allocator, _, released), own in zip(self._allocations, shapes, strict=True)
+        )
+        return _Replay(launches.launch, self.device, allocations, taken, symbols, self._kept)
 
     def _new_slot(self, address: int) -> None:
         # Memory that was released may be allocated again: the newest slot is meant.
@@ -211,7 +229,13 @@ class LaunchLists:
         """Whether lists can be made where `x` is: on GPUs."""
         return x.get_device() >= first_device
 
-    def run(self, key: Hashable, inputs: Tensors, function: Callable[[], Tensors]) -> Tensors:
+    def run(
+        self,
+        key: Hashable,
+        inputs: Tensors,
+        function: Callable[[], Tensors],
+        shape: tuple[int, ...] | None = None,
+    ) -> Tensors:
         """What `function` returns, computed by its list from the second or third call of `key` on.
 
         Args:
@@ -219,19 +243,31 @@ class LaunchLists:
                 and settings. Inputs are contiguous.
             inputs: all tensors that the function reads and writes, but those that it allocates itself.
             function: takes nothing and returns inputs and new tensors. It has no effect beside its launches.
+            shape: what the first output, a new contiguous tensor of as many elements, is to have instead of its own.
+                A view would cost the host more.
         """
+        key = (key, shape)
         known = self._known.get(key)
         if type(known) is _Replay:
             outputs = known(inputs)
-            return function() if outputs is None else outputs
+            return _with_shape(function(), shape) if outputs is None else outputs
         tries = known if type(known) is int else 0
-        return function() if tries == _MOST_TRIES else self._record(key, inputs, function, tries)
+        if tries < _MOST_TRIES:
+            return self._record(key, inputs, function, shape, tries)
+        return _with_shape(function(), shape)
 
-    def _record(self, key: Hashable, inputs: Tensors, function: Callable[[], Tensors], tries: int) -> Tensors:
+    def _record(
+        self,
+        key: Hashable,
+        inputs: Tensors,
+        function: Callable[[], Tensors],
+        shape: tuple[int, ...] | None,
+        tries: int,
+    ) -> Tensors:
         global running
         symbols = _symbols()
         if symbols is None or running is not None:
-            return function()
+            return _with_shape(function(), shape)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known[key] = tries + 1
@@ -241,10 +277,17 @@ class LaunchLists:
                 outputs = function()
         finally:
             running = None
-        replay = recording.finish(inputs, outputs, symbols)
+        replay = recording.finish(inputs, outputs, shape, symbols)
         if replay is not None:
             self._known[key] = replay
-        return outputs
+        return _with_shape(outputs, shape)
+
+
+def _with_shape(outputs: Tensors, shape: tuple[int, ...] | None) -> Tensors:
+    """The first output gets `shape`. It is no view: autograd forbids to write to one that a function returns."""
+    if shape is not None and outputs[0] is not None and outputs[0].shape != shape:
+        outputs[0].resize_(shape)
+    return outputs
 
 
 class _Operations(TorchDispatchMode):
@@ -299,12 +342,13 @@ def _symbols() -> _Symbols | None:
     return _Symbols(*functions, cublaslt.workspace, launch.has_hooks)
 
 
-def allocates(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """``make(*arguments)``, new memory, while something is recorded."""
+def allocates(allocator: Allocator, shape: tuple[int, ...]) -> Tensor:
+    """New memory of `shape`, while something is recorded."""
     watching = recording()
+    allocate = allocator(shape)
     if watching is None:
-        return make(*arguments)
+        return allocate()
     with no_dispatch():  # a torch operation on a CPU
-        tensor = make(*arguments)
-    watching.allocated(tensor, partial(make, *arguments))
+        tensor = allocate()
+    watching.allocated(tensor, allocator)
     return tensor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,10 +22,10 @@ def empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
     if _on_current_gpu is None or device.type != "cuda" or device.index != torch._C._cuda_getDevice():
         if launch_list.running is None:
             return torch.empty(rows, columns, dtype=dtype, device=device)
-        return launch_list.allocates(_empty, (rows, columns), dtype, device)
+        return launch_list.allocates(partial(_allocation, dtype, device), (rows, columns))
     if launch_list.running is None:
         return _on_current_gpu((rows, columns), (columns, 1), dtype)
-    return launch_list.allocates(_on_current_gpu, (rows, columns), (columns, 1), dtype)
+    return launch_list.allocates(partial(_allocation_on_current_gpu, dtype), (rows, columns))
 
 
 def empty_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -31,10 +33,21 @@ def empty_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if _on_current_gpu is None or device.type != "cuda" or device.index != torch._C._cuda_getDevice():
         if launch_list.running is None:
             return torch.empty(size, dtype=dtype, device=device)
-        return launch_list.allocates(_empty, (size,), dtype, device)
+        return launch_list.allocates(partial(_allocation, dtype, device), (size,))
     if launch_list.running is None:
         return _on_current_gpu((size,), (1,), dtype)
-    return launch_list.allocates(_on_current_gpu, (size,), (1,), dtype)
+    return launch_list.allocates(partial(_allocation_on_current_gpu, dtype), (size,))
+
+
+def _allocation(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    """What makes a tensor of `shape`."""
+    return partial(_empty, shape, dtype, device)
+
+
+def _allocation_on_current_gpu(dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    assert _on_current_gpu is not None
+    strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+    return partial(_on_current_gpu, shape, strides, dtype)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

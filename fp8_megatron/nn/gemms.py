@@ -178,6 +178,16 @@ def delivered_wgrad(grad: Tensor | WeightGrad, linear: LinearParams) -> Tensor |
     return None
 
 
+def taken_place(linear: LinearParams) -> tuple[Tensor, Tensor] | None:
+    """Where the weight's gradient goes in FP8, payload and scales of `GRAD_BLOCK` elements: it counts as delivered.
+
+    None: give it to `delivered_wgrad`.
+    """
+    take_place = getattr(getattr(linear.weight, "main_grad", None), "take_place", None)
+    place: tuple[Tensor, Tensor] | None = None if take_place is None else take_place()
+    return place
+
+
 def _measure_weight(probe: CastProbe, weight: ScaledTensor, operand: Quantized) -> None:
     if weight.payload.dtype in FP8_DTYPES:
         probe.measure_stored(operand)

@@ -18,7 +18,7 @@ from ..quantization.sources import TensorSource
 from . import local, siblings
 from .first_order import once_differentiable
 from .gemms import LinearParams, fprop, start_dgrad, wgrad
-from .operands import as_matrix, as_rows, delivered, without_padding
+from .operands import as_matrix, delivered
 from .recomputed import Recomputation, cast_again, recomputation_of
 
 
@@ -76,14 +76,14 @@ class _LocalFP8Linear(torch.autograd.Function):
                 ctx.save_for_backward(operand.t.scale, operand.payload_t)
             else:
                 ctx.save_for_backward(operand.shared_scale, *made.inputs)
-            ctx.linear, ctx.input_shape, ctx.function = call.linear, x.shape, None if made is None else made.function
-        return without_padding(y, x.shape)
+            ctx.linear, ctx.function = call.linear, None if made is None else made.function
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         siblings.withdraw()
-        (scale, *kept), linear, shape = ctx.saved_tensors, ctx.linear, ctx.input_shape
+        (scale, *kept), linear = ctx.saved_tensors, ctx.linear
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
         format = linear.quantizers.input.format
         x_t = None
@@ -91,11 +91,7 @@ class _LocalFP8Linear(torch.autograd.Function):
             x_t = Quantized(kept[0], None, scale, format)
         elif needs_grad_weight:
             x_t = cast_again(Recomputation(ctx.function, tuple(kept)), scale, format)
-        grad_input, grad_weight, grad_bias = local.backward(
-            as_rows(grad_output, format.size_multiple), x_t, linear, needs_grad_input=needs_grad_input
-        )
-        if grad_input is not None:
-            grad_input = without_padding(grad_input, shape)
+        grad_input, grad_weight, grad_bias = local.backward(grad_output, x_t, linear, needs_grad_input=needs_grad_input)
         return grad_input, grad_weight, delivered(grad_bias, linear.bias), None
 
 
@@ -109,21 +105,20 @@ def _recomputation_of(x: Tensor, linear: LinearParams) -> Recomputation | None:
 
 
 def _local_forward(x: Tensor, call: _Call, keeps_columns: bool) -> tuple[Tensor, Quantized]:
-    """The output [T, N], and the input in FP8, with its columns if `keeps_columns`; both with rows of padding.
+    """The output [..., N], and the input in FP8, with its columns if `keeps_columns`, and with rows of padding.
 
     A cast that a sibling has made of `x` is taken (`siblings`).
     """
     linear, dtype = call.linear, call.dtype
-    multiple = linear.quantizers.input.format.size_multiple
     if not call.has_backward:
-        return local.forward(as_rows(x, multiple), linear, dtype, keeps_columns=False)
+        return local.forward(x, linear, dtype, keeps_columns=False)
     offer = siblings.found(x, linear)
     operand = None if offer is None else offer.take(linear, needs_columns=keeps_columns)
     if operand is not None:
-        return local.forward_of_cast(operand, linear, dtype), operand
+        return local.forward_of_cast(operand, linear, dtype, x.shape), operand
     offers = offer is None and siblings.can_offer(x, linear)
     keeps_rows = offers and siblings.has_followers(linear)
-    y, operand = local.forward(as_rows(x, multiple), linear, dtype, keeps_columns=keeps_columns, keeps_rows=keeps_rows)
+    y, operand = local.forward(x, linear, dtype, keeps_columns=keeps_columns, keeps_rows=keeps_rows)
     siblings.has_cast(linear)
     if offers:
         siblings.offer(x, linear, operand if keeps_rows else None)

@@ -17,7 +17,8 @@ from ..kernels import ops
 from ..quantization.operand import Format, Quantized, multiply
 from ..quantization.recipe import Quantizer
 from ..quantization.sources import GradSource, TensorSource
-from .gemms import LinearParams, bias_operand, deliver_wgrad, delivered_wgrad, weight_operand
+from .gemms import LinearParams, bias_operand, deliver_wgrad, delivered_wgrad, taken_place, weight_operand
+from .operands import as_matrix, as_whole_rows, without_padding
 from .parallelism import LOCAL
 
 _forwards, _products, _backwards = ops.LaunchLists(), ops.LaunchLists(), ops.LaunchLists()
@@ -31,64 +32,82 @@ def is_local(linear: LinearParams) -> bool:
 def forward(
     x: Tensor, linear: LinearParams, dtype: torch.dtype, *, keeps_columns: bool, keeps_rows: bool = False
 ) -> tuple[Tensor, Quantized]:
-    """y [T, N] in `dtype` from x [T, K], and the input in FP8: with its columns, for `backward`, if `keeps_columns`;
-    with its rows, for `forward_of_cast`, if `keeps_rows`.
+    """y [..., N] in `dtype` from x [..., K], and the input in FP8: with its columns, for `backward`, if `keeps_columns`;
+    with its rows, for `forward_of_cast`, if `keeps_rows`. The input in FP8 has rows of padding where the format needs
+    them.
     """
-    known, bias = _known_parts(x, linear, linear.quantizers.input), linear.bias
+    quantizer, shape = linear.quantizers.input, x.shape
+    x = as_whole_rows(x, quantizer.format.size_multiple)
+    known, bias = _known_parts(x, linear, quantizer), linear.bias
     if known is None or not (bias is None or bias.is_contiguous()):
-        return _forward(x, linear, dtype, keeps_columns)
+        y, operand = _forward(x, linear, dtype, keeps_columns)
+        return without_padding(y, shape), operand
 
     def compute() -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         y, operand = _forward(x, linear, dtype, keeps_columns)
         return y, operand.payload_t, operand.scale, operand.payload if keeps_rows else None
 
     key = (dtype, keeps_columns, keeps_rows, None if bias is None else bias.dtype, known.key)
-    y, columns, scale, rows = _forwards.run(key, (bias, *known.tensors), compute)
+    y_shape = (*x.shape[:-1], linear.weight._payload.shape[0])
+    y, columns, scale, rows = _forwards.run(key, (bias, *known.tensors), compute, y_shape)
     assert y is not None and scale is not None
-    return y, Quantized(rows, columns, scale, linear.quantizers.input.format)
+    return without_padding(y, shape), Quantized(rows, columns, scale, quantizer.format)
 
 
-def forward_of_cast(operand: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor:
-    """y [T, N] in `dtype` from rows [T, K] in FP8."""
+def forward_of_cast(operand: Quantized, linear: LinearParams, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """y [..., N] in `dtype` from an input of `shape` [..., K], whose rows [T, K] are in FP8, those of padding too."""
     rows, bias = operand.payload, linear.bias
     known = _known_weight(rows, operand.format, linear)
     if known is None or not (bias is None or bias.is_contiguous()):
-        return _multiply(operand, linear, dtype)
+        return without_padding(_multiply(operand, linear, dtype), shape)
     key = (dtype, None if bias is None else bias.dtype, known.key)
-    (y,) = _products.run(key, (bias, operand.scale, *known.tensors), lambda: (_multiply(operand, linear, dtype),))
+    y_shape = (*shape[:-1], linear.weight._payload.shape[0]) if rows.numel() == shape.numel() else None
+    tensors = (bias, operand.scale, *known.tensors)
+    (y,) = _products.run(key, tensors, lambda: (_multiply(operand, linear, dtype),), y_shape)
     assert y is not None
-    return y
+    return without_padding(y, shape)
 
 
 def backward(
     grad_output: Tensor, x_t: Quantized | None, linear: LinearParams, *, needs_grad_input: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the input [T, K]; of the weight [N, K] if it has no `main_grad`; of the bias, FP32 [N].
+    """Gradients of the input [..., K]; of the weight [N, K] if it has no `main_grad`; of the bias, FP32 [N].
 
     Args:
-        grad_output: [T, N].
-        x_t: the input's columns [K, T]; None: nobody needs the weight's gradient.
+        grad_output: [..., N].
+        x_t: the input's columns [K, T], those of padding too; None: nobody needs the weight's gradient.
     """
+    shape = grad_output.shape
+    grad_output = as_whole_rows(grad_output, linear.quantizers.grad_output.format.size_multiple)
     known = _known_parts(grad_output, linear, linear.quantizers.grad_output)
     if known is None or linear.quantizers.weight_grad is not None:
         grad_input, g, grad_bias = _start_backward(grad_output, x_t, linear, needs_grad_input)
         grad_weight = None if x_t is None else deliver_wgrad(g.t, x_t, linear, grad_output.dtype)
-        return grad_input, grad_weight, grad_bias
+        return None if grad_input is None else without_padding(grad_input, shape), grad_weight, grad_bias
+    place = None if x_t is None else taken_place(linear)
 
     def compute() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         grad_input, g, grad_bias = _start_backward(grad_output, x_t, linear, needs_grad_input)
-        return grad_input, None if x_t is None else multiply(g.t, x_t, grad_output.dtype), grad_bias
+        grad_weight = None if x_t is None else multiply(g.t, x_t, grad_output.dtype)
+        if place is not None:
+            assert grad_weight is not None
+            ops.quantize_blockwise_(grad_weight.view(-1), *place)
+            grad_weight = None
+        return grad_input, grad_weight, grad_bias
 
     columns, scale = (None, None) if x_t is None else (x_t.payload, x_t.scale)
-    key = (needs_grad_input, None if columns is None else columns.dtype, linear.bias is None, known.key)
-    grad_input, grad_weight, grad_bias = _backwards.run(key, (columns, scale, *known.tensors), compute)
+    payload, scales = (None, None) if place is None else place
+    key = (needs_grad_input, None if columns is None else columns.dtype, linear.bias is None, place is None, known.key)
+    grad_shape = (*grad_output.shape[:-1], linear.weight._payload.shape[1])
+    tensors = (columns, scale, payload, scales, *known.tensors)
+    grad_input, grad_weight, grad_bias = _backwards.run(key, tensors, compute, grad_shape)
     if grad_weight is not None:
         grad_weight = delivered_wgrad(grad_weight, linear)
-    return grad_input, grad_weight, grad_bias
+    return None if grad_input is None else without_padding(grad_input, shape), grad_weight, grad_bias
 
 
 def _forward(x: Tensor, linear: LinearParams, dtype: torch.dtype, keeps_columns: bool) -> tuple[Tensor, Quantized]:
-    operand = linear.quantizers.input.quantize(TensorSource(x, True, keeps_columns))
+    operand = linear.quantizers.input.quantize(TensorSource(as_matrix(x), True, keeps_columns))
     return _multiply(operand, linear, dtype), operand
 
 
@@ -101,7 +120,7 @@ def _start_backward(
     grad_output: Tensor, x_t: Quantized | None, linear: LinearParams, needs_grad_input: bool
 ) -> tuple[Tensor | None, Quantized, Tensor | None]:
     """`backward` but for the weight's gradient: the input's gradient, the output's in FP8, the bias's gradient."""
-    source = GradSource(grad_output, linear.bias is not None, x_t is not None)
+    source = GradSource(as_matrix(grad_output), linear.bias is not None, x_t is not None)
     g, grad_bias = linear.quantizers.grad_output.quantize(source)
     if not needs_grad_input:
         return None, g, grad_bias

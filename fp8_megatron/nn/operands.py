@@ -59,6 +59,12 @@ def as_rows(x: Tensor, multiple: int) -> Tensor:
     return F.pad(matrix, (0, 0, 0, padding)) if padding else matrix
 
 
+def as_whole_rows(x: Tensor, multiple: int) -> Tensor:
+    """`x` [..., K] itself where it has a multiple of `multiple` rows that lie together, otherwise `as_rows`."""
+    rows = x.numel() // x.shape[-1]
+    return x if rows and rows % multiple == 0 and x.is_contiguous() else as_rows(x, multiple)
+
+
 def without_padding(y: Tensor, shape: torch.Size) -> Tensor:
     """A new matrix [T, N] becomes [..., N], as an input of `shape` [..., K], without the rows that `as_rows` added.
 

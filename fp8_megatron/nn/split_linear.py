@@ -16,7 +16,7 @@ from ..quantization.operand import Quantized
 from . import local
 from .first_order import once_differentiable
 from .gemms import LinearParams, delivered_wgrad
-from .operands import as_rows, delivered, without_padding
+from .operands import delivered
 
 
 def fp8_split_linear(
@@ -64,14 +64,13 @@ class _SplitLinear(torch.autograd.Function):
         keeps_columns = call.has_backward and ctx.needs_input_grad[0]
         outputs, kept = [], []
         for x, part in zip(inputs, call.parts(), strict=True):
-            rows = as_rows(x, part.quantizers.input.format.size_multiple)
-            y, operand = local.forward(rows, part, call.dtype, keeps_columns=keeps_columns)
-            outputs.append(without_padding(y, x.shape))
+            y, operand = local.forward(x, part, call.dtype, keeps_columns=keeps_columns)
+            outputs.append(y)
             if keeps_columns:
                 kept += [operand.t.payload, operand.t.scale]
         if call.has_backward:
             ctx.save_for_backward(*kept)
-            ctx.call, ctx.shapes = call, [x.shape for x in inputs]
+            ctx.call = call
         return tuple(outputs)
 
     @staticmethod
@@ -86,9 +85,9 @@ class _SplitLinear(torch.autograd.Function):
             if needs_grad_weight:
                 columns, scale = kept[2 * index : 2 * index + 2]
                 x_t = Quantized(columns, None, scale, linear.quantizers.input.format)
-            g = as_rows(grad_outputs[index].contiguous(), linear.quantizers.input.format.size_multiple)
+            g = grad_outputs[index].contiguous()
             grad_input, grad_weight, grad_bias = local.backward(g, x_t, part, needs_grad_input=needs_grad_inputs[index])
-            grad_inputs.append(None if grad_input is None else without_padding(grad_input, ctx.shapes[index]))
+            grad_inputs.append(grad_input)
             grad_weights += [] if grad_weight is None else [grad_weight]
             grad_biases += [] if grad_bias is None else [grad_bias]
         whole_weight = delivered_wgrad(torch.cat(grad_weights), linear) if grad_weights else None

@@ -56,6 +56,11 @@ class GrowingGradBuffer(LocalGradBuffer):
         """Whether the storage is wide enough for `num_gradients` of one parameter."""
         return num_gradients <= self.most_gradients or storage_of_sum(num_gradients) is self.dtype
 
+    def place_of_first(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
+        """Payload, with padding, and scales that the first gradient of `slot` overwrites; None: they are not FP8, or
+        underflow is measured."""
+        return None if self.scales is None or self.underflow is not None else self._padded[slot.offset]
+
     def _takes_fp8(self, slot: Slot) -> bool:
         return self.scales is not None and slot.offset not in self._written
 

@@ -153,6 +153,35 @@ def test_a_list_computes_what_python_computes(driver: Driver) -> None:
     assert (function, width, height, depth, threads, ones, shared_bytes) == (7, 3, 2, 1, 128, [1, 1], 64)
 
 
+def test_a_first_output_of_another_shape(driver: Driver) -> None:
+    lists = LaunchLists()
+
+    def computed() -> tuple[Tensor | None, ...]:
+        out, rest = new(), new()
+        launch(a, b, out, 1)
+        launch(a, out, rest, 0)
+        return out, rest
+
+    for call, (a, b) in enumerate(pairs(6)):
+        shape = (2, 1, 2) if call % 2 else (1, 4)
+        out, rest = lists.run("key", (a, b), computed, shape)
+        assert out.shape == shape and out.is_contiguous() and not out._is_view() and rest.shape == (4,)
+        assert torch.equal(out.view(-1), a + b + 1) and torch.equal(rest, 2 * a + b + 1)
+    assert len(driver.calls) == 2 * 4, "a list a shape"
+
+
+def test_an_input_gets_no_other_shape(driver: Driver) -> None:
+    lists = LaunchLists()
+
+    def computed() -> tuple[Tensor | None, ...]:
+        launch(a, b, new(), 1)
+        return (a,)
+
+    for a, b in pairs(5):
+        assert lists.run("key", (a, b), computed, (2, 2))[0] is a
+    assert not driver.calls
+
+
 def test_memory_that_was_released_may_be_taken_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an allocator does: the third tensor lies where the first one was."""
     lists, free = LaunchLists(), [torch.empty(4) for _ in range(64)]
@@ -177,7 +206,7 @@ def test_memory_that_was_released_may_be_taken_again(driver: Driver, monkeypatch
     for a, b in pairs(4):
         (third,) = run(lists, a, b, computed)
         assert torch.allclose(third, 2 * (a + b + 1 + b))
-    replay: Any = lists._known["key"]
+    replay: Any = lists._known["key", None]
     assert [released for _, released in replay._allocations] == [(), (), (0,)]
 
 
@@ -224,7 +253,7 @@ def test_what_is_not_seen_whole_is_left_to_python(driver: Driver, name: str) -> 
         computed = partial(FAULTS[name], a, b)
         assert torch.equal(run(lists, a, b, computed)[0], computed()[0])  # type: ignore[arg-type]
     assert not driver.calls
-    assert lists._known["key"] == 3, "three calls are looked at, no more"
+    assert lists._known["key", None] == 3, "three calls are looked at, no more"
 
 
 def test_one_tensor_twice_is_left_to_python(driver: Driver) -> None:
@@ -250,7 +279,7 @@ def test_a_misaligned_input_is_left_to_python(driver: Driver) -> None:
 
     for a, b in pairs(3):
         run(lists, a, b, computed)
-    replay: Any = lists._known["key"]
+    replay: Any = lists._known["key", None]
     calls = len(driver.calls)
     memory_of_a = torch.randn(64).view(torch.uint8)
     a = memory_of_a[2:18]
@@ -269,7 +298,7 @@ def test_other_devices_and_hooks_are_left_to_python(driver: Driver, monkeypatch:
 
     for a, b in pairs(3):
         run(lists, a, b, computed)
-    replay: Any = lists._known["key"]
+    replay: Any = lists._known["key", None]
     assert replay((a, None, b)) is not None
     replay._is_watched = lambda: True
     assert replay((a, None, b)) is None

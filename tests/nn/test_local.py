@@ -46,11 +46,13 @@ class Lists:
 
     take = staticmethod(launch_list.LaunchLists.take)
 
-    def run(self, key: Hashable, inputs: Any, function: Callable[[], Any]) -> Any:
+    def run(
+        self, key: Hashable, inputs: Any, function: Callable[[], Any], shape: tuple[int, ...] | None = None
+    ) -> Any:
         with Operators() as operators:
             outputs = function()
         assert operators.seen == self.known.setdefault(key, operators.seen), "a list would repeat something else"
-        return outputs
+        return launch_list._with_shape(outputs, shape)
 
 
 class Seen(NamedTuple):
@@ -84,7 +86,7 @@ def use(
         y, operand = local.forward(x, linear, dtype, keeps_columns=keeps_columns)
         again, whole = local.forward(x, linear, dtype, keeps_columns=keeps_columns, keeps_rows=True)
         assert torch.equal(again, y)
-        assert torch.equal(local.forward_of_cast(whole, linear, dtype), y)
+        assert torch.equal(local.forward_of_cast(whole, linear, dtype, x.shape), y)
         x_t = operand.t if keeps_columns else None
         assert x_t is None or isinstance(x_t, Quantized)
         for needs_grad_input in (False, True):
@@ -114,6 +116,58 @@ def test_a_key_holds_every_decision(lists: Seen, level: str, recipe: RecipeName)
                     for bias in (None, torch.zeros(128, dtype=dtype), torch.zeros(128)):
                         use(weight, trained, dtype, bias)
     assert (lists.num_keys > 20) is (recipe != "blockwise")
+
+
+@pytest.mark.parametrize("rows", [(4, 16), (3, 11), (5,), ()], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_layer_with_lists_trains_as_one_without(
+    monkeypatch: pytest.MonkeyPatch, lists: Seen, level: str, recipe: RecipeName, rows: tuple[int, ...]
+) -> None:
+    """Bit for bit, over steps of one and of two gradients, with rows of padding and without."""
+
+    def trained() -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64, bias=False))
+        model, optimizer = fp8_megatron.initialize(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), opt_level=level, recipe=recipe
+        )
+        seen = []
+        for num_gradients in (1, 1, 2, 1):
+            for _ in range(num_gradients):
+                x = torch.randn(*rows, 64, requires_grad=True)
+                y = model(x)
+                assert y.shape == x.shape and not y._is_view()
+                y.backward(torch.randn_like(y))
+                assert x.grad is not None
+                seen += [y.detach(), x.grad]
+            seen += [param.grad.float().clone() for param in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [value.float() for value in model.state_dict().values()]
+        return seen
+
+    got = trained()
+    assert lists.num_keys
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_list, "first_device", 0)
+        expected = trained()
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def test_a_first_gradient_is_written_by_the_list(lists: Seen) -> None:
+    """What `accumulate_` would write later."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2")
+    model(torch.randn(16, 64)).sum().backward()
+    (written,) = lists.backwards.known.values()
+    assert any("quantize_blockwise_" in operator for operator in written)
+    model(torch.randn(16, 64)).sum().backward()
+    assert len(lists.backwards.known) == 2, "the second gradient is added"
+    optimizer.zero_grad()
+    x = torch.randn(16, 64, requires_grad=True)
+    model(x).sum().backward(inputs=[x])
+    assert model[0].weight.grad is None, "nobody asked for it"
 
 
 def test_a_weight_that_is_not_contiguous_has_no_list(lists: Seen) -> None:
