@@ -16,7 +16,7 @@ gradient starts anew. If it is another tensor, that tensor's values are taken.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..device.group import Group
 from ..errors import UserError
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
-from ..sharding.growing_grads import GrowingGradBuffer, multiply_
+from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
 from ..sharding.partition import ParamSpace, Slot, StorageClass
 from .grad_tensor import GradTensor
 
@@ -51,6 +51,12 @@ class ParamGrad:
         """Add one micro-batch's gradient (any float dtype, the parameter's shape), if backward is to make it."""
         if self.param.requires_grad and self._is_wanted():
             self.space.accumulate_(self, grad)
+
+    def note_forward(self) -> None:
+        """A forward begins whose backward will give a gradient: memory of gradients that nobody has any more is free
+        until then."""
+        if self.param.grad is None:
+            self.space.note_forward(self.slot)
 
     def take_place(self) -> tuple[Tensor, Tensor] | None:
         """Where the first gradient of a step goes in FP8, payload and scales: it counts as written, so the caller
@@ -233,6 +239,10 @@ class SpaceGrads(ABC):
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         """Write or add a gradient."""
 
+    def note_forward(self, slot: Slot) -> None:
+        """`slot`, which has no gradient, is in a forward."""
+        del slot
+
     def place_of_first(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
         """Payload and scales that the first gradient of `slot` overwrites in FP8. None: it goes to `add_`."""
         del slot
@@ -272,6 +282,14 @@ class SpaceGrads(ABC):
 
 class LocalGrads(SpaceGrads):
     """Gradients on one replica. A step that writes them can be recorded (`recorded_grads`)."""
+
+    def pin(self) -> None:
+        """Have all memory from now on, where it is."""
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where gradients are stored."""
+        return [self.buffer.payload.data_ptr()]
 
     @abstractmethod
     def count(self, slot: Slot) -> int:
@@ -324,9 +342,30 @@ class LinearGrads(LocalGrads):
         self.buffer.forget(slot)
 
     def zero_(self, slot: Slot) -> None:
-        if self.buffer.is_written(slot):
-            self.buffer.forget(slot)
-            self.buffer.zero_if_unwritten(slot)
+        self.buffer.forget(slot)
+        self.buffer.zero_if_unwritten(slot)
+
+    def settle(self) -> list[bool]:
+        used = super().settle()
+        for own, is_used in zip(self.grads, used, strict=True):
+            if is_used:
+                self.buffer.check_is_there(own.slot)
+        return used
+
+    def note_forward(self, slot: Slot) -> None:
+        section = self.buffer.section_of(slot)
+        if section.is_held and all(own.param.grad is None for own in self._of_section(section)):
+            self.buffer.release(section)
+
+    def _of_section(self, section: Section) -> Iterator[ParamGrad]:
+        return (own for own in self.grads if section.start <= own.slot.offset < section.stop)
+
+    def pin(self) -> None:
+        self.buffer.pin()
+
+    @property
+    def addresses(self) -> list[int]:
+        return self.buffer.addresses
 
     def count(self, slot: Slot) -> int:
         return self.buffer.count(slot)

@@ -69,6 +69,8 @@ class RecordedGrads:
         self._spaces = list({stored.space: None for stored in self._stored if stored is not None})
         #: By the parameter's index, the place of a gradient that no optimizer stores.
         self._places: dict[int, Tensor] = {}
+        for space in self._spaces:
+            space.pin()
 
     def settle(self, *, is_recording: bool = False) -> None:
         """Make every ``p.grad`` its place, with the values that it has, or leave it None."""
@@ -100,7 +102,7 @@ class RecordedGrads:
                 found += [param.payload.data_ptr(), param.scale.data_ptr()]
             else:
                 found.append(param.data_ptr())
-        found += [space.buffer.payload.data_ptr() for space in self._spaces]
+        found += [address for space in self._spaces for address in space.addresses]
         return found
 
     def notes(self) -> Notes:

@@ -156,8 +156,7 @@ class Recording:
             step(launches)
         taken = tuple(place for place in places if place is not None)
         allocations = tuple(
-            (allocator(own), released)
-            for (allocator, _, released), own in zip(self._allocations, shapes, strict=True)
+            (allocator(own), released) for (allocator, _, released), own in zip(self._allocations, shapes, strict=True)
         )
         return _Replay(launches.launch, self.device, allocations, taken, symbols, self._kept)
 

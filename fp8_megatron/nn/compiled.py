@@ -24,7 +24,7 @@ from ..quantization.operand import Quantized
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
 from . import local
-from .gemms import LinearParams
+from .gemms import LinearParams, note_forward
 
 
 class CompilableLayer(Protocol):
@@ -97,6 +97,8 @@ def _linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and the input's columns for wgrad with their scale; both empty if not `keeps_input`."""
     linear = _params(token, bias)
+    if keeps_input:
+        note_forward(linear)
     quantizers = linear.quantizers.evaluating() if evaluates else linear.quantizers
     y, operand = local.forward(x, linear._replace(quantizers=quantizers), dtype, keeps_columns=keeps_input)
     if not keeps_input:

@@ -178,6 +178,13 @@ def delivered_wgrad(grad: Tensor | WeightGrad, linear: LinearParams) -> Tensor |
     return None
 
 
+def note_forward(linear: LinearParams) -> None:
+    """A forward begins whose backward will give the weight a gradient: its `main_grad` may want to know."""
+    note = getattr(getattr(linear.weight, "main_grad", None), "note_forward", None)
+    if note is not None:
+        note()
+
+
 def taken_place(linear: LinearParams) -> tuple[Tensor, Tensor] | None:
     """Where the weight's gradient goes in FP8, payload and scales of `GRAD_BLOCK` elements: it counts as delivered.
 

@@ -17,7 +17,7 @@ from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import TensorSource
 from . import local, siblings
 from .first_order import once_differentiable
-from .gemms import LinearParams, fprop, start_dgrad, wgrad
+from .gemms import LinearParams, fprop, note_forward, start_dgrad, wgrad
 from .operands import as_matrix, delivered
 from .recomputed import Recomputation, cast_again, recomputation_of
 
@@ -49,6 +49,8 @@ def fp8_linear(
         then covers this rank's part of the sequence.
     """
     call = _Call(linear, dtype or x.dtype, keeps_input, torch.is_grad_enabled())
+    if call.has_backward:
+        note_forward(linear)
     if addend is None and not keeps_input and local.is_local(linear):
         return _LocalFP8Linear.apply(x, linear.weight, linear.bias, call)
     return _FP8Linear.apply(x, linear.weight, linear.bias, addend, call)

@@ -32,16 +32,17 @@ def is_local(linear: LinearParams) -> bool:
 def forward(
     x: Tensor, linear: LinearParams, dtype: torch.dtype, *, keeps_columns: bool, keeps_rows: bool = False
 ) -> tuple[Tensor, Quantized]:
-    """y [..., N] in `dtype` from x [..., K], and the input in FP8: with its columns, for `backward`, if `keeps_columns`;
-    with its rows, for `forward_of_cast`, if `keeps_rows`. The input in FP8 has rows of padding where the format needs
-    them.
+    """y [..., N] in `dtype` from x [..., K], and the input in FP8.
+
+    The input in FP8 has its columns, for `backward`, if `keeps_columns`; its rows, for `forward_of_cast`, if
+    `keeps_rows`; and rows of padding where the format needs them.
     """
     quantizer, shape = linear.quantizers.input, x.shape
     x = as_whole_rows(x, quantizer.format.size_multiple)
     known, bias = _known_parts(x, linear, quantizer), linear.bias
     if known is None or not (bias is None or bias.is_contiguous()):
-        y, operand = _forward(x, linear, dtype, keeps_columns)
-        return without_padding(y, shape), operand
+        made, operand = _forward(x, linear, dtype, keeps_columns)
+        return without_padding(made, shape), operand
 
     def compute() -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         y, operand = _forward(x, linear, dtype, keeps_columns)

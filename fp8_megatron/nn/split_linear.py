@@ -15,7 +15,7 @@ from torch import Tensor
 from ..quantization.operand import Quantized
 from . import local
 from .first_order import once_differentiable
-from .gemms import LinearParams, delivered_wgrad
+from .gemms import LinearParams, delivered_wgrad, note_forward
 from .operands import delivered
 
 
@@ -35,6 +35,8 @@ def fp8_split_linear(
     """
     assert local.is_local(linear) and sum(sizes) == linear.weight.shape[0], (linear, sizes)
     call = _Call(linear, tuple(sizes), dtype, torch.is_grad_enabled())
+    if call.has_backward:
+        note_forward(linear)
     outputs: tuple[Tensor, ...] = _SplitLinear.apply(linear.weight, linear.bias, call, *inputs)
     return outputs
 

@@ -18,7 +18,7 @@ from fp8_megatron.any_model.gradients import clip_grad_norm_
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.errors import UserError
-from fp8_megatron.formats import LEVELS
+from fp8_megatron.formats import LEVELS, StorageDtype
 from fp8_megatron.quantization.stats import snr_db
 
 
@@ -100,7 +100,7 @@ def test_more_gradients_widen_the_storage(num_micro_batches: int, itemsize: int)
             backward(model, seed)
         snr = snr_db(dense(model.linear.weight.grad), sum_of_single_gradients(torch.float32, seeds)["linear.weight"])
         assert snr > (29.0 if step == 0 else 41.0)
-    per_weight = optimizer._spaces[0].grads.buffer.payload.itemsize
+    per_weight = optimizer._spaces[0].grads.buffer.dtype.torch_dtype.itemsize
     assert per_weight == itemsize
     assert optimizer._spaces[0].grads.most_gradients == num_micro_batches
 
@@ -206,7 +206,7 @@ def test_zeros_stay_until_the_next_backward() -> None:
     expected = sum_of_single_gradients(torch.float32, range(1, 2))
     for name, param in model.named_parameters():
         assert snr_db(dense(param.grad), expected[name]) > 29.0, name
-    assert optimizer._spaces[0].grads.buffer.payload.itemsize == 1  # zero and one gradient are one gradient
+    assert optimizer._spaces[0].grads.buffer.dtype is StorageDtype.FP8  # zero and one gradient are one gradient
 
 
 def test_what_users_write_is_what_the_step_sees() -> None:

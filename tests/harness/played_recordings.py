@@ -39,7 +39,9 @@ class FakeRecorder:
         step, grads = self.step, self.step._grads
         found = [*step._model.buffers(), *grads._places.values()]
         for space in grads._spaces:
-            found += [part for part in (space.buffer.payload, space.buffer.scales) if part is not None]
+            sections = getattr(space.buffer, "sections", [space.buffer])
+            found += [section.payload for section in sections]
+            found += [] if space.buffer.scales is None else [space.buffer.scales]
         for history in step._histories:
             found += [part for part in (history.record, history._written) if part is not None]
         found += [p.grad for p in step._params if p.grad is not None and type(p.grad) is Tensor]

@@ -46,9 +46,7 @@ class Lists:
 
     take = staticmethod(launch_list.LaunchLists.take)
 
-    def run(
-        self, key: Hashable, inputs: Any, function: Callable[[], Any], shape: tuple[int, ...] | None = None
-    ) -> Any:
+    def run(self, key: Hashable, inputs: Any, function: Callable[[], Any], shape: tuple[int, ...] | None = None) -> Any:
         with Operators() as operators:
             outputs = function()
         assert operators.seen == self.known.setdefault(key, operators.seen), "a list would repeat something else"
@@ -128,7 +126,9 @@ def test_a_layer_with_lists_trains_as_one_without(
 
     def trained() -> list[Tensor]:
         torch.manual_seed(0)
-        model: Any = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64, bias=False))
+        model: Any = torch.nn.Sequential(
+            torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64, bias=False)
+        )
         model, optimizer = fp8_megatron.initialize(
             model, torch.optim.AdamW(model.parameters(), lr=1e-2), opt_level=level, recipe=recipe
         )
