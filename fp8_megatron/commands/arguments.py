@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config.command_line import flags_of, is_flag, repeated_flags, setting_name
-from ..config.words import decimal, shortened, whole_number
+from ..config.words import number, shortened, whole_number
 from ..errors import USER_ERROR_STATUS, UserError
 from ..outputs import check_output_file, check_output_folder
 
@@ -93,7 +93,7 @@ def real(*, least: float = -math.inf, above: float = -math.inf, most: float = ma
         bounds += [f"at most {most:g}"] if most < math.inf else []
         limits = " and ".join(bounds) or "a finite number"
         try:
-            value = decimal(word)
+            value = number(word)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{shortened(word)!r} is not a number; give {limits}") from None
         if not (math.isfinite(value) and least <= value <= most and value > above):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .words import decimal
+from .words import number
 
 #: More samples or steps than any run has.
 _ENDLESS = 1 << 62
@@ -141,6 +141,6 @@ def _first_in_share(index: int, share: float) -> int:
 def _number(word: str) -> int:
     factor = _SUFFIXES.get(word[-1:].upper(), 1)
     try:
-        return int(decimal(word if factor == 1 else word[:-1]) * factor)
+        return int(number(word if factor == 1 else word[:-1]) * factor)
     except (ValueError, OverflowError):  # no number; one that is not finite
         raise ValueError(f"{word!r} is no number such as 320 or 2.4B") from None

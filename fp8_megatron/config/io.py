@@ -22,7 +22,7 @@ from .megatron_flags import idle_note, megatron_options, translate
 from .megatron_precision import SWITCHES, Chosen, chosen_precision
 from .megatron_settings import UNREAD_WITH_MOCK_DATA, as_megatron_settles, precision_note
 from .schema import Config
-from .words import decimal, flag_name, shortened, whole_number
+from .words import decimal, flag_name, number, shortened, whole_number
 from .yaml_files import Dumper, read_mapping
 
 #: Settings of which each sets what the first one sets. One that is given later replaces the others.
@@ -94,7 +94,7 @@ def _from_flag(field_type: FieldType, words: tuple[str, ...]) -> Any:
         return _choice(field_type, word)
     if field_type.base is bool:
         return word == "true"
-    read = {int: whole_number, float: decimal}.get(field_type.base, str)
+    read = {int: whole_number, float: number}.get(field_type.base, str)
     return read(word)
 
 

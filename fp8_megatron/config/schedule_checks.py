@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from .batch_schedule import BatchSchedule
 from .learning_rate import LearningRateSchedule
 from .schema import Config
-from .words import flag_name, shortened
+from .words import flag_name, shortened, whole_number
 
 #: The settings that count steps, and those that count samples.
 _BY_STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
@@ -142,7 +142,7 @@ def _check_weight_decay(config: Config) -> Iterator[str]:
 
 def _check_skipped(config: Config, world_size: int) -> Iterator[str]:
     words = config.training.iterations_to_skip
-    bad = [word for word in words if not (word.isdecimal() and word.isascii() and int(word) > 0)]
+    bad = [word for word in words if not _is_iteration(word)]
     if bad:
         yield f"iterations_to_skip({shortened(' '.join(bad))}) are no iterations; give numbers from 1 on, e.g. 120 121"
         return
@@ -156,3 +156,10 @@ def _check_skipped(config: Config, world_size: int) -> Iterator[str]:
             f"iterations_to_skip({shortened(' '.join(late))}) come after the last iteration({last}) of "
             f"{length}({config.train_counts}); drop them"
         )
+
+
+def _is_iteration(word: str) -> bool:
+    try:
+        return whole_number(word) > 0
+    except ValueError:
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_WHOLE = re.compile(r"[-+]?[0-9]+", re.ASCII)
+_WHOLE = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?(?:inf|infinity|nan)", re.ASCII)
 #: Digits of a whole number. Far beyond every limit, and below what Python refuses to read.
 _MOST_DIGITS = 300
@@ -14,14 +14,26 @@ _MOST_CHARACTERS = 4095
 
 
 def whole_number(word: str) -> int:
-    """The whole number that `word` writes in ASCII digits, without underscores. Raises ValueError for other words."""
+    """The whole number that `word` writes in ASCII digits, with underscores between them or without.
+
+    Raises:
+        ValueError: it writes none.
+    """
     if not _WHOLE.fullmatch(word) or len(word) > _MOST_DIGITS:
         raise ValueError(word)
     return int(word)
 
 
+def number(word: str) -> float:
+    """As `decimal`, and whole numbers may have underscores, as those of `whole_number`."""
+    return float(whole_number(word)) if "_" in word else decimal(word)
+
+
 def decimal(word: str) -> float:
-    """The number that `word` writes in ASCII digits, or inf or nan. Raises ValueError for other words."""
+    """The number that `word` writes in ASCII digits, or inf or nan. Raises ValueError for other words.
+
+    It has no underscores: words of a list that are no numbers can be paths.
+    """
     if not _DECIMAL.fullmatch(word.lower()) or len(word) > _MOST_DIGITS:
         raise ValueError(word)
     return float(word)

@@ -14,22 +14,22 @@ ARABIC_TWO = "\u0662"
 
 
 @pytest.mark.parametrize(
-    "word", ["", "x", "1.0", "1e3", "1_000", FULL_WIDTH_ONE, ARABIC_TWO, " 1", "0", "-1", "9" * 40, str(2**31), "nan"]
+    "word", ["", "x", "1.0", "1e3", "1__0", FULL_WIDTH_ONE, ARABIC_TWO, " 1", "0", "-1", "9" * 40, str(2**31), "nan"]
 )
 def test_a_count_takes_plain_digits_within_its_limits(word: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="give 1 to 2147483647"):
         arguments.whole()(word)
 
 
-@pytest.mark.parametrize("word", ["nan", "inf", "-inf", "1e999", "", "0", "-1", FULL_WIDTH_ONE, "1_0", "0x1"])
+@pytest.mark.parametrize("word", ["nan", "inf", "-inf", "1e999", "", "0", "-1", FULL_WIDTH_ONE, "1_0.5", "0x1"])
 def test_a_number_is_finite_and_within_its_limits(word: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="give more than 0"):
         arguments.real(above=0)(word)
 
 
 def test_values_within_the_limits_are_taken() -> None:
-    assert [arguments.whole(least=0)(word) for word in ("0", "007", "+3")] == [0, 7, 3]
-    assert [arguments.real()(word) for word in ("1e-3", ".5", "-2.")] == [1e-3, 0.5, -2.0]
+    assert [arguments.whole(least=0)(word) for word in ("0", "007", "+3", "1_000")] == [0, 7, 3, 1000]
+    assert [arguments.real()(word) for word in ("1e-3", ".5", "-2.", "1_0")] == [1e-3, 0.5, -2.0, 10.0]
     assert arguments.seed("4294967295") == 2**32 - 1
 
 

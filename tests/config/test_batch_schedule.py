@@ -42,7 +42,7 @@ def test_the_ramp_of_a_large_run_is_megatrons_at_every_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["0:16", "2.4B:320", "4.8B:624"], ["0:16 2.4B:320 4.8B:624"], ["2.4b:320,0:16,4800M:624"]]
+    "words", [["0:16", "2.4B:320", "4.8B:624"], ["0:16 2.4B:320 4.8B:624"], ["2.4b:320,0:16,4_800M:6_24"]]
 )
 def test_steps_of_tokens(words: list[str]) -> None:
     """The words of a shell that split them, of one that did not, and with commas; tokens become whole samples."""

@@ -51,6 +51,7 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-fraction 0.9"),
         (1, "--lr-warmup-iters 1000"),
         (1, "--train-iters 1 --lr-warmup-iters 5"),
+        (1, "--train-iters 1_000 --iterations-to-skip 1_000"),
         (1, "--lr-decay-iters 2000 --lr-warmup-iters 1500"),
         (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 24"),
         (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 5"),

@@ -103,7 +103,9 @@ def test_bf16_means_precision_bf16(tmp_path: Path) -> None:
         (["--fp64"], "unknown flag --fp64; did you mean --fp16?"),
         (["--zzzzzz", "3", "4"], "unknown flag --zzzzzz; --help lists the flags"),
         (["--num-layers", "1.5"], "--num-layers '1.5' is not a whole number"),
-        (["--num-layers", "1_000"], "--num-layers '1_000' is not a whole number"),
+        (["--num-layers", "1__000"], "--num-layers '1__000' is not a whole number"),
+        (["--num-layers", "_1"], "--num-layers '_1' is not a whole number"),
+        (["--num-layers", "1_"], "--num-layers '1_' is not a whole number"),
         (["--num-layers=\uff11\uff12"], "--num-layers '\uff11\uff12' is not a whole number"),
         (["--seed", " 7"], "--seed ' 7' is not a whole number"),
         (["--seed", "9" * 5000], f"--seed '{'9' * 77}...' is not a whole number"),
@@ -132,6 +134,15 @@ def test_a_bad_flag_is_one_line(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_config(argv)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_whole_numbers_may_have_underscores() -> None:
+    """As Python writes them, and so Megatron's ``type=int``: also in fields of other numbers and in lists."""
+    words = "--train-samples 220_000_000 --seed +1_0 --initial-loss-scale 4_294_967_296 --global-batch-size 6_4"
+    config = parse_config([*words.split(), "--rampup-batch-size", "1_6", "1_6", "1_000"])
+    assert (config.training.train_samples, config.training.seed) == (220_000_000, 10)
+    assert config.optimizer.initial_loss_scale == 2.0**32
+    assert config.batch_schedule(1).batches_from(0) == [16, 32, 48, 64]
 
 
 def test_all_bad_flags_come_at_once() -> None:
