@@ -116,6 +116,12 @@ def _random_tokens(config: Config) -> str | None:
     return "with mock_data" if config.data.mock_data else None
 
 
+def _no_tokenizer_file(config: Config) -> str | None:
+    data = config.data
+    has_one = data.tokenizer_model is not None or data.vocab_file is not None
+    return "with mock_data and no tokenizer" if data.mock_data and not has_one else None
+
+
 def _conversations(config: Config) -> str | None:
     return "with sft" if config.data.sft else None
 
@@ -214,6 +220,17 @@ _RULES = (
     Ignored(("lr_wsd_decay_style",), _no_wsd, "choose --lr-decay-style WSD"),
     Ignored(
         ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), _random_tokens, "give --data-path instead"
+    ),
+    Ignored(("merge_file",), _no_tokenizer_file, "give --vocab-file"),
+    Ignored(
+        (
+            "tiktoken_pattern",
+            "tiktoken_num_special_tokens",
+            "tokenizer_special_tokens",
+            "tokenizer_hf_no_include_special_tokens",
+        ),
+        _no_tokenizer_file,
+        "give --tokenizer-model",
     ),
     Ignored(
         (

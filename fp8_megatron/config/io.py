@@ -20,7 +20,7 @@ from .fields import MAX_RANKS
 from .limits import FieldType, field_types
 from .megatron_flags import idle_note, megatron_options, translate
 from .megatron_precision import SWITCHES, Chosen, chosen_precision
-from .megatron_settings import UNREAD_WITH_MOCK_DATA, as_megatron_settles, precision_note
+from .megatron_settings import as_megatron_settles, evaluation_note, precision_note, unread_settings
 from .schema import Config
 from .words import decimal, flag_name, number, shortened, whole_number
 from .yaml_files import Dumper, read_mapping
@@ -194,9 +194,9 @@ def parse_command_line(
         raise ConfigError("\n".join(problems))
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **words_of_data))
     config, changes = as_megatron_settles(config)
-    unread = [flag_name(name) for name in UNREAD_WITH_MOCK_DATA if config.data.mock_data and name in values["data"]]
-    idle = [*translation.idle, *unread]
-    notes = [*repeated_flags(given), *chosen.notes, *changes]
+    unread = unread_settings(config)
+    idle = [*translation.idle, *dict.fromkeys(one.flag for one in given if one.name in unread)]
+    notes = [*repeated_flags(given), *chosen.notes, *changes, *filter(None, [evaluation_note(config)])]
     if idle:
         notes.append(idle_note(idle))
     if "precision" not in stated:

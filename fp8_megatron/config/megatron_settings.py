@@ -10,6 +10,7 @@ from types import MappingProxyType
 from .limits import limit_problems
 from .precision import PrecisionConfig
 from .schema import Config
+from .words import shortened
 
 #: Settings whose default is not Megatron's, and why. docs/from-megatron.md shows them.
 OTHER_DEFAULTS: Mapping[str, str] = MappingProxyType(
@@ -27,7 +28,13 @@ OTHER_DEFAULTS: Mapping[str, str] = MappingProxyType(
     }
 )
 #: Settings of token files. Random tokens need none of them, and Megatron's scripts give them.
-UNREAD_WITH_MOCK_DATA = ("split", "data_cache_path")
+_OF_TOKEN_FILES = (
+    "split",
+    "data_cache_path",
+    "mmap_bin_files",
+    "num_dataset_builder_threads",
+    "null_tokenizer_eod_id",
+)
 
 _SPLIT = re.compile(r"[\s'\"]*[0-9.]+(?:[\s'\"]*[,/][\s'\"]*[0-9.]+){0,2}[\s'\"]*")
 
@@ -55,6 +62,38 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
         training = dataclasses.replace(training, global_batch_size=None)
     data = dataclasses.replace(config.data, split=three_weights(config.data.split))
     return dataclasses.replace(config, parallel=parallel, precision=precision, training=training, data=data), notes
+
+
+def unread_settings(config: Config) -> frozenset[str]:
+    """Settings that Megatron takes too where nothing reads them, and without which a run is the same.
+
+    Flags of them are no mistake: one line at the start names them. Others that a mode does not read are errors
+    (`ignored`).
+    """
+    unread = set(_OF_TOKEN_FILES) if config.data.mock_data else set()
+    if config.training.cuda_graph_impl == "none":
+        unread.add("cuda_graph_warmup_steps")
+    if config.training.eval_interval == 0:
+        unread.add("eval_iters")
+    return frozenset(unread)
+
+
+def evaluation_note(config: Config) -> str | None:
+    """The line at the start of a run that is given data for validation or test, and does not read it."""
+    data, training = config.data, config.training
+    if training.eval_interval == 0:
+        mode, fix = "eval_interval(0)", "--eval-interval"
+    elif training.eval_iters == 0:
+        mode, fix = "eval_iters(0)", "--eval-iters"
+    else:
+        return None
+    paths = {"valid_data_path": data.valid_data_path, "test_data_path": data.test_data_path}
+    if training.eval_interval > 0 and training.full_validation:
+        del paths["valid_data_path"]
+    unread = [f"{name}({shortened(' '.join(words))})" for name, words in paths.items() if words]
+    if not unread:
+        return None
+    return f"with {mode} nothing reads {' and '.join(unread)}; {fix} turns validation and the test at the end on"
 
 
 def _layers_of_a_stage(config: Config) -> int:

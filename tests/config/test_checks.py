@@ -752,6 +752,12 @@ IGNORED = [
     ("lr_wsd_decay_style", "--lr-wsd-decay-style linear", "under lr_decay_style(linear)"),
     ("eod_mask_loss", "--eod-mask-loss", "with mock_data"),
     ("reset_attention_mask", "--reset-attention-mask", "with mock_data"),
+    ("merge_file", "--merge-file a", "with mock_data and no tokenizer; drop it or give --vocab-file"),
+    (
+        "tokenizer_special_tokens",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-special-tokens a",
+        "with mock_data and no tokenizer; drop it or give --tokenizer-model",
+    ),
     ("load_optim", "--no-load-optim", "without load; drop it or give --load"),
     ("wandb_exp_name", "--wandb-exp-name a", "without wandb_project"),
     ("wandb_entity", "--wandb-entity a", "without wandb_project"),

@@ -156,6 +156,45 @@ def test_settings_of_token_files_have_nothing_to_do_with_random_tokens() -> None
     assert parse_command_line(flags).notes == ()
 
 
+def test_flags_that_nothing_reads_and_that_change_nothing_are_said() -> None:
+    """Megatron takes them, so its scripts go on. What a file says is not repeated."""
+    says = "nothing to do here for {} (docs/from-megatron.md says why)".format
+    assert parse_command_line(["--bf16", "--cuda-graph-impl", "none", "--cuda-graph-warmup-steps", "5"]).notes == (
+        says("--cuda-graph-warmup-steps"),
+    )
+    assert parse_command_line(["--bf16", "--cuda-graph-warmup-steps", "5"]).notes == ()
+    assert parse_command_line(["--bf16", "--eval-iters", "5"]).notes == (says("--eval-iters"),)
+    assert parse_command_line(["--bf16", "--eval-iters", "5", "--eval-interval", "9"]).notes == ()
+    words = ["--bf16", "--mock-data", "--no-mmap-bin-files", "--null-tokenizer-eod-id", "3"]
+    assert parse_command_line(words).notes == (says("--no-mmap-bin-files --null-tokenizer-eod-id"),)
+    assert parse_command_line(["--config", str(CONFIGS / "gpt_7b.yaml"), "--eval-interval", "0"]).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "unread"),
+    [
+        ("", "with eval_interval(0) nothing reads valid_data_path(b c) and test_data_path(d); --eval-interval turns"),
+        (
+            "--eval-interval 5 --eval-iters 0",
+            "with eval_iters(0) nothing reads valid_data_path(b c) and test_data_path",
+        ),
+        ("--eval-interval 5 --eval-iters 0 --full-validation", "with eval_iters(0) nothing reads test_data_path(d);"),
+        ("--eval-interval 5", None),
+    ],
+)
+def test_held_out_data_that_nothing_reads_is_said(tmp_path: Path, flags: str, unread: str | None) -> None:
+    """As flags, in a file of settings, and in a file of paths."""
+    (tmp_path / "a.yaml").write_text("train_data_path: a\nvalid_data_path: [b, c]\ntest_data_path: d\n")
+    (tmp_path / "a.json").write_text('{"train": "a", "valid": "b c", "test": "d"}')
+    for paths in (
+        "--train-data-path a --valid-data-path b c --test-data-path d",
+        f"--config {tmp_path}/a.yaml",
+        f"--per-split-data-args-path {tmp_path}/a.json",
+    ):
+        notes = parse_command_line(["--bf16", *paths.split(), *flags.split()]).notes
+        assert notes == () if unread is None else notes[0].startswith(unread)
+
+
 def test_the_split_of_a_file_gives_way_to_paths_of_each_part() -> None:
     given = ["--config", str(CONFIGS / "gpt_7b.yaml")]
     assert parse_config(given).data.split == "969,31,0"
