@@ -91,7 +91,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
         type=path,
         metavar="FILE.yaml",
         help="settings of a run: the model of a megatron-core checkpoint (with vocab_size) that has no arguments of "
-        "Megatron-LM, or the new config.yaml beside a checkpoint of ours",
+        "Megatron-LM, the new config.yaml beside a checkpoint of ours, all but the model beside a Hugging Face model",
     )
     add("--vocab-size", type=whole(), help="from mcore: size of the vocabulary without padding (as the input says)")
     add("--precision", choices=("bf16", "fp16", "te", "fp8"), help="to ours: precision for config.yaml")
@@ -155,12 +155,15 @@ def _check_no_flag_is_ignored(parser: Parser, given: dict[str, Any]) -> None:
 
 def run(options: Options) -> int:
     """Convert and verify; returns the exit status. The output gets its name when it is complete and compared."""
-    from ..config.io import load_config
+    from ..config.io import load_config, stated_settings
     from ..conversion.conversion import Format, check_new, open_source
 
     check_new(options.output)
     config = load_config(options.config) if options.config is not None else None
-    source = open_source(options.input, iteration=options.iteration, config=config, vocab_size=options.vocab_size)
+    stated = stated_settings(options.config) if options.config is not None else frozenset()
+    source = open_source(
+        options.input, iteration=options.iteration, config=config, stated=stated, vocab_size=options.vocab_size
+    )
     num_params = sum(prod(shape) for shape in source.weights.shapes.values())
     console.print(f"{source.format.value}: {source.folder}, {num_params / 1e6:,.1f} M parameters", highlight=False)
     check_free_bytes(options.output, "--output", _num_bytes(source, options, num_params), "the converted checkpoint")

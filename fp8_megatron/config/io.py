@@ -296,6 +296,11 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
     return _overridden(base or Config(), _read_file(path))
 
 
+def stated_settings(path: str | Path) -> frozenset[str]:
+    """The names of the settings that a YAML file gives. Raises as `load_config`."""
+    return frozenset(_names(_read_file(path)))
+
+
 def _read_file(path: str | Path) -> dict[str, dict[str, Any]]:
     """The values of a YAML file by section and name. Raises `ConfigError` with all its problems."""
     types = _field_types()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from ..checkpoint.torch_dist_weights import TorchDistWeights
 from ..checkpoint.weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
 from ..config.checks import check_config
 from ..config.io import load_config
-from ..config.schema import Config, DataConfig
+from ..config.schema import Config, DataConfig, ModelConfig
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
 from .megatron_weights import config_of, open_weights
 from .torch_dist_writer import fp32_chunks, write_torch_dist
@@ -105,14 +105,20 @@ def _tracked_folder(root: Path) -> Path | None:
 
 
 def open_source(
-    path: Path, *, iteration: int | None = None, config: Config | None = None, vocab_size: int | None = None
+    path: Path,
+    *,
+    iteration: int | None = None,
+    config: Config | None = None,
+    stated: Collection[str] = (),
+    vocab_size: int | None = None,
 ) -> Source:
     """Open a checkpoint of any format. Weights are read on demand.
 
     Args:
         config: the model's configuration. A checkpoint of megatron-core alone has none. It has to agree with the
             arguments of Megatron-LM's and with the model of this project's, whose configuration it replaces. For a
-            Hugging Face model it gives all but the model.
+            Hugging Face model it gives all but the model, of which it may state nothing else than ``config.json``.
+        stated: settings that `config` does not have by default.
         vocab_size: size of the vocabulary without padding, for a checkpoint that does not say it.
 
     Raises:
@@ -125,6 +131,8 @@ def open_source(
         theirs = HuggingFaceWeights(folder)
         own_vocab_size = theirs.model.vocab_size
         assert own_vocab_size is not None
+        if config is not None:
+            _check_states_nothing_else(folder, theirs.model, config.model, stated)
         if theirs.model.add_qkv_bias:
             for layer in range(theirs.model.num_layers):
                 theirs.read(QKV + "bias", layer)  # refuse other attention biases at once, not halfway through
@@ -149,6 +157,33 @@ def open_source(
             f"{folder}: the embedding has {num_rows} rows, fewer than vocab_size({source.vocab_size}); correct it"
         )
     return source
+
+
+def _check_states_nothing_else(folder: Path, theirs: ModelConfig, given: ModelConfig, stated: Collection[str]) -> None:
+    """Raise `CheckpointError` if a stated setting differs from a Hugging Face model's. None states nothing."""
+    names = [field.name for field in fields(ModelConfig) if field.name in stated]
+    values = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    differing = [
+        name for name in values if _meaning(replace(theirs, **{name: values[name]}), name) != _meaning(theirs, name)
+    ]
+    if differing:
+        raise CheckpointError(
+            "\n".join(
+                f"{folder} has {name}({getattr(theirs, name)}), and nothing reads {name}({values[name]}) of --config; "
+                f"leave it out{', or give --seq-length' if name == 'seq_length' else ''}"
+                for name in differing
+            )
+        )
+
+
+def _meaning(model: ModelConfig, name: str) -> object:
+    """The value of a setting with its default filled in."""
+    meanings = {
+        "kv_channels": "head_dim",
+        "num_query_groups": "query_groups",
+        "ffn_hidden_size": "padded_ffn_hidden_size",
+    }
+    return getattr(model, meanings.get(name, name))
 
 
 def _of_the_same_model(folder: Path, given: Config, vocab_size: int) -> Config:

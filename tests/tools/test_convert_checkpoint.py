@@ -260,8 +260,7 @@ def test_other_biases_of_attention_are_refused(
 
 def test_weights_do_not_follow_power_of_two_scales(llama: Path, tmp_path: Path) -> None:
     """Training derives weights with plain scales; the option affects only other tensors."""
-    config = tiny_config(LLAMA_STYLE, precision=PrecisionConfig(fp8_power_of_two_scales=True))
-    save_config(config, tmp_path / "run.yaml")
+    (tmp_path / "run.yaml").write_text("precision: {fp8_power_of_two_scales: true}")
     flags = ("--config", str(tmp_path / "run.yaml"), "--fp8", "compressed-tensors", "--no-verify")
     assert convert(llama, tmp_path / "out", "hf", *flags) == 0
     name = "model.layers.0.mlp.down_proj.weight"
@@ -351,6 +350,25 @@ def test_another_models_config_is_refused(
         flags = ("--config", str(tmp_path / "other.yaml"), "--no-verify")
         assert convert(tmp_path / "run", tmp_path / "out", to, *flags) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_config_says_nothing_else_of_a_hugging_face_model(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``config.json`` says what the model is, so other settings of it would be read by nothing."""
+    path = tmp_path / "run.yaml"
+    flags = ("--config", str(path), "--no-verify")
+    path.write_text("model: {hidden_dropout: 0.2, norm_epsilon: 1e-6}\nseq_length: 8\nlr: 1e-4")
+    assert convert(llama, tmp_path / "out", "ours", *flags) == 2
+    error = capsys.readouterr().err
+    assert "nothing reads hidden_dropout(0.2) of --config; leave it out\n" in error
+    assert "nothing reads seq_length(8) of --config; leave it out, or give --seq-length" in error
+    assert not (tmp_path / "out").exists()
+    path.write_text("lr: 3e-4")
+    assert convert(llama, tmp_path / "out", "ours", *flags) == 0
+    config = load_config(tmp_path / "out" / "iter_0000000" / "config.yaml")
+    save_config(config, path)  # all settings, of the same model
+    assert config.optimizer.lr == 3e-4 and convert(llama, tmp_path / "again", "ours", *flags) == 0
 
 
 def test_native_state_leaves_in_fp32(ranks: RankPool, tmp_path: Path) -> None:
