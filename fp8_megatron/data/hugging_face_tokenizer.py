@@ -17,11 +17,13 @@ from typing import Any, Literal
 from ..config.schema import DataConfig
 from ..errors import UserError
 from .byte_pair_tokenizers import GPT2BPETokenizer
+from .sft_formats import template_text
 from .tokenizer import SentencePieceTokenizer
 from .tokenizer_settings import TokenizerOptions, build_tokenizer, tokenizer_problems
 from .transformers_tokenizer import HuggingFaceTokenizer, check_json_files
 
 _SPACE = "\u2581"
+_TEMPLATE = "chat_template.jinja"
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,7 +32,7 @@ _FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    _TEMPLATE,
     "generation_config.json",
 )
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -64,9 +66,53 @@ class ExportedTokenizer:
 def export_tokenizer(data: DataConfig, folder: Path) -> ExportedTokenizer:
     """Write a run's tokenizer beside an exported model, as far as Hugging Face's format can express it.
 
+    A run with --sft leaves the chat template that it was trained with, whatever template its tokenizer has.
+
     Raises:
         UserError: the tokenizer's files cannot be read.
     """
+    exported = _export_files(data, folder)
+    template = _export_template(data, folder) if data.sft else None
+    return exported if template is None else replace(exported, message=f"{exported.message}; {template}")
+
+
+def _export_template(data: DataConfig, folder: Path) -> str | None:
+    """Write the chat template of --sft over that of the tokenizer's files; returns a message for the user.
+
+    None: it is that of the tokenizer's files. Where the template's file is gone, no template is left: the tokenizer's
+    own is another one.
+    """
+    file = data.sft_chat_template
+    try:
+        text = template_text(data.sft_tokenizer_prompt_format, file)
+    except UserError:
+        _set_template(folder, None)
+        return f"no chat template: {file}, which the run used, is not here; put it there as {_TEMPLATE}"
+    if text is None:
+        return None
+    _set_template(folder, text)
+    return f"chat template: {file or data.sft_tokenizer_prompt_format}"
+
+
+def _set_template(folder: Path, text: str | None) -> None:
+    """Leave one chat template, or none, among a tokenizer's files. Some readers take the one in its settings.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    (folder / _TEMPLATE).unlink(missing_ok=True)
+    if text is not None:
+        (folder / _TEMPLATE).write_text(text, encoding="utf-8", newline="")
+    path = folder / "tokenizer_config.json"
+    check_json_files(folder)
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if settings.pop("chat_template", None) is not None:
+        settings |= {} if text is None else {"chat_template": text}
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _export_files(data: DataConfig, folder: Path) -> ExportedTokenizer:
+    """Write the files of a run's tokenizer."""
     kind, options = data.tokenizer_kind, TokenizerOptions.of(data)
     if kind == "NullTokenizer" or data.tokenizer_model is data.vocab_file is None:
         return ExportedTokenizer(

@@ -9,9 +9,11 @@ import sentencepiece
 
 from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer
+from fp8_megatron.data.sft_conversations import conversations_of
+from fp8_megatron.data.sft_encoding import Encoding
 from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, padded_vocab_size
 from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
-from tests.harness.chat_tokenizer import save_chat_tokenizer
+from tests.harness.chat_tokenizer import CHATML, MARKED_CHATML, save_chat_tokenizer, talk
 
 AWKWARD = [
     "",
@@ -160,6 +162,50 @@ def test_special_tokens_of_a_run_are_exported_with_its_hugging_face_folder(tmp_p
     assert exported.is_complete and exported.token_ids["eos_token_id"] == theirs.eod == run.eod
     assert theirs.encode("a<tool>b<|im_end|>") == run.encode("a<tool>b<|im_end|>") and len(run.encode("<tool>")) == 1
     assert theirs.backend.chat_template == run.backend.chat_template
+
+
+@pytest.mark.parametrize("own", ["no template", "a file", "in the settings"])
+@pytest.mark.parametrize("asked", ["file", "identity"])
+def test_the_chat_template_that_a_run_was_trained_with_is_exported(tmp_path, own, asked):
+    """transformers writes a conversation as training did, whatever template the tokenizer came with."""
+    pytest.importorskip("transformers")
+    folder = save_chat_tokenizer(tmp_path / "own", CHATML if own == "a file" else None)
+    if own == "in the settings":
+        path = tmp_path / "own" / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": CHATML}))
+    file = tmp_path / "trained.jinja"
+    file.write_text("\n" + MARKED_CHATML.replace("<|im_end|>", "!<|im_end|>") + "\n\n")
+    template = {"sft_chat_template": str(file)} if asked == "file" else {"sft_tokenizer_prompt_format": asked}
+    theirs, out = exported_chat_tokenizer(tmp_path, folder, **template)
+    trained = Encoding(
+        folder, (), template.get("sft_tokenizer_prompt_format", "default"), template.get("sft_chat_template")
+    )
+    messages = talk("Hi?", "Yes.")
+    (conversation,) = conversations_of(json.dumps(messages).encode(), "here")
+    ids = theirs.apply_chat_template(messages["messages"], return_dict=True)["input_ids"]
+    assert [*ids, theirs.eos_token_id] == trained.template().encode(conversation)[0].tolist()
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings.get("chat_template", theirs.chat_template) == theirs.chat_template, "older readers take this one"
+
+
+def test_the_tokenizers_own_chat_template_is_exported_alone_if_it_is_that_of_training(tmp_path):
+    """The tokenizer's own would not be that of a file which is gone."""
+    pytest.importorskip("transformers")
+    folder = save_chat_tokenizer(tmp_path / "own")
+    theirs, _ = exported_chat_tokenizer(tmp_path / "default", folder)
+    assert theirs.chat_template == CHATML
+    theirs, _ = exported_chat_tokenizer(tmp_path / "gone", folder, sft_chat_template="gone.jinja")
+    assert theirs.chat_template is None
+
+
+def exported_chat_tokenizer(tmp_path, folder, **settings):
+    """(the exported tokenizer as transformers reads it, its folder) of a run with --sft."""
+    out = tmp_path / "out"
+    out.mkdir(parents=True)
+    data = DataConfig(sft=True, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder, **settings)
+    message = export_tokenizer(data, out).message
+    assert ("no chat template: gone.jinja, which the run used, is not here" in message) == ("gone" in str(out))
+    return build_tokenizer("HuggingFaceTokenizer", str(out)).backend, out
 
 
 def test_a_vocabulary_reaches_to_its_largest_id(tmp_path):
