@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from ..config.schema import DataConfig
 from ..errors import UserError
+from .index_files import CachedGPTDataset, DatasetBuilder, index_folder
 from .indexed import IndexedSummary, check_indexed_dataset
-from .splits import HOW_TO_DO_WITHOUT, SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, weighted
+from .splits import HOW_TO_DO_WITHOUT, SPLITS, blends_of_splits, builder_sources, process_group, weighted
 from .token_files import Blend
 from .tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
-
-#: An incomplete index file that has not grown for this long is taken as abandoned.
-_ABANDONED_AFTER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,7 @@ def build_datasets(
     blends = tuple(blend and weighted(blend, num_tokens) for blend in blends)
     config = _gpt_dataset_config(data, blends, sizes, seq_length, seed, tokenizer)
     _check_enough_text(data, config, blends, files)
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, config)
+    builder = DatasetBuilder(CachedGPTDataset, list(sizes), lambda: True, config)
     with process_group():
         return Datasets(*builder.build())
 
@@ -150,7 +142,7 @@ def build_validation_sets(
         config = _gpt_dataset_config(data, alone, sizes, seq_length, seed, tokenizer)
         _check_enough_text(data, config, alone, files)
         with process_group():
-            dataset = BlendedMegatronDatasetBuilder(GPTDataset, [0, None, 0], lambda: True, config).build()[1]
+            dataset = DatasetBuilder(CachedGPTDataset, [0, None, 0], lambda: True, config).build()[1]
         found.append(dataset)
     return found
 
@@ -164,10 +156,11 @@ def _gpt_dataset_config(
     tokenizer: Tokenizer,
 ) -> GPTDatasetConfig:
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend.prefixes})
+    paths = [Path(prefix + extension).resolve() for prefix in prefixes for extension in (".bin", ".idx")]
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        path_to_cache=str(_index_cache(prefixes, data.data_cache_path)),
+        path_to_cache=str(index_folder(paths, data.data_cache_path, kind="index")),
         tokenizer=tokenizer,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=False,
@@ -203,38 +196,3 @@ def _check_enough_text(
                     f"sample takes seq_length + 1 = {needed}: give more documents, a larger share in --split, or a "
                     f"--{split}-data-path of its own{HOW_TO_DO_WITHOUT.get(split, '')}"
                 )
-
-
-def _index_cache(prefixes: Sequence[str], root: str | None) -> Path:
-    """The folder of megatron-core's indices of token files."""
-    paths = [Path(prefix + extension).resolve() for prefix in prefixes for extension in (".bin", ".idx")]
-    folder = cache_folder(paths, root, kind="index")
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        _remove_cut_short(folder)
-    return folder
-
-
-def _remove_cut_short(folder: Path) -> None:
-    """Remove incomplete index files. Megatron-core would read them; it writes missing ones again.
-
-    A file that still grows belongs to another run. This function waits until it is complete.
-    """
-    for path in sorted(folder.glob("*_index.npy")):
-        with suppress(FileNotFoundError):  # another run removed it
-            if not _becomes_whole(path):
-                logger.warning("making %s again: writing it was cut short", path)
-                path.unlink()
-
-
-def _becomes_whole(path: Path) -> bool:
-    size, since = -1, time.monotonic()
-    while time.monotonic() - since < _ABANDONED_AFTER_SECONDS:
-        try:
-            np.load(path, mmap_mode="r")
-        except (ValueError, EOFError, SyntaxError, TypeError):  # the last two: a damaged header
-            time.sleep(0.1)
-        else:
-            return True
-        if path.stat().st_size != size:
-            size, since = path.stat().st_size, time.monotonic()
-    return False

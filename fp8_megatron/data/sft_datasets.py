@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from torch.utils.data import Dataset
@@ -18,10 +17,11 @@ from torch.utils.data import Dataset
 from ..config.schema import DataConfig
 from ..errors import UserError
 from .datasets import Datasets
+from .index_files import DatasetBuilder, index_folder
 from .sft_encoding import Encoding
 from .sft_files import ConversationFile, open_conversations
 from .sft_packing import pack_best_fit
-from .splits import HOW_TO_DO_WITHOUT, SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, weighted
+from .splits import HOW_TO_DO_WITHOUT, SPLITS, blends_of_splits, builder_sources, process_group, weighted
 from .token_files import Blend
 from .tokenizer import Tokenizer
 
@@ -263,7 +263,7 @@ def _build(
     config = SFTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        path_to_cache=str(cache_folder([Path(path).resolve() for path in paths], data.data_cache_path, kind="blend")),
+        path_to_cache=str(index_folder([Path(path).resolve() for path in paths], data.data_cache_path, kind="blend")),
         tokenizer=tokenizer,
         reset_position_ids=True,
         reset_attention_mask=True,
@@ -281,7 +281,7 @@ def _build(
         ]
     _check_lines(data, config, blends, files)
     with process_group():
-        return list(BlendedMegatronDatasetBuilder(SFTDataset, list(sizes), lambda: True, config).build())
+        return list(DatasetBuilder(SFTDataset, list(sizes), lambda: True, config).build())
 
 
 def _check_lines(

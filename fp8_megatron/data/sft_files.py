@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 
 from ..errors import UserError
 from ..outputs import writing_to
+from .index_files import remove_damaged
 from .sft_encoding import Encoding, encode_all
 from .splits import cache_folder
 
@@ -109,7 +111,9 @@ def _first_does(action: Callable[[], object]) -> None:
 
 
 def _make(name: str, encoding: Encoding, folder: Path) -> None:
-    """Write the parts of a file, unless they are there."""
+    """Write the parts of a file, unless they are there and can be read."""
+    for part in _PARTS:
+        remove_damaged(folder / f"{part}.npy")
     if all((folder / f"{part}.npy").is_file() for part in _PARTS):
         return
     started = time.monotonic()
@@ -133,14 +137,10 @@ def _make(name: str, encoding: Encoding, folder: Path) -> None:
 
 
 def _save(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write the parts of a file under temporary names, and name them when all are complete."""
-    partial = {part: folder / f"{part}.{os.getpid()}.partial" for part in arrays}
-    try:
-        for part, path in partial.items():
-            with writing_to(path, "--data-cache-path"), path.open("wb") as file:
-                np.save(file, arrays[part])
-        for part, path in partial.items():
-            path.replace(folder / f"{part}.npy")
-    finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
+    """Write the parts of a file into a folder of their own, and name them when all are complete."""
+    with writing_to(folder, "--data-cache-path"), tempfile.TemporaryDirectory(prefix="building-", dir=folder) as aside:
+        for part, array in arrays.items():
+            np.save(Path(aside) / f"{part}.npy", array)
+        for part in arrays:
+            if not (folder / f"{part}.npy").is_file():  # else other hosts may have mapped it
+                os.replace(Path(aside) / f"{part}.npy", folder / f"{part}.npy")

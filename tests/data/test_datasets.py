@@ -1,5 +1,6 @@
+import io
+import multiprocessing
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -152,9 +153,8 @@ def test_new_tokens_under_an_old_path_are_read(write_tokens, tmp_path, with_blen
 
 
 @pytest.mark.parametrize("kept", [0, 50, -1], ids=["nothing", "header", "all but a byte"])
-def test_an_index_cut_short_is_made_again(write_tokens, tmp_path, monkeypatch, caplog, kept):
+def test_an_index_cut_short_is_made_again(write_tokens, tmp_path, caplog, kept):
     """If a run is killed or the disk fills while the index is built, the next run still works."""
-    monkeypatch.setattr(datasets_module, "_ABANDONED_AFTER_SECONDS", 0.2)
     prefix = write_tokens("corpus", counting(1, 1000))
     before = all_tokens(build(100, data_path=(prefix,), split="1").train)
     (index,) = (tmp_path / "cache").glob("index-*/*-shuffle_index.npy")
@@ -164,19 +164,63 @@ def test_an_index_cut_short_is_made_again(write_tokens, tmp_path, monkeypatch, c
     assert index.read_bytes() == whole and f"making {index} again" in caplog.text
 
 
-def test_an_index_that_another_run_writes_is_waited_for(write_tokens, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(datasets_module, "_ABANDONED_AFTER_SECONDS", 5.0)
-    prefix = write_tokens("corpus", counting(1, 1000))
-    before = all_tokens(build(100, data_path=(prefix,), split="1").train)
-    (index,) = (tmp_path / "cache").glob("index-*/*-shuffle_index.npy")
-    whole = index.read_bytes()
-    index.write_bytes(whole[:50])
-    node = index.stat().st_ino
-    writer = threading.Timer(0.5, index.write_bytes, [whole])
-    writer.start()
-    assert np.array_equal(all_tokens(build(100, data_path=(prefix,), split="1").train), before)
-    writer.join()
-    assert index.stat().st_ino == node and "again" not in caplog.text
+@pytest.mark.parametrize("with_blend", [False, True])
+def test_a_run_does_not_read_what_another_one_is_writing(write_tokens, with_blend):
+    """Two runs miss an index at once. One is in the middle of its last file when the other builds all of them."""
+    prefix = write_tokens("corpus", counting(40, 50))
+    path = ("1", prefix, "1", write_tokens("other", counting(40, 50))) if with_blend else (prefix,)
+    spawn = multiprocessing.get_context("spawn")
+    looked, half_written, done, found = spawn.Event(), spawn.Event(), spawn.Event(), spawn.Queue()
+    last = "dataset_sample_index.npy" if with_blend else "shuffle_index.npy"
+    runs = [
+        spawn.Process(target=slow_run, args=(path, last, looked, half_written, done, found)),
+        spawn.Process(target=other_run, args=(path, looked, half_written, done, found)),
+    ]
+    for one in runs:
+        one.start()
+    for one in runs:
+        one.join(90)
+    assert [one.exitcode for one in runs] == [0, 0]
+    first, second = found.get(timeout=5), found.get(timeout=5)
+    assert first == second == all_tokens(build(40, data_path=path, split="1").train).tolist()
+
+
+def slow_run(path, last, looked, half_written, done, found):
+    """Build, and wait for `done` in the middle of the file `last`, which it begins after `looked`."""
+    plain = np.save
+
+    def save(name, array, **settings):
+        if not str(name).endswith(last):
+            plain(name, array, **settings)
+            return
+        assert looked.wait(60)
+        whole = io.BytesIO()
+        plain(whole, array, **settings)
+        with Path(name).open("wb") as file:
+            file.write(whole.getvalue()[:100])
+            file.flush()
+            half_written.set()
+            done.wait(60)
+            file.write(whole.getvalue()[100:])
+
+    np.save = save
+    found.put(all_tokens(build(40, data_path=path, split="1").train).tolist())
+
+
+def other_run(path, looked, half_written, done, found):
+    """Look at the cache first, and build once the other run is in the middle of a file."""
+    plain = datasets_module._check_enough_text
+
+    def check(*args):
+        looked.set()
+        assert half_written.wait(60)
+        plain(*args)
+
+    datasets_module._check_enough_text = check
+    try:
+        found.put(all_tokens(build(40, data_path=path, split="1").train).tolist())
+    finally:
+        done.set()
 
 
 def test_cache_folder_can_be_chosen_and_must_be_writable(write_tokens, tmp_path):

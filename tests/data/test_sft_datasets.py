@@ -176,6 +176,32 @@ def test_tokens_are_made_once_for_a_file_and_a_template(
     assert len(folders) == 2 and all(name.startswith("sft-") for name in folders)  # the old state's are gone
 
 
+@pytest.mark.parametrize("kept", [0, 50, -1], ids=["nothing", "header", "all but a byte"])
+def test_tokens_that_were_cut_short_are_made_again(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", lines(5))
+    before = open_conversations(path, Encoding(tokenizer.name), None).tokens.tolist()
+    (file,) = (tmp_path / "cache").glob("sft-*/tokens.npy")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept])
+    assert open_conversations(path, Encoding(tokenizer.name), None).tokens.tolist() == before
+    assert file.read_bytes() == whole and f"making {file} again" in caplog.text
+    assert sorted(one.suffix for one in file.parent.iterdir()) == [".npy"] * 4
+
+
+def test_an_index_of_a_blend_of_conversations_that_was_cut_short_is_made_again(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [write_lines(tmp_path / f"{name}.jsonl", lines(5)) for name in "ab"]
+    data = data_of(tokenizer, data_path=("1", paths[0], "1", paths[1]))
+    before = [train_set(data, tokenizer)[index]["tokens"].tolist() for index in range(4)]
+    (file,) = (tmp_path / "cache").glob("blend-*/*-dataset_sample_index.npy")
+    file.write_bytes(file.read_bytes()[:50])
+    assert [train_set(data, tokenizer)[index]["tokens"].tolist() for index in range(4)] == before
+    assert f"making {file} again" in caplog.text
+
+
 @pytest.mark.slow
 def test_processes_give_the_same_tokens(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
