@@ -40,6 +40,7 @@ class StepMetrics(StepFigures):
     """1 for the first step."""
     learning_rate: float = reported("train/learning_rate")
     tokens_per_second_per_gpu: float = reported("throughput/tokens_per_second_per_gpu")
+    """Positions of all samples a second, as the device computes them: with --sft the padding of samples is counted."""
     tflops_per_gpu: float = reported("throughput/tflops_per_gpu")
     """Model TFLOP/s with full attention (Megatron's convention)."""
     mfu: float | None = reported("throughput/mfu")
@@ -51,6 +52,7 @@ class StepMetrics(StepFigures):
     """Samples of the step."""
     consumed_samples: int = reported("train/consumed_samples")
     consumed_tokens: int = reported("train/consumed_tokens")
+    """Positions of `consumed_samples`, padding included."""
 
     def record(self) -> dict[str, Any]:
         """The step's line in metrics.jsonl."""
