@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +59,8 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     It may be one of Megatron-LM (`megatron_loading`).
 
     A damaged checkpoint is reported, and the next older one is taken. Under the layout that it was saved with, the next
-    steps are bitwise equal to those of the run that saved it. Under another layout the values are the same, but state
-    that belongs to a layout (random states, amax histories) starts anew.
+    steps are bitwise equal to those of the run that saved it. Under another layout the values are the same, but random
+    states start anew.
 
     Raises:
         CheckpointError: no complete checkpoint is left, or it belongs to another model (names the first tensor or
@@ -154,18 +155,36 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
     optimizer.step_count.copy_(tensors["step_count"])
     if optimizer.loss_scale is not None and "loss_scale/scale" in tensors:
         optimizer.loss_scale.load_state_dict(below("loss_scale/", tensors))
-    if saved.has_stages_of(state):
-        # Tensor-parallel ranks share their amaxes.
-        at_stage = saved.stage_tensors(state.topology.pp.rank(), "")
-        for index, history in enumerate(state.histories):
-            values = below(f"amax_history.{index}/", at_stage)
-            if history is None or history.history is None or "history" not in values:
-                continue
-            if history.history.shape != values["history"].shape:
-                continue
-            if SLOTS not in values or torch.equal(values.pop(SLOTS).cpu(), history.slot_keys()):
-                history.load_state_dict(values, gradient_factor=_gradient_factor(saved, state))
+    _restore_histories(saved, state)
     _restore_autoscales(saved, state)
+
+
+def _restore_histories(saved: SavedRun, state: Resumable) -> None:
+    """Restore the amax history of each model chunk all of whose slots were saved, by any chunks.
+
+    Checkpoints of earlier versions do not say what their slots are for: they fit the same stages alone.
+    """
+    at_stage = saved.stage_histories(state.topology.pp.rank()) if saved.has_stages_of(state) else {}
+    for index, history in enumerate(state.histories):
+        if history is None or history.history is None:
+            continue
+        keys, values = history.slot_keys(), at_stage.get(index, {})
+        if not values or not torch.equal(values.get(SLOTS, keys), keys):
+            values = _columns(keys, saved.histories(), history.length)
+        if values and values["history"].shape == history.history.shape:
+            history.load_state_dict(values, gradient_factor=_gradient_factor(saved, state))
+
+
+def _columns(keys: Tensor, histories: Iterable[dict[str, Tensor]], length: int) -> dict[str, Tensor]:
+    """Of saved amax histories of `length` steps, the columns of `keys`; empty if one is missing or is there twice."""
+    parts = [values for values in histories if SLOTS in values and len(values["history"]) == length]
+    saved = [key for values in parts for key in values[SLOTS].tolist()]
+    count, place = Counter(saved), {key: column for column, key in enumerate(saved)}
+    wanted = keys.tolist()
+    if not wanted or any(count[key] != 1 for key in wanted):
+        return {}
+    columns = torch.tensor([place[key] for key in wanted])
+    return {name: torch.cat([values[name] for values in parts], -1)[..., columns] for name in ("history", "scale")}
 
 
 def _gradient_factor(saved: SavedRun, state: Resumable) -> float:
@@ -203,14 +222,13 @@ def _restore_autoscales(saved: SavedRun, state: Resumable) -> None:
     if not current:
         return
     mine = saved.rank_tensors(state, "autoscale/") if saved.has_model_layout_of(state) else {}
-    stages = saved.topology["pipeline_model_parallel_size"] or 1
     same_replicas = saved.num_replicas == state.topology.replicas.size
     for name, parts in current.items():
         values = mine.get(name)
         if values is not None and same_replicas and values.shape == (2, len(parts)):
             set_autoscales(state.optimizer, name, values)
             continue
-        for stage in range(stages):
+        for stage in range(saved.num_stages):
             values = saved.stage_tensors(stage, "autoscale/").get(name)
             if values is not None:
                 mu = values[0].min() * saved.num_replicas / state.topology.replicas.size

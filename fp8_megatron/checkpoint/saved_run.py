@@ -150,6 +150,11 @@ class SavedRun:
         """Ranks that held the same parameters; 1 for a model that was converted."""
         return (self.topology["data_parallel_size"] or 1) * (self.topology.get("context_parallel_size") or 1)
 
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return int(self.topology["pipeline_model_parallel_size"] or 1)
+
     def has_model_layout_of(self, state: Resumable) -> bool:
         """Whether this run cuts the model into the same parts."""
         own = topology_of(state.topology)
@@ -265,6 +270,18 @@ class SavedRun:
     def stage_tensors(self, stage: int, prefix: str) -> dict[str, Tensor]:
         """The tensors that the first rank of a pipeline stage saved under a prefix."""
         return below(prefix, self._tensors_of(0, stage, 0))
+
+    def stage_histories(self, stage: int) -> dict[int, dict[str, Tensor]]:
+        """The amax histories of a pipeline stage by model chunk. Its ranks share them."""
+        found: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in self.stage_tensors(stage, "amax_history.").items():
+            chunk, _, key = name.partition("/")
+            found.setdefault(int(chunk), {})[key] = tensor
+        return found
+
+    def histories(self) -> list[dict[str, Tensor]]:
+        """The amax histories of all model chunks."""
+        return [history for stage in range(self.num_stages) for history in self.stage_histories(stage).values()]
 
     def _tensors_of(self, tensor_rank: int, pipeline_rank: int, data_rank: int) -> dict[str, Tensor]:
         name = rank_file(tensor_rank, pipeline_rank, data_rank)

@@ -14,13 +14,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from fp8_megatron.checkpoint import run_state
+from fp8_megatron.checkpoint.loading import load_checkpoint
+from fp8_megatron.checkpoint.run_state import Progress
+from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import StorageDtype
 from tests.harness.ranks import RankPool
-from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank
+from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config, tiny_optimizer
 
 #: Buckets smaller than a space, so that every parameter is in several ranks' shards.
@@ -47,6 +54,7 @@ LEVELS = {
     "O3": PrecisionConfig(opt_level="O3"),
 }
 COMPANDED = PrecisionConfig(exp_avg_dtype=StorageDtype.INT8, exp_avg_sq_dtype=StorageDtype.UINT8)
+DELAYED = PrecisionConfig(fp8_recipe="delayed")
 SPLIT = replace(COMPANDED, main_params_dtype=StorageDtype.SPLIT)
 MODELS = {"gpt3": replace(GPT3_STYLE, num_layers=4), "llama": replace(LLAMA_STYLE, num_layers=4)}
 NUM_MICRO_BATCHES = 4
@@ -124,6 +132,96 @@ def test_another_layout_takes_over(
     ranks: RankPool, tmp_path: Path, model: str, source: tuple[str, str], targets: list[tuple[str, str]]
 ) -> None:
     check(ranks, tmp_path, model, source, targets)
+
+
+Columns = dict[tuple[str, str, int], tuple[Tensor, float]]
+
+
+@dataclass(frozen=True)
+class DelayedRun:
+    """Delayed scales of this rank at both ends, and the gradient norms of the steps between.
+
+    Attributes:
+        start, end: (layer, role, number among these) → amaxes [length] and scale of each slot in use.
+    """
+
+    start: Columns
+    end: Columns
+    norms: list[float]
+
+
+def _delayed_on_a_rank(
+    layout: str, num_steps: int, load: Path | None, save: Path | None, names_slots: bool = True
+) -> DelayedRun:
+    """Train under delayed scaling. Without `names_slots` the checkpoint is that of an earlier version."""
+    config = config_of("gpt3", layout, DELAYED)
+    with tiny_resumable(config, NUM_MICRO_BATCHES) as (gpt, state), pytest.MonkeyPatch.context() as patch:
+        progress = Progress() if load is None else load_checkpoint(load, state)
+        assert progress is not None
+        step, norms = gpt.optimizer.step, []
+        patch.setattr(gpt.optimizer, "step", lambda: norms.append(step().item()))
+
+        def columns() -> Columns:
+            found: Columns = {}
+            for history in state.histories:
+                if history is None or not (values := history.state_dict()):
+                    continue
+                for slot, (_, name) in enumerate(history._names):
+                    number = sum((name.layer, name.role.name) == key[:2] for key in found)
+                    found[name.layer, name.role.name, number] = (
+                        values["history"][:, slot].clone(),
+                        values["scale"][slot].item(),
+                    )
+            return found
+
+        start = columns()
+        train_steps(gpt, config, progress.iteration, num_steps, NUM_MICRO_BATCHES)
+        if save is not None:
+            tensors_of = run_state.rank_tensors_of
+            if not names_slots:
+                patch.setattr(
+                    run_state,
+                    "rank_tensors_of",
+                    lambda state: {k: v for k, v in tensors_of(state).items() if not k.endswith(run_state.SLOTS)},
+                )
+            writer = CheckpointWriter(save, gpt.topology)
+            writer.save(state, Progress(num_steps, num_steps * NUM_MICRO_BATCHES))
+            writer.finish()
+        return DelayedRun(start, columns(), norms)
+
+
+def run_delayed(ranks: RankPool, layout: str, *args: Any) -> DelayedRun:
+    """`_delayed_on_a_rank` of all ranks together."""
+    runs = ranks.run(_delayed_on_a_rank, layout, *args, num_ranks=LAYOUTS[layout][0])
+    start, end = (
+        {key: value for run in runs for key, value in getattr(run, name).items()} for name in ("start", "end")
+    )
+    return DelayedRun(start, end, runs[0].norms)
+
+
+@pytest.mark.parametrize(
+    ("source", "targets"), [("one", ["pp2", "pp2_uneven_vpp2"]), ("pp2_vpp2", ["one", "pp2_first", "tp2"])]
+)
+def test_delayed_scales_go_with_their_layers(ranks: RankPool, tmp_path: Path, source: str, targets: list[str]) -> None:
+    """To other stages, to the bit. So the steps after a resume are those of a run that went on."""
+    saved = run_delayed(ranks, source, 3, None, tmp_path)
+    expected = run_delayed(ranks, source, 3, tmp_path, None)
+    assert len(saved.end) == 4 * 4 * 3 + 1 and expected.start.keys() == saved.end.keys()
+    for target in targets:
+        resumed = run_delayed(ranks, target, 3, tmp_path, None)
+        assert resumed.start.keys() == saved.end.keys(), target
+        for name, (amaxes, scale) in saved.end.items():
+            assert torch.equal(resumed.start[name][0], amaxes) and resumed.start[name][1] == scale, (target, name)
+        gaps = [abs(own / theirs - 1) for own, theirs in zip(resumed.norms, expected.norms, strict=True)]
+        print(f"{source} -> {target}: gradient norms differ by {gaps}")
+        assert gaps[0] < (1e-4 if keeps_blocks(source, target) else 1e-3) and max(gaps) < 1e-2, (target, gaps)
+
+
+def test_delayed_scales_without_names_fit_the_same_stages(ranks: RankPool, tmp_path: Path) -> None:
+    saved = run_delayed(ranks, "pp2", 2, None, tmp_path, False)
+    assert saved.end
+    assert run_delayed(ranks, "pp2", 0, tmp_path, None).start.keys() == saved.end.keys()
+    assert run_delayed(ranks, "one", 0, tmp_path, None).start == {}
 
 
 MATRIX = ["tp2", "pp2", "dp2", "tp2_dp2"]
