@@ -38,8 +38,8 @@ class AmaxHistory:
 
     Slots are added while the model is built; `allocate` then makes the tensors. Within a step, each slot's record
     collects the amaxes of all micro-batches and of recomputed forwards, so a recomputed forward sees the same scale.
-    `examine` looks at the records before the gradient norm is reduced, and `update` closes the step. Before the first
-    update, `is_warm` is False and quantisers use current scaling.
+    `examine` looks at the records before the gradient norm is reduced, and `update` closes the step. Until a step that
+    is not skipped has been closed, `is_warm` is False and quantisers use current scaling.
 
     Args:
         length: steps.
@@ -235,9 +235,14 @@ class AmaxHistory:
             group: the ranks that share these tensors or hold replicas of the layer: tensor × data parallel. It excludes
                 the pipeline, because its stages hold other layers.
             grad_norm: FP32 [1], equal on all ranks. NaN: the step was skipped, and its amaxes are dropped
-                (`kernels.scales.reference.update_amax_history_`).
+                (`kernels.scales.reference.update_amax_history_`). The host reads it before the history is warm, because
+                the next step's casts depend on it, and never again.
         """
         if self.record is None or not self._largest:
+            return
+        if not self.is_warm and grad_norm is not None and bool(grad_norm.isnan()):
+            self._examined = None
+            self.discard_current_step()
             return
         assert self.history is not None and self._fp_max is not None and self._written is not None
         if self._examined is None:

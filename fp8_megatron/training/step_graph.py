@@ -58,6 +58,8 @@ class StepGraph:
         can_measure: called after a step that measured underflow; returns whether there was anything to measure.
         can_sample: whether casts can be sampled.
         has_room: called once, after the warm-up; returns the same on all ranks. If False, no step is recorded.
+        is_ready: called before the last step of the warm-up; returns the same on all ranks. The warm-up goes on until
+            it is True.
         may_go_on: if a recording fails, log the error and train without; False if ranks communicate in `compute`.
         warmup_steps: steps before the recordings, at least `MIN_CUDA_GRAPH_WARMUP_STEPS`.
     """
@@ -70,6 +72,7 @@ class StepGraph:
         can_measure: Callable[[], bool],
         can_sample: bool = False,
         has_room: Callable[[], bool],
+        is_ready: Callable[[], bool] = lambda: True,
         may_go_on: bool = False,
         num_micro_batches: int,
         device: torch.device,
@@ -81,6 +84,7 @@ class StepGraph:
         self._can_measure = can_measure
         self._can_sample = can_sample
         self._has_room = has_room
+        self._is_ready = is_ready
         self._may_go_on = may_go_on
         self._num_micro_batches = num_micro_batches
         self._device = device
@@ -114,7 +118,7 @@ class StepGraph:
             assert not self._recorded, f"{num_micro_batches} micro-batches after {self._num_micro_batches}"
             return self._compute(take_step(loader, num_micro_batches, self._device), **measured)
         if self._warmup_left > 0:
-            self._warmup_left -= 1
+            self._warmup_left -= 1 if self._warmup_left > 1 or self._is_ready() else 0
             # The last warm-up step always measures, so that the kernels are compiled before they are recorded.
             if self._warmup_left == 0:
                 measured = {"measures_underflow": True, "samples_casts": self._can_sample}

@@ -111,12 +111,17 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
             if history is not None:
                 history.keep_addresses()
 
+    def is_ready() -> bool:
+        """Whether the last step of the warm-up casts as the recorded ones will."""
+        return all(history.is_warm for history in state.histories if history is not None and history.num_slots)
+
     return StepGraph(
         partial(compute_gradients, state),
         before_recording,
         can_measure=lambda: any(buffer.underflow is not None for buffer in state.optimizer.buffers),
         can_sample=state.sampler is not None,
         has_room=partial(has_room, state.device) if needs_room else lambda: True,
+        is_ready=is_ready,
         may_go_on=needs_room and state.topology.world_size == 1,
         num_micro_batches=state.num_micro_batches,
         device=state.device,

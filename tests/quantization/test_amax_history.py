@@ -44,6 +44,17 @@ def test_starts_cold_and_takes_its_first_scale_from_the_first_step() -> None:
     assert history.is_warm
 
 
+def test_skipped_first_steps_leave_it_cold() -> None:
+    history = make_history()
+    assert history.amax is not None and history.history is not None
+    for _ in range(2):
+        history.amax.copy_(torch.tensor([7.0, math.inf]))
+        history.update(None, torch.tensor([math.nan]))
+        assert not history.is_warm and history.state_dict() == {} and not history.amax.any()
+    torch.testing.assert_close(push(history, 2.0, 3.0), torch.tensor([2.0, 3.0]))
+    assert history.is_warm and not history.history[1:].any()
+
+
 def test_max_remembers_and_most_recent_does_not() -> None:
     amaxes = [5.0, 1.0, 2.0, 1.5, 1.0, 0.5]
     remembering, forgetting = make_history("max"), make_history("most_recent")

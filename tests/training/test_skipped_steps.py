@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.mcore.runtime import runtime, seed_everything
+from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.reporting.health_file import HEALTH_FILE
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
 from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training.build import build_training_state
+from fp8_megatron.training.run_data import open_run_data
+from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
 from tests.harness.runs import tiny_flags
@@ -68,6 +73,36 @@ def test_a_loss_that_is_not_finite_skips_the_step_on_every_rank(
 ) -> None:
     for found in ranks.run(_fit_with_a_bad_loss, tmp_path, flags, bad, num_ranks=2):
         assert found == [(number != BAD, number != BAD) for number in range(1, 5)]
+
+
+def _norms(flags: dict[str, Any], num_bad: int, num_steps: int) -> list[float]:
+    """The gradient norms of steps, of which the first ones have a bad loss on the last rank."""
+    constant = {"fp8_recipe": "delayed", "lr_decay_style": "constant", "lr_warmup_iters": 0}
+    config = parse_config(tiny_flags(Path("unused"), train_iters=num_steps, **constant, **flags))
+    device, norms = torch.device("cpu"), []
+    with runtime(device), initialized(config.parallel, config.model.num_layers, device) as topology:
+        seed_everything(1, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank())
+        data = open_run_data(config, topology)
+        state = build_training_state(config, data.vocab_size, topology, device)
+        factor = math.nan if topology.rank == topology.world_size - 1 else 1.0
+        batch = list(itertools.islice(data.train_loader(0), state.num_micro_batches))
+        for number in range(num_steps):
+            hook = state.model[-1].module.register_forward_hook(
+                lambda module, args, out, bad=number < num_bad: out * factor if bad else out
+            )
+            norms.append(train_step(state, iter(batch), wants_stop=False)[2].item())
+            hook.remove()
+    return norms
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}], ids=["dp2", "tp2", "pp2"]
+)
+def test_a_step_behind_skipped_first_ones_casts_as_a_first_step(ranks: RankPool, flags: dict[str, Any]) -> None:
+    """To the bit: neither a scale that was never set, nor an amax of a skipped step takes part."""
+    expected = ranks.run(_norms, flags, 0, 2, num_ranks=2)
+    for norms, without in zip(ranks.run(_norms, flags, 2, 4, num_ranks=2), expected, strict=True):
+        assert all(map(math.isnan, norms[:2])) and norms[2:] == without
 
 
 @pytest.mark.parametrize(

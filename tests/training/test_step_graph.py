@@ -176,6 +176,17 @@ def test_steps_with_fewer_micro_batches_run_before_the_warm_up(cuda: Cuda) -> No
         graph(batches, 1, measures_underflow=False)
 
 
+def test_the_warm_up_goes_on_until_a_step_is_ready(cuda: Cuda) -> None:
+    """The first step after which it is, is the last one of the warm-up, and measures."""
+    ready = iter([False, False, True])
+    graph, model = make(cuda, is_ready=lambda: next(ready))
+    batches = loader()
+    for _ in range(6):
+        graph(batches, measures_underflow=False)
+    computed, recorded = ("computed", False), ("recorded", False)
+    assert model.calls == [computed] * 3 + [("computed", True), recorded, ("recorded", True)]
+
+
 def test_steps_that_sample_casts_have_a_recording_of_their_own(cuda: Cuda) -> None:
     """Their kernels are compiled in the last step of the warm-up, whatever that step was asked for."""
     graph, _ = make(cuda, can_sample=True)
