@@ -36,8 +36,9 @@ class AutoScale:
     """μ of every tensor in one flat gradient, adjusted by saturation; the host never waits for the device.
 
     A reduction calls, in this order: `measure`, a MAX of its result over the ranks, `update`, `requantize_`, then the
-    sum in FP8, then `note_sum`. One reduction of an object is in flight at a time. Every rank holds the same μ, because
-    only values shared by all ranks change it.
+    sum in FP8, then `note_sum`. One reduction of an object is in flight at a time. `begin_step` and `end_step` enclose
+    the reductions of a step: one that is skipped leaves nothing. Every rank holds the same μ, because only values
+    shared by all ranks change it.
 
     Args:
         num_tensors: T. block_tensor: integer [n / 128], the tensor that each block of 128 elements belongs to; padding
@@ -72,6 +73,21 @@ class AutoScale:
         self._block_tensor = block_tensor.to(device=device, dtype=torch.int64)
         self._growth = 2.0 ** (1.0 / (STEPS_TO_DOUBLE * reductions_per_step))
         self._seen = torch.full_like(self.mu, _UNSEEN)
+        #: FP32 [2, T], μ and the last saturated fractions before the step.
+        self._before = torch.stack([self.mu, self._seen])
+
+    def begin_step(self) -> None:
+        """Remember what `end_step` may go back to."""
+        torch.stack([self.mu, self._seen], out=self._before)
+
+    def end_step(self, is_taken: Tensor) -> None:
+        """Go back to before the step if it is skipped.
+
+        Args:
+            is_taken: bool [1] on the device, the same on all ranks; False: the step is skipped.
+        """
+        for value, before in zip((self.mu, self._seen), self._before, strict=True):
+            torch.where(is_taken, value, before, out=value)
 
     def measure(self, payload: Tensor, scales: Tensor) -> Tensor:
         """FP32 [2, T]: each tensor's amax, and its last saturated fraction on this rank. `update` takes the MAX of both

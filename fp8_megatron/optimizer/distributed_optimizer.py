@@ -198,6 +198,8 @@ class FP8DistributedOptimizer:
             norm = norm / self.loss_scale.scale
             factor = clip_factor(norm, self.config.clip_grad) / self.loss_scale.scale
             self.loss_scale.update(~torch.isfinite(norm))
+        for buffer in self.buffers:
+            buffer.end_step(torch.isfinite(factor))
         self.step_count += self._moved(factor)
         self.wait_for_copies()
         for buffer, state, group in self._by_first_use():

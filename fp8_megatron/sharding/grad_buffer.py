@@ -107,6 +107,16 @@ class GradBuffer(ABC):
         return ops.squared_norm(self.payload, self.scales)
 
     @property
+    def autoscales(self) -> list[AutoScale]:
+        """The auto-scaling state of each bucket, in mode nccl; otherwise none."""
+        return []
+
+    def end_step(self, is_taken: Tensor) -> None:
+        """Close a step whose gradients are known everywhere (`AutoScale.end_step`)."""
+        for autoscale in self.autoscales:
+            autoscale.end_step(is_taken)
+
+    @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of payloads that last for the step."""
@@ -290,7 +300,6 @@ class ShardedGradBuffer(GradBuffer):
 
     @property
     def autoscales(self) -> list[AutoScale]:
-        """The auto-scaling state of each bucket, in mode nccl."""
         return [state.autoscale for state in self._buckets if state.autoscale is not None]
 
     def autoscaled_spans(self) -> Iterator[tuple[str, AutoScale, int]]:
@@ -372,6 +381,8 @@ class ShardedGradBuffer(GradBuffer):
             assert state.staging is None, "a step ended without finish"
             state.reduced = False
             state.num_local = 0
+        for autoscale in self.autoscales:
+            autoscale.begin_step()
         self._start_underflow(measures_underflow and self._pool.dtype is StorageDtype.FP8)
 
     def finish(self) -> None:

@@ -13,7 +13,6 @@ from ..device import memory as device_memory
 from ..mcore.pipeline import schedule_arguments
 from ..quantization.cast_report import CastReport
 from ..reporting.step_figures import StepFigures
-from ..sharding.grad_buffer import ShardedGradBuffer
 from .batches import Batch, forward_step, take_step
 from .build import TrainingState
 from .graph_choice import has_room
@@ -198,12 +197,7 @@ def _fraction(counts: list[Tensor | None], state: TrainingState) -> Tensor:
 def _scaling(state: TrainingState) -> dict[str, Tensor]:
     """The available figures of scales: largest saturated fraction and least μ of auto-scaling, and the loss scale."""
     figures = {}
-    autoscales = [
-        autoscale
-        for buffer in state.optimizer.buffers
-        if isinstance(buffer, ShardedGradBuffer)
-        for autoscale in buffer.autoscales
-    ]
+    autoscales = [autoscale for buffer in state.optimizer.buffers for autoscale in buffer.autoscales]
     if autoscales:
         worst = torch.cat([autoscale.saturated_fraction for autoscale in autoscales]).amax(0, keepdim=True)
         # Negative: no reduction has reported a fraction.

@@ -115,6 +115,25 @@ def test_the_fraction_is_exact_and_so_is_the_threshold() -> None:
         assert autoscale.mu.item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_skipped_step_leaves_nothing() -> None:
+    """What the last step that was taken has seen moves μ in the next one, once."""
+    value, zero = gaussian(), torch.zeros(4 * GRAD_BLOCK)
+    autoscale = two_tensors(initial_mu=8.0)
+    steps = [(value, True), (zero, False), (value.clone().fill_(math.inf), False), (value, True)]
+    path = []
+    for grad, is_taken in steps:
+        autoscale.begin_step()
+        for _ in range(2):
+            reduce_alone(autoscale, grad)
+        autoscale.end_step(torch.tensor([is_taken]))
+        path.append(autoscale.mu.tolist())
+    assert path[0][0] == 4.0 and path[2] == path[1] == path[0]
+    steadily = two_tensors(initial_mu=8.0)
+    for _ in range(4):
+        reduce_alone(steadily, value)
+    assert path[3] == steadily.mu.tolist()
+
+
 @pytest.mark.parametrize("reductions_per_step", [1, 4])
 def test_mu_doubles_over_1000_steps(reductions_per_step: int) -> None:
     """In FP32 each factor is off by 2⁻²⁴ and each product by 2⁻²⁴: over 4,000 reductions by less than 5 · 10⁻⁴."""

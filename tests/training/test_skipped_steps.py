@@ -75,24 +75,26 @@ def test_a_loss_that_is_not_finite_skips_the_step_on_every_rank(
         assert found == [(number != BAD, number != BAD) for number in range(1, 5)]
 
 
-def _norms(flags: dict[str, Any], num_bad: int, num_steps: int) -> list[float]:
-    """The gradient norms of steps, of which the first ones have a bad loss on the last rank."""
+def _train_on_a_batch(flags: dict[str, Any], bad_steps: list[int], num_steps: int) -> list[tuple[float, Tensor]]:
+    """Gradient norm, and μ of every tensor on this rank, after each step; the last rank has a bad loss in some."""
     constant = {"fp8_recipe": "delayed", "lr_decay_style": "constant", "lr_warmup_iters": 0}
     config = parse_config(tiny_flags(Path("unused"), train_iters=num_steps, **constant, **flags))
-    device, norms = torch.device("cpu"), []
+    device, found = torch.device("cpu"), []
     with runtime(device), initialized(config.parallel, config.model.num_layers, device) as topology:
         seed_everything(1, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank())
         data = open_run_data(config, topology)
         state = build_training_state(config, data.vocab_size, topology, device)
         factor = math.nan if topology.rank == topology.world_size - 1 else 1.0
         batch = list(itertools.islice(data.train_loader(0), state.num_micro_batches))
-        for number in range(num_steps):
+        for number in range(1, num_steps + 1):
             hook = state.model[-1].module.register_forward_hook(
-                lambda module, args, out, bad=number < num_bad: out * factor if bad else out
+                lambda module, args, out, bad=number in bad_steps: out * factor if bad else out
             )
-            norms.append(train_step(state, iter(batch), wants_stop=False)[2].item())
+            norm = train_step(state, iter(batch), wants_stop=False)[2].item()
             hook.remove()
-    return norms
+            mus = [autoscale.mu for buffer in state.optimizer.buffers for autoscale in buffer.autoscales]
+            found.append((norm, torch.cat([torch.empty(0), *mus])))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -100,9 +102,22 @@ def _norms(flags: dict[str, Any], num_bad: int, num_steps: int) -> list[float]:
 )
 def test_a_step_behind_skipped_first_ones_casts_as_a_first_step(ranks: RankPool, flags: dict[str, Any]) -> None:
     """To the bit: neither a scale that was never set, nor an amax of a skipped step takes part."""
-    expected = ranks.run(_norms, flags, 0, 2, num_ranks=2)
-    for norms, without in zip(ranks.run(_norms, flags, 2, 4, num_ranks=2), expected, strict=True):
-        assert all(map(math.isnan, norms[:2])) and norms[2:] == without
+    healthy = ranks.run(_train_on_a_batch, flags, [], 2, num_ranks=2)
+    for found, without in zip(ranks.run(_train_on_a_batch, flags, [1, 2], 4, num_ranks=2), healthy, strict=True):
+        norms = [norm for norm, _ in found]
+        assert all(map(math.isnan, norms[:2])) and norms[2:] == [norm for norm, _ in without]
+
+
+def test_mu_does_not_move_in_a_skipped_step(ranks: RankPool) -> None:
+    """On any rank. Behind it, μ is what it is without the step."""
+    flags = {"fp8_grad_reduce": "nccl"}
+    healthy = ranks.run(_train_on_a_batch, flags, [], 4, num_ranks=2)
+    for found, without in zip(ranks.run(_train_on_a_batch, flags, [4, 5], 6, num_ranks=2), healthy, strict=True):
+        norms, mus = zip(*found, strict=True)
+        assert [math.isnan(norm) for norm in norms] == [False] * 3 + [True] * 2 + [False]
+        assert len(mus[0]) > 0 and not torch.equal(mus[1], mus[2])
+        assert torch.equal(mus[3], mus[2]) and torch.equal(mus[4], mus[2])
+        assert torch.equal(mus[2], without[2][1]) and torch.equal(mus[5], without[3][1])
 
 
 @pytest.mark.parametrize(
