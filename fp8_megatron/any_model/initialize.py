@@ -14,6 +14,7 @@ from ..quantization.recipe import Recipe, RecipeName
 from .build import build_optimizer
 from .linears import LinearFilter, replace_linears
 from .optimizer import FP8Optimizer
+from .recompute import warn_of_vain_search
 from .torch_optimizers import check_optimizer, check_params
 
 LEVEL_NAMES = ("O1", "O2", "O3")
@@ -50,7 +51,8 @@ def initialize(
         filter: (name, layer) → whether the layer may become FP8; None: all whose sizes an FP8 GEMM takes.
         gradient_accumulation_steps: backward passes per step. It saves the first step from moving its gradients to
             wider storage; None: found out.
-        recompute_activations: less memory for a slower backward (`replace_linears`).
+        recompute_activations: less memory for a slower backward (`replace_linears`). The log has a warning at
+            the first step if it does nothing.
 
     Raises:
         UserError: the model or the optimizer cannot be used, with its name and the fix.
@@ -80,7 +82,9 @@ def initialize(
                 f"{' and '.join(unread)}: fully_shard has sharded the model already; give recipe, filter and "
                 f"recompute_activations to replace_linears before it; the ranks are those of its mesh"
             )
-        return model, build_sharded_optimizer(model, optimizer, opt_level)
+        sharded = build_sharded_optimizer(model, optimizer, opt_level)
+        warn_of_vain_search(model, sharded)
+        return model, sharded
     is_set = recipe != "tensorwise" or filter is not None or recompute_activations
     if is_set and any(isinstance(m, FP8Linear) for m in model.modules()):
         raise UserError(
@@ -105,6 +109,7 @@ def initialize(
         process_group=process_group,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
+    warn_of_vain_search(model, built)
     return model, built
 
 

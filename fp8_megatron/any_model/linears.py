@@ -18,6 +18,7 @@ from ..quantization.recipe import Recipe, RecipeName
 from . import attention, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
 from .notes import keep_notes
+from .recompute import recompute_inputs
 from .report import STAYS, report
 from .te_layers import FP8LayerNormMLP
 from .te_modules import check_stays, convert_te, te_kind, te_weights
@@ -83,9 +84,7 @@ def replace_linears(
             slots[name] = list(module.quantizers.slots())
     _close_fast_paths(model)
     if recompute_activations:
-        for module in model.modules():
-            if isinstance(module, FP8Linear):
-                module.recomputes_input = True
+        recompute_inputs(model)
     if recipe.history is not None and slots:
         recipe.history.name_layers(slots)
         recipe.history.allocate(next(iter(replaced.values())).device)

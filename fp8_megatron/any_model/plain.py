@@ -17,7 +17,7 @@ from .te_layers import FP8TELinear
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 #: Attributes of an `FP8Linear` that a plain layer does not have.
-_FP8_ATTRIBUTES = "quantizers weight_dtype name token sharing recomputes_input home _row_multiple".split()
+_FP8_ATTRIBUTES = "quantizers weight_dtype name token sharing recomputations home _row_multiple".split()
 
 
 @torch.no_grad()

@@ -122,7 +122,9 @@ def _export_files(data: DataConfig, folder: Path) -> ExportedTokenizer:
     if kind == "TikTokenizer":
         return ExportedTokenizer(f"no tokenizer: Hugging Face has no equivalent of the TikTokenizer {model}")
     if tokenizer_problems(kind, data.tokenizer_model, options):
-        return ExportedTokenizer(f"no tokenizer: {model}, which the run used, is not here; put its files beside config.json")
+        return ExportedTokenizer(
+            f"no tokenizer: {model}, which the run used, is not here; put its files beside config.json"
+        )
     if kind == "GPT2BPETokenizer" or (kind == "HuggingFaceTokenizer" and not model.is_dir()):
         tokenizer = build_tokenizer(kind, data.tokenizer_model, options=options)
         assert isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer)

@@ -24,13 +24,14 @@ from ..quantization.weight_grad import WeightGrad
 from .links import LinearLinks
 from .operands import MainGrad
 from .parallelism import LOCAL, Local, PendingSum
+from .recomputed import Recomputations
 from .rows import OperandRows
 from .siblings import InputSharing
 
 
 class LinearParams(NamedTuple):
     """One linear layer: weight [N, K], bias [N] or None, its quantisers, how ranks share it, its links to other
-    layers, what it knows of layers with the same input, and whether backward computes its input again (`recomputed`).
+    layers, what it knows of layers with the same input, and what finds inputs that backward computes again, or None.
     """
 
     weight: ScaledTensor
@@ -39,7 +40,7 @@ class LinearParams(NamedTuple):
     parallelism: Local = LOCAL
     links: LinearLinks | None = None
     sharing: InputSharing | None = None
-    recomputes_input: bool = False
+    recomputations: Recomputations | None = None
 
     def cast_grad(self, grad_output: Tensor, *, transposed: bool = True) -> tuple[OperandRows, Tensor | None]:
         """See `Local.cast_grad`."""

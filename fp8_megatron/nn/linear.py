@@ -19,7 +19,7 @@ from . import local, siblings
 from .first_order import once_differentiable
 from .gemms import LinearParams, fprop, note_forward, start_dgrad, wgrad
 from .operands import as_matrix, delivered
-from .recomputed import Recomputation, cast_again, recomputation_of
+from .recomputed import Recomputation, cast_again
 
 
 def fp8_linear(
@@ -101,9 +101,9 @@ def _recomputation_of(x: Tensor, linear: LinearParams) -> Recomputation | None:
     """How backward makes the input of `linear` again; None: the columns are kept. A layer with followers keeps them for
     all.
     """
-    if not linear.recomputes_input or siblings.has_followers(linear):
+    if linear.recomputations is None or siblings.has_followers(linear):
         return None
-    return recomputation_of(x)
+    return linear.recomputations.of(x)
 
 
 def _local_forward(x: Tensor, call: _Call, keeps_columns: bool) -> tuple[Tensor, Quantized]:

@@ -19,6 +19,7 @@ from .compiled import compiled_linear, new_token
 from .gemms import LinearParams
 from .linear import fp8_linear
 from .operands import as_rows
+from .recomputed import Recomputations
 from .siblings import InputSharing
 
 #: Tensorwise current scaling.
@@ -53,7 +54,8 @@ class FP8Linear(torch.nn.Linear):
     Attributes:
         name: in the model, for errors.
         weight_dtype: of the weight in a state dict.
-        recomputes_input: an input that GELU, SiLU or a product has made is computed again in backward (`recomputed`).
+        recomputations: finds inputs made by GELU, SiLU or a product, which backward computes again (`recomputed`);
+            None: inputs are kept.
         home: mark that its own weight has, too.
 
     Raises:
@@ -66,7 +68,7 @@ class FP8Linear(torch.nn.Linear):
     name: str
     token: Tensor
     sharing: InputSharing
-    recomputes_input: bool = False
+    recomputations: Recomputations | None = None
     home: Any = None
 
     def __init__(
@@ -207,10 +209,10 @@ class FP8Linear(torch.nn.Linear):
                 self.added_bias,
                 self.quantizers_now,
                 sharing=self.sharing,
-                recomputes_input=self.recomputes_input,
+                recomputations=self.recomputations,
             )
             return fp8_linear(x, linear, dtype=dtype)
-        if self.recomputes_input:
+        if self.recomputations is not None:
             raise UserError(
                 f"{self.name}: recompute_activations does nothing under torch.compile, which decides itself what "
                 f"backward computes again: leave it out"

@@ -27,18 +27,31 @@ class Recomputation(NamedTuple):
     inputs: tuple[Tensor, ...]
 
 
-def recomputation_of(x: Tensor) -> Recomputation | None:
-    """How autograd has made `x`, if what that keeps makes it again. None under hooks of saved tensors
-    (`torch.utils.checkpoint`, ``save_on_cpu``): they would unpack what they have just packed.
+class Recomputations:
+    """Finds the activations that layers of a model compute again.
+
+    Attributes:
+        were_found: a layer has found one.
     """
-    node = x.grad_fn
-    make = _MAKERS.get(type(node).__name__)
-    if make is None or x._version or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return None
-    function, inputs = make(node)
-    if any(not isinstance(kept, Tensor) or kept.shape != x.shape or kept.dtype is not x.dtype for kept in inputs):
-        return None
-    return Recomputation(function, tuple(kept.detach() for kept in inputs))
+
+    __slots__ = ("were_found",)
+
+    def __init__(self) -> None:
+        self.were_found = False
+
+    def of(self, x: Tensor) -> Recomputation | None:
+        """How autograd has made `x`, if what that keeps makes it again. None under hooks of saved tensors
+        (`torch.utils.checkpoint`, ``save_on_cpu``): they would unpack what they have just packed.
+        """
+        node = x.grad_fn
+        make = _MAKERS.get(type(node).__name__)
+        if make is None or x._version or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return None
+        function, inputs = make(node)
+        if any(not isinstance(kept, Tensor) or kept.shape != x.shape or kept.dtype is not x.dtype for kept in inputs):
+            return None
+        self.were_found = True
+        return Recomputation(function, tuple(kept.detach() for kept in inputs))
 
 
 def cast_again(made: Recomputation, scale: Tensor | None, format: Format) -> Quantized:

@@ -150,6 +150,30 @@ def test_compiled_models_are_refused() -> None:
         torch.compile(model, backend="aot_eager", fullgraph=True)(x)
 
 
+@pytest.mark.parametrize("name", ["gelu", "relu"])
+def test_a_setting_that_does_nothing_is_told_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """At the first step that has a gradient. Later ones do not ask."""
+    model: Any = MLP({**ACTIVATIONS, **OTHERS}[name]).to(torch.bfloat16)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = fp8_megatron.initialize(model, optimizer, recompute_activations=True)
+    optimizer.step()
+    assert not caplog.records
+    for _ in range(2):
+        model(torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        assert not optimizer._optimizer_step_pre_hooks
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert told == ["recompute_activations does nothing"] * (name == "relu")
+
+
+def test_without_a_layer_in_fp8_it_is_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = MLP(F.gelu).to(torch.bfloat16)
+    fp8_megatron.initialize(
+        model, torch.optim.AdamW(model.parameters()), recompute_activations=True, filter=lambda name, layer: False
+    )
+    assert "the model has no FP8Linear" in caplog.text
+
+
 def test_layers_that_are_in_fp8_already_are_refused() -> None:
     model = torch.nn.Sequential(FP8Linear(WIDTH, WIDTH))
     with pytest.raises(UserError, match="give recipe, filter and recompute_activations to replace_linears"):
