@@ -240,7 +240,8 @@ class AmaxHistory:
         """
         if self.record is None or not self._largest:
             return
-        if not self.is_warm and grad_norm is not None and bool(grad_norm.isnan()):
+        # On the meta device, where a build counts memory, there are no values.
+        if not self.is_warm and grad_norm is not None and not grad_norm.is_meta and bool(grad_norm.isnan()):
             self._examined = None
             self.discard_current_step()
             return

@@ -114,7 +114,7 @@ def test_what_must_come_at_once_imports_nothing_heavy(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--lr 0", "--lr", "--num-layrs 3", "--config nowhere.yaml", "--seed 1_0", "--gpus x", "--save="]
+    "words", ["--lr 0", "--lr", "--num-layrs 3", "--config nowhere.yaml", "--seed 1__0", "--gpus x", "--save="]
 )
 def test_a_mistake_is_told_where_neither_torch_nor_megatron_can_be_imported(words: str) -> None:
     """So it is told in less than a second, as both take several."""
