@@ -131,7 +131,7 @@ class GradBuffer(ABC):
         """Names of the parameters whose gradient holds a NaN or an inf on this rank; waits for the device."""
 
     def _start_underflow(self, measures: bool) -> None:
-        self.underflow = torch.zeros(2, dtype=torch.int64, device=self.payload.device) if measures else None
+        self.underflow = torch.zeros(2, dtype=torch.int64, device=self.space.device) if measures else None
         self.clamped = None if self.underflow is None else torch.zeros_like(self.underflow)
 
     def _quantize(self, slot: Slot, grad: Tensor | WeightGrad, payload: Tensor, scales: Tensor) -> None:

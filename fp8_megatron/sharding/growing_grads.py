@@ -86,16 +86,18 @@ class GrowingGradBuffer(LocalGradBuffer):
         self.dtype, self.scales = dtype, None
         if dtype is StorageDtype.FP8:
             self.scales = torch.ones(space.numel // GRAD_BLOCK, device=space.device)
-        self.sections = [Section(slots, dtype.torch_dtype, space.device) for slots in _cut(space)]
-        self._section_of = {slot.offset: section for section in self.sections for slot in section.slots}
+        self.sections: list[Section] = []
         self._flat, self._padded = {}, {}
-        for section in self.sections:
-            for slot in section.slots:
+        for slots in _cut(space):
+            section = Section(slots, dtype.torch_dtype, space.device)
+            for slot in slots:
                 part = section.parts[slot.offset]
                 self._flat[slot.offset] = part[: slot.numel]
                 if self.scales is not None:
                     self._padded[slot.offset] = part, slot.padded_slice(self.scales, GRAD_BLOCK)
-            section.release()
+            section.release()  # before the next one: all of them at once may not fit
+            self.sections.append(section)
+        self._section_of = {slot.offset: section for section in self.sections for slot in section.slots}
         self._stale.clear()
 
     def _hold(self, section: Section) -> None:
@@ -190,10 +192,6 @@ class GrowingGradBuffer(LocalGradBuffer):
         self._stale |= self._written
         super().reset(measures_underflow=measures_underflow, num_micro_batches=num_micro_batches)
 
-    def _start_underflow(self, measures: bool) -> None:
-        self.underflow = torch.zeros(2, dtype=torch.int64, device=self.space.device) if measures else None
-        self.clamped = None if self.underflow is None else torch.zeros_like(self.underflow)
-
     def expect(self, num_gradients: int) -> None:
         """Make the storage wide enough for `num_gradients` of one parameter."""
         if num_gradients <= self.most_gradients:
@@ -204,13 +202,15 @@ class GrowingGradBuffer(LocalGradBuffer):
             self._widen(dtype)
 
     def _widen(self, dtype: StorageDtype) -> None:
-        values = {slot.offset: self._values(slot) for slot in self.space.slots if slot.offset in self._written}
+        before, scales = self.sections, self.scales
         self._make(dtype)
-        for section in self.sections:
-            if self._is_pinned or any(slot.offset in values for slot in section.slots):
+        for old, section in zip(before, self.sections, strict=True):
+            written = [slot for slot in section.slots if slot.offset in self._written]
+            if self._is_pinned or written:
                 self._hold(section)
-        for offset, value in values.items():
-            self._flat[offset].copy_(value[: self._flat[offset].numel()])
+            for slot in written:
+                self._flat[slot.offset].copy_(_decoded(old.parts[slot.offset], scales, slot)[: slot.numel])
+            old.release()
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, ops.FlatState]]:
         """See `GradBuffer.runs`: one a section."""
@@ -249,10 +249,7 @@ class GrowingGradBuffer(LocalGradBuffer):
 
     def _values(self, slot: Slot) -> Tensor:
         self.check_is_there(slot)
-        payload = self._section_of[slot.offset].parts[slot.offset]
-        if self.scales is None:
-            return payload.to(torch.float32, copy=True)
-        return ops.dequantize_blockwise(payload, slot.padded_slice(self.scales, GRAD_BLOCK))
+        return _decoded(self._section_of[slot.offset].parts[slot.offset], self.scales, slot)
 
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
         """Multiply the gradient of `slot`, or all gradients, by a number. FP8 gradients lose nothing: their scales
@@ -278,6 +275,13 @@ class GrowingGradBuffer(LocalGradBuffer):
                 f"the gradient of {slot.name} is gone since p.grad became None (zero_grad): keep p.grad.clone(), not "
                 f"p.grad"
             )
+
+
+def _decoded(payload: Tensor, scales: Tensor | None, slot: Slot) -> Tensor:
+    """The slot's `payload`, with its padding, in FP32 (a copy); `scales` are the space's."""
+    if scales is None:
+        return payload.to(torch.float32, copy=True)
+    return ops.dequantize_blockwise(payload, slot.padded_slice(scales, GRAD_BLOCK))
 
 
 def _cut(space: ParamSpace) -> list[list[Slot]]:
