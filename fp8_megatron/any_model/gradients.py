@@ -187,15 +187,17 @@ class SpaceGrads(ABC):
 
     def settle(self) -> list[bool]:
         """Make the storage agree with ``p.grad``: for each slot, whether it has a gradient. Others become zero."""
-        used, elsewhere = [], []
+        used, unused, elsewhere = [], [], []
         for own in self.grads:  # one pass, because a read of ``p.grad`` costs the host time
             grad = own.param.grad
             used.append(grad is not None)
             if grad is None:
-                self.zero_(own.slot)
+                unused.append(own)
             elif not own.is_own(grad):
                 elsewhere.append(own)
         self._take(elsewhere)
+        for own in unused:  # behind those that may get new memory for their neighbours too
+            self.zero_(own.slot)
         return used
 
     def take_others(self) -> None:

@@ -40,6 +40,14 @@ def small_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing_grads, "_LEAST_SECTION", SECTION)
 
 
+def memory_of_nans(section: growing_grads.Section) -> None:
+    """`Section.hold`, where the memory that it gets has been used before."""
+    if not section.is_held:
+        section.payload.untyped_storage().resize_(section.payload.nbytes)
+        section.payload.view(torch.uint8).fill_(255)
+        section.is_held = True
+
+
 @pytest.mark.parametrize("drops", ["optimizer", "model", "none"])
 def test_there_is_none_between_zero_grad_and_backward(drops: str) -> None:
     model, optimizer, buffer = build()
@@ -103,16 +111,21 @@ def test_weights_are_those_of_memory_that_stays(monkeypatch: pytest.MonkeyPatch,
             assert is_pinned or step % 4 == 3 or not forward(model, 0).isnan()
         return [value.float() for value in model.state_dict().values()]
 
-    def memory_of_nans(section: growing_grads.Section) -> None:
-        if not section.is_held:
-            section.payload.untyped_storage().resize_(section.payload.nbytes)
-            section.payload.view(torch.uint8).fill_(255)
-            section.is_held = True
-
     expected = trained(is_pinned=True)
     monkeypatch.setattr(growing_grads.Section, "hold", memory_of_nans)
     got = trained(is_pinned=False)
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def test_neighbours_of_gradients_that_the_user_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has no gradient and lies before one that has: what its new memory held counts for nothing."""
+    monkeypatch.setattr(growing_grads.Section, "hold", memory_of_nans)
+    model, optimizer, buffer = build()
+    before = model[0].weight.dequantize()
+    model[1].weight.grad = torch.ones(WIDTH, WIDTH)
+    optimizer.step()
+    assert buffer.nbytes == SECTION and optimizer.num_skipped_steps == 0
+    assert torch.equal(model[0].weight.dequantize(), before)
 
 
 def test_a_gradient_that_was_given_back() -> None:

@@ -126,7 +126,9 @@ def test_lists_compute_the_bits_of_python(
         expected = results(level, recipe, **settings)
         assert num_lists() == (0, 0)
     got = results(level, recipe, **settings)
-    assert num_lists() == (4, 4), "two layers and two shapes"
+    # Delayed scales have no lists in the first step, which is the only one whose first gradient is stored in FP8.
+    num_first = 2 if recipe == "tensorwise" else 0
+    assert num_lists() == (4, 4 + num_first), "two layers and two shapes"
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(one, other), index
 
