@@ -197,7 +197,7 @@ def _check_cuda_graph(config: Config) -> Iterator[str]:
 
 
 def cuda_graph_problems(config: Config) -> Iterator[str]:
-    """One line for each setting that cannot be recorded: several stages, saved random states, state kept in Python."""
+    """One line for each setting that cannot be recorded: saved random states, state kept in Python."""
     training = config.training
     if training.cuda_graph_warmup_steps < MIN_CUDA_GRAPH_WARMUP_STEPS:
         yield (
@@ -205,12 +205,6 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
             f"second; choose at least {MIN_CUDA_GRAPH_WARMUP_STEPS}"
         )
     name = f"cuda_graph_impl({training.cuda_graph_impl})"
-    if config.parallel.context_parallel_size > 1:
-        size = config.parallel.context_parallel_size
-        yield f"{name} does not record the exchange of context_parallel_size({size}); drop it, or choose 1"
-    if config.parallel.pipeline_model_parallel_size > 1:
-        size = config.parallel.pipeline_model_parallel_size
-        yield f"{name} records steps of one stage, pipeline_model_parallel_size is {size}; drop it, or choose 1"
     all_fp8 = all(map(config.is_fp8_layer, range(config.model.num_layers)))
     saves_none = all_fp8 and training.recomputed_modules and "core_attn" not in training.recomputed_modules
     if training.recompute_granularity is not None and not saves_none:

@@ -111,8 +111,14 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
                 history.keep_addresses()
 
     def is_ready() -> bool:
-        """Whether the last step of the warm-up casts as the recorded ones will."""
-        return all(history.is_warm for history in state.histories if history is not None and history.num_slots)
+        """Whether the last step of the warm-up casts as the recorded ones will, on all ranks: a stage without FP8
+        layers would record before the others."""
+        is_warm = all(history.is_warm for history in state.histories if history is not None and history.num_slots)
+        if state.topology.pp.size() == 1:
+            return is_warm  # a step is skipped on all ranks or on none
+        ready = torch.tensor([float(is_warm)], device=state.device)
+        torch.distributed.all_reduce(ready, torch.distributed.ReduceOp.MIN)
+        return bool(ready.item())
 
     return StepGraph(
         partial(compute_gradients, state),

@@ -477,11 +477,6 @@ FULL = "--recompute-granularity full "
         ),
         # steps as CUDA graphs
         (
-            2,
-            "--cuda-graph-impl local --pipeline-model-parallel-size 2",
-            "cuda_graph_impl(local) records steps of one stage, pipeline_model_parallel_size is 2; drop it",
-        ),
-        (
             1,
             "--cuda-graph-impl local --recompute-granularity selective",
             "cuda_graph_impl(local) cannot record recompute_granularity(selective)",
@@ -648,7 +643,7 @@ def test_sizes_are_those_of_one_rank() -> None:
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
-        (2, PP2),
+        (2, f"{PP2} --recompute-granularity selective"),
         (1, "--recompute-granularity selective"),
         (1, "--release-gradients --clip-grad 0"),
         (1, "--cuda-graph-warmup-steps 1"),

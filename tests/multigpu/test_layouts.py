@@ -184,6 +184,27 @@ def test_recorded_steps_train_bit_for_bit(tmp_path: Path, layout: str, settings:
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
+        ("pp2", {"fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed"}),
+        ("pp2", {"precision": "bf16"}),
+        ("pp2", {"fp8_pipeline_communication": True}),
+        ("pp2_vpp2", {"fp8_recipe": "delayed"}),
+        ("cp2", {"fp8_recipe": "delayed"}),
+        ("cp2_gather", {}),
+        ("cp2_a2a", {}),
+    ],
+    ids=["pp2", "pp2-bf16", "pp2-fp8-messages", "pp2_vpp2", "cp2", "cp2_gather", "cp2_a2a"],
+)
+def test_recorded_stages_and_context_ranks_train_bit_for_bit(tmp_path: Path, layout: str, settings: dict) -> None:
+    """The messages between ranks are in the graph."""
+    every = {"eval_interval": 4, "eval_iters": 2, "log_interval": 5}
+    settings = {"precision": "fp8", "deterministic_mode": True, **every, **LAYOUTS[layout], **settings}
+    python, graph = (losses(tmp_path / way, 2, cuda_graph_impl=way, **settings) for way in ("none", "local"))
+    assert graph == python
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
         ("tp2_sp", {"precision": "bf16"}),
         ("tp2_sp", {"sequence_parallel": False}),
         ("dp2", {"precision": "bf16"}),

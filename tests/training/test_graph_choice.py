@@ -63,7 +63,6 @@ def test_a_layers_work_is_its_gemms() -> None:
     [
         ("", {"has_gpu": False}, "there is no GPU"),
         ("", {"world_size": 4, "node_size": 2}, "of WORLD_SIZE(4) ranks LOCAL_WORLD_SIZE(2) are on this node"),
-        ("--pipeline-model-parallel-size 2", {"world_size": 2, "node_size": 2}, "records steps of one stage"),
         ("--recompute-granularity selective", {}, "cannot record recompute_granularity(selective)"),
         ("--release-gradients --clip-grad 0", {}, "release_gradients updates weights"),
         ("--precision te", {}, "Transformer Engine's layers"),
@@ -77,8 +76,14 @@ def test_however_small_these_are_not_recorded(flags: str, facts: dict[str, Any],
     assert not choice.records and reason in choice.reason
 
 
-def test_many_micro_batches_over_many_ranks_are_few_on_each() -> None:
-    assert choose("--global-batch-size 172", world_size=2, node_size=2).records
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2"])
+def test_many_micro_batches_over_many_ranks_are_few_on_each(layout: str) -> None:
+    assert choose(f"--global-batch-size 172 {layout}", world_size=2, node_size=2).records
+
+
+@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--context-parallel-size 2"])
+def test_stages_and_parts_of_a_sequence_are_recorded(layout: str) -> None:
+    assert choose(layout, world_size=2, node_size=2).records
 
 
 @pytest.mark.parametrize(("value", "world_size", "records"), [("1", 2, False), ("1", 1, True), ("0", 2, True)])
