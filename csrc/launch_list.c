@@ -1,7 +1,9 @@
-/* A list of launches, kernels and cuBLASLt GEMMs, that one call from Python queues on a stream.
+/* A list of launches, kernels and cuBLASLt GEMMs, that one call from Python queues on a stream, with the memory that
+ * they need allocated.
  *
- * The list keeps everything but addresses. A launch gives these as plain numbers, one for each slot. The functions that
- * queue come as addresses too, so this file needs no header but Python's, and a test can give its own functions.
+ * The list keeps everything but addresses. These come from tensors: its inputs, and what it allocates with callables of
+ * Python. The functions that queue are addresses, and tensors are asked by name, so this file needs no header but
+ * Python's, and a test can give its own.
  *
  * `kernels/launch_list.py` makes lists and compiles this file with the compiler that Triton uses.
  */
@@ -47,6 +49,14 @@ typedef struct {
 } Step;
 
 typedef struct {
+    PyObject *make;    /* () → tensor */
+    uint64_t released; /* by bit, the allocations that are given back before it */
+} Allocation;
+
+/* What Python says of the moment: () → device, (device) → stream, () → bool, (device, stream) → tensor. */
+enum { CURRENT_DEVICE, CURRENT_STREAM, IS_WATCHED, WORKSPACE, NUM_QUESTIONS };
+
+typedef struct {
     PyObject_HEAD
     LaunchKernel launch_kernel;
     Matmul matmul;
@@ -54,9 +64,28 @@ typedef struct {
     Py_ssize_t num_slots, num_steps;
     uint64_t *alignments; /* of each slot, minus one */
     Step *steps;
+    long device;
+    PyObject *questions[NUM_QUESTIONS];
+    Py_ssize_t num_inputs, num_allocations, num_outputs;
+    Allocation allocations[MOST_SLOTS];
+    Py_ssize_t outputs[MOST_SLOTS]; /* places among inputs, then allocations; −1: None */
+    PyObject *kept;
+    PyObject *workspace; /* of `stream`; NULL so far */
+    uint64_t stream, workspace_address;
 } LaunchList;
 
+static PyObject *data_ptr, *get_device; /* names */
+
+static void drop_surroundings(LaunchList *self) {
+    for (int i = 0; i < NUM_QUESTIONS; i++) Py_CLEAR(self->questions[i]);
+    for (Py_ssize_t i = 0; i < self->num_allocations; i++) Py_CLEAR(self->allocations[i].make);
+    self->num_allocations = 0;
+    Py_CLEAR(self->kept);
+    Py_CLEAR(self->workspace);
+}
+
 static void dealloc(LaunchList *self) {
+    drop_surroundings(self);
     PyMem_Free(self->alignments);
     PyMem_Free(self->steps);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -212,39 +241,187 @@ static int queue_matmul(const LaunchList *self, const MatmulLaunch *launch, cons
                         launch->layouts[3], launch->algorithm, workspace, launch->workspace_bytes, stream);
 }
 
-PyDoc_STRVAR(launch_doc,
-             "launch(stream, workspace, *addresses) -> bool\n\n"
-             "Queue all launches. False, and nothing is queued, if an address is not aligned as its slot requires.");
+PyDoc_STRVAR(surround_doc,
+             "surround(device, questions, num_inputs, allocations, outputs, kept)\n\n"
+             "What a replay does around its launches. questions: what gives the current device, the stream of a device,\n"
+             "whether launches are watched, and the workspace of a device and stream. allocations: in order, what makes\n"
+             "a tensor, and the places of those allocations that are given back before. outputs: places among the\n"
+             "inputs, then the allocations; -1 for None. kept: what the launches need to stay.");
 
-/* The interpreter's lock is kept: launches write the list's own values, and take some microseconds together. */
-static PyObject *launch(LaunchList *self, PyObject *const *args, Py_ssize_t num_args) {
-    uint64_t addresses[MOST_SLOTS];
-    if (num_args != self->num_slots + 2)
-        return PyErr_Format(PyExc_TypeError, "launch takes a stream, a workspace and %zd addresses", self->num_slots);
-    void *stream = as_pointer(PyLong_AsUnsignedLongLong(args[0]));
-    void *workspace = as_pointer(PyLong_AsUnsignedLongLong(args[1]));
-    uint64_t misaligned = 0;
-    for (Py_ssize_t slot = 0; slot < self->num_slots; slot++) {
-        addresses[slot] = PyLong_AsUnsignedLongLong(args[slot + 2]);
-        misaligned |= addresses[slot] & self->alignments[slot];
+static PyObject *surround(LaunchList *self, PyObject *args) {
+    PyObject *questions[NUM_QUESTIONS], *allocations, *outputs, *kept;
+    long device;
+    Py_ssize_t num_inputs;
+    if (!PyArg_ParseTuple(args, "l(OOOO)nO!O!O", &device, &questions[0], &questions[1], &questions[2], &questions[3],
+                          &num_inputs, &PyTuple_Type, &allocations, &PyTuple_Type, &outputs, &kept))
+        return NULL;
+    Py_ssize_t num_allocations = PyTuple_GET_SIZE(allocations), num_outputs = PyTuple_GET_SIZE(outputs);
+    if (num_inputs < 0 || num_inputs + num_allocations != self->num_slots || num_outputs > MOST_SLOTS)
+        return PyErr_Format(PyExc_ValueError, "%zd inputs and %zd allocations for %zd slots, and %zd outputs",
+                            num_inputs, num_allocations, self->num_slots, num_outputs);
+    drop_surroundings(self);
+    for (Py_ssize_t i = 0; i < num_allocations; i++) {
+        PyObject *make, *places;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(allocations, i), "OO!", &make, &PyTuple_Type, &places)) return NULL;
+        uint64_t released = 0;
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(places); k++) {
+            Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, k));
+            if (PyErr_Occurred()) return NULL;
+            if (place < 0 || place >= i)
+                return PyErr_Format(PyExc_ValueError, "allocation %zd cannot follow the release of %zd", i, place);
+            released |= (uint64_t)1 << place;
+        }
+        self->allocations[i] = (Allocation){Py_NewRef(make), released};
+        self->num_allocations = i + 1;
     }
-    if (PyErr_Occurred()) return NULL;
-    if (misaligned) Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < num_outputs; i++) {
+        self->outputs[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(outputs, i));
+        if (PyErr_Occurred()) return NULL;
+        if (self->outputs[i] < -1 || self->outputs[i] >= self->num_slots)
+            return PyErr_Format(PyExc_ValueError, "there is no output %zd: the list has %zd", self->outputs[i],
+                                self->num_slots);
+    }
+    self->device = device;
+    self->num_inputs = num_inputs;
+    self->num_outputs = num_outputs;
+    self->kept = Py_NewRef(kept);
+    for (int i = 0; i < NUM_QUESTIONS; i++) self->questions[i] = Py_NewRef(questions[i]);
+    Py_RETURN_NONE;
+}
+
+/* An int as a number, whose reference it takes. An error is left to PyErr_Occurred. */
+static uint64_t taken_number(PyObject *number) {
+    if (number == NULL) return 0;
+    uint64_t value = PyLong_AsUnsignedLongLong(number);
+    Py_DECREF(number);
+    return value;
+}
+
+static uint64_t address_of(PyObject *tensor) {
+    return taken_number(PyObject_VectorcallMethod(data_ptr, &tensor, 1, NULL));
+}
+
+static long device_of(PyObject *tensor) {
+    PyObject *device = PyObject_VectorcallMethod(get_device, &tensor, 1, NULL);
+    if (device == NULL) return -1;
+    long number = PyLong_AsLong(device);
+    Py_DECREF(device);
+    return number;
+}
+
+/* Whether launches may be queued from here now: 1, 0, or −1 for an error. */
+static int is_the_moment(const LaunchList *self) {
+    PyObject *device = PyObject_CallNoArgs(self->questions[CURRENT_DEVICE]);
+    if (device == NULL) return -1;
+    long number = PyLong_AsLong(device);
+    Py_DECREF(device);
+    if (number != self->device) return PyErr_Occurred() ? -1 : 0;
+    PyObject *watched = PyObject_CallNoArgs(self->questions[IS_WATCHED]);
+    if (watched == NULL) return -1;
+    int is_watched = PyObject_IsTrue(watched);
+    Py_DECREF(watched);
+    return is_watched < 0 ? -1 : !is_watched;
+}
+
+/* The current stream, and its workspace in `self`. 0, or −1 for an error. */
+static int find_stream(LaunchList *self) {
+    PyObject *device = PyLong_FromLong(self->device);
+    if (device == NULL) return -1;
+    PyObject *stream = PyObject_CallOneArg(self->questions[CURRENT_STREAM], device);
+    uint64_t number = stream == NULL ? 0 : PyLong_AsUnsignedLongLong(stream);
+    if (!PyErr_Occurred() && (self->workspace == NULL || number != self->stream)) {
+        Py_XSETREF(self->workspace,
+                   PyObject_CallFunctionObjArgs(self->questions[WORKSPACE], device, stream, NULL));
+        if (self->workspace != NULL) self->workspace_address = address_of(self->workspace);
+        self->stream = number;
+    }
+    Py_XDECREF(stream);
+    Py_DECREF(device);
+    if (!PyErr_Occurred()) return 0;
+    Py_CLEAR(self->workspace);
+    return -1;
+}
+
+static int queue(LaunchList *self, const uint64_t *addresses) {
+    void *stream = as_pointer(self->stream), *workspace = as_pointer(self->workspace_address);
     for (Py_ssize_t i = 0; i < self->num_steps; i++) {
         Step *step = &self->steps[i];
         int status = step->is_matmul ? queue_matmul(self, &step->matmul, addresses, stream, workspace)
                                      : queue_kernel(self, &step->kernel, addresses, stream);
-        if (status)
-            return PyErr_Format(PyExc_RuntimeError, "launch %zd of a list, a %s, failed with status %d", i,
-                                step->is_matmul ? "GEMM" : "kernel", status);
+        if (status) {
+            PyErr_Format(PyExc_RuntimeError, "launch %zd of a list, a %s, failed with status %d", i,
+                         step->is_matmul ? "GEMM" : "kernel", status);
+            return -1;
+        }
     }
-    Py_RETURN_TRUE;
+    return 0;
+}
+
+static PyObject *outputs_of(const LaunchList *self, PyObject *const *tensors) {
+    PyObject *outputs = PyTuple_New(self->num_outputs);
+    if (outputs == NULL) return NULL;
+    for (Py_ssize_t i = 0; i < self->num_outputs; i++) {
+        PyObject *output = self->outputs[i] < 0 ? NULL : tensors[self->outputs[i]];
+        PyTuple_SET_ITEM(outputs, i, Py_NewRef(output == NULL ? Py_None : output));
+    }
+    return outputs;
+}
+
+PyDoc_STRVAR(replay_doc,
+             "replay(inputs) -> tuple | None\n\n"
+             "Allocate, queue all launches, and give the outputs. None, and nothing is queued, if an input is on another\n"
+             "device, an address is not aligned as its slot requires, or it is not the moment.");
+
+/* The interpreter's lock is kept: launches write the list's own values, and take some microseconds together. */
+static PyObject *replay(LaunchList *self, PyObject *inputs) {
+    if (self->kept == NULL || !PyTuple_CheckExact(inputs) || PyTuple_GET_SIZE(inputs) != self->num_inputs)
+        return PyErr_Format(PyExc_TypeError, "replay takes a tuple of %zd tensors, after surround", self->num_inputs);
+    int may_go = is_the_moment(self);
+    if (may_go < 0) return NULL;
+    if (!may_go) Py_RETURN_NONE;
+
+    PyObject *tensors[MOST_SLOTS];
+    uint64_t addresses[MOST_SLOTS], misaligned = 0;
+    for (Py_ssize_t i = 0; i < self->num_inputs; i++) {
+        tensors[i] = PyTuple_GET_ITEM(inputs, i);
+        addresses[i] = 0;
+        if (tensors[i] == Py_None) continue;
+        long device = device_of(tensors[i]);
+        if (PyErr_Occurred()) return NULL;
+        if (device != self->device) Py_RETURN_NONE;
+        addresses[i] = address_of(tensors[i]);
+        if (PyErr_Occurred()) return NULL;
+    }
+
+    PyObject **made = &tensors[self->num_inputs], *result = NULL;
+    Py_ssize_t num_made = 0;
+    for (; num_made < self->num_allocations; num_made++) {
+        const Allocation *allocation = &self->allocations[num_made];
+        for (Py_ssize_t place = 0; place < num_made; place++)
+            if (allocation->released >> place & 1) Py_CLEAR(made[place]); /* its memory can be taken again, as it was */
+        made[num_made] = PyObject_CallNoArgs(allocation->make);
+        addresses[self->num_inputs + num_made] = made[num_made] == NULL ? 0 : address_of(made[num_made]);
+        if (PyErr_Occurred()) {
+            num_made++;
+            goto end;
+        }
+    }
+    for (Py_ssize_t slot = 0; slot < self->num_slots; slot++) misaligned |= addresses[slot] & self->alignments[slot];
+    if (misaligned) {
+        result = Py_NewRef(Py_None);
+        goto end;
+    }
+    if (find_stream(self) == 0 && queue(self, addresses) == 0) result = outputs_of(self, tensors);
+end:
+    for (Py_ssize_t place = 0; place < num_made; place++) Py_XDECREF(made[place]);
+    return result;
 }
 
 static PyMethodDef methods[] = {
     {"add_kernel", (PyCFunction)add_kernel, METH_VARARGS, add_kernel_doc},
     {"add_matmul", (PyCFunction)add_matmul, METH_VARARGS, add_matmul_doc},
-    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
+    {"surround", (PyCFunction)surround, METH_VARARGS, surround_doc},
+    {"replay", (PyCFunction)replay, METH_O, replay_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -263,6 +440,9 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "fp8_megatron_launch_list", 
 
 PyMODINIT_FUNC PyInit_fp8_megatron_launch_list(void) {
     if (PyType_Ready(&LaunchListType) < 0) return NULL;
+    data_ptr = PyUnicode_InternFromString("data_ptr");
+    get_device = PyUnicode_InternFromString("get_device");
+    if (data_ptr == NULL || get_device == NULL) return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made == NULL) return NULL;
     if (PyModule_AddObjectRef(made, "LaunchList", (PyObject *)&LaunchListType) < 0) {

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: Tensors, or None where there is none.
 Tensors = tuple[Tensor | None, ...]
+#: A list: ``replay(inputs)`` gives the outputs, or None if Python must do it.
+Replay = Callable[[Tensors], Tensors | None]
 #: Given a shape, what makes a new contiguous tensor of it.
 Allocator = Callable[[tuple[int, ...]], Callable[[], Tensor]]
 
@@ -126,7 +128,7 @@ class Recording:
 
     def finish(
         self, inputs: Tensors, outputs: Tensors, shape: tuple[int, ...] | None, symbols: _Symbols
-    ) -> _Replay | None:
+    ) -> Replay | None:
         """The list, if the function was seen whole and gives back inputs and what it allocated.
 
         Args:
@@ -154,11 +156,18 @@ class Recording:
         )
         for step in self._steps:
             step(launches)
-        taken = tuple(place for place in places if place is not None)
+        questions = (
+            torch._C._cuda_getDevice,
+            torch._C._cuda_getCurrentRawStream,
+            symbols.is_watched,
+            symbols.workspace,
+        )
         allocations = tuple(
             (allocator(own), released) for (allocator, _, released), own in zip(self._allocations, shapes, strict=True)
         )
-        return _Replay(launches.launch, self.device, allocations, taken, symbols, self._kept)
+        launches.surround(self.device, questions, len(inputs), allocations, tuple(places), self._kept)
+        replay: Replay = launches.replay
+        return replay
 
     def _new_slot(self, address: int) -> None:
         # Memory that was released may be allocated again: the newest slot is meant.
@@ -174,54 +183,12 @@ def _place(output: Tensor | None, tensors: Sequence[Tensor | None]) -> int | Non
     return next((place for place, tensor in enumerate(tensors) if tensor is output), None)
 
 
-class _Replay:
-    """A list with what it needs around it: ``replay(inputs)`` gives the outputs, or None if Python must do it."""
-
-    __slots__ = ("_allocations", "_device", "_is_watched", "_kept", "_launch", "_outputs", "_workspace")
-
-    def __init__(
-        self,
-        launch: Callable[..., bool],
-        device: int,
-        allocations: Sequence[tuple[Callable[[], Tensor], tuple[int, ...]]],
-        outputs: Sequence[int],
-        symbols: _Symbols,
-        kept: object,
-    ) -> None:
-        self._launch, self._device, self._allocations, self._outputs = launch, device, allocations, outputs
-        self._workspace, self._is_watched, self._kept = symbols.workspace, symbols.is_watched, kept
-
-    def __call__(self, inputs: Tensors) -> Tensors | None:
-        device = self._device
-        if torch._C._cuda_getDevice() != device or self._is_watched():
-            return None
-        addresses = []
-        for tensor in inputs:
-            if tensor is None:
-                addresses.append(0)
-            elif tensor.get_device() == device:
-                addresses.append(tensor.data_ptr())
-            else:
-                return None
-        tensors = [*inputs]
-        first = len(inputs)
-        for allocate, released in self._allocations:
-            for place in released:  # so that its memory can be taken again, as it was
-                tensors[first + place] = None
-            made = allocate()
-            tensors.append(made)
-            addresses.append(made.data_ptr())
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        if not self._launch(stream, self._workspace(device, stream).data_ptr(), *addresses):
-            return None
-        return tuple([None if place < 0 else tensors[place] for place in self._outputs])
-
-
 class LaunchLists:
     """The lists of a module's functions, by key."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Replay | int] = {}
+        #: The lists; a number counts the calls that were looked at without one.
+        self._known: dict[Hashable, Replay | int] = {}
 
     @staticmethod
     def take(x: Tensor) -> bool:
@@ -246,14 +213,18 @@ class LaunchLists:
                 A view would cost the host more.
         """
         key = (key, shape)
-        known = self._known.get(key)
-        if type(known) is _Replay:
+        known = self._known.get(key, 0)
+        if not isinstance(known, int):
             outputs = known(inputs)
             return _with_shape(function(), shape) if outputs is None else outputs
-        tries = known if type(known) is int else 0
-        if tries < _MOST_TRIES:
-            return self._record(key, inputs, function, shape, tries)
+        if known < _MOST_TRIES:
+            return self._record(key, inputs, function, shape, known)
         return _with_shape(function(), shape)
+
+    @property
+    def num_lists(self) -> int:
+        """How many keys have a list."""
+        return sum(not isinstance(known, int) for known in self._known.values())
 
     def _record(
         self,

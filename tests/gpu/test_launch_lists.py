@@ -33,11 +33,7 @@ def new_lists() -> Iterator[None]:
 
 def num_lists() -> tuple[int, int]:
     """Of forwards and of backwards."""
-    return num_of(local._forwards), num_of(local._backwards)
-
-
-def num_of(lists: launch_list.LaunchLists) -> int:
-    return sum(type(known) is launch_list._Replay for known in lists._known.values())
+    return local._forwards.num_lists, local._backwards.num_lists
 
 
 def model_of(bias: bool, dtype: torch.dtype) -> torch.nn.Module:
@@ -108,7 +104,7 @@ def test_siblings_compute_the_bits_of_layers_alone(monkeypatch: pytest.MonkeyPat
         patch.setattr(launch_list, "first_device", _NO_DEVICE)
         expected = trained(shares=False)
     got = trained(shares=True)
-    assert num_of(local._products) == 1
+    assert local._products.num_lists == 1
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(one, other), index
 

@@ -9,7 +9,10 @@ import ctypes
 import importlib.util
 import shutil
 import subprocess
+import sys
 import sysconfig
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,12 +49,27 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return loaded
 
 
+class Operand:
+    """What a list asks of a tensor."""
+
+    def __init__(self, address: int, device: int = CPU) -> None:
+        self.data_ptr, self.get_device = (lambda: address), (lambda: device)
+
+
 class Driver:
     """Functions in the place of the driver's. A kernel adds: out [n] = a [n] + b [n] + number, FP32."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.status = 0
+        self.device, self.stream, self.is_watched = CPU, NO_STREAM, False
+        self.workspaces: dict[int, Tensor] = defaultdict(lambda: torch.empty(1))
+        self.questions = (
+            lambda: self.device,
+            lambda device: self.stream,
+            lambda: self.is_watched,
+            lambda device, stream: self.workspaces[stream],
+        )
         self._functions = (
             _LAUNCH_KERNEL(self._launch_kernel),
             _MATMUL(self._matmul),
@@ -107,15 +125,13 @@ def new(n: int = 4) -> Tensor:
 @pytest.fixture
 def driver(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
-    workspace = torch.empty(1)
+    device, stream, is_watched, workspace = made.questions
     launch_kernel, matmul, set_attribute = made.addresses
-    symbols = launch_list._Symbols(
-        launch_kernel, matmul, set_attribute, lambda device, stream: workspace, lambda: False
-    )
+    symbols = launch_list._Symbols(launch_kernel, matmul, set_attribute, workspace, is_watched)
     monkeypatch.setattr(launch_list, "_symbols", lambda: symbols)
     monkeypatch.setattr(launch_list, "_module", lambda: module)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: CPU, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: NO_STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
     yield made
     assert launch_list.running is None
 
@@ -184,12 +200,17 @@ def test_an_input_gets_no_other_shape(driver: Driver) -> None:
 
 def test_memory_that_was_released_may_be_taken_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an allocator does: the third tensor lies where the first one was."""
-    lists, free = LaunchLists(), [torch.empty(4) for _ in range(64)]
-    taken: list[Tensor] = []
+    lists = LaunchLists()
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    memory_of_all: list[Tensor] = []
 
     def allocate(*arguments: Any) -> Tensor:
-        taken.append(free[len(taken)])
-        return taken[-1].view(4)
+        alive.append(sum(tensor() is not None for tensor in made))
+        memory_of_all.append(torch.empty(4))  # stays: launches come behind all allocations, as on a stream
+        tensor = memory_of_all[-1].view(4)
+        made.append(weakref.ref(tensor))
+        return tensor
 
     monkeypatch.setattr(memory, "_empty", allocate)
 
@@ -204,10 +225,13 @@ def test_memory_that_was_released_may_be_taken_again(driver: Driver, monkeypatch
         return (third,)
 
     for a, b in pairs(4):
+        made.clear()
+        alive.clear()
         (third,) = run(lists, a, b, computed)
         assert torch.allclose(third, 2 * (a + b + 1 + b))
-    replay: Any = lists._known["key", None]
-    assert [released for _, released in replay._allocations] == [(), (), (0,)]
+        assert alive == [0, 1, 1], "the first tensor is gone when the third is made"
+        del third
+    assert lists.num_lists == 1
 
 
 FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor | None, ...]]] = {}
@@ -288,7 +312,7 @@ def test_a_misaligned_input_is_left_to_python(driver: Driver) -> None:
     assert len(driver.calls) == calls, "nothing was queued"
 
 
-def test_other_devices_and_hooks_are_left_to_python(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_and_hooks_are_left_to_python(driver: Driver) -> None:
     lists = LaunchLists()
 
     def computed() -> tuple[Tensor | None, ...]:
@@ -300,12 +324,48 @@ def test_other_devices_and_hooks_are_left_to_python(driver: Driver, monkeypatch:
         run(lists, a, b, computed)
     replay: Any = lists._known["key", None]
     assert replay((a, None, b)) is not None
-    replay._is_watched = lambda: True
+    driver.is_watched = True
     assert replay((a, None, b)) is None
-    replay._is_watched = lambda: False
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
+    driver.is_watched, driver.device = False, 0
     assert replay((a, None, b)) is None
     assert torch.equal(run(lists, a, b, computed)[0], a + b + 1)
+
+
+def test_each_stream_has_a_workspace(module: Any, driver: Driver) -> None:
+    launches = module.LaunchList(*driver.addresses, (1,) * 4)
+    launches.add_matmul(11, 12, (21, 22, 23, 24), 0.0, bytes(64), 4096, (0, 1, 2, 3), ())
+    launches.surround(CPU, driver.questions, 4, (), (), None)
+    operands = tuple(torch.ones(4) for _ in range(4))
+    seen = []
+    for stream in (5, 5, 6, 5):
+        driver.stream = stream
+        assert launches.replay(operands) == ()
+        seen.append((driver.calls[-1][1][15], driver.calls[-1][1][13]))
+    assert seen == [(stream, driver.workspaces[stream].data_ptr()) for stream in (5, 5, 6, 5)]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_an_error_of_python_is_raised(module: Any, driver: Driver, place: int) -> None:
+    """Of any question, and of an allocation; nothing is queued, and nothing is left behind."""
+
+    def fails(*arguments: object) -> Any:
+        raise MemoryError("out of memory")
+
+    launches = module.LaunchList(*driver.addresses, (1, 1, 1))
+    launches.add_kernel(7, 1, 1, 32, 0, ((0, 0), (1, 0), (2, 0), (-1, 0), (-1, 4)))
+    a, first = torch.ones(4), torch.ones(4)
+    references = sys.getrefcount(first)
+    questions = [*driver.questions]
+    questions[place] = fails
+    launches.surround(CPU, tuple(questions), 1, ((lambda: first, ()), (lambda: first, (0,))), (1,), None)
+    with pytest.raises(MemoryError):
+        launches.replay((a,))
+    launches.surround(CPU, driver.questions, 1, ((lambda: first, ()), (fails, ())), (1,), None)
+    with pytest.raises(MemoryError):
+        launches.replay((a,))
+    with pytest.raises(AttributeError, match="get_device"):
+        launches.replay((7,))
+    assert not driver.calls and sys.getrefcount(first) == references
 
 
 def test_a_function_that_raises_leaves_no_recording(driver: Driver) -> None:
@@ -331,31 +391,37 @@ def test_a_gemm_gets_its_addresses_before_it_is_launched(module: Any, driver: Dr
     launches = module.LaunchList(*driver.addresses, (256, 256, 1, 256, 16))
     algorithm = bytes(range(64))
     launches.add_matmul(11, 12, (21, 22, 23, 24), 1.0, algorithm, 4096, (0, 1, 2, 3), ((17, 4), (8, -1)))
-    addresses = [256, 512, 777, 1024, 48]
-    assert launches.launch(5, 6, *addresses)
+    launches.surround(CPU, driver.questions, 5, (), (1, -1), None)
+    driver.stream = 5
+    operands = tuple(Operand(address) for address in (256, 512, 777, 1024, 48))
+    assert launches.replay(operands) == (operands[1], None)
     scale, bias, (_, arguments, factors, kept) = driver.calls
     assert scale == ("attribute", 12, 17, 48, 8) and bias == ("attribute", 12, 8, 0, 8)
     assert factors == [1.0, 1.0] and kept == algorithm
     handle, descriptor, _, a, layout_a, b, layout_b, _, c, layout_c, d, layout_d, _, workspace, size, stream = arguments
-    assert (handle, descriptor, workspace, size, stream) == (11, 12, 6, 4096, 5)
+    assert (handle, descriptor, size, stream) == (11, 12, 4096, 5)
+    assert workspace == driver.workspaces[5].data_ptr()
     assert (a, b, c, d) == (256, 512, 777, 1024) and (layout_a, layout_b, layout_c, layout_d) == (21, 22, 23, 24)
     driver.calls.clear()
-    assert not launches.launch(5, 6, 128, *addresses[1:]) and not driver.calls
+    assert launches.replay((Operand(128), *operands[1:])) is None and not driver.calls
+    assert launches.replay((Operand(256, device=0), *operands[1:])) is None and not driver.calls
 
 
 def test_a_failed_launch_is_an_error(module: Any, driver: Driver) -> None:
     launches = module.LaunchList(*driver.addresses, (1,))
     launches.add_kernel(7, 1, 1, 32, 0, ((-1, 0),) * 5)
+    launches.surround(CPU, driver.questions, 1, (), (), None)
     driver.status = 9
     with pytest.raises(RuntimeError, match="launch 0 of a list, a kernel, failed with status 9"):
-        launches.launch(0, 0, 0)
+        launches.replay((None,))
     launches = module.LaunchList(*driver.addresses, (1,))
     launches.add_matmul(1, 2, (3, 4, 5, 6), 0.0, bytes(64), 0, (0, 0, -1, 0), ())
+    launches.surround(CPU, driver.questions, 1, (), (), None)
     with pytest.raises(RuntimeError, match="launch 0 of a list, a GEMM, failed with status 9"):
-        launches.launch(0, 0, 0)
+        launches.replay((None,))
 
 
-def test_what_makes_no_list_is_an_error(module: Any) -> None:
+def test_what_makes_no_list_is_an_error(module: Any, driver: Driver) -> None:
     with pytest.raises(ValueError, match="an alignment of 3 bytes"):
         module.LaunchList(1, 2, 3, (3,))
     with pytest.raises(ValueError, match="65 slots"):
@@ -367,6 +433,16 @@ def test_what_makes_no_list_is_an_error(module: Any) -> None:
         launches.add_kernel(7, 1, 1, 32, 0, ((-1, 0),) * 49)
     with pytest.raises(ValueError, match="64 bytes"):
         launches.add_matmul(1, 2, (3, 4, 5, 6), 0.0, bytes(63), 0, (0, 0, -1, 0), ())
-    with pytest.raises(TypeError, match="2 addresses"):
-        launches.launch(0, 0, 1)
-    assert launches.launch(0, 0, 1, 1), "an empty list queues nothing"
+    surround = partial(launches.surround, CPU, driver.questions)
+    with pytest.raises(TypeError, match="after surround"):
+        launches.replay((None, None))
+    with pytest.raises(ValueError, match="1 inputs and 0 allocations for 2 slots"):
+        surround(1, (), (), None)
+    with pytest.raises(ValueError, match="allocation 0 cannot follow the release of 0"):
+        surround(1, ((new, (0,)),), (), None)
+    with pytest.raises(ValueError, match="there is no output 2"):
+        surround(2, (), (2,), None)
+    surround(2, (), (), None)
+    with pytest.raises(TypeError, match="a tuple of 2 tensors"):
+        launches.replay((None,))
+    assert launches.replay((None, None)) == (), "an empty list queues nothing"
