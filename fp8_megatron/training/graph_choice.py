@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 #: `auto` records only layers with fewer FLOPs than this (`layer_flops`). Milliseconds of a step, launched by Python and
 #: recorded, on H200s (--fp8-recipe and --fp8-weight-grad-scaling delayed, --fp8-lm-head), by FLOPs in 10^12:
 #: GPT-345M 0.4: 100 → 19, 2.9: 124 → 109; GPT-1.3B 5.8: 165 → 164; GPT-7B at TP 1 10.7: 1,399 → 1,395 with 1.8 GB more.
-#: In two pipeline stages on H100s, eight micro-batches: GPT-345M 0.4: 426 → 91.
+#: In two pipeline stages on H100s, eight micro-batches: GPT-345M 0.4: 472 → 91.
 _RECORDS_BELOW_FLOPS = 6e12
 #: The same limit with tensor parallelism. There a layer has twice as many launches, and each rank waits for the slowest
 #: host: GPT-7B at TP 4 2.7: 739 → 502, at TP 2 5.4: 460 → 389; GPT-13B at TP 2 8.2: 1,403 → 1,412 with 3.5 GB
