@@ -205,11 +205,11 @@ class GrowingGradBuffer(LocalGradBuffer):
         before, scales = self.sections, self.scales
         self._make(dtype)
         for old, section in zip(before, self.sections, strict=True):
-            written = [slot for slot in section.slots if slot.offset in self._written]
-            if self._is_pinned or written:
+            if old.is_held:  # a gradient that is zero has memory too
                 self._hold(section)
-            for slot in written:
-                self._flat[slot.offset].copy_(_decoded(old.parts[slot.offset], scales, slot)[: slot.numel])
+            for slot in section.slots:
+                if slot.offset in self._written:
+                    self._flat[slot.offset].copy_(_decoded(old.parts[slot.offset], scales, slot)[: slot.numel])
             old.release()
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, ops.FlatState]]:

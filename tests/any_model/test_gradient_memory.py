@@ -128,6 +128,19 @@ def test_neighbours_of_gradients_that_the_user_writes(monkeypatch: pytest.Monkey
     assert torch.equal(model[0].weight.dequantize(), before)
 
 
+def test_zeros_stay_where_others_widen_the_storage() -> None:
+    model, optimizer, buffer = build()
+    forward(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    for seed in (1, 2):
+        forward(model, seed, range(2)).backward()
+    assert buffer.scales is None, "two gradients of the first layers"
+    assert model[5].weight.grad.norm() == 0
+    optimizer.step()
+    assert optimizer.num_skipped_steps == 0
+
+
 def test_a_gradient_that_was_given_back() -> None:
     model, optimizer, _ = build()
     forward(model, 0).backward()
