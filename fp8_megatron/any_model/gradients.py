@@ -484,11 +484,12 @@ def clip_grad_norm_(parameters: torch.nn.Module | Tensor | Iterable[Tensor], max
     optimizer then skips its step.
 
     Args:
-        parameters: a module, a parameter, or parameters; those without a gradient are left out.
+        parameters: a module, a parameter, or parameters; those without a gradient are left out, and one that is given
+            twice (tied weights) counts once.
     """
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
     params = [param for param in params if param.grad is not None]
     if not params:
         return torch.zeros(())

@@ -156,6 +156,16 @@ def test_our_clipping_is_torchs() -> None:
     assert clip_grad_norm_(model.head.weight, 1e9).item() == pytest.approx(dense(model.head.weight.grad).norm().item())
 
 
+def test_our_clipping_of_a_parameter_that_is_given_twice() -> None:
+    model, _ = build()
+    backward(model)
+    weight, other = model.norm.weight, model.norm.bias  # of one space
+    before, untouched = dense(weight.grad), dense(other.grad)
+    norm = clip_grad_norm_([weight, weight, model.head.bias, model.linear.bias], 0.5)
+    assert torch.allclose(dense(weight.grad), before * (0.5 / (norm + 1e-6)), rtol=1e-6, atol=0)
+    assert torch.equal(dense(other.grad), untouched)
+
+
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_one_bad_gradient_skips_one_step(level: str, num_micro_batches: int) -> None:
