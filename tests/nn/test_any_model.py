@@ -62,6 +62,16 @@ def test_any_leading_shape_is_rows_with_zeros_below(shape: tuple[int, ...], reci
     assert torch.equal(grad_weight, expected[2]) and torch.equal(grad_bias, expected[3])
 
 
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_matrices_of_any_strides(recipe_name: RecipeName) -> None:
+    """The input is a transposed matrix, and so is its output's gradient."""
+    layer = build_layer(recipe_name)
+    x, cotangent = torch.randn(IN, 48).t(), torch.randn(OUT, 48).t()
+    expected = run(layer, layer, x.contiguous(), cotangent.contiguous())
+    got = run(lambda leaf: layer(leaf.t().contiguous().t()), layer, x, cotangent)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_output_and_gradients_have_the_inputs_dtype(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:

@@ -70,7 +70,7 @@ def quantize_with_scale(
     """
     if amax_out is not None:
         record_(amax_out, x, scale, dtype)
-    payload = encode(x, scale, dtype)
+    payload = encode(x.contiguous(), scale, dtype)
     empty = payload.new_empty(0)
     return payload if rowwise else empty, payload.t().contiguous() if transposed else empty
 
