@@ -72,14 +72,16 @@ class _KeepsParams:
 
     Args:
         params: name in the module → the parameter and its name in the model.
+        optimizer: groups may be added to it.
     """
 
-    def __init__(self, params: Mapping[str, tuple[torch.nn.Parameter, str]]) -> None:
+    def __init__(self, params: Mapping[str, tuple[torch.nn.Parameter, str]], optimizer: FP8Optimizer) -> None:
         self._params = params
+        self._optimizer = optimizer
 
     def __call__(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
         for name, (param, name_in_model) in self._params.items():
-            if module._parameters.get(name, param) is not param:
+            if module._parameters.get(name, param) is not param and self._optimizer.holds(param):
                 raise OptimizerError(
                     f"load_state_dict(assign=True) has replaced {name_in_model}, which the optimizer would not update: "
                     f"call it before initialize, or without assign"
@@ -92,12 +94,10 @@ class _KeepsParams:
 
 def _watch_loads(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
     """Make a load that replaces a parameter of the optimizer an error, in whichever module it is called."""
-    held = {param for group in optimizer.param_groups for param in group["params"]}
     for module in model.modules():
-        params = {name: param for name, param in module._parameters.items() if param is not None}
-        own = {name: (param, names[param]) for name, param in params.items() if param in held}
+        own = {name: (param, names[param]) for name, param in module._parameters.items() if param is not None}
         if own:
-            module.register_load_state_dict_post_hook(_KeepsParams(own))
+            module.register_load_state_dict_post_hook(_KeepsParams(own, optimizer))
 
 
 def _replication(group: Group | None, device: torch.device) -> Replication | None:

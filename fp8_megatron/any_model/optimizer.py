@@ -118,6 +118,10 @@ class FP8Optimizer(torch.optim.Optimizer):
         for space in spaces:
             self._spaces.append(self._build(space, param_group))
 
+    def holds(self, param: torch.nn.Parameter) -> bool:
+        """Whether `param` is in a param group."""
+        return any(param is own for group in self.param_groups for own in group["params"])
+
     def _join(self, param_group: dict[str, Any]) -> None:
         """torch's `add_param_group`; the groups stay as they are if a parameter or an option cannot be used."""
         super().add_param_group(param_group)

@@ -303,3 +303,15 @@ def test_a_parameter_that_a_loaded_state_replaces_is_an_error() -> None:
     copy.deepcopy(model).load_state_dict(state, assign=True)
     train(model, optimizer, range(1))
     assert not any(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_replaced_parameter_of_a_group_that_was_added_is_an_error() -> None:
+    """A parameter that the optimizer does not have may be replaced."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.LayerNorm(48), torch.nn.Linear(48, 5))
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model[0].parameters()))
+    optimizer.add_param_group({"params": [model[1].weight]})
+    state = {name: value.clone() for name, value in model[1].state_dict().items()}
+    model[1].load_state_dict({"bias": state["bias"]}, assign=True, strict=False)
+    with pytest.raises(OptimizerError, match=r"assign=True\) has replaced 1\.weight"):
+        model[1].load_state_dict(state, assign=True)
