@@ -16,6 +16,7 @@ from ..checkpoint.files import (
     candidates,
     is_torch_files,
     iteration_folder,
+    iteration_of,
     publish,
     start_writing,
     write_text,
@@ -67,16 +68,18 @@ def find_format(path: Path, iteration: int | None = None) -> tuple[Format, Path]
     """The format at a path, and the folder of one checkpoint in it (the latest, or that of `iteration`).
 
     Raises:
-        CheckpointError: the path has no readable checkpoint.
+        CheckpointError: the path has no readable checkpoint, or is one and `iteration` asks for another.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give a Hugging Face model, or what --save named")
-    if (path / CONFIG_FILE).is_file():
-        return Format.HUGGING_FACE, path
-    if (path / METADATA).is_file() and (path / META).is_file():
-        return Format.OURS, path
-    if _is_megatron(path):
-        return Format.MEGATRON_CORE, path
+    kind = _format_of_one(path)
+    if kind is not None and iteration not in (None, iteration_of(path.resolve())):
+        raise CheckpointError(
+            f"--iteration {iteration}: {path} is one checkpoint, of another iteration or of none; give the folder "
+            f"above it, or leave --iteration out"
+        )
+    if kind is not None:
+        return kind, path
     folder = _tracked_folder(path) if iteration is None else iteration_folder(path, iteration)
     if folder is not None and _is_megatron(folder):
         return Format.MEGATRON_CORE, folder
@@ -87,6 +90,15 @@ def find_format(path: Path, iteration: int | None = None) -> tuple[Format, Path]
             f"{TRACKER} (a folder of checkpoints)"
         )
     return Format.OURS, iteration_folder(path, found[0])
+
+
+def _format_of_one(folder: Path) -> Format | None:
+    """The format of a folder that is one checkpoint or one model; None if it is neither."""
+    if (folder / CONFIG_FILE).is_file():
+        return Format.HUGGING_FACE
+    if (folder / METADATA).is_file() and (folder / META).is_file():
+        return Format.OURS
+    return Format.MEGATRON_CORE if _is_megatron(folder) else None
 
 
 def _is_megatron(folder: Path) -> bool:
@@ -274,10 +286,10 @@ def rewrite_ours(root: Path, source: Source, config: Config, *, in_fp32: bool = 
     Args:
         in_fp32: write masters and moments in FP32, as megatron-core's ``torch_dist``.
     """
-    folder = root / source.folder.name
+    description = read_description(source.folder)
+    folder = iteration_folder(root, description["iteration"])  # the source may be a link of another name
     temporary = start_writing(folder)
     files = [record for record in read_manifest(source.folder) if record.name != CONFIG]
-    description = read_description(source.folder)
     decodes = in_fp32 and description.get("state_dtype") == "native"
     if decodes:
         files = [record for record in files if record.name.startswith("rank_")]

@@ -527,6 +527,10 @@ def test_what_a_folder_holds_is_found(folders: dict[str, Path], tmp_path: Path) 
             tmp_path / "iter_0000007",
         )
     )
+    assert find_format(tmp_path / "iter_0000007", 7) == find_format(tmp_path, 7) == find_format(tmp_path)
+    for one in (tmp_path / "iter_0000007", folders["llama_gqa"]):
+        with pytest.raises(CheckpointError, match=f"--iteration 8: {one} is one checkpoint, of another iteration"):
+            find_format(one, 8)
     with pytest.raises(CheckpointError, match="does not say which model it is; give --config"):
         open_source(tmp_path)
     source: Source = open_source(tmp_path, config=Config(model=weights.model))

@@ -327,6 +327,9 @@ def test_ours_to_another_level_and_layout_keeps_everything(ranks: RankPool, tmp_
     for file in before.iterdir():
         if file.name not in ("config.yaml", "manifest.json"):
             assert (after / file.name).read_bytes() == file.read_bytes(), file.name
+    (tmp_path / "best").symlink_to(before)
+    assert convert(tmp_path / "best", tmp_path / "c", "ours", "--no-verify") == 0
+    assert (tmp_path / "c" / "iter_0000002" / "manifest.json").is_file()
     resumed = tiny_config(LLAMA_STYLE, precision=PrecisionConfig(precision="bf16"))
     (run,) = ranks.run(run_tiny_on_a_rank, resumed, 1, tmp_path / "b", None, num_ranks=1)
     assert run.progress.iteration == 2 and run.losses[0] < 6.0
