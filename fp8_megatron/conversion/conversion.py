@@ -32,7 +32,7 @@ from ..checkpoint.torch_dist_weights import TorchDistWeights
 from ..checkpoint.weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
 from ..config.checks import check_config
 from ..config.io import load_config
-from ..config.schema import Config, DataConfig, ModelConfig
+from ..config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
 from .megatron_weights import config_of, open_weights
 from .torch_dist_writer import fp32_chunks, write_torch_dist
@@ -222,17 +222,26 @@ def check_new(folder: Path) -> None:
 
 
 def check_trainable(config: Config, vocab_size: int) -> None:
-    """Raise `ConfigError` if a run on TP × CP × PP ranks would refuse this configuration. Data settings are not
-    checked.
+    """Raise `ConfigError` if a run on TP × CP × PP ranks would refuse this configuration. Settings of data, validation,
+    folders and replicas are not checked.
 
     More data-parallel ranks leave fewer micro-batches per rank: if there are too few here, there are too few anywhere.
     """
+    training = replace(
+        config.training,
+        eval_interval=0,
+        full_validation=False,
+        multiple_validation_sets=False,
+        validation_set_names=(),
+        check_weight_hash_across_dp_replicas_interval=None,
+    )
     check_config(
         replace(
             config,
             model=replace(config.model, vocab_size=vocab_size),
             data=DataConfig(mock_data=True),
-            training=replace(config.training, eval_interval=0),
+            training=training,
+            checkpoint=CheckpointConfig(load="run", save="run", save_interval=1),
         ),
         config.parallel.ranks_per_sample,
     )

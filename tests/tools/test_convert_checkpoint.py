@@ -216,6 +216,24 @@ def test_released_gradients_keep_their_one_micro_batch() -> None:
     check_trainable(replace(config, training=replace(config.training, global_batch_size=4)), VOCAB_SIZE)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--full-validation --eval-interval 2",
+        "--full-validation --multiple-validation-sets --validation-set-names a --valid-data-path b --eval-interval 2",
+        "--rollback-on-loss-spike --save run --save-interval 2",
+        "--override-opt_param-scheduler --load run",
+        "--use-checkpoint-opt_param-scheduler --load run",
+        "--check-weight-hash-across-dp-replicas-interval 2",
+    ],
+)
+def test_what_a_run_sets_of_its_data_folders_and_replicas_is_no_obstacle(tmp_path: Path, flags: str) -> None:
+    run = {"mock_data": None, "eval_interval": None, "train_data_path": "a", "tokenizer_type": "NullTokenizer"}
+    config = parse_config([*tiny_flags(tmp_path, precision="bf16", **run), *flags.split()])
+    words = ["--input", str(tmp_path), "--output", str(tmp_path / "new"), "--to", "ours"]
+    check_trainable(convert_checkpoint.with_flags(config, convert_checkpoint.parse_arguments(words)), VOCAB_SIZE)
+
+
 @pytest.fixture(scope="module")
 def qkv_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with biases of QKV alone, as transformers saves it: those of o_proj are zero."""
