@@ -89,7 +89,7 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     default = ["bf16", "O1", "O2", "O3"]
     parser.add_argument("--levels", nargs="+", choices=list(LEVELS), default=default, help="the first is the reference")
     parser.add_argument("--speed-levels", nargs="*", choices=list(LEVELS), default=[], help="levels to time only")
-    parser.add_argument("--speed-iters", type=whole(), default=60, help="steps of those (default 60)")
+    parser.add_argument("--speed-iters", type=whole(), default=60, help="their steps, at most (default 60)")
     parser.add_argument("--nproc-per-node", type=whole(most=MAX_RANKS), default=1, help="ranks of each run (default 1)")
     parser.add_argument("--output-dir", type=output_folder, required=True, help="one folder per level goes in here")
     own, passed = own_and_run_flags(words)
@@ -133,8 +133,7 @@ def _command(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
 def _flags(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
     """Flags of pretrain_gpt.py for a level."""
     own = [*LEVELS[level], "--output-dir", str(folder), "--save", "none", "--save-interval", "none"]
-    timed = ["--train-iters", str(args.speed_iters), "--eval-interval", "0"]
-    timed += ["--lr-warmup-iters", "1", "--lr-warmup-fraction", "none"]
+    timed = ["--exit-interval", str(args.speed_iters)]  # it stops early, and its schedules stay those of a whole run
     return [*args.passed, *own, *(timed if level in args.speed_levels else [])]
 
 

@@ -124,8 +124,18 @@ def test_a_mistake_is_told_before_the_first_level_runs(
     assert status == 2 and capsys.readouterr().err.startswith(said) and not (tmp_path / "out").exists()
 
 
-def test_levels_that_are_timed_have_a_warm_up_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr-warmup-fraction 0.1",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 100",
+        "--iterations-to-skip 900",
+        "--eval-interval 500 --no-mock-data --data-path a --tokenizer-type NullTokenizer --full-validation",
+    ],
+)
+def test_levels_that_are_timed_stop_early_in_the_schedule_of_a_whole_run(tmp_path: Path, flags: str) -> None:
     words = ["--levels", "bf16", "O1", "--speed-levels", "O3", "--output-dir", str(tmp_path), "--", *TRAINING]
-    args = compare_levels._parse(words, "compare_levels.py")
+    args = compare_levels._parse([*words, *flags.split()], "compare_levels.py")
     compare_levels.check_levels(args)
-    assert compare_levels._command(args, "O3", tmp_path)[-2:] == ["--lr-warmup-fraction", "none"]
+    assert compare_levels._command(args, "O3", tmp_path)[-2:] == ["--exit-interval", "60"]
+    assert "--exit-interval" not in compare_levels._command(args, "O1", tmp_path)
