@@ -35,7 +35,7 @@ def settings_of_checkpoint(config: Config) -> Config | None:
     root, iteration = named_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
     found = candidates(root, iteration) if root.is_dir() else []
     if not found:
-        if checkpoint.load == checkpoint.save:
+        if checkpoint.loads_what_it_saves:
             return None
         raise CheckpointError(
             f"use_checkpoint_args: load({root}) holds no checkpoint; give the folder that --save named"

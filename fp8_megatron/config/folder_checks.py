@@ -56,10 +56,9 @@ def _problems(config: Config) -> Iterator[str]:
     if checkpoint.load is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         return
     problem = load_problem(Path(checkpoint.load))
-    is_first_start = checkpoint.load == checkpoint.save and not (
-        checkpoint.finetune or checkpoint.exit_on_missing_checkpoint
-    )
-    if problem is not None and (Path(checkpoint.load).exists() or not is_first_start):
+    needs_one = checkpoint.finetune or checkpoint.exit_on_missing_checkpoint or not checkpoint.loads_what_it_saves
+    may_be_missing = checkpoint.pretrained_checkpoint is not None or not needs_one
+    if problem is not None and (Path(checkpoint.load).exists() or not may_be_missing):
         yield problem
 
 

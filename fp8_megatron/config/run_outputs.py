@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from .fields import UNSET, Count, CountOrZero, OptionalCount, Switch, Text, Words
@@ -58,6 +59,11 @@ class CheckpointConfig:
     """Steps between checkpoints of which only the newest is kept, beside all those of --save-interval."""
     non_persistent_ckpt_type: Annotated[Literal["global"] | None, UNSET] = None
     """Where those are: global is --save."""
+
+    @property
+    def loads_what_it_saves(self) -> bool:
+        """Whether --load and --save name one folder, so that a run without a checkpoint starts from scratch."""
+        return None not in (self.load, self.save) and Path(self.load or "").resolve() == Path(self.save or "").resolve()
 
     def saves_at(self, iteration: int) -> bool:
         """Whether an interval ends with this step."""

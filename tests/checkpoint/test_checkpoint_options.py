@@ -100,7 +100,7 @@ def test_the_settings_of_a_checkpoint_are_below_files_and_flags(fit, tmp_path: P
     with pytest.raises(CheckpointError, match=r"use_checkpoint_args: load\(.*nothing\) holds no checkpoint"):
         run_command_line(["--use-checkpoint-args", "--load", str(tmp_path / "nothing")], "train")
     same = str(tmp_path / "nothing")
-    words = [*tiny_flags(tmp_path / "out"), "--use-checkpoint-args", "--load", same, "--save", same]
+    words = [*tiny_flags(tmp_path / "out"), "--use-checkpoint-args", "--load", same, "--save", f"{same}/"]
     assert any("no checkpoint yet" in note for note in run_command_line(words, "train").notes)
 
 

@@ -19,8 +19,9 @@ def checked(root: Path, **settings: str | bool) -> list[str]:
         given = {name: value for name, value in settings.items() if name in names}
         return {name: str(root / value) if isinstance(value, str) else value for name, value in given.items()}
 
+    about_checkpoints = ("save", "load", "finetune", "exit_on_missing_checkpoint", "pretrained_checkpoint")
     config = Config(
-        checkpoint=CheckpointConfig(**section(("save", "load", "finetune", "exit_on_missing_checkpoint"))),
+        checkpoint=CheckpointConfig(**section(about_checkpoints)),
         logging=LoggingConfig(**section(("output_dir", "wandb_save_dir", "tensorboard")), wandb_project="p"),
         data=DataConfig(**section(("data_cache_path",))),
     )
@@ -50,6 +51,8 @@ def root(tmp_path: Path) -> Path:
         {"save": "new/folder", "output_dir": "another", "wandb_save_dir": "w", "data_cache_path": "empty/cache"},
         {"output_dir": "logs"},
         {"save": "new", "load": "new"},
+        {"save": "new", "load": "empty/../new"},
+        {"save": "new", "load": "gone", "pretrained_checkpoint": "empty"},
         {"load": "empty", "output_dir": "empty"},
     ],
 )
