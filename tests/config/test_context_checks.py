@@ -92,7 +92,6 @@ def test_what_works_passes(flags: str) -> None:
             CP4 + "--cp-comm-type a2a --tensor-model-parallel-size 2 --num-attention-heads 4 --kv-channels 64",
             "cp_comm_type(a2a): num_attention_heads(4) / tensor_model_parallel_size(2) % context_parallel_size(4) = 2",
         ),
-        (CP4 + "--cuda-graph-impl local", "does not record the exchange of context_parallel_size(4); drop it, or"),
         (
             CP4 + "--seq-length 24 --micro-batch-size 1",
             "FP8 GEMM: seq_length(24) × micro_batch_size(1) / context_parallel_size(4) = 6 tokens is not a",
@@ -128,9 +127,9 @@ def test_a_batch_is_of_data_parallel_ranks() -> None:
     assert config.tokens_per_micro_batch == config.model.seq_length // 4
 
 
-def test_steps_are_not_recorded_by_themselves() -> None:
-    choice = choose_graph(parse_config(CP4.split()), has_gpu=True, world_size=4, node_size=4)
-    assert not choice.records and "does not record the exchange of context_parallel_size(4)" in choice.reason
+def test_steps_are_recorded() -> None:
+    assert problems(CP4 + "--cuda-graph-impl local", 8) == []
+    assert choose_graph(parse_config(CP4.split()), has_gpu=True, world_size=4, node_size=4).records
 
 
 def test_a_rank_has_its_share_of_a_layers_work() -> None:
