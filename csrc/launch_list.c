@@ -290,32 +290,26 @@ static PyObject *surround(LaunchList *self, PyObject *args) {
 }
 
 /* An int as a number, whose reference it takes. An error is left to PyErr_Occurred. */
-static uint64_t taken_number(PyObject *number) {
-    if (number == NULL) return 0;
-    uint64_t value = PyLong_AsUnsignedLongLong(number);
+static long long taken_number(PyObject *number) {
+    if (number == NULL) return -1;
+    long long value = PyLong_AsLongLong(number);
     Py_DECREF(number);
     return value;
 }
 
 static uint64_t address_of(PyObject *tensor) {
-    return taken_number(PyObject_VectorcallMethod(data_ptr, &tensor, 1, NULL));
+    return (uint64_t)taken_number(PyObject_VectorcallMethod(data_ptr, &tensor, 1, NULL));
 }
 
-static long device_of(PyObject *tensor) {
-    PyObject *device = PyObject_VectorcallMethod(get_device, &tensor, 1, NULL);
-    if (device == NULL) return -1;
-    long number = PyLong_AsLong(device);
-    Py_DECREF(device);
-    return number;
+static long long device_of(PyObject *tensor) {
+    return taken_number(PyObject_VectorcallMethod(get_device, &tensor, 1, NULL));
 }
 
 /* Whether launches may be queued from here now: 1, 0, or −1 for an error. */
 static int is_the_moment(const LaunchList *self) {
-    PyObject *device = PyObject_CallNoArgs(self->questions[CURRENT_DEVICE]);
-    if (device == NULL) return -1;
-    long number = PyLong_AsLong(device);
-    Py_DECREF(device);
-    if (number != self->device) return PyErr_Occurred() ? -1 : 0;
+    long long device = taken_number(PyObject_CallNoArgs(self->questions[CURRENT_DEVICE]));
+    if (PyErr_Occurred()) return -1;
+    if (device != self->device) return 0;
     PyObject *watched = PyObject_CallNoArgs(self->questions[IS_WATCHED]);
     if (watched == NULL) return -1;
     int is_watched = PyObject_IsTrue(watched);
@@ -386,7 +380,7 @@ static PyObject *replay(LaunchList *self, PyObject *inputs) {
         tensors[i] = PyTuple_GET_ITEM(inputs, i);
         addresses[i] = 0;
         if (tensors[i] == Py_None) continue;
-        long device = device_of(tensors[i]);
+        long long device = device_of(tensors[i]);
         if (PyErr_Occurred()) return NULL;
         if (device != self->device) Py_RETURN_NONE;
         addresses[i] = address_of(tensors[i]);
