@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..errors import UserError
+from ..nn.compiled import decides_by_tokens
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
@@ -78,7 +79,9 @@ class ParamGrad:
             UserError: ``torch.autograd.grad`` asks for this very gradient, which the layer has no other place for.
         """
         node: Any = torch._C._current_autograd_node()
-        for following, _ in () if node is None else node.next_functions:
+        if node is None or decides_by_tokens(node):
+            return True
+        for following, _ in node.next_functions:
             if getattr(following, "variable", None) is self.param:
                 try:
                     return bool(torch._C._will_engine_execute_node(following))

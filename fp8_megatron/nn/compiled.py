@@ -215,6 +215,13 @@ class _Linear(torch.autograd.Function):
         )
 
 
+def decides_by_tokens(node: Any) -> bool:
+    """Whether `node`, autograd's of the backward that runs, is of a compiled graph that has asked `_is_wanted` of its
+    layers: their weights are none of its inputs, of which there are hundreds.
+    """
+    return hasattr(node, _LEFT_OUT)
+
+
 def _is_wanted(token: Tensor) -> bool:
     """Whether the backward that runs reaches `token`. ``torch.autograd.grad`` and ``backward(inputs=…)`` ask for some
     gradients alone, and a compiled graph computes all of them.

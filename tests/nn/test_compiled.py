@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
+from fp8_megatron import initialize
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.recipe import RecipeName
@@ -303,3 +304,33 @@ def test_operators_stay_out_of_cuda_graphs_and_have_no_autograd(name: str) -> No
     assert torch.Tag.cudagraph_unsafe in operator.tags
     # An autograd function in Python would cost the host 15 µs a call.
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Autograd")
+
+
+def test_a_backward_reads_its_graphs_inputs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read takes as long as there are inputs, and there are as many as weights: a read a layer is quadratic."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+    model: Any = torch.nn.Sequential(*layers)
+    model, _ = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    call = torch.compile(model, backend=aot_eager)
+    call(torch.randn(16, 64)).sum().backward()
+
+    class Node:
+        """A node that counts the reads of its inputs."""
+
+        reads = 0
+
+        def __init__(self, node: Any) -> None:
+            self.__dict__["node"] = node
+
+        def __getattr__(self, name: str) -> Any:
+            Node.reads += name == "next_functions"
+            return getattr(self.node, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(self.node, name, value)
+
+    current = torch._C._current_autograd_node
+    monkeypatch.setattr(torch._C, "_current_autograd_node", lambda: Node(current()))
+    call(torch.randn(16, 64)).sum().backward()
+    assert Node.reads == 1
