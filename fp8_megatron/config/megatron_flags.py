@@ -60,11 +60,13 @@ class Translation:
     Attributes:
         words: the command line; a flag that is in no row stands as it was.
         idle: options that were accepted with nothing to do, as given.
+        renamed: one line for each value that has another name here.
         problems: one line for each option that cannot be served.
     """
 
     words: tuple[str, ...]
     idle: tuple[str, ...]
+    renamed: tuple[str, ...]
     problems: tuple[str, ...]
 
 
@@ -86,6 +88,7 @@ def translate(words: Sequence[str]) -> Translation:
     """A command line with every option of Megatron's as a flag of ours."""
     out: list[str] = []
     idle: list[str] = []
+    renamed: list[str] = []
     problems: list[str] = []
     for flag, value, values in split_flags(words):
         if flag is None:
@@ -100,13 +103,16 @@ def translate(words: Sequence[str]) -> Translation:
         if problem is not None:
             problems.append(problem)
         elif option.kind is Kind.DOES:
-            out += _ours(option, given)
+            ours = _ours(option, given)
+            out += ours
+            if given and ours[1:] != given:
+                renamed.append(f"{flag} {shortened(' '.join(given))} is {' '.join(ours)} here")
         elif option.kind is Kind.NOTHING or _is_default(option, given) or _is_said_by_rope(flag, words):
             idle.append(" ".join((flag, *given)))
         else:
             problems.append(f"{shortened(' '.join((flag, *given)))} is not supported: {option.note}")
         out += rest
-    return Translation(tuple(out), tuple(idle), tuple(problems))
+    return Translation(tuple(out), tuple(idle), tuple(renamed), tuple(problems))
 
 
 def idle_note(idle: Sequence[str]) -> str:

@@ -71,12 +71,19 @@ def test_a_row_says_what_the_parser_does(name: str, option: Option) -> None:
         assert (kind.base is bool) == (len(translation.words) == 1) and translation.words[0] == target
         for theirs, ours in (pair.split("=") for pair in option.ours.split()[1:] if "=" in pair):
             assert translate([name, theirs]).words == (target, ours)
+            assert translate([name, theirs]).renamed == (f"{name} {theirs} is {target} {ours} here",)
             assert ours in kind.choice_names
         if option.arity == "0":
             assert parse_config(words) != Config()
     else:
         assert own is not None, f"{name} is no flag of ours"
         assert translation.words == tuple(words)
+
+
+def test_a_value_of_another_name_is_said() -> None:
+    line = parse_command_line("--ckpt-format torch --attention-backend auto --precision fp8".split())
+    assert line.config.checkpoint.ckpt_format == "torch_dist"
+    assert line.notes == ("--ckpt-format torch is --ckpt-format torch_dist here",)
 
 
 def test_words_after_an_option_are_its_own() -> None:
