@@ -196,7 +196,8 @@ def parse_command_line(
     config, changes = as_megatron_settles(config)
     unread = unread_settings(config)
     idle = [*translation.idle, *dict.fromkeys(one.flag for one in given if one.name in unread)]
-    notes = [*repeated_flags(given), *translation.renamed, *chosen.notes, *changes, *filter(None, [evaluation_note(config)])]
+    notes = [*repeated_flags(given), *translation.renamed, *chosen.notes, *changes]
+    notes += filter(None, [evaluation_note(config)])
     if idle:
         notes.append(idle_note(idle))
     if "precision" not in stated:
