@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 
 import torch
@@ -62,7 +63,9 @@ def builder_sources(data: DataConfig, blends: Sequence[Blend | None]) -> dict[st
     """GPTDatasetConfig's arguments that name the files."""
     mcore_blends = [blend and (list(blend.prefixes), blend.weights and list(blend.weights)) for blend in blends]
     if data.data_path:
-        return {"blend": next(blend for blend in mcore_blends if blend), "split": data.split}
+        # megatron-core finds digits and points in it.
+        weights = ",".join(format(Decimal(weight), "f") for weight in data.split.split(","))
+        return {"blend": next(blend for blend in mcore_blends if blend), "split": weights}
     return {"blend_per_split": mcore_blends}
 
 

@@ -91,6 +91,13 @@ def test_splits_are_disjoint_documents(write_tokens):
         assert low <= tokens.min() and tokens.max() < high
 
 
+def test_weights_of_a_split_may_have_exponents(write_tokens):
+    prefix = write_tokens("corpus", counting(100, 20))
+    written, plain = (build(10, 10, data_path=(prefix,), split=split) for split in ("9e-1,1e-1,0", "0.9,0.1,0"))
+    for split in ("train", "valid"):
+        np.testing.assert_array_equal(all_tokens(getattr(written, split)), all_tokens(getattr(plain, split)))
+
+
 def test_a_split_without_samples_is_not_built_even_if_it_would_be_empty(write_tokens):
     prefix = write_tokens("corpus", counting(10, 50))
     datasets = build(5, data_path=(prefix,), split="969,30,1")  # 30/1000 and 1/1000 of 10 documents: none
