@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
+from .aside import built_aside
 from .splits import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -88,13 +88,13 @@ def _built_aside(dataset: Any, split: str, names: Sequence[str]) -> Iterator[Non
     if torch.distributed.get_rank() != 0 or all(path.is_file() for path in paths):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as aside:
+    with built_aside(folder) as aside:
         dataset.config = copy.copy(shared)  # other datasets are built from it in other threads
-        dataset.config.path_to_cache = aside
+        dataset.config.path_to_cache = str(aside)
         try:
             yield
         finally:
             dataset.config = shared
         for path in paths:
             if not path.is_file():  # else other hosts may have mapped it
-                os.replace(Path(aside) / path.name, path)
+                os.replace(aside / path.name, path)

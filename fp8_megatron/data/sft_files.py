@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from ..errors import UserError
 from ..outputs import writing_to
+from .aside import built_aside
 from .index_files import remove_damaged
 from .sft_encoding import Encoding, encode_all
 from .splits import cache_folder
@@ -138,9 +138,9 @@ def _make(name: str, encoding: Encoding, folder: Path) -> None:
 
 def _save(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write the parts of a file into a folder of their own, and name them when all are complete."""
-    with writing_to(folder, "--data-cache-path"), tempfile.TemporaryDirectory(prefix="building-", dir=folder) as aside:
+    with writing_to(folder, "--data-cache-path"), built_aside(folder) as aside:
         for part, array in arrays.items():
-            np.save(Path(aside) / f"{part}.npy", array)
+            np.save(aside / f"{part}.npy", array)
         for part in arrays:
             if not (folder / f"{part}.npy").is_file():  # else other hosts may have mapped it
-                os.replace(Path(aside) / f"{part}.npy", folder / f"{part}.npy")
+                os.replace(aside / f"{part}.npy", folder / f"{part}.npy")

@@ -1,6 +1,9 @@
 import io
+import itertools
 import multiprocessing
 import os
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +231,62 @@ def other_run(path, looked, half_written, done, found):
         found.put(all_tokens(build(40, data_path=path, split="1").train).tolist())
     finally:
         done.set()
+
+
+def test_what_a_killed_build_left_is_cleared_and_a_live_one_is_let_alone(write_tokens, tmp_path):
+    path = (write_tokens("corpus", counting(40, 50)),)
+    spawn = multiprocessing.get_context("spawn")
+    begun, done = spawn.Event(), spawn.Event()
+    live = spawn.Process(target=waiting_build, args=(path, begun, done))
+    killed = spawn.Process(target=killed_build, args=(path,))
+    live.start()
+    assert begun.wait(60)
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    of_live = {aside for aside in tmp_path.glob("cache/*/building-*") if f"-{live.pid}-" in aside.name}
+    assert len(of_live) == 1 and len(list(tmp_path.glob("cache/*/building-*"))) == 2
+    build(40, data_path=path, split="1")
+    assert set(tmp_path.glob("cache/*/building-*")) == of_live
+    done.set()
+    live.join(60)
+    assert live.exitcode == 0 and not list(tmp_path.glob("cache/*/building-*"))
+
+
+def killed_build(path):
+    """Be killed at the second file of an index."""
+    plain, calls = np.save, itertools.count()
+    np.save = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL) if next(calls) else plain(*args, **named)
+    build(40, data_path=path, split="1")
+
+
+def waiting_build(path, begun, done):
+    """Wait for `done` at the first file of an index."""
+    plain = np.save
+
+    def save(*args, **named):
+        begun.set()
+        assert done.wait(60)
+        plain(*args, **named)
+
+    np.save = save
+    build(40, data_path=path, split="1")
+
+
+@pytest.mark.parametrize(("hours", "stays"), [(23, True), (25, False)])
+@pytest.mark.parametrize("name", ["building-0123456789abcdef-1-2-x", "building-x"], ids=["other machine", "no name"])
+def test_a_builder_that_cannot_be_asked_is_dead_after_a_day(write_tokens, tmp_path, name, hours, stays):
+    path = (write_tokens("corpus", counting(40, 50)),)
+    build(40, data_path=path, split="1")
+    (folder,) = (tmp_path / "cache").iterdir()
+    for index in folder.glob("*.npy"):
+        index.unlink()
+    (folder / name).mkdir()
+    (folder / name / "part.npy").touch()
+    for part in (folder / name / "part.npy", folder / name):
+        os.utime(part, (time.time() - 3600 * hours,) * 2)
+    build(40, data_path=path, split="1")
+    assert (folder / name).exists() == stays
 
 
 def test_cache_folder_can_be_chosen_and_must_be_writable(write_tokens, tmp_path):
