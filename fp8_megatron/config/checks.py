@@ -133,7 +133,7 @@ def _check_length(config: Config, world_size: int) -> Iterator[str]:
         yield str(error)
         return
     problems = list(schedule_problems(config, world_size))
-    yield from problems or profile_problems(config, config.train_iters(world_size))
+    yield from problems or profile_problems(config, config.train_iters(world_size), world_size)
 
 
 def _check_reduction(config: Config) -> Iterator[str]:

@@ -191,8 +191,8 @@ def _check_files(config: Config) -> Iterator[str]:
         yield f"nccl_communicator_config_path({path}) is no file; give a YAML such as {{dp_cp: {{max_ctas: 8}}}}"
 
 
-def profile_problems(config: Config, train_iters: int) -> Iterator[str]:
-    """One line for each problem of the profiled steps of a run of `train_iters` steps."""
+def profile_problems(config: Config, train_iters: int, world_size: int) -> Iterator[str]:
+    """One line for each problem of the profiled steps and ranks of a run of `train_iters` steps."""
     profile = config.profile
     if not profile.profile:
         return
@@ -202,6 +202,16 @@ def profile_problems(config: Config, train_iters: int) -> Iterator[str]:
             f"profile_step_start({start}) and profile_step_end({end}) are not a range of steps within "
             f"train_iters({train_iters}); steps count from 1 and the end is not profiled itself"
         )
-    bad = [rank for rank in profile.profile_ranks if not (rank.isdecimal() and rank.isascii())]
+    elif profile.first_and_last(config.training.left_out) is None:
+        yield (
+            f"profile_step_start({start}) and profile_step_end({end}): iterations_to_skip leaves out all of these "
+            f"steps; profile others"
+        )
+    bad = [rank for rank in profile.profile_ranks if not (rank.isdecimal() and rank.isascii() and len(rank) < 10)]
     if bad:
         yield f"profile_ranks({' '.join(bad)}) are not ranks; give numbers, e.g. --profile-ranks 0 1"
+    elif all(int(rank) >= world_size for rank in profile.profile_ranks):
+        yield (
+            f"profile_ranks({' '.join(profile.profile_ranks)}): WORLD_SIZE({world_size}) has none of these ranks; give "
+            f"ranks below {world_size}"
+        )

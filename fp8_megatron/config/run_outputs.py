@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -130,3 +131,10 @@ class ProfileConfig:
     """Global ranks that are profiled."""
     profile_trace: Switch = False
     """Also record the host and write trace_rank*.json.gz for Perfetto (slower). Makes --cuda-graph-impl auto none."""
+
+    def first_and_last(self, left_out: Container[int]) -> tuple[int, int] | None:
+        """The first and the last profiled step of a run that leaves out the iterations `left_out`; None: no step."""
+        steps = range(self.profile_step_start, self.profile_step_end)
+        first = next((step for step in steps if step not in left_out), None)
+        last = next((step for step in reversed(steps) if step not in left_out), None)
+        return None if first is None or last is None else (first, last)

@@ -294,6 +294,11 @@ class TrainingConfig:
     """Chunks of a sequence that go through an MLP one after another, forward and backward. Needs recomputed MLPs."""
 
     @property
+    def left_out(self) -> frozenset[int]:
+        """The iterations to skip, which have been checked."""
+        return frozenset(map(int, self.iterations_to_skip))
+
+    @property
     def recomputed_modules(self) -> tuple[str, ...]:
         """What selective recomputation covers, with the default filled in; empty without it."""
         return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from typing import Any
 import torch
 
 from ..config.schema import ProfileConfig
+from ..errors import UserError
+from ..outputs import write_output
+
+logger = logging.getLogger(__name__)
 
 #: Category of a kernel by a pattern of its name; the first match counts. The names of cuBLASLt's nvjet kernels have a
 #: letter for each operand's type: q E4M3, r E5M2, t 16 bits.
@@ -63,48 +68,85 @@ class StepProfiler:
     """Runs `torch.profiler` over steps [step_start, step_end) of a run and writes the results into `folder`.
 
     Files, per profiled rank R: ``profile_rankR.json`` (`StepTimes`, and every kernel's time and calls per step),
-    ``profile_rankR.txt`` (a table) and, if asked for, ``trace_rankR.json.gz`` for Perfetto.
+    ``profile_rankR.txt`` (a table) and, if asked for, ``trace_rankR.json.gz`` for Perfetto. What cannot be written is
+    logged, and training goes on.
+
+    Args:
+        left_out: iterations that the run leaves out. For these, `before` and `after` are not called.
     """
 
-    def __init__(self, config: ProfileConfig, folder: Path, *, rank: int) -> None:
-        self._active = config.profile and str(rank) in config.profile_ranks
+    def __init__(self, config: ProfileConfig, folder: Path, *, rank: int, left_out: Container[int] = ()) -> None:
+        ranks = list(map(int, config.profile_ranks))
+        self._first_and_last = config.first_and_last(left_out) if config.profile and rank in ranks else None
+        self._tells = rank == min(ranks)
         self._config = config
         self._folder = folder
         self._rank = rank
+        self._num_steps = 0
         self._profiler: torch.profiler.profile | None = None
 
+    def begin(self, step: int) -> None:
+        """Call before the first step of a session, which goes on after `step`. The first of the ranks asked for warns
+        if that is too late.
+        """
+        if self._tells and self._first_and_last is not None and self._first_and_last[0] <= step:
+            logger.warning(
+                "no step is profiled: profile_step_start(%d) was before this session; choose %d or more",
+                self._config.profile_step_start,
+                step + 1,
+            )
+
     def before(self, step: int) -> None:
-        """Call before every step. Starts the profiler at `profile_step_start`."""
-        if not self._active or step != self._config.profile_step_start:
+        """Call before every step. Starts the profiler at the first profiled step."""
+        if self._first_and_last is None:
             return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            activities = [torch.profiler.ProfilerActivity.CUDA]
-            if self._config.profile_trace:
-                activities.append(torch.profiler.ProfilerActivity.CPU)
-        self._profiler = torch.profiler.profile(activities=activities)
-        self._profiler.start()
+        if step == self._first_and_last[0]:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+                activities = [torch.profiler.ProfilerActivity.CUDA]
+                if self._config.profile_trace:
+                    activities.append(torch.profiler.ProfilerActivity.CPU)
+            self._profiler = torch.profiler.profile(activities=activities)
+            self._profiler.start()
+        self._num_steps += self._profiler is not None
 
     def after(self, step: int) -> None:
-        """Call after every step. After step `profile_step_end` − 1, stops, waits for the device and writes files."""
-        if self._profiler is None or step != self._config.profile_step_end - 1:
+        """Call after every step. After the last profiled one, stops, waits for the device and writes files."""
+        if self._profiler is not None and self._first_and_last is not None and step == self._first_and_last[1]:
+            self._stop_and_write(self._profiler)
+
+    def finish(self, step: int) -> None:
+        """Call when the run has ended after `step`. If that was too early, writes what was profiled, and warns."""
+        if self._first_and_last is None:
             return
+        if self._profiler is not None:
+            if self._tells:
+                logger.warning("steps profiled: %d; the run ended after step %d", self._num_steps, step)
+            self._stop_and_write(self._profiler)
+        elif self._tells and step < self._first_and_last[0]:
+            logger.warning(
+                "no step is profiled: the run ended after step %d, before profile_step_start(%d)",
+                step,
+                self._config.profile_step_start,
+            )
+
+    def _stop_and_write(self, profiler: torch.profiler.profile) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._profiler.stop()
-        num_steps = self._config.profile_step_end - self._config.profile_step_start
-        events = list(self._profiler.events() or [])
-        kernels, times = kernel_times(events, num_steps), step_times(events, num_steps)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        stem = f"profile_rank{self._rank}"
-        (self._folder / f"{stem}.json").write_text(
-            json.dumps({"step": asdict(times), "kernels": list(map(asdict, kernels))}, indent=1)
-        )
-        (self._folder / f"{stem}.txt").write_text(kernel_table(kernels, times) + "\n")
-        if self._config.profile_trace:
-            self._profiler.export_chrome_trace(str(self._folder / f"trace_rank{self._rank}.json.gz"))
+        profiler.stop()
         self._profiler = None
+        events = list(profiler.events() or [])
+        kernels, times = kernel_times(events, self._num_steps), step_times(events, self._num_steps)
+        stem = f"profile_rank{self._rank}"
+        report = json.dumps({"step": asdict(times), "kernels": list(map(asdict, kernels))}, indent=1)
+        try:
+            write_output(self._folder / f"{stem}.json", report.encode())
+            write_output(self._folder / f"{stem}.txt", f"{kernel_table(kernels, times)}\n".encode())
+            if self._config.profile_trace:
+                profiler.export_chrome_trace(str(self._folder / f"trace_rank{self._rank}.json.gz"))
+        except (UserError, OSError) as error:
+            logger.warning("no profile of rank %d: %s; training goes on", self._rank, error)
 
 
 def category_of(name: str) -> str:

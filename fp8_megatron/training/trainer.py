@@ -203,20 +203,14 @@ class _Run:
             rolls_back=config.training.rollback_on_loss_spike,
             report=self.events.spiked,
         )
-        self.left_out = {int(word) for word in config.training.iterations_to_skip}
+        self.left_out = config.training.left_out
         self.started = time.monotonic()
         self.stop_requested = False
         records = graph_choice.records and documents_fit(config, self.data.most_documents())
         self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if records else None
         self.replica_check = _replica_check(config, self.state)
-        self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank)
-        first_profiled = config.profile.profile_step_start
-        if config.profile.profile and first_profiled <= self.progress.iteration and self.is_writer:
-            logger.warning(
-                "no step is profiled: profile_step_start(%d) was before this session; choose %d or more",
-                first_profiled,
-                self.progress.iteration + 1,
-            )
+        self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank, left_out=self.left_out)
+        self.profiler.begin(self.progress.iteration)
         self.report = RunReport(
             config,
             output_dir,
@@ -238,6 +232,7 @@ class _Run:
             with suppress(CheckpointError):
                 self._finish_saving()
             raise
+        self.profiler.finish(self.progress.iteration)
         try:
             self._finish_saving()
             self.events.stopped(self.progress.iteration, self._stop_reason())

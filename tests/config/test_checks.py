@@ -547,6 +547,17 @@ FULL = "--recompute-granularity full "
             "--nccl-communicator-config-path nowhere.yaml",
             "nccl_communicator_config_path(nowhere.yaml) is no file; give a YAML such as {dp_cp: {max_ctas: 8}}",
         ),
+        (
+            1,
+            "--profile --profile-step-start 4 --profile-step-end 6 --iterations-to-skip 4 5",
+            "profile_step_start(4) and profile_step_end(6): iterations_to_skip leaves out all of these steps; profile "
+            "others",
+        ),
+        (
+            2,
+            "--profile --profile-ranks 2 8",
+            "profile_ranks(2 8): WORLD_SIZE(2) has none of these ranks; give ranks below 2",
+        ),
         (1, "--profile --profile-ranks 0 x", "profile_ranks(x) are not ranks; give numbers, e.g. --profile-ranks 0 1"),
         (1, "--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
         (1, "--load here --ckpt-step 0", "ckpt_step(0) is out of range"),

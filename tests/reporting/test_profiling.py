@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from fp8_megatron.reporting.profiling import (
     kernel_times,
     step_times,
 )
+from tests.harness.limits import files_limited_to
 
 
 @pytest.mark.parametrize(
@@ -92,3 +94,39 @@ def test_files_of_the_ranks_asked_for(tmp_path: Path, ranks: tuple[str, ...], wr
         kernels = json.loads((tmp_path / "profile_rank0.json").read_text())["kernels"]
         adds = [k for k in kernels if k["name"] == "aten::add"]
         assert [k["calls_per_step"] for k in adds] == [1.0]
+
+
+def profiled(folder: Path, steps: Iterable[int], **settings: Any) -> float | None:
+    """Profile a run of these steps, each with one addition; additions a step, None without a profile."""
+    config = ProfileConfig(profile=True, **{"profile_step_start": 2, "profile_step_end": 5, **settings})
+    profiler = StepProfiler(config, folder, rank=0, left_out={2, 4})
+    profiler.begin(0)
+    steps = [step for step in steps if step not in (2, 4)]
+    for step in steps:
+        profiler.before(step)
+        torch.ones(8) + 1
+        profiler.after(step)
+    profiler.finish(steps[-1])
+    path = folder / "profile_rank0.json"
+    found = json.loads(path.read_text())["kernels"] if path.exists() else []
+    return next((kernel["calls_per_step"] for kernel in found if kernel["name"] == "aten::add"), None)
+
+
+def test_left_out_iterations_are_no_steps_of_a_profile(tmp_path: Path) -> None:
+    """2 and 4 of 2, 3, 4 are left out: the profile begins later, ends earlier, and has one step."""
+    assert profiled(tmp_path, range(1, 8)) == 1.0
+    assert profiled(tmp_path, range(1, 8), profile_step_end=7) == 1.0, "3, 5 and 6"
+
+
+def test_a_run_that_ends_early_says_what_was_profiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert profiled(tmp_path, range(1, 6), profile_step_end=9) == 1.0
+    assert "steps profiled: 2; the run ended after step 5" in caplog.text
+    assert profiled(tmp_path / "none", range(1, 2)) is None
+    assert "no step is profiled: the run ended after step 1, before profile_step_start(2)" in caplog.text
+
+
+def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with files_limited_to(100):
+        profiled(tmp_path, range(1, 8))
+    assert "no profile of rank 0: " in caplog.text and "File too large" in caplog.text and not list(tmp_path.iterdir())
+    assert (profiled(tmp_path, range(1, 8), profile_ranks=("00",))) == 1.0
