@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from ..config.checks import check_config
 from ..config.io import own_and_run_flags
 from ..config.schema import Config
+from ..config.words import flag_name
 from .arguments import Parser, output_file, real, whole
 from .levels import levels_of
 from .program import exit_status
@@ -37,6 +38,14 @@ LEVELS = levels_of("bf16", "te", "O1", "O2", "O3", "5-byte")
 _MOST_GPUS = 100_000
 #: What --largest compares. Transformer Engine's model states are BF16's.
 _LARGEST_LEVELS = ("bf16", "O3", "5-byte")
+#: Settings of the cluster and of the table, and their defaults.
+_DEFAULTS = {"gpus_per_node": 8, "memory_gb": 80.0, "network_gb": 50.0, "top": 5}
+#: Which of these each question leaves unread.
+_UNREAD = {
+    "build": ("gpus_per_node", "memory_gb", "network_gb", "top"),
+    "longest": ("network_gb", "top"),
+    "largest": ("network_gb", "top"),
+}
 _KINDS = ("state", "activations", "logits", "backward", "wire_buffers", "transposes", "recording", "tables")
 
 
@@ -57,6 +66,13 @@ def _main(words: list[str], prog: str) -> int:
         parser.error("--longest is for --gpus alone; drop --build and --largest")
     if args.longest and len(args.levels or ()) > 1:
         parser.error(f"--longest is for one precision; give one of --levels {' '.join(args.levels)}")
+    question = next((name for name in _UNREAD if getattr(args, name)), None)
+    ignored = [flag_name(name) for name in _UNREAD.get(question or "", ()) if getattr(args, name) is not None]
+    if ignored:
+        parser.error(f"{' '.join(ignored)}: has no effect with --{question}; drop it")
+    for name, default in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     from ..planning.layouts import ROOM, Cluster, best_layouts  # imports torch
 
     if args.build:
@@ -121,23 +137,18 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="instead: the longest sequence that fits, by what is recomputed, kept on the host and cut",
     )
     parser.add_argument("--output", type=output_file, metavar="FILE", help="draw --largest as an image")
-    parser.add_argument(
-        "--gpus-per-node", type=whole(most=_MOST_GPUS), default=8, metavar="N", help="of one node (default 8)"
-    )
-    parser.add_argument(
-        "--memory-gb", type=real(above=0), default=80.0, metavar="GB", help="of one GPU, 10^9 bytes (default 80)"
-    )
+    parser.add_argument("--gpus-per-node", type=whole(most=_MOST_GPUS), metavar="N", help="of one node (default 8)")
+    parser.add_argument("--memory-gb", type=real(above=0), metavar="GB", help="of one GPU, 10^9 bytes (default 80)")
     parser.add_argument(
         "--network-gb",
         type=real(above=0),
-        default=50.0,
         metavar="GB",
         help="GB/s that a GPU sends to GPUs of other nodes (default 50: 400 Gbit/s)",
     )
     parser.add_argument(
         "--levels", nargs="+", choices=list(LEVELS), metavar="LEVEL", help=f"compare these: {' '.join(LEVELS)}"
     )
-    parser.add_argument("--top", type=whole(most=1000), default=5, metavar="N", help="layouts to show (default 5)")
+    parser.add_argument("--top", type=whole(most=1000), metavar="N", help="layouts to show (default 5)")
     return parser
 
 

@@ -44,11 +44,13 @@ def report_largest(
 
         image_format(output)
     sizes: dict[str, list[Config | None]] = {}
+    recomputed = "nothing"
     for level, own in levels.items():
         config = parse_config([*_BASE.split(), *flags, *own], prog=prog)
         _check_is_followed(config)
+        recomputed = " ".join(config.training.recomputed_modules) or config.training.recompute_granularity or "nothing"
         sizes[level] = [largest_model(config, cluster) for cluster in clusters]
-    print(_table(sizes, clusters), flush=True)
+    print(_table(sizes, clusters, recomputed), flush=True)
     if output is not None:
         _draw(sizes, clusters, output)
         print(output)
@@ -64,7 +66,7 @@ def _check_is_followed(config: Config) -> None:
                 raise ConfigError(f"{flag_with(name, value)}: --largest varies pipeline stages and batches; drop it")
 
 
-def _table(sizes: Mapping[str, Sequence[Config | None]], clusters: Sequence[Cluster]) -> str:
+def _table(sizes: Mapping[str, Sequence[Config | None]], clusters: Sequence[Cluster], recomputed: str) -> str:
     from rich.table import Table
 
     from ..reporting.tables import table_lines
@@ -74,7 +76,10 @@ def _table(sizes: Mapping[str, Sequence[Config | None]], clusters: Sequence[Clus
         table.add_column(heading, justify="right", no_wrap=True)
     for row, cluster in enumerate(clusters):
         table.add_row(str(cluster.gpus), *(_cell(models[row], cluster) for models in sizes.values()))
-    limit = f"peak within {ROOM:.0%} of {clusters[0].memory_bytes / 1e9:g} GB; micro-batch 1, nothing recomputed"
+    limit = (
+        f"peak within {ROOM:.0%} of {clusters[0].memory_bytes / 1e9:g} GB; width, heads, layers, batch and layout are "
+        f"varied, whatever the flags say; micro-batch 1, {recomputed} recomputed"
+    )
     return "\n".join([*table_lines(table), limit])
 
 

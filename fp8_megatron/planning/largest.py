@@ -21,7 +21,7 @@ def largest_model(config: Config, cluster: Cluster) -> Config | None:
     """The largest GPT of about GPT-175B's shape that fits, in its layout; None if none does.
 
     Width h, h / 128 heads, and about h / 128 layers, a multiple of the stages. All else is the configuration's.
-    Micro-batches have one sequence, as many as stages. Nothing is recomputed.
+    Micro-batches have one sequence, as many as stages.
     """
     best, width, misses = None, 0, 0
     while misses < _MISSES:

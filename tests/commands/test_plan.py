@@ -81,6 +81,9 @@ def test_the_largest_models_by_level(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert image.read_bytes().startswith(b"\x89PNG")
     assert plan.main("--largest 8 --memory-gb 0.1 --levels O3".split()) == 0
     assert "none" in capsys.readouterr().out
+    assert plan.main("--largest 8 --levels O3 -- --recompute-activations --num-layers 4".split()) == 0
+    out = capsys.readouterr().out
+    assert "layers, batch and layout are varied, whatever the flags say; micro-batch 1, core_attn recomputed" in out
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,9 @@ def test_the_largest_models_by_level(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--largest 8 -- --train-samples 9 --rampup-batch-size 8 8 9", "--rampup-batch-size 8 8 9: --largest varies"),
         ("--largest 8 --build", "--build is for --gpus; drop it"),
         ("--gpus 4 --build --levels te -- --config {}/gpt_7b.yaml", "Transformer Engine's layers, which need a GPU"),
+        ("--largest 8 --top 2 --network-gb 9", "--network-gb --top: has no effect with --largest; drop it"),
+        ("--gpus 1 --longest --top 3 -- --config {}/gpt_7b.yaml", "--top: has no effect with --longest; drop it"),
+        ("--gpus 1 --build --memory-gb 40 -- --config {}/gpt_7b.yaml", "--memory-gb: has no effect with --build"),
         ("--largest 8 --output a.doc", "figures cannot be drawn as doc"),
         ("--gpus 8", "not given: --num-layers"),
         ("--gpus 8 --config {}/gpt_7b.yaml", "unknown flag --config; put flags of the run behind --"),
