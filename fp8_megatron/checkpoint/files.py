@@ -294,6 +294,11 @@ def _tracked_iteration(root: Path) -> int | None:
         raise CheckpointError(
             f"{tracker} cannot be read ({error}); write the number of a folder iter_* into it"
         ) from None
+    if text == "release":  # of Megatron-LM's converters
+        raise CheckpointError(
+            f"{tracker} names the folder release, which has no iteration; rename it to "
+            f"{iteration_folder(root, 1).name} and write 1 into the file"
+        )
     if not _ITERATION.fullmatch(text):
         raise CheckpointError(
             f"{tracker} holds {text[:60]!r}, not an iteration; write the number of a folder iter_* into it"

@@ -79,6 +79,9 @@ def test_a_tracker_that_leads_nowhere(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("latest")
     with pytest.raises(CheckpointError, match="holds 'latest', not an iteration; write the number of a folder"):
         candidates(tmp_path)
+    (tmp_path / TRACKER).write_text("release\n")
+    with pytest.raises(CheckpointError, match="rename it to iter_0000001 and write 1 into the file"):
+        candidates(tmp_path)
 
 
 def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
