@@ -86,6 +86,13 @@ def test_a_value_of_another_name_is_said() -> None:
     assert line.notes == ("--ckpt-format torch is --ckpt-format torch_dist here",)
 
 
+def test_local_sums_of_gradients_name_the_setting_that_makes_them_fp32() -> None:
+    """One replica adds the gradients of FP8 weights in BF16 by default, so FP32 is not what happens anyway."""
+    for name in ("accumulate_allreduce_grads_in_fp32", "ddp_param_name_patterns_for_fp32_local_accumulation"):
+        note = megatron_options()[name].note
+        assert "in BF16, and in FP32 with --grad-accumulation-dtype fp32" in note
+
+
 def test_words_after_an_option_are_its_own() -> None:
     line = parse_command_line(
         "--use-mcore-models --num-layers 3 --timing-log-level=2 --ckpt-fully-parallel-load --lr 1 "
