@@ -216,7 +216,7 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
         skip_errors=arguments.skip_errors,
         split_sentences=arguments.split_sentences,
         keep_newlines=arguments.keep_newlines,
-        language=arguments.lang,
+        language=arguments.lang or "english",
     )
     num_workers = _bounded(arguments.workers)
     _check_no_flag_is_ignored(arguments)
@@ -290,6 +290,8 @@ def _check_no_flag_is_ignored(arguments: argparse.Namespace) -> None:
         raise UserError(f"--tokenizer-model {arguments.tokenizer_model} is not read by a {kind}; leave it out")
     if arguments.keep_newlines and not arguments.split_sentences:
         raise UserError("--keep-newlines is about --split-sentences, which is not given; give both or neither")
+    if arguments.lang is not None and not arguments.split_sentences:
+        raise UserError(f"--lang {arguments.lang} is about --split-sentences, which is not given; give both or neither")
     if arguments.split_on_blank_lines and not any(map(is_plain_text, arguments.input)):
         raise UserError("--split-on-blank-lines cuts plain text, and --input has JSON lines alone; leave it out")
 
@@ -331,7 +333,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
     add_tokenizer_arguments(parser)
     parser.add_argument("--split-sentences", action="store_true", help="cut documents into sentences with NLTK")
     parser.add_argument("--keep-newlines", action="store_true", help="sentences keep the white space behind them")
-    parser.add_argument("--lang", type=nonempty, default="english", help="of --split-sentences (english)")
+    parser.add_argument("--lang", type=nonempty, help="of --split-sentences (english)")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument(
         "--workers", type=whole(), default=num_cores(), help="processes, at most one a core (one a core)"

@@ -115,13 +115,13 @@ def build_tokenizer(
     options = options or TokenizerOptions()
     if tokenizer_type not in TOKENIZER_TYPES:
         raise UserError(f"--tokenizer-type {tokenizer_type} is unknown: choose {', '.join(TOKENIZER_TYPES)}")
+    problems = tokenizer_problems(tokenizer_type, tokenizer_model, options)
+    if problems:
+        raise UserError("\n".join(problems))
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None:
             raise UserError("NullTokenizer has no vocabulary of its own: set --vocab-size")
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
-    problems = tokenizer_problems(tokenizer_type, tokenizer_model, options)
-    if problems:
-        raise UserError("\n".join(problems))
     tokenizer = _built(tokenizer_type, tokenizer_model or "", vocab_size, options)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise UserError(

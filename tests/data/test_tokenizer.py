@@ -120,6 +120,10 @@ def test_null_tokenizer_takes_ids_and_ends_documents_with_the_last():
             tokenizer.encode(text)
     with pytest.raises(ValueError, match="set --vocab-size"):
         build_tokenizer("NullTokenizer", None)
+    with pytest.raises(
+        ValueError, match=r"tokenizer_special_tokens\(<x>\) has no effect under tokenizer_type\(NullTok"
+    ):
+        build_tokenizer("NullTokenizer", None, 1000, TokenizerOptions(tokenizer_special_tokens=("<x>",)))
     with pytest.raises(ValueError, match="at least 2"):
         NullTokenizer(1)
 

@@ -129,6 +129,8 @@ def test_a_missing_language_and_lone_flags_are_one_line(lines, tmp_path, tokeniz
     assert "NLTK has no model of --lang finnish here: python -m nltk.downloader punkt_tab" in capsys.readouterr().err
     assert preprocess_data.main([*words, "--keep-newlines"]) == 2
     assert "--keep-newlines is about --split-sentences, which is not given" in capsys.readouterr().err
+    assert preprocess_data.main([*words, "--lang", "german"]) == 2
+    assert "--lang german is about --split-sentences, which is not given" in capsys.readouterr().err
 
 
 def test_gpt2_files_are_enough_to_name_the_tokenizer(lines, tmp_path):
