@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from ..config.words import flag_with
 from .arguments import Parser, existing, real, seed, whole
 from .launch import Placement, check_gpus, run_ranks
 from .program import exit_status, prepare_megatron
@@ -45,9 +46,15 @@ def parse_arguments(words: Sequence[str], prog: str) -> argparse.Namespace:
         default=0.7,
         help="0 takes the most likely token (default 0.7)",
     )
-    parser.add_argument("--top-k", type=whole(), default=40, help="draw among this many tokens (default 40)")
-    parser.add_argument("--seed", type=seed, default=0, help="of the draw (default 0)")
-    return parser.parse_args(words)
+    parser.add_argument("--top-k", type=whole(), help="draw among this many tokens (default 40)")
+    parser.add_argument("--seed", type=seed, help="of the draw (default 0)")
+    arguments = parser.parse_args(words)
+    for name, default in (("top_k", 40), ("seed", 0)):
+        value = getattr(arguments, name)
+        if arguments.temperature == 0 and value is not None:
+            parser.error(f"{flag_with(name, value)}: --temperature 0 draws nothing; leave one of them out")
+        setattr(arguments, name, default if value is None else value)
+    return arguments
 
 
 def _prompt(word: str) -> str:

@@ -16,6 +16,8 @@ from fp8_megatron.commands import generate_text
         (("--temperature", "nan"), "argument --temperature: nan is out of range; give"),
         (("--temperature", "-1"), "argument --temperature: -1 is out of range; give 0 or more"),
         (("--top-k", "0"), "argument --top-k: 0 is out of range; give 1 to"),
+        (("--temperature", "0", "--top-k", "5"), "--top-k 5: --temperature 0 draws nothing; leave one of them out"),
+        (("--temperature", "0", "--seed", "0"), "--seed 0: --temperature 0 draws nothing; leave one of them out"),
         (("--seed", "-1"), "argument --seed: -1 is out of range; give 0 to 4294967295"),
         (("--load", ""), "argument --load: the text is empty"),
         (("--load", "runs/a"), "argument --load: runs/a does not exist; check the path"),
