@@ -16,6 +16,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
+from ..outputs import writing_to
 from .aside import built_aside
 from .splits import cache_folder
 
@@ -80,6 +81,9 @@ def _built_aside(dataset: Any, split: str, names: Sequence[str]) -> Iterator[Non
         dataset: reads where to write from ``config.path_to_cache``.
         split: the split's name in the names of the files.
         names: how these names end.
+
+    Raises:
+        UserError: the files cannot be written. megatron-core would raise an error of its own for an OSError.
     """
     shared = dataset.config
     folder = Path(shared.path_to_cache)
@@ -88,7 +92,7 @@ def _built_aside(dataset: Any, split: str, names: Sequence[str]) -> Iterator[Non
     if torch.distributed.get_rank() != 0 or all(path.is_file() for path in paths):
         yield
         return
-    with built_aside(folder) as aside:
+    with writing_to(folder, "--data-cache-path"), built_aside(folder) as aside:
         dataset.config = copy.copy(shared)  # other datasets are built from it in other threads
         dataset.config.path_to_cache = str(aside)
         try:

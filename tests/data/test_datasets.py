@@ -14,6 +14,8 @@ from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data import datasets as datasets_module
 from fp8_megatron.data.datasets import Blend, Datasets, MockDataset, build_datasets
 from fp8_megatron.data.tokenizer import NullTokenizer
+from fp8_megatron.errors import UserError
+from tests.harness.limits import files_limited_to
 
 SEQ = 8
 VOCAB = 5000
@@ -231,6 +233,16 @@ def other_run(path, looked, half_written, done, found):
         found.put(all_tokens(build(40, data_path=path, split="1").train).tolist())
     finally:
         done.set()
+
+
+@pytest.mark.parametrize("with_blend", [False, True])
+def test_a_disk_that_fills_while_an_index_is_built_is_one_line(write_tokens, tmp_path, with_blend):
+    prefix, cache = write_tokens("corpus", counting(40, 50)), tmp_path / "cache"
+    path = ("1", prefix, "1", write_tokens("other", counting(40, 50))) if with_blend else (prefix,)
+    with files_limited_to(300), pytest.raises(UserError, match=f"--data-cache-path {cache}.* cannot be written"):
+        build(400, data_path=path, split="1")
+    assert not list(tmp_path.glob("cache/*/building-*"))
+    build(400, data_path=path, split="1")
 
 
 def test_what_a_killed_build_left_is_cleared_and_a_live_one_is_let_alone(write_tokens, tmp_path):
