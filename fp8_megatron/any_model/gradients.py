@@ -62,7 +62,8 @@ class ParamGrad:
     def take_place(self) -> tuple[Tensor, Tensor] | None:
         """Where the first gradient of a step goes in FP8, payload and scales: it counts as written, so the caller
         writes it now. None: give it to `accumulate_`."""
-        if self.param.grad is not None or not self.param.requires_grad:
+        param = self.param
+        if param.grad is not None or not param.requires_grad or param._backward_hooks:
             return None
         place = self.space.place_of_first(self.slot)
         if place is None or not self._is_wanted():

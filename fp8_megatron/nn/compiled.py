@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..errors import UserError
 from ..formats import E4M3, GEMM_BLOCK
 from ..quantization.operand import Quantized
 from ..quantization.recipe import LinearQuantizers
@@ -140,8 +141,16 @@ def _linear_backward(
 
     Args:
         call: empty, and no other call's.
+
+    Raises:
+        UserError: the weight has hooks. Autograd runs them, and sees no gradient of a compiled layer's weight.
     """
     linear = _params(token, grad_output.new_empty(0) if has_bias else None)
+    if linear.weight._backward_hooks:
+        raise UserError(
+            f"a weight of shape {tuple(linear.weight.shape)} has hooks (register_hook), and torch.compile leaves them "
+            f"out: remove them, or do not compile this layer"
+        )
     has_columns = columns.numel() > 0 and _is_wanted(token)
     x_t = Quantized(columns, None, scale, linear.quantizers.input.format) if has_columns else None
     grad_input, grad_weight, grad_bias = local.backward(grad_output, x_t, linear, needs_grad_input=needs_grad_input)

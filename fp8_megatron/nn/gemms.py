@@ -171,9 +171,10 @@ def deliver_wgrad(g_t: Quantized, x_t: Quantized, linear: LinearParams, dtype: t
 
 
 def delivered_wgrad(grad: Tensor | WeightGrad, linear: LinearParams) -> Tensor | None:
-    """Give a weight's gradient [N, K] to its `main_grad`. If it has none, return it, for autograd."""
+    """Give a weight's gradient [N, K] to its `main_grad`. If it has none, or hooks that are to see the gradient
+    (``register_hook``), return it, for autograd."""
     main_grad: MainGrad | None = getattr(linear.weight, "main_grad", None)
-    if main_grad is None:
+    if main_grad is None or linear.weight._backward_hooks:
         return grad.wide() if isinstance(grad, WeightGrad) else grad
     main_grad.accumulate_(grad)
     return None

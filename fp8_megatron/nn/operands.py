@@ -76,10 +76,11 @@ def without_padding(y: Tensor, shape: torch.Size) -> Tensor:
 def delivered(grad: Tensor | None, param: Tensor | None) -> Tensor | None:
     """Give a vector's FP32 gradient to `param.main_grad` if that exists, and return None for autograd.
 
-    Autograd would round the gradient to the parameter's dtype and take three launches to deliver it.
+    Autograd would round the gradient to the parameter's dtype and take three launches to deliver it. It does so where
+    the parameter has hooks that are to see the gradient (``register_hook``).
     """
     main_grad: MainGrad | None = getattr(param, "main_grad", None)
-    if param is None or grad is None or main_grad is None:
+    if param is None or grad is None or main_grad is None or param._backward_hooks:
         return grad if param is not None else None
     main_grad.accumulate_(grad)
     return None

@@ -377,3 +377,59 @@ def test_a_model_that_is_converted_afterwards_is_named(level: str) -> None:
     with pytest.raises(UserError, match=r"was torch.float32 on cpu .* is torch.bfloat16 on cpu: convert or move the"):
         backward(model)
         optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_hooks_see_the_gradients_of_fp8_layers(level: str, num_micro_batches: int) -> None:
+    """`register_hook` gets every gradient before it is stored, as torch's loggers want it. Training keeps its bits."""
+
+    def train(hooked: bool) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+        model, optimizer = build(level)
+        seen: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+        if hooked:
+            for name, param in model.named_parameters():
+                param.register_hook(seen[name].append)
+        for seed in range(2 * num_micro_batches):
+            backward(model, seed)
+            if seed % num_micro_batches == num_micro_batches - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        return dict(model.state_dict()), seen
+
+    (weights, _), (hooked_weights, seen) = train(False), train(True)
+    for name, value in weights.items():
+        assert torch.equal(hooked_weights[name], value), name
+        assert len(seen[name]) == 2 * num_micro_batches
+    expected = sum_of_single_gradients(torch.float32, range(1))
+    for name in ("linear.weight", "linear.bias"):
+        assert type(seen[name][0]) is Tensor and torch.equal(seen[name][0], expected[name]), name
+
+
+def test_a_hook_changes_the_gradient_until_it_is_removed() -> None:
+    (model, _), (other, _) = build("O1"), build("O1")
+    params = [model.linear.weight, model.linear.bias]
+    handles = [param.register_hook(lambda grad: grad * 0.5) for param in params]
+    for _ in range(2):
+        backward(model)
+        backward(other)
+        factor = 0.5 if handles else 1.0
+        for param, unhooked in zip(params, (other.linear.weight, other.linear.bias), strict=True):
+            assert torch.equal(dense(param.grad), dense(unhooked.grad) * factor)
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        model.zero_grad()
+        other.zero_grad()
+
+
+def test_a_hook_on_a_compiled_layers_weight_is_an_error() -> None:
+    """A compiled graph has no gradient of the weight, so the hook would be left out in silence."""
+    model, _ = build()
+    compiled = torch.compile(model, backend="aot_eager")
+    backward(compiled)
+    handle = model.linear.weight.register_hook(lambda grad: grad * 0.5)
+    with pytest.raises(UserError, match=r"weight of shape \(48, 48\) has hooks"):
+        backward(compiled)
+    handle.remove()
+    backward(compiled)
