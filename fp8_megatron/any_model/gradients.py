@@ -3,7 +3,7 @@
 Each space (`sharding.partition`) keeps its gradients in one buffer, so that norms, clipping and the optimizer step take
 a few kernels. ``p.grad`` is the parameter's slot of it:
 
-- a plain matrix on one replica: a view in the parameter's own dtype. Autograd adds to it in place.
+- a plain matrix on one replica: its memory, in the parameter's own dtype. Autograd adds to it in place.
 - a vector on one replica: what autograd or a layer gives. `SpaceGrads.settle` copies all of them in one launch, because
   a model has hundreds, and a launch each is what the host has no time for.
 - a linear weight in FP8 storage: a `GradTensor`. The first gradient of a step is stored in FP8; a second one widens the
@@ -28,7 +28,7 @@ from ..nn.compiled import decides_by_tokens
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
-from ..sharding.partition import ParamSpace, Slot, StorageClass
+from ..sharding.partition import ParamSpace, Slot, StorageClass, alone
 from .grad_tensor import GradTensor
 
 
@@ -395,7 +395,7 @@ class LinearGrads(LocalGrads):
 class PlainGrads(LocalGrads):
     """Gradients of plain parameters on one replica, in their own dtype.
 
-    A slot is written where ``p.grad`` is its view, so autograd and users write to the storage without being seen.
+    A slot is written where ``p.grad`` is its memory, so autograd and users write to the storage without being seen.
 
     Args:
         buffer: of the parameters' dtype.
@@ -406,7 +406,7 @@ class PlainGrads(LocalGrads):
     def __init__(self, space: ParamSpace, buffer: LocalGradBuffer) -> None:
         super().__init__(space)
         self.buffer = buffer
-        self._views = {grad.slot.offset: grad.slot.slice(buffer.payload) for grad in self.grads}
+        self._views = {grad.slot.offset: alone(grad.slot.slice(buffer.payload)) for grad in self.grads}
         #: Offsets of the slots that may hold something else than zeros.
         self._filled: set[int] = set()
         for grad in self.grads:

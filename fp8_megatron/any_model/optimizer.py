@@ -32,11 +32,11 @@ from ..quantization.amax_history import AmaxHistory
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.data_parallel import Exchange
 from ..sharding.grad_buffer import LocalGradBuffer
-from ..sharding.partition import ParamSpace, StorageClass, partition
+from ..sharding.partition import ParamSpace, StorageClass, alone, partition
 from ..sharding.storage import ModelStorage
 from .data_parallel import Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
-from .space import ModelSpace, alone, publish, value_of
+from .space import ModelSpace, publish, value_of
 from .state_dicts import load_param_state, param_state
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params

@@ -58,11 +58,3 @@ def publish(state: SpaceState) -> None:
 def value_of(param: torch.nn.Parameter) -> Tensor:
     """The parameter's value as it is stored."""
     return param.dequantize() if isinstance(param, ScaledTensor) else param.detach()
-
-
-def alone(part: Tensor) -> Tensor:
-    """The same memory as a storage of its own, which ends where the part does.
-
-    What saves a parameter with its storage (torch.save, safetensors, deepcopy) takes the parameter and not its space.
-    """
-    return torch.from_dlpack(part.detach())

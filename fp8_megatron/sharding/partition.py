@@ -308,6 +308,14 @@ class ParamSpace:
         return ops.Places(wrapped.to(self.device, torch.int32), narrowest)
 
 
+def alone(part: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own, which ends where the part does.
+
+    What saves a tensor with its storage (torch.save, safetensors, deepcopy) takes the part and not its space.
+    """
+    return torch.from_dlpack(part.detach())
+
+
 def storage_class(param: torch.nn.Parameter) -> StorageClass:
     """The storage class of a parameter."""
     if isinstance(param, ScaledTensor):
