@@ -59,6 +59,7 @@ def build_optimizer(
         num_gradients=gradient_accumulation_steps or 1,
         replication=replication,
     )
+    built.zero_grad()  # weights that were replaced have left theirs behind
     _watch_loads(model, built, names)
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP wraps models of one rank too
         allow_ddp(model, [space.grads for space in built._spaces], replication)

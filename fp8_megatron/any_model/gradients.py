@@ -178,13 +178,12 @@ class SpaceGrads(ABC):
         self.grads = [ParamGrad(self, slot) for slot in space.slots]
 
     def _attach(self, *, takes_at_once: bool = True) -> None:
-        """Become the gradients of the parameters.
+        """Become the gradients of the parameters. One that is there stays, as if the user had written it.
 
         Args:
             takes_at_once: move each gradient to its storage when autograd has written it, rather than in `settle`.
         """
         for grad in self.grads:
-            grad.param.grad = None
             grad.param.main_grad = grad  # type: ignore[attr-defined]
             if takes_at_once:
                 grad.param.register_post_accumulate_grad_hook(_take_autograds)

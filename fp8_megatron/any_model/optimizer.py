@@ -117,6 +117,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         )
         for space in spaces:
             self._spaces.append(self._build(space, param_group))
+            if self._replication is not None:  # every reader of ``p.grad`` sees the mean
+                self._spaces[-1].grads.take_others()
 
     def holds(self, param: torch.nn.Parameter) -> bool:
         """Whether `param` is in a param group."""

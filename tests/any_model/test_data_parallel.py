@@ -423,6 +423,34 @@ def test_a_group_is_added_after_a_step(ranks: RankPool) -> None:
             assert snr_db(outcome[name], value) > 40.0, name
 
 
+def _adds_a_group_behind_backward(group: Group, adds_first: bool) -> tuple[dict[str, Tensor], float]:
+    """The gradients of one backward with this rank's data, and torch's norm of them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 256))
+    user = torch.optim.AdamW(model[0].parameters(), lr=5e-3)
+    optimizer = build_optimizer(model, user, replace_linears(model, weight=LEVELS["O2"].weight), "O2")
+    added = [*model[2].parameters(), *model[1].parameters()]
+    if adds_first:
+        optimizer.add_param_group({"params": added})
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(group.rank()))
+    (model(x) - 1).square().mean().backward()
+    if not adds_first:
+        optimizer.add_param_group({"params": added})
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    return {name: param.grad.clone() for name, param in model.named_parameters()}, norm
+
+
+def test_gradients_of_a_group_that_is_added_behind_backward_are_means(ranks: RankPool) -> None:
+    outcomes = [
+        ranks.run(on_default_group, _adds_a_group_behind_backward, first, num_ranks=2) for first in (True, False)
+    ]
+    expected, expected_norm = outcomes[0][0]
+    for grads, norm in outcomes[1]:
+        assert norm == expected_norm
+        for name, grad in expected.items():
+            assert torch.equal(grads[name], grad), name
+
+
 def _has_two_optimizers(group: Group) -> dict[str, Tensor]:
     """The embedding, a norm and the bias of an FP8 layer are another optimizer's; ranks have different batches."""
     torch.manual_seed(0)
