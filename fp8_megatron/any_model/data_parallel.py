@@ -249,7 +249,11 @@ class _LeftOut:
 
 class _SeesDDP:
     """Forward pre-hook: whether torch's DDP runs the model, and so reduces the gradient that it keeps; and whether it
-    does so inside of its ``no_sync``. DDP, too, asks in forward."""
+    does so inside of its ``no_sync``. DDP, too, asks in forward.
+
+    Raises:
+        ReplicaError: DDP is inside of ``join()``.
+    """
 
     def __init__(self, kept: ParamGrad, replication: Replication | None) -> None:
         self._kept = kept
@@ -262,6 +266,12 @@ class _SeesDDP:
         self._kept.is_left_to_others = ddp is not None
         if self._replication is not None and torch.is_grad_enabled():
             self._replication.ddp_holds_back = ddp is not None and not ddp.require_backward_grad_sync
+            if ddp is not None and ddp._join_config.enable and not ddp._join_config.throw_on_early_termination:
+                raise ReplicaError(
+                    "join() of torch's DDP lets a rank without data answer for DDP alone; the others would wait for "
+                    "its FP8 gradients: give all ranks equally many batches (DistributedSampler, drop_last=True, "
+                    "even_batches=True), or end all at the first: join(throw_on_early_termination=True)"
+                )
 
     def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         """A copied or pickled model has no replicas: this becomes a hook that does nothing."""

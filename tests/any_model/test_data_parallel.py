@@ -186,6 +186,31 @@ def test_torchs_ddp_may_wrap_the_model(ranks: RankPool, clips: str) -> None:
             assert torch.equal(value, plain[0][1][name]), name
 
 
+def _joins_uneven_inputs(group: Group, ends_at_first: bool) -> tuple[int, str]:
+    """Steps and the error of a rank in ``join()``; rank 1 has two more batches."""
+    model, optimizer = build("O2")
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    steps = 0
+    try:
+        with ddp.join(throw_on_early_termination=ends_at_first):
+            for _ in range(1 + 2 * group.rank()):
+                ddp(torch.arange(16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+    except (RuntimeError, data_parallel.ReplicaError) as error:
+        return steps, str(error)
+    return steps, ""
+
+
+def test_ranks_that_run_out_of_data_are_an_error(ranks: RankPool) -> None:
+    """DDP's join() answers for DDP alone, so ranks with data would wait for the others' gradients until a timeout."""
+    for steps, message in ranks.run(on_default_group, _joins_uneven_inputs, False, num_ranks=2):
+        assert steps == 0 and "equally many batches" in message
+    for steps, message in ranks.run(on_default_group, _joins_uneven_inputs, True, num_ranks=2):
+        assert steps == 1 and "exhausted" in message
+
+
 def test_torchs_ddp_may_wrap_the_model_of_one_rank(ranks: RankPool) -> None:
     """A program for many ranks, started on one."""
     plain = ranks.run(on_default_group, _on_data, "O2", 2, "ours", num_ranks=1)[0]
