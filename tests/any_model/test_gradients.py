@@ -15,10 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.grad_tensor import GradTensor
 from fp8_megatron.any_model.gradients import clip_grad_norm_
+from fp8_megatron.any_model.initialize import initialize
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.errors import UserError
 from fp8_megatron.formats import LEVELS, StorageDtype
+from fp8_megatron.quantization.recipe import RecipeName
 from fp8_megatron.quantization.stats import snr_db
 
 
@@ -447,3 +449,80 @@ def test_a_gradient_that_is_saved_is_not_its_whole_space() -> None:
     grad.detach_()
     grad.zero_()
     assert not model.head.weight.grad.any()
+
+
+class Gated(torch.nn.Module):
+    """Layers that share an input, an activation that can be computed again, and an activation checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(128)
+        self.gate, self.up = torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)
+        self.down = torch.nn.Linear(128, 128)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._mlp(self.norm(x))
+        y: Tensor = checkpoint(self._mlp, x, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_second_backward_over_a_retained_graph(level: str, recomputes: bool, recipe: RecipeName) -> None:
+    """Gradients have the bits of two forwards, also where the parts of the sum cancel."""
+
+    def train(retains: bool, second: float) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Gated()
+        settings = {"recipe": recipe, "recompute_activations": recomputes}
+        _, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), opt_level=level, **settings)
+        x, first, other = torch.randn(3, 128, 128)
+        for _ in range(2):
+            optimizer.zero_grad()
+            y = model(x)
+            y.backward(first, retain_graph=retains)
+            if not retains:
+                y = model(x)
+            y.backward(second * first + other)
+            grads = {name: dense(param.grad) for name, param in model.named_parameters()}
+            optimizer.step()
+        return grads
+
+    for second in (1.0, -1.0):
+        expected = train(False, second)
+        for name, grad in train(True, second).items():
+            assert torch.equal(grad, expected[name]), name
+
+
+def test_gradients_that_cancel_keep_the_error_of_their_parts() -> None:
+    """Two losses over one graph may have gradients that cancel. The sum is small beside what was rounded, so its SNR
+    falls by as much as the sum does, here by 11 dB. The error beside the parts stays that of one backward. One backward
+    of the losses' sum rounds the small gradient itself."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 32))
+    model = copy.deepcopy(plain)
+    model, _ = initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2")
+    x, (first, other) = torch.randn(64, 64), torch.randn(2, 64, 32)
+    second = 0.3 * other - 0.8 * first
+
+    def gradients(of: torch.nn.Module, *cotangents: Tensor) -> dict[str, Tensor]:
+        of.zero_grad()
+        y = of(x)
+        for cotangent in cotangents:
+            y.backward(cotangent, retain_graph=True)
+        return {name: dense(param.grad) for name, param in of.named_parameters() if param.ndim > 1}
+
+    exact, parts = gradients(plain, first, second), [gradients(plain, one) for one in (first, second)]
+    alone, both, summed = (gradients(model, *all_of) for all_of in ((first,), (first, second), (first + second,)))
+    for name, value in exact.items():
+        of_parts = sum(part[name].square().sum() for part in parts)
+        fall = 10.0 * math.log10(of_parts / value.square().sum())
+        assert 10.0 < fall < 12.0
+        expected = snr_db(alone[name], parts[0][name]) - 0.5
+        assert snr_db(both[name], value) + fall > expected
+        assert snr_db(summed[name], value) > expected
