@@ -52,15 +52,18 @@ def cpu_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
-def build(opt_level: str, dtype: torch.dtype, *, exact: bool = True, **options: Any) -> tuple[TinyModel, Any]:
+def build(
+    opt_level: str, dtype: torch.dtype, *, exact: bool = True, recomputes: bool = False, **options: Any
+) -> tuple[TinyModel, Any]:
     """A sharded model and its optimizer.
 
     Args:
         exact: gradients travel in their own dtype.
+        recomputes: layers behind GELU compute their inputs again in backward.
     """
     torch.manual_seed(0)
     model = TinyModel().to(dtype)
-    replace_linears(model, weight=LEVELS[opt_level].weight)
+    replace_linears(model, weight=LEVELS[opt_level].weight, recompute_activations=recomputes)
     options.setdefault("mesh", cpu_mesh())
     for module in (*model.blocks, model):
         fully_shard(module, **options)
@@ -146,6 +149,36 @@ def test_equals_one_rank(ranks: RankPool, one_rank: Any, opt_level: str, dtype: 
         assert other_losses == losses
         for name, weight in weights.items():
             assert torch.equal(other_weights[name], weight), name
+
+
+def _recomputes(
+    group: Group, opt_level: str, reshards: bool
+) -> tuple[list[float], dict[str, Tensor], bool, list[torch.Size]]:
+    """`train` with inputs that are computed again: whether any was, and the shapes in FP8 that one forward kept."""
+    model, optimizer = build(opt_level, torch.bfloat16, recomputes=True, reshard_after_forward=reshards)
+    losses = [train_step(model, optimizer, step) for step in range(6)]
+    kept: list[torch.Size] = []
+    loss = model(batch(0)[0]).float().square().mean()
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        saved = getattr(node, "saved_tensors", ()) if type(node).__name__ == "_LocalFP8LinearBackward" else ()
+        kept += [tensor.shape for tensor in saved if tensor is not None and tensor.dtype == E4M3]
+        pending += [following for following, _ in node.next_functions]
+    linear = model.blocks[0][1]
+    return losses, whole_weights(model), linear.recomputations.were_found, kept
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_inputs_that_are_computed_again_change_no_bit(ranks: RankPool, one_rank: Any, reshards: bool) -> None:
+    losses, weights = one_rank("O3", torch.bfloat16)
+    for own, own_weights, were_found, kept in ranks.run(on_default_group, _recomputes, "O3", reshards, num_ranks=2):
+        assert own == losses and were_found
+        assert all(torch.equal(own_weights[name], weight) for name, weight in weights.items())
+        assert sorted(kept) == [(64, 64), (64, 64)]  # the first layers of two blocks; the second ones keep nothing
 
 
 def test_hsdp_equals_one_rank(ranks: RankPool, one_rank: Any) -> None:
