@@ -37,7 +37,7 @@ from ..sharding.storage import ModelStorage
 from .data_parallel import Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
 from .space import ModelSpace, publish, value_of
-from .state_dicts import load_param_state, param_state
+from .state_dicts import check_param_state, load_param_state, param_state
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
 
@@ -301,7 +301,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         leave the masters as they are.
 
         Raises:
-            ValueError: groups or shapes differ.
+            ValueError: groups or shapes differ, or the state is another optimizer's. The optimizer stays as it is.
             OptimizerError: a group has an option that the FP8 optimizer does not have.
         """
         state_dict = dict(state_dict)
@@ -322,14 +322,17 @@ class FP8Optimizer(torch.optim.Optimizer):
         sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
         if sizes != saved_sizes:
             raise ValueError(f"the saved param groups have {saved_sizes} parameters, the optimizer's have {sizes}")
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in _OWN_KEYS})
         number_of = dict(zip(_numbers(groups), _numbers(saved_groups), strict=True))
         entries = {
             slot.param: state_dict["state"].get(number_of[indices[slot.param]], {})
             for space in self._spaces
             for slot in space.space.slots
         }
+        for space in self._spaces:
+            for slot in space.space.slots:
+                check_param_state(slot, entries[slot.param])
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in _OWN_KEYS})
         for space in self._spaces:
             for slot in space.space.slots:
                 load_param_state(space.state, slot, entries[slot.param])

@@ -89,20 +89,35 @@ def _gathered(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
     return entry
 
 
+def check_param_state(slot: Slot, entry: Mapping[str, Any]) -> None:
+    """Check that a parameter's entry can be taken on, before anything is changed.
+
+    Raises:
+        ValueError: another shape, with both shapes; or the entry of another optimizer, which has no moments of Adam.
+    """
+    for name in ("exp_avg", "exp_avg_sq"):
+        if entry and name not in entry and f"{name}{PAYLOAD}" not in entry:
+            raise ValueError(
+                f"{slot.name}: the saved state has {', '.join(map(str, entry))} and no {name}: it is not one of Adam, "
+                f"AdamW or this optimizer"
+            )
+    for name in ("exp_avg", "exp_avg_sq", "master_weight"):
+        value = entry.get(f"{name}{PAYLOAD}", entry.get(name))
+        if value is not None and value.shape != slot.param.shape:
+            raise ValueError(f"{slot.name}: {name} has the shape {tuple(value.shape)}, not {tuple(slot.param.shape)}")
+
+
 def load_param_state(state: SpaceState, slot: Slot, entry: Mapping[str, Any]) -> None:
     """Take on a parameter's entry, whole on every rank; each rank keeps its part. What is missing becomes zero, a
     missing master stays as it is. Call `SpaceState.derive_weights` when all parameters are loaded.
 
-    Entries of other formats, of torch's Adam too, are rounded to this one's.
-
-    Raises:
-        ValueError: another shape, with both shapes.
+    Entries of other formats, of torch's Adam too, are rounded to this one's. `check_param_state` has seen them.
     """
     for name, stored in stored_state(state).items():
         value = entry.get(f"{name}{PAYLOAD}", entry.get(name))
         if value is None and name == "master_weight":
             continue
-        payload, scales = _padded_entry(name, slot, stored, value, entry.get(f"{name}{SCALE}"))
+        payload, scales = _padded_entry(slot, stored, value, entry.get(f"{name}{SCALE}"))
         for fragment in state.space.fragments(slot):
             start, stop = fragment.slot_start, fragment.slot_start + fragment.length
             part = stored.part(fragment)
@@ -116,14 +131,12 @@ def load_param_state(state: SpaceState, slot: Slot, entry: Mapping[str, Any]) ->
 
 
 def _padded_entry(
-    name: str, slot: Slot, stored: StateTensor, value: Tensor | None, scales: Tensor | None
+    slot: Slot, stored: StateTensor, value: Tensor | None, scales: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Payload [slot.padded] and scales [slot.padded / 256] of one entry, on the state's device."""
     device = stored.payload.device
     if value is None:
         return torch.zeros(slot.padded, device=device), None
-    if value.shape != slot.param.shape:
-        raise ValueError(f"{slot.name}: {name} has the shape {tuple(value.shape)}, not {tuple(slot.param.shape)}")
     payload = torch.zeros(slot.padded, dtype=value.dtype, device=device)
     payload[: slot.numel] = slot.flattened(value).to(device)
     if scales is None:

@@ -166,6 +166,29 @@ def test_torchs_own_state_is_taken_on() -> None:
         assert state[index]["step"] == 1.0
 
 
+@pytest.mark.parametrize("damage", ["other_optimizer", "other_shape"])
+def test_a_state_that_does_not_fit_changes_nothing(damage: str) -> None:
+    """The state of SGD, or of an 8-bit Adam, would leave the moments at zero beside a late step."""
+    model, optimizer = build("O2")
+    train(model, optimizer, range(2))
+    before, weights = copy.deepcopy(optimizer.state_dict()), values(model)
+    state = copy.deepcopy(before)
+    state["param_groups"][0]["lr"] = 7.0
+    last = max(state["state"])
+    if damage == "other_optimizer":
+        state["state"][last] = {"step": torch.tensor(9.0), "momentum_buffer": torch.zeros(3)}
+    else:
+        state["state"][last] = {key: value[:1] for key, value in state["state"][last].items() if value.ndim}
+    with pytest.raises(ValueError, match="momentum_buffer" if damage == "other_optimizer" else "has the shape"):
+        optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, entry in before["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(after["state"][number][key].float(), value.float()), (number, key)
+    assert all(torch.equal(*pair) for pair in zip(values(model), weights, strict=True))
+
+
 def test_torchs_distributed_checkpoint_resumes_the_run(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, optimizer = build("O3", torch.bfloat16)
