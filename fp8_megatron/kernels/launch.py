@@ -21,12 +21,15 @@ from triton.runtime.jit import JITFunction
 
 from . import launch_list
 
-#: Versions in which `JITFunction.run` ends with the call that `Launcher` makes.
-_VERSIONS = ((3, 5), (3, 6), (3, 7))
+#: Versions in which `JITFunction.run` ends with the call that `Launcher` makes, and a compiled kernel takes the
+#: parameters that `_record` writes.
+_VERSIONS = ((3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
 #: Those in which the compiled function behind `CudaLauncher` takes what `_compiled` gives it.
 _VERSIONS_OF_FUNCTION = ((3, 5), (3, 6))
 #: Addresses are multiples of this, as the compiled kernel takes them to be.
 _ALIGNMENT = 16
+#: Shared memory above this needs a mode of its own at the launch.
+_MOST_SHARED_BYTES = 228 * 1024
 _WARP = 32
 #: Lists of arguments that a launcher knows. A run with more of them starts anew, so memory does not grow.
 _MOST_KNOWN = 4096
@@ -212,7 +215,7 @@ def has_hooks() -> bool:
 
 def compiles_lists() -> bool:
     """Whether launches of this version of Triton can be put in a `launch_list`."""
-    return _version() in _VERSIONS_OF_FUNCTION
+    return _version() in _VERSIONS
 
 
 def _leave_to_python() -> None:
@@ -231,7 +234,9 @@ def _record(kernel: Any, size: tuple[int, int, int], addresses: Sequence[int], n
     metadata = kernel.metadata
     num_warps, num_ctas, shared_bytes = kernel.packed_metadata
     options = (metadata.launch_cooperative_grid, metadata.launch_pdl)
-    if num_ctas != 1 or any(options) or metadata.global_scratch_size or metadata.profile_scratch_size:
+    has_more = getattr(kernel.run, "gsan_enabled", False)  # the sanitiser of Triton 3.8 and later
+    has_more = has_more or metadata.global_scratch_size or metadata.profile_scratch_size
+    if num_ctas != 1 or any(options) or has_more or shared_bytes > _MOST_SHARED_BYTES:
         recording.fail(f"{kernel.name} is launched with options")
         return
     parameters = []
