@@ -63,7 +63,7 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _folders(config: Config) -> Iterator[tuple[str, Path]]:
-    """(flag, folder) of everything that the run writes."""
+    """(flag, folder) of everything that the run writes. A data cache with something in it may hold all that is read."""
     logging, save, output_dir = config.logging, config.checkpoint.save, named_output_dir(config)
     if save is not None:
         yield "--save", Path(save)
@@ -75,8 +75,16 @@ def _folders(config: Config) -> Iterator[tuple[str, Path]]:
         yield "--tensorboard", output_dir / "tensorboard"
     if logging.wandb_project is not None and logging.wandb_save_dir is not None:
         yield "--wandb-save-dir", Path(logging.wandb_save_dir)
-    if config.data.data_cache_path is not None and not config.data.mock_data:
-        yield "--data-cache-path", Path(config.data.data_cache_path)
+    cache = config.data.data_cache_path
+    if cache is not None and not config.data.mock_data and not _holds_something(Path(cache)):
+        yield "--data-cache-path", Path(cache)
+
+
+def _holds_something(folder: Path) -> bool:
+    try:
+        return any(folder.iterdir())
+    except OSError:
+        return False
 
 
 def named_output_dir(config: Config) -> Path | None:

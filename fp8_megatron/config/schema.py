@@ -180,7 +180,7 @@ class DataConfig:
     null_tokenizer_eod_id: OptionalIndex = None
     """NullTokenizer: the token that ends a document. Default: the last."""
     data_cache_path: Text = None
-    """Folder for caches of dataset indices. Default: cache/ beside the data."""
+    """Folder for caches of dataset indices, which is only read if it holds all. Default: cache/ beside the data."""
     num_dataset_builder_threads: Threads = 1
     """Threads that build the indices of a blend's datasets."""
     mmap_bin_files: Switch = True

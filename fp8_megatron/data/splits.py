@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,16 +80,15 @@ def cache_folder(paths: Sequence[Path], root: str | None, *, kind: str, settings
         settings: what else the content depends on.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be made.
     """
     states = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     family = f"{kind}-{_digest([*map(str, paths), *settings])}-"
     parent = Path(root) if root else paths[0].parent / "cache"
     folder = parent / f"{family}{_digest(states)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, "Permission denied")
+        if not folder.is_dir():  # one that is complete need not be writable
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"cannot write dataset index caches to {parent} ({error.strerror}): "

@@ -101,6 +101,13 @@ def test_a_place_that_takes_no_files() -> None:
         check_run_folders(Config(checkpoint=CheckpointConfig(save="/proc/run")))
 
 
+def test_a_data_cache_with_something_in_it_may_be_read_only(tmp_path: Path) -> None:
+    logging = LoggingConfig(output_dir=str(tmp_path))
+    check_run_folders(Config(logging=logging, data=DataConfig(data_cache_path="/proc")))
+    with pytest.raises(UserError, match=r"--data-cache-path /proc/cache cannot be written"):
+        check_run_folders(Config(logging=logging, data=DataConfig(data_cache_path="/proc/cache")))
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_no_permission(root: Path) -> None:
     (root / "empty").chmod(0o500)

@@ -1,3 +1,4 @@
+import errno
 import io
 import itertools
 import multiprocessing
@@ -308,6 +309,24 @@ def test_cache_folder_can_be_chosen_and_must_be_writable(write_tokens, tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot write dataset index caches to .*give --data-cache-path a folder"):
         build(5, data_path=(prefix,), split="1", data_cache_path=str(tmp_path / "file" / "cache"))
+
+
+def test_a_complete_cache_may_be_read_only(write_tokens, tmp_path, monkeypatch):
+    prefix = write_tokens("corpus", counting(10, 50))
+    cache = str(tmp_path / "elsewhere")
+    first = build(5, data_path=(prefix,), split="1", data_cache_path=cache)
+
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", read_only)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    again = build(5, data_path=(prefix,), split="1", data_cache_path=cache)
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(first.train, again.train, strict=True))
+    with pytest.raises(UserError, match=r"--data-cache-path .*Read-only file system"):
+        build(50, data_path=(prefix,), split="1", data_cache_path=cache)
+    with pytest.raises(UserError, match=r"cannot write dataset index caches to .*Read-only file system"):
+        build(5, data_path=(prefix,), split="1", data_cache_path=str(tmp_path / "new"))
 
 
 @pytest.mark.parametrize(
