@@ -145,12 +145,15 @@ class NullTokenizer(Tokenizer):
             ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise UserError(
-                f"NullTokenizer reads token ids separated by spaces, found {text[:40]!r}: "
-                f"give --tokenizer-type SentencePieceTokenizer for text"
+                f"NullTokenizer reads token ids separated by spaces, found {text[:40]!r}: give ids, or train with "
+                f"--tokenizer-type SentencePieceTokenizer for text"
             ) from error
         outside = [token for token in ids if not 0 <= token < self.vocab_size]
         if outside:
-            raise UserError(f"token id {outside[0]} is outside --vocab-size {self.vocab_size}: raise --vocab-size")
+            raise UserError(
+                f"token id {outside[0]} is outside --vocab-size {self.vocab_size}: give ids from 0 to "
+                f"{self.vocab_size - 1}, or train with a larger --vocab-size"
+            )
         return ids
 
 
