@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from fp8_megatron.outputs import write_output
 _USUAL_RUNS = ("bf16-amp", "te-delayed", "torchao-tensorwise", "O1", "O2", "O3")
 #: The others compute activations again in backward (`initialize(…, recompute_activations=True)`).
 RUNS = (*_USUAL_RUNS, "O2-recompute", "O3-recompute")
+_COMPILED = ("bf16-amp", "torchao-tensorwise", "O2")
 #: The package that a peer needs.
 _NEEDS = {"te-delayed": "transformer_engine", "torchao-tensorwise": "torchao"}
 #: Of one forward and backward.
@@ -107,7 +108,7 @@ class Result:
 
 def main() -> int:
     """Measure, print and write; returns the exit status."""
-    args = _parse()
+    args = parse()
     if args.child:
         _measure_model(args)
         return 0
@@ -120,11 +121,14 @@ def main() -> int:
     return int(any(result.error is not None for result in results))
 
 
-def _parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = Parser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=list(WORKS), default=list(WORKS))
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(_USUAL_RUNS))
-    parser.add_argument("--compiled-runs", nargs="*", choices=RUNS, default=["bf16-amp", "torchao-tensorwise", "O2"])
+    parser.add_argument("--runs", nargs="*", choices=RUNS, default=list(_USUAL_RUNS), help="launched by Python")
+    parser.add_argument(
+        "--compiled-runs", nargs="*", choices=RUNS, help=f"({' '.join(_COMPILED)}, where --runs has them)"
+    )
     parser.add_argument("--recorded-runs", nargs="*", choices=RUNS, default=[], help="once more, recorded (none)")
     parser.add_argument(
         "--compiled-recorded-runs", nargs="*", choices=RUNS, default=[], help="once more, compiled and recorded (none)"
@@ -135,7 +139,23 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="print kernels and host of more steps, on stderr")
     parser.add_argument("--output", type=output_file, help="the .json file to write (replaced if it exists)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args(words)
+    if args.compiled_runs is None:
+        args.compiled_runs = [run for run in _COMPILED if run in args.runs]
+    if not cases(args):
+        parser.error("nothing to measure: name runs with --runs, --compiled-runs or --recorded-runs")
+    return args
+
+
+def cases(args: argparse.Namespace) -> list[tuple[str, bool, bool]]:
+    """(run, compiled, recorded) of each result."""
+    kinds = (
+        (args.runs, False, False),
+        (args.compiled_runs, True, False),
+        (args.recorded_runs, False, True),
+        (args.compiled_recorded_runs, True, True),
+    )
+    return [(run, compiled, recorded) for runs, compiled, recorded in kinds for run in runs]
 
 
 def _in_a_process(model: str, args: argparse.Namespace) -> list[Result]:
@@ -161,12 +181,7 @@ def _measure_model(args: argparse.Namespace) -> None:
     model = args.models[0]
     load_bundled()
     device = select_device()
-    cases = [(run, False, False) for run in args.runs]
-    cases += [(run, True, False) for run in args.compiled_runs if run in args.runs]
-    cases += [(run, False, True) for run in args.recorded_runs] + [
-        (run, True, True) for run in args.compiled_recorded_runs
-    ]
-    for run, compiled, recorded in cases:
+    for run, compiled, recorded in cases(args):
         needed = {WORKS[model].needs, _NEEDS.get(run, "torch")}
         missing = [package for package in sorted(needed) if importlib.util.find_spec(package) is None]
         if missing:

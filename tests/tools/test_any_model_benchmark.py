@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +26,22 @@ def results_of(folder: Path, *flags: str) -> list[any_model.Result]:
     report = json.loads(output.read_text())
     assert report["device"] == "cpu" and "transformers" in report["versions"]
     return [any_model.Result(**result) for result in report["results"]]
+
+
+def test_what_is_measured() -> None:
+    """Compiled runs follow --runs unless they are named; recorded ones may stand alone."""
+    usual = any_model.cases(any_model.parse(["--runs", "O1", "O2"]))
+    assert usual == [("O1", False, False), ("O2", False, False), ("O2", True, False)]
+    named = any_model.parse("--runs --compiled-runs O3 --recorded-runs O2".split())
+    assert any_model.cases(named) == [("O3", True, False), ("O2", False, True)]
+    with pytest.raises(SystemExit):
+        any_model.parse(["--runs"])
+
+
+def test_documented_commands_are_taken() -> None:
+    text = (ROOT / "docs" / "any-model.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^python benchmarks/any_model.py (.*)", text, re.MULTILINE)
+    assert commands and all(any_model.cases(any_model.parse(shlex.split(words))) for words in commands)
 
 
 @pytest.mark.slow
