@@ -47,6 +47,7 @@ from fp8_megatron.outputs import write_output
 _USUAL_RUNS = ("bf16-amp", "te-delayed", "torchao-tensorwise", "O1", "O2", "O3")
 #: The others compute activations again in backward (`initialize(…, recompute_activations=True)`).
 RUNS = (*_USUAL_RUNS, "O2-recompute", "O3-recompute")
+#: Of `--runs`, what is compiled too unless other runs are named.
 _COMPILED = ("bf16-amp", "torchao-tensorwise", "O2")
 #: The package that a peer needs.
 _NEEDS = {"te-delayed": "transformer_engine", "torchao-tensorwise": "torchao"}

@@ -134,7 +134,5 @@ class ProfileConfig:
 
     def first_and_last(self, left_out: Container[int]) -> tuple[int, int] | None:
         """The first and the last profiled step of a run that leaves out the iterations `left_out`; None: no step."""
-        steps = range(self.profile_step_start, self.profile_step_end)
-        first = next((step for step in steps if step not in left_out), None)
-        last = next((step for step in reversed(steps) if step not in left_out), None)
-        return None if first is None or last is None else (first, last)
+        steps = [step for step in range(self.profile_step_start, self.profile_step_end) if step not in left_out]
+        return (steps[0], steps[-1]) if steps else None

@@ -234,9 +234,9 @@ def _record(kernel: Any, size: tuple[int, int, int], addresses: Sequence[int], n
     metadata = kernel.metadata
     num_warps, num_ctas, shared_bytes = kernel.packed_metadata
     options = (metadata.launch_cooperative_grid, metadata.launch_pdl)
-    has_more = getattr(kernel.run, "gsan_enabled", False)  # the sanitiser of Triton 3.8 and later
-    has_more = has_more or metadata.global_scratch_size or metadata.profile_scratch_size
-    if num_ctas != 1 or any(options) or has_more or shared_bytes > _MOST_SHARED_BYTES:
+    has_sanitizer = getattr(kernel.run, "gsan_enabled", False)  # Triton 3.8 and later
+    more_parameters = (metadata.global_scratch_size, metadata.profile_scratch_size, has_sanitizer)
+    if num_ctas != 1 or any(options) or any(more_parameters) or shared_bytes > _MOST_SHARED_BYTES:
         recording.fail(f"{kernel.name} is launched with options")
         return
     parameters = []
