@@ -35,6 +35,7 @@ from .health.reference import NUM_STATISTICS as NUM_STATISTICS
 from .health.reference import Statistic as Statistic
 from .launch_list import LaunchLists as LaunchLists
 from .norm import reference as _norm  # noqa: F401
+from .quantize import layer as _layer  # noqa: F401
 from .quantize import reference as _quantize  # noqa: F401
 from .quantize import weight as _weight  # noqa: F401
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
@@ -96,6 +97,49 @@ def quantize_grad_output(
     """`quantize.reference.quantize_grad_output`: payload [M, K], transpose [K, M], column sums [K], the scale taken."""
     assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
     return _OPS.quantize_grad_output(x, dtype, scale, power_of_two, amax_out, transposed)
+
+
+def quantize_input_and_bias(
+    x: Tensor,
+    bias: Tensor,
+    dtype: torch.dtype,
+    *,
+    bias_dtype: torch.dtype,
+    power_of_two: bool = False,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize.layer.quantize_input_and_bias`: payload [M, K], transpose [K, M], scale [1], bias [N]."""
+    assert x.ndim == 2 and dtype in FP8_DTYPES and bias.ndim == 1, (x.shape, dtype, bias.shape)
+    return _OPS.quantize_input_and_bias(x, bias, dtype, bias_dtype, power_of_two, transposed)
+
+
+def quantize_grad_and_transpose(
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+    transposed: bool = True,
+    column_sums: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize.layer.quantize_grad_and_transpose`: payload [M, N], transpose [N, M], partial sums [·, N], the scale
+    taken, the weight's transpose [K, N]."""
+    assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
+    assert weight.ndim == 2 and weight.dtype in FP8_DTYPES, (weight.shape, weight.dtype)
+    return _OPS.quantize_grad_and_transpose(x, weight, dtype, scale, power_of_two, amax_out, transposed, column_sums)
+
+
+def sum_partial_sums(partial_sums: Tensor) -> Tensor:
+    """`quantize.layer.sum_partial_sums`: FP32 [R, N] → [N]."""
+    return _OPS.sum_partial_sums(partial_sums)
+
+
+def quantize_blockwise_and_sum_(x: Tensor, payload: Tensor, scales: Tensor, partial_sums: Tensor) -> Tensor:
+    """`quantize.layer.quantize_blockwise_and_sum_`: `quantize_blockwise_`, and sums FP32 [N]."""
+    assert x.numel() <= payload.numel() and payload.numel() % scales.numel() == 0, (x.shape, payload.shape)
+    return _OPS.quantize_blockwise_and_sum_(x, payload, scales, partial_sums)
 
 
 def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:

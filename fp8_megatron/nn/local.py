@@ -45,7 +45,7 @@ def forward(
         return without_padding(made, shape), operand
 
     def compute() -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        y, operand = _forward(x, linear, dtype, keeps_columns)
+        y, operand = _forward_together(x, linear, dtype, keeps_columns)
         return y, operand.payload_t, operand.scale, operand.payload if keeps_rows else None
 
     key = (dtype, keeps_columns, keeps_rows, None if bias is None else bias.dtype, known.key)
@@ -88,6 +88,8 @@ def backward(
     place = None if x_t is None else taken_place(linear)
 
     def compute() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if needs_grad_input and linear.weight._payload.dtype in FP8_DTYPES:
+            return _backward_together(grad_output, x_t, linear, place)
         grad_input, g, grad_bias = _start_backward(grad_output, x_t, linear, needs_grad_input)
         grad_weight = None if x_t is None else multiply(g.t, x_t, grad_output.dtype)
         if place is not None:
@@ -112,6 +114,26 @@ def _forward(x: Tensor, linear: LinearParams, dtype: torch.dtype, keeps_columns:
     return _multiply(operand, linear, dtype), operand
 
 
+def _forward_together(
+    x: Tensor, linear: LinearParams, dtype: torch.dtype, keeps_columns: bool
+) -> tuple[Tensor, Quantized]:
+    """`_forward` with known parts. A bias that is cast shares a launch."""
+    bias, quantizer = linear.bias, linear.quantizers.input
+    if bias is None or bias.dtype is dtype or quantizer.known_scale() is not None:
+        return _forward(x, linear, dtype, keeps_columns)
+    format = quantizer.format
+    payload, payload_t, scale, bias = ops.quantize_input_and_bias(
+        as_matrix(x),
+        bias.detach(),
+        format.dtype,
+        bias_dtype=dtype,
+        power_of_two=format.power_of_two,
+        transposed=keeps_columns,
+    )
+    operand = Quantized(payload, payload_t if keeps_columns else None, scale, format)
+    return multiply(operand, weight_operand(linear), dtype, bias=bias, use_fast_accum=True), operand
+
+
 def _multiply(operand: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor:
     weight, bias = weight_operand(linear), bias_operand(linear, dtype)
     return multiply(operand, weight, dtype, bias=bias, use_fast_accum=True)
@@ -127,6 +149,45 @@ def _start_backward(
         return None, g, grad_bias
     weight = linear.weight.transposed_gemm_operand(linear.quantizers.weight)
     return multiply(g, weight, grad_output.dtype), g, grad_bias
+
+
+def _backward_together(
+    grad_output: Tensor, x_t: Quantized | None, linear: LinearParams, place: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the input, the weight and the bias, with known parts and an FP8 weight, in few launches.
+
+    Args:
+        place: where the weight's gradient goes in FP8; then None is returned for it.
+    """
+    weight, quantizer, dtype = linear.weight, linear.quantizers.grad_output, grad_output.dtype
+    format, has_bias = quantizer.format, linear.bias is not None
+    scale, record = quantizer.known_scale() or (None, None)
+    payload, payload_t, partial_sums, taken, weight_t = ops.quantize_grad_and_transpose(
+        as_matrix(grad_output),
+        weight._payload,
+        format.dtype,
+        scale=scale,
+        power_of_two=format.power_of_two,
+        amax_out=record,
+        transposed=x_t is not None,
+        column_sums=has_bias,
+    )
+    g = Quantized(payload, None if x_t is None else payload_t, taken if scale is None else scale, format)
+    del payload, payload_t
+    grad_input = multiply(g, Quantized(weight_t, None, weight._scale, linear.quantizers.weight), dtype)
+    del weight_t
+    grad_weight = None if x_t is None else multiply(g.t, x_t, dtype)
+    grad_bias = None
+    if place is None:
+        grad_bias = ops.sum_partial_sums(partial_sums) if has_bias else None
+    else:
+        assert grad_weight is not None
+        if has_bias:
+            grad_bias = ops.quantize_blockwise_and_sum_(grad_weight.view(-1), *place, partial_sums)
+        else:
+            ops.quantize_blockwise_(grad_weight.view(-1), *place)
+        grad_weight = None
+    return grad_input, grad_weight, grad_bias
 
 
 class _KnownParts(NamedTuple):

@@ -30,7 +30,7 @@ _CATEGORIES = (
     ("gradient storage", r"_quantize_blocks|_dequantize_blocks|_accumulate_rows|_count_underflow"),
     (
         "quantise, norm, activation",
-        r"_quantize|_requantize|_transpose_tiles|_partial_amax|_finish_amax|_norm_|_activation_",
+        r"_quantize|_requantize|_transpose_tiles|_partial_amax|_amax_and|_finish_amax|_norm_|_activation_",
     ),
     ("loss", r"_cross_entropy"),
     ("optimizer", r"_adamw|_derive_fp8|_partial_squares|_squared_norm"),

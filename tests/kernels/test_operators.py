@@ -64,6 +64,16 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "quantize_current": [(x, E4M3, False, True, True), (x, E5M2, True, False, True)],
         "quantize_with_scale": [(x, scale, E4M3, True, True, amax), (x, scale, E5M2, True, False, None)],
         "quantize_grad_output": [(x, E5M2, None, True, None, True), (x, E5M2, scale, False, amax, False)],
+        "quantize_input_and_bias": [
+            (x, vector, E4M3, torch.bfloat16, False, True),
+            (x, weight, E5M2, torch.float16, True, False),
+        ],
+        "quantize_grad_and_transpose": [
+            (x, _fp8(K, T), E5M2, None, True, None, True, True),
+            (x, _fp8(K, T), E5M2, scale, False, amax, False, False),
+        ],
+        "sum_partial_sums": [(torch.randn(3, K),)],
+        "quantize_blockwise_and_sum_": [(x.view(-1), *_flat(E4M3, 128), torch.randn(3, K))],
         "quantize_qkv_grad": [(qkv, E5M2, None, False, None, True), (qkv, E5M2, scale, False, amax, False)],
         "transpose": [(_fp8(T, K),)],
         "rotate_qk_": [(torch.randn(T, 128).bfloat16(), one_rotation, 2) for one_rotation in rotations],

@@ -20,12 +20,18 @@ _BLOCK = 1024
 _NUM_WARPS = 4
 
 
+@triton.jit
+def cast_part(vector, out, part, n, BLOCK: tl.constexpr):
+    """BLOCK elements."""
+    place = part * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(vector + place, mask=place < n).to(tl.float32)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=place < n)
+
+
 @Launcher
 @triton.jit
 def _cast(vector, out, n, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(vector + place, mask=place < n).to(tl.float32)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=place < n)
+    cast_part(vector, out, tl.program_id(0), n, BLOCK)
 
 
 def cast_vector(vector: Tensor, dtype: torch.dtype) -> Tensor:
