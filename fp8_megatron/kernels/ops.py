@@ -35,11 +35,11 @@ from .health.reference import NUM_STATISTICS as NUM_STATISTICS
 from .health.reference import Statistic as Statistic
 from .launch_list import LaunchLists as LaunchLists
 from .norm import reference as _norm  # noqa: F401
-from .quantize import layer as _layer  # noqa: F401
 from .quantize import reference as _quantize  # noqa: F401
 from .quantize import weight as _weight  # noqa: F401
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
 from .quantize.blockwise import load_state as load_state
+from .quantize.layer import StoredWeight as StoredWeight
 from .reference import decode as decode
 from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
@@ -99,23 +99,28 @@ def quantize_grad_output(
     return _OPS.quantize_grad_output(x, dtype, scale, power_of_two, amax_out, transposed)
 
 
-def quantize_input_and_bias(
+def quantize_layer_input(
     x: Tensor,
-    bias: Tensor,
+    weight: StoredWeight,
+    bias: Tensor | None,
     dtype: torch.dtype,
     *,
-    bias_dtype: torch.dtype,
+    output_dtype: torch.dtype,
+    scale: Tensor | None,
     power_of_two: bool = False,
+    amax_out: Tensor | None = None,
     transposed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize.layer.quantize_input_and_bias`: payload [M, K], transpose [K, M], scale [1], bias [N]."""
-    assert x.ndim == 2 and dtype in FP8_DTYPES and bias.ndim == 1, (x.shape, dtype, bias.shape)
-    return _OPS.quantize_input_and_bias(x, bias, dtype, bias_dtype, power_of_two, transposed)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize.layer.quantize_layer_input`: payload [M, K], transpose [K, M], the scale taken, weight [N, K], bias
+    [N]; empty is what was not asked for, or needs no cast."""
+    assert x.ndim == 2 and dtype in FP8_DTYPES and (bias is None or bias.ndim == 1), (x.shape, dtype)
+    _check_stored(weight)
+    return _OPS.quantize_layer_input(x, weight, bias, dtype, output_dtype, scale, power_of_two, amax_out, transposed)
 
 
-def quantize_grad_and_transpose(
+def quantize_layer_grad(
     x: Tensor,
-    weight: Tensor,
+    weight: StoredWeight,
     dtype: torch.dtype,
     *,
     scale: Tensor | None,
@@ -124,11 +129,17 @@ def quantize_grad_and_transpose(
     transposed: bool = True,
     column_sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize.layer.quantize_grad_and_transpose`: payload [M, N], transpose [N, M], partial sums [·, N], the scale
-    taken, the weight's transpose [K, N]."""
+    """`quantize.layer.quantize_layer_grad`: payload [M, N], transpose [N, M], partial sums [·, N], the scale taken, the
+    weight's transpose [K, N]."""
     assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
-    assert weight.ndim == 2 and weight.dtype in FP8_DTYPES, (weight.shape, weight.dtype)
-    return _OPS.quantize_grad_and_transpose(x, weight, dtype, scale, power_of_two, amax_out, transposed, column_sums)
+    _check_stored(weight)
+    return _OPS.quantize_layer_grad(x, weight, dtype, scale, power_of_two, amax_out, transposed, column_sums)
+
+
+def _check_stored(weight: StoredWeight) -> None:
+    payload, scales, cast_scale = weight
+    assert payload.ndim == 2 and payload.is_contiguous() and scales.is_contiguous(), payload.shape
+    assert payload.dtype == torch.float16 if cast_scale is not None else payload.dtype in FP8_DTYPES, payload.dtype
 
 
 def sum_partial_sums(partial_sums: Tensor) -> Tensor:

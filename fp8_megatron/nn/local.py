@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..formats import FP8_DTYPES
 from ..kernels import ops
+from ..kernels.ops import StoredWeight
 from ..quantization.operand import Format, Quantized, multiply
 from ..quantization.recipe import Quantizer
 from ..quantization.sources import GradSource, TensorSource
@@ -88,8 +89,9 @@ def backward(
     place = None if x_t is None else taken_place(linear)
 
     def compute() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if needs_grad_input and linear.weight._payload.dtype in FP8_DTYPES:
-            return _backward_together(grad_output, x_t, linear, place)
+        stored = _stored_weight(linear) if needs_grad_input else None
+        if stored is not None:
+            return _backward_together(grad_output, x_t, linear, stored, place)
         grad_input, g, grad_bias = _start_backward(grad_output, x_t, linear, needs_grad_input)
         grad_weight = None if x_t is None else multiply(g.t, x_t, grad_output.dtype)
         if place is not None:
@@ -117,21 +119,30 @@ def _forward(x: Tensor, linear: LinearParams, dtype: torch.dtype, keeps_columns:
 def _forward_together(
     x: Tensor, linear: LinearParams, dtype: torch.dtype, keeps_columns: bool
 ) -> tuple[Tensor, Quantized]:
-    """`_forward` with known parts. A bias that is cast shares a launch."""
-    bias, quantizer = linear.bias, linear.quantizers.input
-    if bias is None or bias.dtype is dtype or quantizer.known_scale() is not None:
+    """`_forward` with known parts, in few launches."""
+    stored, quantizer, bias = _stored_weight(linear), linear.quantizers.input, linear.bias
+    if stored is None:
         return _forward(x, linear, dtype, keeps_columns)
-    format = quantizer.format
-    payload, payload_t, scale, bias = ops.quantize_input_and_bias(
+    format, weight_format = quantizer.format, linear.quantizers.weight
+    scale, record = quantizer.known_scale() or (None, None)
+    payload, payload_t, taken, weight, bias_cast = ops.quantize_layer_input(
         as_matrix(x),
-        bias.detach(),
+        stored,
+        bias,
         format.dtype,
-        bias_dtype=dtype,
+        output_dtype=dtype,
+        scale=scale,
         power_of_two=format.power_of_two,
+        amax_out=record,
         transposed=keeps_columns,
     )
-    operand = Quantized(payload, payload_t if keeps_columns else None, scale, format)
-    return multiply(operand, weight_operand(linear), dtype, bias=bias, use_fast_accum=True), operand
+    operand = Quantized(payload, payload_t if keeps_columns else None, taken if scale is None else scale, format)
+    w = Quantized(stored.payload, None, stored.scales, weight_format)
+    if stored.cast_scale is not None:
+        w = Quantized(weight, None, stored.cast_scale, weight_format)
+    if bias is not None and bias.dtype is not dtype:
+        bias = bias_cast
+    return multiply(operand, w, dtype, bias=bias, use_fast_accum=True), operand
 
 
 def _multiply(operand: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor:
@@ -152,42 +163,52 @@ def _start_backward(
 
 
 def _backward_together(
-    grad_output: Tensor, x_t: Quantized | None, linear: LinearParams, place: tuple[Tensor, Tensor] | None
+    grad_output: Tensor,
+    x_t: Quantized | None,
+    linear: LinearParams,
+    stored: StoredWeight,
+    place: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the input, the weight and the bias, with known parts and an FP8 weight, in few launches.
+    """Gradients of the input, the weight and the bias, with known parts, in few launches.
 
     Args:
         place: where the weight's gradient goes in FP8; then None is returned for it.
     """
-    weight, quantizer, dtype = linear.weight, linear.quantizers.grad_output, grad_output.dtype
-    format, has_bias = quantizer.format, linear.bias is not None
+    quantizer, dtype, has_bias = linear.quantizers.grad_output, grad_output.dtype, linear.bias is not None
     scale, record = quantizer.known_scale() or (None, None)
-    payload, payload_t, partial_sums, taken, weight_t = ops.quantize_grad_and_transpose(
+    payload, payload_t, partial_sums, taken, weight_t = ops.quantize_layer_grad(
         as_matrix(grad_output),
-        weight._payload,
-        format.dtype,
+        stored,
+        quantizer.format.dtype,
         scale=scale,
-        power_of_two=format.power_of_two,
+        power_of_two=quantizer.format.power_of_two,
         amax_out=record,
         transposed=x_t is not None,
         column_sums=has_bias,
     )
-    g = Quantized(payload, None if x_t is None else payload_t, taken if scale is None else scale, format)
-    del payload, payload_t
-    grad_input = multiply(g, Quantized(weight_t, None, weight._scale, linear.quantizers.weight), dtype)
-    del weight_t
+    columns = None if x_t is None else payload_t
+    g = Quantized(payload, columns, taken if scale is None else scale, quantizer.format)
+    weight_scale = stored.scales if stored.cast_scale is None else stored.cast_scale
+    grad_input = multiply(g, Quantized(weight_t, None, weight_scale, linear.quantizers.weight), dtype)
+    del payload, weight_t
     grad_weight = None if x_t is None else multiply(g.t, x_t, dtype)
-    grad_bias = None
     if place is None:
-        grad_bias = ops.sum_partial_sums(partial_sums) if has_bias else None
-    else:
-        assert grad_weight is not None
-        if has_bias:
-            grad_bias = ops.quantize_blockwise_and_sum_(grad_weight.view(-1), *place, partial_sums)
-        else:
-            ops.quantize_blockwise_(grad_weight.view(-1), *place)
-        grad_weight = None
-    return grad_input, grad_weight, grad_bias
+        return grad_input, grad_weight, ops.sum_partial_sums(partial_sums) if has_bias else None
+    assert grad_weight is not None
+    if has_bias:
+        return grad_input, None, ops.quantize_blockwise_and_sum_(grad_weight.view(-1), *place, partial_sums)
+    ops.quantize_blockwise_(grad_weight.view(-1), *place)
+    return grad_input, None, None
+
+
+def _stored_weight(linear: LinearParams) -> StoredWeight | None:
+    """A known weight as its casts take it; None if it is stored in another way."""
+    weight = linear.weight
+    if weight._payload.dtype in FP8_DTYPES:
+        return StoredWeight(weight._payload, weight._scale, None)
+    if weight._payload.dtype is torch.float16 and weight._scale.numel() > 1:
+        return StoredWeight(weight._payload, weight._scale, weight.current_cast_scale)
+    return None
 
 
 class _KnownParts(NamedTuple):

@@ -150,7 +150,7 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch() -> None:
             with torch.autocast("cuda", torch.bfloat16):
                 y = model(rows)
             ((y.float() - wanted).square().mean() / parts).backward()
-        grads.append([param.grad.float() for param in model.parameters() if param.grad is not None])
+        grads.append([param.grad.clone().float() for param in model.parameters() if param.grad is not None])
     for whole, summed in zip(*grads, strict=True):
         noise = (whole - summed).square().sum() / whole.square().sum()
         # Other rounding of activations, of their gradients (E5M2, 25 dB) and of the weight's gradient.

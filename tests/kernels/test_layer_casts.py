@@ -36,42 +36,86 @@ def gradient(rows: int, columns: int, device: str, dtype: torch.dtype = torch.bf
     return (torch.randn(rows, columns, generator=generator) * 1e-3).to(dtype).to(device)
 
 
+def weight_of(rows: int, columns: int, device: str, storage: StorageDtype) -> ops.StoredWeight:
+    value = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2))
+    if storage is StorageDtype.FP8:
+        return ops.StoredWeight(value.to(E4M3).to(device), torch.full((1,), 0.5, device=device), None)
+    payload = torch.empty(rows * columns, dtype=torch.float16)
+    scales = torch.empty(payload.numel() // 16)
+    ops.quantize_blockwise_(value.view(-1), payload, scales)
+    cast_scale = torch.full((1,), float(value.abs().max()) / 448.0)
+    return ops.StoredWeight(payload.view(rows, columns).to(device), scales.to(device), cast_scale.to(device))
+
+
+def in_fp8(weight: ops.StoredWeight, *, transposed: bool) -> Tensor:
+    if weight.cast_scale is None:
+        return weight.payload.t().contiguous() if transposed else weight.payload
+    return ops.quantize_weight(weight.payload, weight.scales, weight.cast_scale, E4M3, transposed=transposed)
+
+
 @on_each_device
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("biases", [16, 1040, 4096])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_an_input_and_its_bias(device: str, dtype: torch.dtype, biases: int, transposed: bool) -> None:
-    for rows, columns, _ in SHAPES:
+@pytest.mark.parametrize("storage", [StorageDtype.FP8, StorageDtype.FP16], ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("current", [True, False], ids=["current", "given"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_input_beside_a_weight_and_a_bias(
+    device: str, shape: tuple[int, int, int], current: bool, bias_dtype: torch.dtype | None, storage: StorageDtype
+) -> None:
+    rows, columns, outputs = shape
+    weight = weight_of(outputs, columns, device, storage)
+    bias = None
+    if bias_dtype is not None:
+        bias = torch.randn(outputs, generator=torch.Generator().manual_seed(1)).to(bias_dtype).to(device)
+    scale = None if current else torch.full((1,), 1e-6, device=device)
+    for dtype, transposed in ((torch.bfloat16, True), (torch.float32, False)):
         x = gradient(rows, columns, device, dtype)
-        bias = torch.randn(biases, generator=torch.Generator().manual_seed(1)).to(device)
-        payload, payload_t, scale, cast = ops.quantize_input_and_bias(
-            x, bias, E4M3, bias_dtype=torch.bfloat16, transposed=transposed
+        seen, wanted = (None, None) if current else (torch.zeros(3, device=device), torch.zeros(3, device=device))
+        payload, payload_t, taken, weight_cast, bias_cast = ops.quantize_layer_input(
+            x, weight, bias, E4M3, output_dtype=torch.bfloat16, scale=scale, amax_out=seen, transposed=transposed
         )
-        expected = ops.quantize_current(x, E4M3, transposed=transposed)
-        assert same_bytes(payload, expected[0]) and torch.equal(scale, expected[2])
+        if scale is None:
+            expected = ops.quantize_current(x, E4M3, transposed=transposed)
+            assert torch.equal(taken, expected[2])
+        else:
+            expected = (*ops.quantize_with_scale(x, scale, E4M3, transposed=transposed, amax_out=wanted), scale)
+            assert taken.numel() == 0 and seen is not None and wanted is not None
+            assert torch.equal(seen, wanted) and seen[1] > 0
+        assert same_bytes(payload, expected[0])
         assert same_bytes(payload_t, expected[1]) and payload_t.numel() == transposed * x.numel()
-        assert torch.equal(cast, bias.bfloat16())
+        if storage is StorageDtype.FP8:
+            assert weight_cast.numel() == 0
+        else:
+            assert same_bytes(weight_cast, in_fp8(weight, transposed=False))
+        if bias is None or bias_dtype is torch.bfloat16:
+            assert bias_cast.numel() == 0
+        else:
+            assert torch.equal(bias_cast, bias.bfloat16())
 
 
 @on_each_device
+@pytest.mark.parametrize("storage", [StorageDtype.FP8, StorageDtype.FP16], ids=str)
 @pytest.mark.parametrize("column_sums", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("current", [True, False], ids=["current", "given"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_gradient_and_a_weight(
-    device: str, shape: tuple[int, int, int], current: bool, transposed: bool, column_sums: bool
+def test_a_gradient_beside_a_weight(
+    device: str,
+    shape: tuple[int, int, int],
+    current: bool,
+    transposed: bool,
+    column_sums: bool,
+    storage: StorageDtype,
 ) -> None:
     rows, columns, inputs = shape
-    x = gradient(rows, columns, device)
-    weight = torch.randn(columns, inputs, generator=torch.Generator().manual_seed(2)).to(E4M3).to(device)
+    x, weight = gradient(rows, columns, device), weight_of(columns, inputs, device, storage)
     scale = None if current else torch.full((1,), 1e-8, device=device)
     seen, wanted = (None, None) if current else (torch.zeros(3, device=device), torch.zeros(3, device=device))
-    payload, payload_t, sums, taken, weight_t = ops.quantize_grad_and_transpose(
+    payload, payload_t, sums, taken, weight_t = ops.quantize_layer_grad(
         x, weight, E5M2, scale=scale, amax_out=seen, transposed=transposed, column_sums=column_sums
     )
     expected = ops.quantize_grad_output(x, E5M2, scale=scale, amax_out=wanted, transposed=transposed)
     assert same_bytes(payload, expected[0]) and same_bytes(payload_t, expected[1])
-    assert torch.equal(taken, expected[3]) and same_bytes(weight_t, weight.t().contiguous())
+    assert torch.equal(taken, expected[3]) and same_bytes(weight_t, in_fp8(weight, transposed=True))
     if seen is not None and wanted is not None:
         assert torch.equal(seen, wanted) and seen[1] > 0
     assert sums.shape == (-(-rows // SUM_ROWS) if column_sums else 0, columns)
