@@ -341,7 +341,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._numbers.set_numbers(
             [[float(entries[slot.param].get("step", 0.0)) for slot in space.space.slots] for space in self._spaces]
         )
-        self._load_run_state(state_dict["state"].get(min(state_dict["state"], default=0), {}))
+        saved_states = state_dict["state"].values()  # by number, or by name from torch.distributed.checkpoint
+        self._load_run_state(next((entry for entry in saved_states if "skipped_steps" in entry), {}))
 
     def _load_run_state(self, run: Mapping[str, Any]) -> None:
         rooms = [int(room) for room in torch.as_tensor(run.get("gradients_per_step", 1)).flatten()]
