@@ -289,7 +289,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         rooms = [space.grads.most_gradients for space in self._spaces]
         run = {"gradients_per_step": torch.tensor(rooms), "skipped_steps": self._num_skipped.cpu()}
         for index, history in enumerate(self._histories):
-            run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in history.state_dict().items()}
+            run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in _delayed_state(history).items()}
         return run
 
     @torch.no_grad()
@@ -354,7 +354,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         for index, history in enumerate(self._histories):
             prefix = f"delayed_{index}_"
             saved = {key.removeprefix(prefix): value for key, value in run.items() if key.startswith(prefix)}
-            history.load_state_dict(saved)
+            if saved and bool(saved["scale"].any()):
+                history.load_state_dict(saved)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's result.
@@ -514,6 +515,14 @@ def _num_ranks() -> int | None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     return torch.distributed.get_world_size()
+
+
+def _delayed_state(history: AmaxHistory) -> dict[str, Tensor]:
+    """Its state dict. Before the first step there are zeros, because ``torch.distributed.checkpoint`` reads what a new
+    optimizer names."""
+    if history.is_warm or history.history is None or history.scale is None:
+        return history.state_dict()
+    return {"history": torch.zeros_like(history.history), "scale": torch.zeros_like(history.scale)}
 
 
 def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -189,15 +189,16 @@ def test_a_state_that_does_not_fit_changes_nothing(damage: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(values(model), weights, strict=True))
 
 
-def test_torchs_distributed_checkpoint_resumes_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_torchs_distributed_checkpoint_resumes_the_run(tmp_path: Path, recipe: str) -> None:
     torch.manual_seed(1)
-    model, optimizer = build("O3", torch.bfloat16)
+    model, optimizer = build("O3", torch.bfloat16, recipe)
     train(model, optimizer, range(3))
     saved = get_state_dict(model, optimizer)
     checkpoint.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=tmp_path)
     train(model, optimizer, range(3, 5))
     torch.manual_seed(2)
-    resumed, other = build("O3", torch.bfloat16)
+    resumed, other = build("O3", torch.bfloat16, recipe)
     template = get_state_dict(resumed, other)
     state: dict[str, Any] = {"model": template[0], "optimizer": template[1]}
     checkpoint.load(state, checkpoint_id=tmp_path)
