@@ -126,7 +126,7 @@ class FSDPOptimizer(FP8Optimizer):
         trained = [one for one in sharded if one.param.requires_grad]
         for one in trained:
             self._sharded[id(one.rows)] = one
-            self.state[one.param] = {}
+            self.state[one.param] = self._state_names()
             if one.group not in self._groups:
                 self._groups.append(one.group)
             self._check_storage(one)

@@ -37,7 +37,7 @@ from ..sharding.storage import ModelStorage
 from .data_parallel import Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
 from .space import ModelSpace, publish, value_of
-from .state_dicts import check_param_state, load_param_state, param_state
+from .state_dicts import STATE_KEYS, check_param_state, load_param_state, param_state
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
 
@@ -49,7 +49,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     """AdamW or Adam with state in FP8, for the parameters of one model. `build.build_optimizer` makes it.
 
     ``param_groups`` are the user's: ``lr``, ``betas``, ``eps``, ``weight_decay`` are read at every step. `GradScaler`
-    works without waiting for the device. State is read through `state_dict`; ``state`` has an empty entry for each
+    works without waiting for the device. State is read through `state_dict`; ``state`` has its names alone, for each
     parameter.
 
     Args:
@@ -154,8 +154,14 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._numbers.add_space(space)
         self._see(built)
         for slot in space.slots:
-            self.state[slot.param] = {}  # torch's tools take an empty `state` for an optimizer that needs a first step
+            self.state[slot.param] = self._state_names()
         return built
+
+    def _state_names(self) -> dict[str, None]:
+        """All that a state dict may have of a parameter. torch's tools take an empty ``state`` for an optimizer that
+        needs a first step, and ``flatten_optimizer_state_dict`` loads what ``state`` names."""
+        run = [f"delayed_{index}_{key}" for index in range(len(self._histories)) for key in ("history", "scale")]
+        return dict.fromkeys(["step", *sorted(STATE_KEYS), "gradients_per_step", "skipped_steps", *run])
 
     def _build_grads(self, space: ParamSpace) -> SpaceGrads:
         if self._replication is not None:
@@ -323,8 +329,9 @@ class FP8Optimizer(torch.optim.Optimizer):
         if sizes != saved_sizes:
             raise ValueError(f"the saved param groups have {saved_sizes} parameters, the optimizer's have {sizes}")
         number_of = dict(zip(_numbers(groups), _numbers(saved_groups), strict=True))
+        saved_states = {number: _present(entry) for number, entry in state_dict["state"].items()}
         entries = {
-            slot.param: state_dict["state"].get(number_of[indices[slot.param]], {})
+            slot.param: saved_states.get(number_of[indices[slot.param]], {})
             for space in self._spaces
             for slot in space.space.slots
         }
@@ -341,8 +348,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._numbers.set_numbers(
             [[float(entries[slot.param].get("step", 0.0)) for slot in space.space.slots] for space in self._spaces]
         )
-        saved_states = state_dict["state"].values()  # by number, or by name from torch.distributed.checkpoint
-        self._load_run_state(next((entry for entry in saved_states if "skipped_steps" in entry), {}))
+        # The first parameter's; torch.distributed.checkpoint gives names, in any order.
+        self._load_run_state(next((entry for entry in saved_states.values() if "skipped_steps" in entry), {}))
 
     def _load_run_state(self, run: Mapping[str, Any]) -> None:
         rooms = [int(room) for room in torch.as_tensor(run.get("gradients_per_step", 1)).flatten()]
@@ -515,6 +522,11 @@ def _num_ranks() -> int | None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     return torch.distributed.get_world_size()
+
+
+def _present(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry has. ``flatten_optimizer_state_dict`` gives empty dicts for names that were not saved."""
+    return {key: value for key, value in entry.items() if isinstance(value, Tensor) or value != {}}
 
 
 def _delayed_state(history: AmaxHistory) -> dict[str, Tensor]:

@@ -25,32 +25,37 @@ from tests.harness.ranks import RankPool, on_default_group
 Group = torch.distributed.ProcessGroup
 
 
-def train_and_save(group: Group, folder: str, opt_level: str) -> tuple[list[float], dict[str, Tensor]]:
+def train_and_save(group: Group, folder: str, opt_level: str, flattens: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Three steps, a checkpoint, three more: their losses and the weights at the end."""
     model, optimizer = build(opt_level, torch.bfloat16)
     for step in range(3):
         train_step(model, optimizer, step)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flattens)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     return [train_step(model, optimizer, step) for step in range(3, 6)], whole_weights(model)
 
 
-def resume(group: Group, folder: str, opt_level: str) -> tuple[list[float], dict[str, Tensor]]:
+def resume(group: Group, folder: str, opt_level: str, flattens: bool) -> tuple[list[float], dict[str, Tensor]]:
     """The same three steps from the checkpoint, in a model with other values."""
     model, optimizer = build(opt_level, torch.bfloat16)
     train_step(model, optimizer, 7)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flattens)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     state = {"model": model_state, "optimizer": optimizer_state}
     load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
     return [train_step(model, optimizer, step) for step in range(3, 6)], whole_weights(model)
 
 
-@pytest.mark.parametrize("opt_level, num_ranks", [("O3", 2), ("O3", 4), ("O2", 2)])
-def test_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, opt_level: str, num_ranks: int) -> None:
+@pytest.mark.parametrize("opt_level, num_ranks, flattens", [("O3", 2, True), ("O3", 4, False), ("O2", 2, False)])
+def test_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, opt_level: str, num_ranks: int, flattens: bool) -> None:
     """Saved by two ranks, resumed by two or four."""
-    losses, weights = ranks.run(on_default_group, train_and_save, str(tmp_path), opt_level, num_ranks=2)[0]
-    for resumed, resumed_weights in ranks.run(on_default_group, resume, str(tmp_path), opt_level, num_ranks=num_ranks):
+    args = (str(tmp_path), opt_level, flattens)
+    losses, weights = ranks.run(on_default_group, train_and_save, *args, num_ranks=2)[0]
+    for resumed, resumed_weights in ranks.run(on_default_group, resume, *args, num_ranks=num_ranks):
         assert resumed == losses
         assert all(torch.equal(resumed_weights[name], weight) for name, weight in weights.items())
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fp8_megatron
 from fp8_megatron.any_model.build import build_optimizer
@@ -206,6 +206,29 @@ def test_torchs_distributed_checkpoint_resumes_the_run(tmp_path: Path, recipe: s
     train(resumed, other, range(3, 5))
     for name, ours, expected in zip(dict(model.named_parameters()), values(resumed), values(model), strict=True):
         assert torch.equal(ours, expected), name
+
+
+@pytest.mark.parametrize("saved_level", ["O3", "O1"])
+def test_a_flattened_state_is_the_nested_one(saved_level: str) -> None:
+    """Of another level too, whose entries have other names."""
+    torch.manual_seed(1)
+    model, optimizer = build(saved_level, recipe="delayed")
+    train(model, optimizer, range(3))
+    resumed = []
+    for flattens in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flattens)
+        saved = get_state_dict(model, optimizer, options=options)
+        other, its_optimizer = build("O3", recipe="delayed")
+        set_state_dict(
+            other, its_optimizer, model_state_dict=saved[0], optim_state_dict=copy.deepcopy(saved[1]), options=options
+        )
+        train(other, its_optimizer, range(3, 5))
+        resumed.append((values(other), its_optimizer.state_dict()["state"]))
+    (nested, nested_state), (flat, flat_state) = resumed
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(flat, nested, strict=True))
+    for number, entry in nested_state.items():
+        for key, value in entry.items():
+            assert torch.equal(flat_state[number][key], value), (number, key)
 
 
 def test_the_runs_state_is_found_by_name() -> None:
