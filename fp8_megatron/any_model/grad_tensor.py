@@ -122,7 +122,8 @@ def _store_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 
 def _detach(grad: GradTensor) -> GradTensor:
-    return GradTensor(grad.source, grad)
+    with torch.inference_mode(grad.is_inference()):  # torch gives a view the version counter of its base
+        return GradTensor(grad.source, grad)
 
 
 def _scaled_by(invert: bool) -> Callable[..., Any]:

@@ -337,7 +337,8 @@ class ScaledTensor(torch.Tensor):
                     f"{block} that share a scale: shard it over fewer ranks, or store it in FP8"
                 )
             scale = scale[start // block : (start + payload.numel()) // block]
-        made = ScaledTensor(payload, scale, dtype=self.dtype)
+        with torch.inference_mode(self.is_inference()):  # torch gives a view the version counter of its base
+            made = ScaledTensor(payload, scale, dtype=self.dtype)
         made._part, made.home, made.cast_scale = self._part, self.home, self.cast_scale
         if self.owner is not None:
             is_whole = payload.shape == self.shape

@@ -73,3 +73,20 @@ def test_values_beyond_what_training_saw_are_not_clamped() -> None:
         expected = plain(x)
         error = (model(x) - expected).norm() / expected.norm()
     assert error < 0.05
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_weights_and_gradients_are_read_in_inference_mode(level: str) -> None:
+    """An evaluation saves the best model, and may load one."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(*SIZES[:2]))
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level)
+    model(batch(0)).square().mean().backward()
+    expected, weight = model.state_dict(), model[0].weight
+    with torch.inference_mode():
+        state = model.state_dict()
+        model.load_state_dict(state)
+        assert torch.equal(weight.grad.detach().clone(), weight.grad.clone())
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    optimizer.step()
+    model(batch(1)).square().mean().backward()
