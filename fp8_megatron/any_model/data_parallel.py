@@ -142,7 +142,7 @@ class Replication:
             if grad.param.grad is not None
         )
         hashed = zlib.crc32(repr((self._num_steps, use)).encode()) & 0xFFFF
-        sums = torch.tensor([hashed, hashed**2], dtype=torch.int64)
+        sums = torch.tensor([hashed, hashed**2], dtype=torch.int64, device="cpu")
         self._agreement = torch.distributed.all_reduce(sums, group=self._control, async_op=True), sums
         is_watched = self._num_checked < _WATCHED_STEPS or use != self._last_use
         self._num_checked += 1

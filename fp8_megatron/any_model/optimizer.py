@@ -293,7 +293,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     def _run_state(self) -> dict[str, Tensor]:
         """What a resumed run needs that belongs to no parameter."""
         rooms = [space.grads.most_gradients for space in self._spaces]
-        run = {"gradients_per_step": torch.tensor(rooms), "skipped_steps": self._num_skipped.cpu()}
+        run = {"gradients_per_step": torch.tensor(rooms, device="cpu"), "skipped_steps": self._num_skipped.cpu()}
         for index, history in enumerate(self._histories):
             run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in _delayed_state(history).items()}
         return run
@@ -352,7 +352,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._load_run_state(next((entry for entry in saved_states.values() if "skipped_steps" in entry), {}))
 
     def _load_run_state(self, run: Mapping[str, Any]) -> None:
-        rooms = [int(room) for room in torch.as_tensor(run.get("gradients_per_step", 1)).flatten()]
+        rooms = [int(room) for room in torch.as_tensor(run.get("gradients_per_step", 1), device="cpu").flatten()]
         if len(rooms) != len(self._spaces):  # of a rank with other parts of the model
             rooms = [max(rooms)] * len(self._spaces)
         for space, room in zip(self._spaces, rooms, strict=True):

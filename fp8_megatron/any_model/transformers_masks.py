@@ -75,7 +75,8 @@ class TransformersMasks:
         if not restarted.is_cuda:
             return bool(restarted)
         if self._seen is None:
-            self._seen, self._event = torch.zeros((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+            self._seen = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
+            self._event = torch.cuda.Event()
         elif not self._event.query():
             return False
         has_restarted = bool(self._seen)

@@ -78,7 +78,7 @@ def cpu_copy(tensor: Tensor) -> Tensor:
     """A copy on the CPU; from CUDA into pinned memory, without waiting for it."""
     if tensor.device.type != "cuda":
         return tensor.clone()
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return copied.copy_(tensor, non_blocking=True)
 
 

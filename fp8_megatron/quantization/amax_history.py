@@ -287,7 +287,7 @@ class AmaxHistory:
             text = f"{name.layer} {name.role.name}"
             keys.append(zlib.crc32(f"{text} {numbers[text]}".encode()))
             numbers[text] += 1
-        return torch.tensor(keys, dtype=torch.int64)
+        return torch.tensor(keys, dtype=torch.int64, device="cpu")
 
     def load_state_dict(self, state: dict[str, Tensor], *, gradient_factor: float = 1.0) -> None:
         """Restore the result of `state_dict`.
@@ -298,7 +298,9 @@ class AmaxHistory:
         if not state:
             return
         assert self.history is not None and self.scale is not None
-        factors = torch.tensor([gradient_factor if name.role in _OF_GRADIENTS else 1.0 for _, name in self._names])
+        factors = torch.tensor(
+            [gradient_factor if name.role in _OF_GRADIENTS else 1.0 for _, name in self._names], device="cpu"
+        )
         self.history.copy_(state["history"].cpu() * factors)
         scale = (state["scale"].cpu() * factors).to(self.scale)[:, None]
         self._take_scales(*(torch.nn.functional.pad(value, (0, _STRIDE - 1)) for value in (scale, scale.reciprocal())))

@@ -265,8 +265,8 @@ class ParamSpace:
 
         The padding at the end of a space counts to its last slot.
         """
-        ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64)
-        starts = torch.arange(bucket.start, bucket.stop, block)
+        ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64, device="cpu")
+        starts = torch.arange(bucket.start, bucket.stop, block, device="cpu")
         return torch.searchsorted(ends, starts, right=True).to(self.device, torch.int32)
 
     def shard_chunk_slots(self) -> torch.Tensor:
@@ -287,18 +287,18 @@ class ParamSpace:
         unit = self.place_unit
         starts = torch.cat(
             [
-                torch.arange(bucket.start, bucket.stop, unit).view(self.num_shards, -1)[self.shard_index]
+                torch.arange(bucket.start, bucket.stop, unit, device="cpu").view(self.num_shards, -1)[self.shard_index]
                 for bucket in self.buckets
             ]
         )
-        ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64)
+        ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64, device="cpu")
         index = torch.searchsorted(ends, starts, right=True)
         cuts = [slot.cut or Cut(_ENDLESS, _ENDLESS, 0) for slot in self.slots]
         facts = [
             (ops.seed_of(slot.name), slot.offset, cut.width, cut.stride - cut.width, cut.first)
             for slot, cut in zip(self.slots, cuts, strict=True)
         ]
-        seed, offset, width, gap, first = torch.tensor(facts, dtype=torch.int64)[index].unbind(1)
+        seed, offset, width, gap, first = torch.tensor(facts, dtype=torch.int64, device="cpu")[index].unbind(1)
         element = starts - offset
         place = first + element + element // width * gap
         left = width - element % width

@@ -122,3 +122,21 @@ def test_an_optimizer_that_cannot_be_used_leaves_the_model_alone() -> None:
     with pytest.raises(UserError):
         fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert type(model[0]) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_the_default_device_changes_nothing(recipe: Any) -> None:
+    """On a GPU it is often "cuda". Here it is one whose values nobody can read."""
+    x, found = torch.randn(16, 32), []
+    for device in ("cpu", "meta"):
+        model = build_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with torch.device(device):
+            model, optimizer = fp8_megatron.initialize(model, optimizer, recipe=recipe)
+            for _ in range(3):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.load_state_dict(optimizer.state_dict())
+        found.append(model[0].plain_weight())
+    assert torch.equal(*found)
