@@ -10,6 +10,7 @@ from typing import get_args
 import torch
 from torch.nn.utils import parametrize
 
+from ..errors import UserError
 from ..formats import StorageDtype
 from ..nn.conv1d import FP8Conv1D
 from ..nn.module import FP8Linear
@@ -61,8 +62,13 @@ def replace_linears(
 
     Raises:
         ValueError: a weight is float64 or complex; an unknown recipe, or another model's delayed one.
-        UserError: a module of Transformer Engine cannot be used, with its name.
+        UserError: a module of Transformer Engine cannot be used, with its name; torch's default dtype is not FP32.
     """
+    if torch.get_default_dtype() is not torch.float32:
+        raise UserError(
+            f"torch's default dtype is {torch.get_default_dtype()}: call torch.set_default_dtype(torch.float32) when "
+            f"the model is built, because scales and other small tensors are FP32"
+        )
     recipe = build_recipe(recipe)
     if recipe.history is not None and recipe.history.record is not None:
         raise ValueError("the recipe's amax history belongs to another model: give each model a recipe of its own")

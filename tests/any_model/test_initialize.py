@@ -140,3 +140,17 @@ def test_the_default_device_changes_nothing(recipe: Any) -> None:
                 optimizer.load_state_dict(optimizer.state_dict())
         found.append(model[0].plain_weight())
     assert torch.equal(*found)
+
+
+def test_another_default_dtype_is_an_error_that_leaves_the_model_alone() -> None:
+    model = build_model().bfloat16()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(
+            UserError, match=r"default dtype is torch.bfloat16: call .*set_default_dtype\(torch.float32\)"
+        ):
+            fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
+    finally:
+        torch.set_default_dtype(before)
+    assert type(model[0]) is torch.nn.Linear
