@@ -58,6 +58,7 @@ def build_optimizer(
         histories=delayed_scales(model, device),
         num_gradients=gradient_accumulation_steps or 1,
         replication=replication,
+        transposed=transposed_weights(model),
     )
     built.zero_grad()  # weights that were replaced have left theirs behind
     _watch_loads(model, built, names)
@@ -122,11 +123,16 @@ def delayed_scales(model: torch.nn.Module, device: torch.device) -> list[AmaxHis
     return list(layers)
 
 
+def transposed_weights(model: torch.nn.Module) -> set[Tensor]:
+    """Weights [out, in] of layers that had them as [in, out]: transformers' ``Conv1D``."""
+    return {module.weight for module in model.modules() if isinstance(module, FP8Conv1D)}
+
+
 def _initial_values(
     model: torch.nn.Module, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]
 ) -> dict[torch.nn.Parameter, Tensor]:
     """The value of every new weight before it was rounded. Old weights that became one are its rows, in order."""
-    transposed = {module.weight for module in model.modules() if isinstance(module, FP8Conv1D)}
+    transposed = transposed_weights(model)
     parts: dict[torch.nn.Parameter, list[Tensor]] = {}
     for old, new in replaced.items():
         parts.setdefault(new, []).append(plain_value(old).t() if new in transposed else plain_value(old))

@@ -34,7 +34,7 @@ from ..quantization.weight_shards import agree_on_scale_, stored_part
 from ..sharding.partition import Cut, ParamSpace, Slot, StorageClass, partition, storage_class
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
-from .build import delayed_scales
+from .build import delayed_scales, transposed_weights
 from .fsdp_reduce import check_reshard, reduce_in_fp8
 from .optimizer import FP8Optimizer
 from .shard_grads import ShardGrads
@@ -308,6 +308,7 @@ def build_sharded_optimizer(
         values={},
         storage=ModelStorage(LEVELS[opt_level]),
         histories=delayed_scales(model, next(iter(names)).device),
+        transposed=transposed_weights(model),
     )
     # FSDP2 looks at its parameters' memory again after a load.
     torch.nn.Module.load_state_dict(model, {}, strict=False)

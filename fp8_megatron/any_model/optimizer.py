@@ -18,7 +18,7 @@ How it fits together:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
@@ -37,7 +37,7 @@ from ..sharding.storage import ModelStorage
 from .data_parallel import Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
 from .space import ModelSpace, publish, value_of
-from .state_dicts import STATE_KEYS, check_param_state, load_param_state, param_state
+from .state_dicts import STATE_KEYS, check_param_state, load_param_state, param_state, torchs_order
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
 
@@ -61,6 +61,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         histories: delayed scales of the model's casts; `step` advances them.
         num_gradients: gradients that each parameter is expected to receive per step.
         replication: the model's replicas; None: there is one.
+        transposed: weights [out, in] that are [in, out] in the model that the user had.
     """
 
     #: GradScaler leaves unscaling and the check for inf to `step`.
@@ -77,7 +78,9 @@ class FP8Optimizer(torch.optim.Optimizer):
         histories: Sequence[AmaxHistory] = (),
         num_gradients: int = 1,
         replication: Replication | None = None,
+        transposed: Iterable[Tensor] = (),
     ) -> None:
+        self._transposed = frozenset(transposed)
         self._replication = replication
         self._knew_ranks = _num_ranks() is not None
         self._names = names
@@ -199,6 +202,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         result = self._collect_state()
+        result["state"] = self._turned(result["state"], result["param_groups"])
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
@@ -315,9 +319,16 @@ class FP8Optimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         check_options(state_dict["param_groups"])
+        state_dict["state"] = self._turned(state_dict["state"], state_dict["param_groups"])
         self._take_state(state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _turned(self, entries: Mapping[Any, dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+        """State as the model has it whose weights were transposed, or back. `groups` have the entries' numbers."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        turned = {number for param, number in zip(params, _numbers(groups), strict=False) if param in self._transposed}
+        return {number: torchs_order(entry) if number in turned else entry for number, entry in entries.items()}
 
     def _take_state(self, state_dict: dict[str, Any]) -> None:
         """What `load_state_dict` does between hooks."""

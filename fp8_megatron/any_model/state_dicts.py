@@ -1,9 +1,10 @@
 """The optimizer's state by parameter, as plain tensors in torch's shape, and back.
 
 A parameter's entry has its ``step``, and ``exp_avg``, ``exp_avg_sq`` and ``master_weight`` in their storage dtypes and
-the parameter's shape. A dtype with scales has ``…_payload`` and ``…_scale`` (FP32, one for each `STATE_BLOCK` elements)
-in their place, so that torch's Adam does not take payloads for values. The master is left out where the parameter
-itself holds it (FP32). Over replicas every rank has a part of each entry, and the parts are gathered.
+the parameter's shape, which is the transpose for GPT-2's ``Conv1D`` (`torchs_order`). A dtype with scales has
+``…_payload`` and ``…_scale`` (FP32, one for each `STATE_BLOCK` elements) in their place, so that torch's Adam does not
+take payloads for values. The master is left out where the parameter itself holds it (FP32). Over replicas every rank
+has a part of each entry, and the parts are gathered.
 """
 
 from __future__ import annotations
@@ -24,6 +25,16 @@ PAYLOAD, SCALE = "_payload", "_scale"
 STATE_KEYS = frozenset(
     f"{name}{part}" for name in ("exp_avg", "exp_avg_sq", "master_weight") for part in ("", PAYLOAD, SCALE)
 )
+
+
+def torchs_order(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of a weight that the model had transposed, with values as that model has them; and back.
+
+    Payloads stay: their scales are for blocks of the weight as it is stored.
+    """
+    names = ("exp_avg", "exp_avg_sq", "master_weight")
+    turned = {key: value.t() for key, value in entry.items() if key in names and isinstance(value, Tensor)}
+    return {**entry, **turned}
 
 
 def stored_state(state: SpaceState) -> dict[str, StateTensor]:

@@ -21,6 +21,7 @@ from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.quantization.stats import snr_db
 
 
 def build(level: str, dtype: torch.dtype = torch.float32, recipe: str = "tensorwise") -> tuple[Any, FP8Optimizer]:
@@ -164,6 +165,36 @@ def test_torchs_own_state_is_taken_on() -> None:
         assert torch.equal(state[index]["exp_avg"], entry["exp_avg"])
         assert torch.equal(state[index]["exp_avg_sq"], entry["exp_avg_sq"])
         assert state[index]["step"] == 1.0
+
+
+@pytest.mark.parametrize("out_features", [64, 32])
+def test_moments_of_gpt2s_conv1d_are_torchs(out_features: int) -> None:
+    """Its weight is [in, out] in transformers and [out, in] here. Both directions, and through another level."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+
+    def build_conv1d() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(conv1d(out_features, 32))
+        return model, torch.optim.AdamW(model.parameters())
+
+    plain, reference = build_conv1d()
+    model, optimizer = build_conv1d()
+    model.load_state_dict(plain.state_dict())
+    model, o1 = fp8_megatron.initialize(model, optimizer, opt_level="O1")
+    x, cotangent = torch.randn(16, 32), torch.randn(16, out_features)
+    for module, own in ((plain, reference), (model, o1)):
+        (module(x) * cotangent).sum().backward()
+        own.step()
+    expected = copy.deepcopy(reference.state_dict()["state"][0])
+    assert snr_db(o1.state_dict()["state"][0]["exp_avg"], expected["exp_avg"]) > 20.0  # E5M2 has 25.5 dB, E4M3 31.5
+    o1.load_state_dict(reference.state_dict())
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(o1.state_dict()["state"][0][key], expected[key])
+    reference.load_state_dict(copy.deepcopy(o1.state_dict()))
+    reference.step()
+    _, o2 = fp8_megatron.initialize(*build_conv1d(), opt_level="O2")
+    o2.load_state_dict(o1.state_dict())
+    o1.load_state_dict(o2.state_dict())
+    assert snr_db(o1.state_dict()["state"][0]["exp_avg"], expected["exp_avg"]) > 30.5  # E4M3 has 31.5 dB
 
 
 @pytest.mark.parametrize("damage", ["other_optimizer", "other_shape"])
