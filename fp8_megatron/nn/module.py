@@ -203,6 +203,11 @@ class FP8Linear(torch.nn.Linear):
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The output in `dtype`."""
         if not torch.compiler.is_compiling():
+            if torch._C._are_functorch_transforms_active():
+                raise UserError(
+                    f"{self.name}: an FP8 layer takes no transform of torch.func (grad, jacrev, vmap, jvp): keep it "
+                    f"out of FP8 with filter, or give functional_call plain weights"
+                )
             weight: Any = self._parameters["weight"]
             linear = LinearParams(
                 weight,
