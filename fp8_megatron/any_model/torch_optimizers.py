@@ -86,8 +86,8 @@ def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, st
     for param in group["params"]:
         if param not in names:
             raise OptimizerError(
-                f"the optimizer holds a parameter of shape {tuple(param.shape)} that the model does not have: "
-                f"build it from model.parameters() of this model"
+                f"the optimizer holds a parameter of shape {tuple(param.shape)} that the model did not have at "
+                f"initialize: build it from model.parameters() of this model, and add layers before initialize"
             )
         if param.dtype not in _DTYPES:
             known = ", ".join(str(dtype) for dtype in _DTYPES)

@@ -97,7 +97,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         (_with(opt_level="O4"), r"opt_level\('O4'\) is none of O1, O2, O3"),
         (_with(recipe="mxfp8"), r"recipe\('mxfp8'\) is none of"),
         (_replaced_before, "has FP8 layers already: give recipe, filter and recompute_activations to"),
-        (_other_model, "a parameter of shape .* that the model does not have"),
+        (_other_model, "a parameter of shape .* that the model did not have"),
         (
             lambda model: fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1)),
             "torch.optim.sgd.SGD: FP8 state needs torch.optim.AdamW",

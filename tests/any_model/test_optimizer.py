@@ -360,7 +360,7 @@ def test_grad_scaler_divides_and_skips() -> None:
         (lambda params: torch.optim.SGD(params), "torch.optim.sgd.SGD: FP8 state needs torch.optim.AdamW"),
         (lambda params: torch.optim.AdamW(params, amsgrad=True), "amsgrad=True"),
         (lambda params: torch.optim.Adam(params, maximize=True), "leave maximize out"),
-        (lambda _: torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]), "shape \\(3,\\) that the model does not"),
+        (lambda _: torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]), "shape \\(3,\\) that the model did not"),
     ],
 )
 def test_what_cannot_be_is_refused(build: Callable[..., torch.optim.Optimizer], message: str) -> None:

@@ -362,7 +362,7 @@ def test_an_option_that_would_be_ignored_is_an_error(option: str) -> None:
 def test_a_group_that_cannot_be_added_changes_nothing() -> None:
     _, optimizer = build("O2")
     number = len(optimizer.param_groups)
-    with pytest.raises(OptimizerError, match="that the model does not have"):
+    with pytest.raises(OptimizerError, match="that the model did not have"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     assert len(optimizer.param_groups) == number
     optimizer.load_state_dict(optimizer.state_dict())
