@@ -303,8 +303,8 @@ def convert_attention(
         replaced[old] = new
         made[key] = layer
     module.__class__ = FP8MultiheadAttention if "in_proj" in made else FP8SeparateAttention
-    for key, layer in made.items():
-        module._modules[key] = layer
+    del module._modules["out_proj"]  # it follows the others, as in torch's order of parameters
+    module._modules.update(made)
     return {layer.name: layer for layer in made.values()}
 
 

@@ -380,6 +380,15 @@ def test_a_run_resumes(level: str) -> None:
     assert train(other_optimizer, other_step) == expected and expected[-1] < expected[0]
 
 
+def test_parameters_have_torchs_order() -> None:
+    """An optimizer's state has numbers, so one that is built after the layers became FP8 has the same."""
+    model = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 128)
+    names = list(model.state_dict())
+    shapes = [parameter.shape for parameter in model.parameters()]
+    fp8_megatron.replace_linears(model)
+    assert [parameter.shape for parameter in model.parameters()] == shapes and list(model.state_dict()) == names
+
+
 def test_what_stays() -> None:
     class Derived(torch.nn.MultiheadAttention):
         pass
