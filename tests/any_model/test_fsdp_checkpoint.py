@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint import DefaultLoadPlanner, load, save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -58,6 +58,39 @@ def test_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, opt_level: str, nu
     for resumed, resumed_weights in ranks.run(on_default_group, resume, *args, num_ranks=num_ranks):
         assert resumed == losses
         assert all(torch.equal(resumed_weights[name], weight) for name, weight in weights.items())
+
+
+def saved_values(model: torch.nn.Module, optimizer: FP8Optimizer) -> dict[str, Tensor]:
+    """The model's state and that of the linear weight, in FP32."""
+    found = {**optimizer.state_dict()["state"][2], **model.state_dict()}
+    return {key: (value.to_local() if isinstance(value, DTensor) else value).float() for key, value in found.items()}
+
+
+def save_sharded(group: Group, folder: str) -> dict[str, Tensor]:
+    model, optimizer, _ = delayed_model(group)
+    model(torch.randn(16, 64)).square().mean().backward()
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    return saved_values(model, optimizer)
+
+
+def resume_alone(group: Group, folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return saved_values(model, optimizer)
+
+
+def test_a_model_that_is_not_sharded_loads_one_that_is(ranks: RankPool, tmp_path: Path) -> None:
+    (expected,) = ranks.run(on_default_group, save_sharded, str(tmp_path), num_ranks=1)
+    (loaded,) = ranks.run(on_default_group, resume_alone, str(tmp_path), num_ranks=1)
+    for name in ("step", "exp_avg_payload", "exp_avg_scale", "master_weight_payload", "0.weight", "1.weight"):
+        assert torch.equal(loaded[name], expected[name]), name
 
 
 def whole_state(group: Group) -> Any:
