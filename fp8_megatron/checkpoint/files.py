@@ -33,6 +33,8 @@ META = "checkpoint.json"
 CONFIG = "config.yaml"
 #: Key in `META`: iterations that the run had saved before.
 ANCESTORS = "ancestors"
+#: Key in `META`: the iterations at which this checkpoint was due; training may have had to wait with it.
+DUE = "due"
 
 logger = logging.getLogger(__name__)
 
@@ -252,13 +254,13 @@ def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interva
 
     Args:
         own: iterations of the run's own checkpoints.
-        retain_interval: also keep iterations that are multiples of this.
+        retain_interval: also keep iterations that are multiples of this, or that were due at one.
         token: as for `temporary_folder`.
     """
     for iteration in sorted(set(own).intersection(saved_iterations(root)))[:-keep_last]:
-        if retain_interval is not None and iteration % retain_interval == 0:
-            continue
         folder = iteration_folder(root, iteration)
+        if retain_interval is not None and any(number % retain_interval == 0 for number in (iteration, *_due(folder))):
+            continue
         removed = _aside(folder, token, ".removed")
         try:
             os.replace(folder, removed)  # a partly removed folder never has a checkpoint's name
@@ -267,6 +269,15 @@ def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interva
         else:
             _clear(removed)
             logger.info("removed %s", folder, extra=event(EventKind.REMOVE, iteration=iteration))
+
+
+def _due(folder: Path) -> list[int]:
+    """The iterations at which a checkpoint was due; none if it does not say."""
+    try:
+        due = json.loads((folder / META).read_text())[DUE]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [number for number in due if isinstance(number, int)] if isinstance(due, list) else []
 
 
 def write_text(path: Path, text: str) -> None:

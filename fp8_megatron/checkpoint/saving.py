@@ -13,6 +13,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +32,7 @@ from .concurrency import NUM_READERS
 from .files import (
     ANCESTORS,
     CONFIG,
+    DUE,
     META,
     CheckpointError,
     RunLockError,
@@ -113,11 +115,14 @@ class CheckpointWriter:
         if self._in_background and state.device.type == "cuda":
             Snapshot.of(state, Progress()).wait()
 
-    def save(self, state: Resumable, progress: Progress) -> float:
+    def save(self, state: Resumable, progress: Progress, *, due: Sequence[int] = ()) -> float:
         """Save the checkpoint of this iteration; called by all ranks together.
 
         A save that fails is logged by the first rank and leaves the earlier checkpoints as they are; `finish` raises it
         unless a later one succeeds.
+
+        Args:
+            due: the iterations at which it was due. It is kept as long as theirs would be.
 
         Returns:
             Seconds that training was stopped.
@@ -129,6 +134,7 @@ class CheckpointWriter:
         self._join()
         self._raise_lost_lock()
         snapshot = Snapshot.of(state, progress)
+        snapshot.description[DUE] = list(due)
         if self._in_background:
             self._thread = threading.Thread(
                 target=self._write, args=(snapshot, started), name="checkpoint writer", daemon=True

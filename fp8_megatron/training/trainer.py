@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -251,7 +251,8 @@ class _Run:
         elif self.is_writer:
             length = "--train-samples" if self.config.counts_samples else "--train-iters"
             logger.warning("nothing is left to train: iteration %d, %s %d", first - 1, length, self.config.train_counts)
-        save_is_due = end_is_due = False
+        due: list[int] = []  # iterations whose checkpoint is to be saved
+        end_is_due = False
         mark = Mark(self.state.device)
         for iteration in range(first, total + 1):
             self.watch.at(iteration, "training")
@@ -259,7 +260,7 @@ class _Run:
             consumed_samples += batch_size
             num_micro_batches = batch_size // self.state.samples_per_micro_batch
             # Both come after the next step, if this one is left out.
-            save_is_due |= checkpoint.saves_at(iteration)
+            due += [iteration] if checkpoint.saves_at(iteration) else []
             end_is_due |= training.exit_interval is not None and iteration % training.exit_interval == 0
             if iteration in self.left_out:
                 if pending is not None:
@@ -270,7 +271,7 @@ class _Run:
                 continue
             learning_rate = self.state.optimizer.learning_rate
             self.profiler.before(iteration)
-            check = self._new_check(iteration, save_is_due=save_is_due)
+            check = self._new_check(iteration, save_is_due=bool(due))
             sampler = self._sampler_of(iteration)
             values = train_step(
                 self.state,
@@ -300,24 +301,24 @@ class _Run:
             pending = queued
             evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
             stops = self.stop_requested or end_is_due
-            if evaluates or save_is_due or stops or iteration == total:
+            if evaluates or due or stops or iteration == total:
                 self._record(pending.result())
                 pending = None
             # Inside a streak of skipped steps nothing is saved: a restart then goes back to before it.
-            saves = save_is_due and self.guard.num_consecutive == 0
-            if save_is_due and not saves:
+            saves = bool(due) and self.guard.num_consecutive == 0
+            if due and not saves:
                 self.events.save_postponed(iteration)
             if evaluates:
                 self._evaluate("valid")
             if saves:
-                self._save()
-                saved_at, save_is_due = iteration, False
+                self._save(due)
+                saved_at, due = iteration, []
             if evaluates or saves:
                 mark = Mark(self.state.device)
             if stops:
                 break
         if checkpoint.save is not None and self.progress.iteration > saved_at:
-            self._save()
+            self._save(due)
         if self.progress.iteration >= total:
             self._evaluate("test")
 
@@ -433,11 +434,11 @@ class _Run:
                 logger.info("resumed from %s at iteration %d", source.root, progress.iteration)
         return progress
 
-    def _save(self) -> None:
+    def _save(self, due: Sequence[int]) -> None:
         if self.writer is None:
             return
         with self.watch.patiently("saving a checkpoint"):
-            seconds = self.writer.save(self.resumable, self.progress)
+            seconds = self.writer.save(self.resumable, self.progress, due=due)
         if self.is_writer and self.config.checkpoint.async_save:
             logger.info("saving iteration %d; training stood still for %.2f s", self.progress.iteration, seconds)
 

@@ -72,6 +72,19 @@ def test_the_newest_non_persistent_checkpoint_stays_beside_all_persistent_ones(f
     assert list(resumed) == [8, 9, 10] and saved_iterations(saved) == [4, 8, 10]
 
 
+def test_a_persistent_checkpoint_that_was_late_stays(fit, tmp_path: Path) -> None:
+    """Iteration 4 is left out, so its checkpoint is saved at 5."""
+    saved = tmp_path / "saved"
+    flags = {"train_iters": 9, "iterations_to_skip": [4], "save": saved, "save_interval": 4}
+    fit("run", exit_interval=6, non_persistent_save_interval=1, **flags)
+    assert saved_iterations(saved) == [5, 6]
+    fit("resumed", load=saved, non_persistent_save_interval=1, **flags)
+    assert saved_iterations(saved) == [5, 8, 9]
+    flags |= {"save": tmp_path / "retained", "save_interval": 1, "save_retain_interval": 4}
+    fit("retained", **flags)
+    assert saved_iterations(tmp_path / "retained") == [5, 8, 9]
+
+
 def test_pretrained_weights_start_a_run_once(fit, tmp_path: Path) -> None:
     weights, saved = tmp_path / "weights", tmp_path / "saved"
     fit("before", train_iters=3, save=weights)
