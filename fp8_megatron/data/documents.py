@@ -30,7 +30,8 @@ _SHOWN_KEYS = 8
 _UTF8_BOM = b"\xef\xbb\xbf"
 #: Compressed bytes decompressed at once. Limits memory: 4 bytes of Zstandard can give 128 KiB, so a chunk 64 MiB.
 _ZSTD_CHUNK_BYTES = 1 << 11
-_BLANK_LINE = re.compile(rb"\n(?:[ \t\r]*\n)+")
+#: Lines of white space alone, as `bytes.strip` knows it, and the end of the line before them.
+_BLANK_LINE = re.compile(rb"(?:\A|\n)(?:[ \t\r\v\f]*\n)+")
 
 TextLayout = Literal["json_lines", "whole_file", "paragraphs"]
 

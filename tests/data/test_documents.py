@@ -123,6 +123,18 @@ def test_plain_text_is_one_document_or_one_a_paragraph(tmp_path):
         assert places == ["book.txt:3", "book.txt:7", "book.txt:9"]
 
 
+def test_paragraphs_do_not_depend_on_where_a_batch_ends(tmp_path):
+    """Blank lines of all white space, form feeds of old texts too, begin the file and a batch."""
+    draw, path = Random(0), tmp_path / "book.txt"
+    for _ in range(100):
+        words = draw.choices(["one", "two", " ", "\t", "\n", "\r\n", " \n", "\n\f\n", "\n\n", "\v"], k=30)
+        path.write_bytes("".join(words).encode())
+        expected = read(path, batch_bytes=1000, split_on_blank_lines=True)
+        assert all("\n\n" not in text and text.split("\n")[0].strip() for text in expected[0])
+        for batch_bytes in (1, 3, 16):
+            assert read(path, batch_bytes=batch_bytes, split_on_blank_lines=True) == expected, words
+
+
 def test_several_keys_and_blank_lines(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('\n{"a": "one", "b": "uno"}\n\n  \n{"b": "due", "a": "two", "c": 3}\n')
