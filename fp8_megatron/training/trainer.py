@@ -271,7 +271,7 @@ class _Run:
                 continue
             learning_rate = self.state.optimizer.learning_rate
             self.profiler.before(iteration)
-            check = self._new_check(iteration, save_is_due=bool(due))
+            check = self._new_check(iteration, is_saved=bool(due) or end_is_due)
             sampler = self._sampler_of(iteration)
             values = train_step(
                 self.state,
@@ -349,14 +349,14 @@ class _Run:
         limit = self.config.training.exit_duration_in_mins
         return limit is not None and time.monotonic() - self.started > 60.0 * limit
 
-    def _new_check(self, iteration: int, *, save_is_due: bool) -> PendingCheck | None:
+    def _new_check(self, iteration: int, *, is_saved: bool) -> PendingCheck | None:
         """The comparison of replicas in this step; None if it has none. What is saved has been compared."""
         if self.replica_check is None:
             return None
         interval = self.config.training.check_weight_hash_across_dp_replicas_interval
         assert interval is not None
-        is_last = iteration == self.total_iterations
-        return PendingCheck(self.replica_check) if iteration % interval == 0 or save_is_due or is_last else None
+        is_last = all(later in self.left_out for later in range(iteration + 1, self.total_iterations + 1))
+        return PendingCheck(self.replica_check) if iteration % interval == 0 or is_saved or is_last else None
 
     def _sampler_of(self, iteration: int) -> CastSampler | None:
         """What samples the casts of this step; None if they are not sampled."""

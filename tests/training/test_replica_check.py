@@ -18,15 +18,15 @@ from tests.harness.ranks import RankPool
 from tests.harness.runs import tiny_flags
 
 
-def _fit(folder: Path, flipped_at: int | None) -> str:
+def _fit(folder: Path, flipped_at: int | None, changed: dict[str, Any] | None = None) -> str:
     """Train 6 steps on this rank, with a bit of rank 1's weights flipped in front of a step."""
-    flags = tiny_flags(
-        folder,
-        train_iters=6,
-        save=folder / "saved",
-        save_interval=2,
-        check_weight_hash_across_dp_replicas_interval=3,
-    )
+    settings: dict[str, Any] = {
+        "train_iters": 6,
+        "save": folder / "saved",
+        "save_interval": 2,
+        "check_weight_hash_across_dp_replicas_interval": 3,
+    }
+    flags = tiny_flags(folder, **{**settings, **(changed or {})})
     step, taken = trainer_module.train_step, 0
 
     def flipping(state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -63,3 +63,16 @@ def test_a_flipped_bit_ends_the_run(ranks: RankPool, tmp_path: Path, flipped_at:
     assert [(found["fault"], found["ranks"]) for found in faults] == [("replicas_differ", [0, 1])]
     # Read one step late, unless the step is saved.
     assert faults[0]["iteration"] == 4
+
+
+@pytest.mark.parametrize(
+    "ending", [{"exit_interval": 5}, {"iterations_to_skip": [6]}], ids=["exit interval", "the last is left out"]
+)
+def test_the_last_step_is_compared_where_a_run_ends_early(
+    ranks: RankPool, tmp_path: Path, ending: dict[str, Any]
+) -> None:
+    """Step 5 is the last, and no interval ends with it."""
+    changed = {"save_interval": None, "check_weight_hash_across_dp_replicas_interval": 4, **ending}
+    texts = ranks.run(_fit, tmp_path, 5, changed, num_ranks=2)
+    assert all("hold different bits of weight " in text for text in texts)
+    assert saved_iterations(tmp_path / "saved") == []
