@@ -75,6 +75,8 @@ def unread_settings(config: Config) -> frozenset[str]:
         unread.add("cuda_graph_warmup_steps")
     if config.training.eval_interval == 0:
         unread.add("eval_iters")
+    if config.optimizer.weight_decay_incr_style != "constant":
+        unread.add("weight_decay")
     return frozenset(unread)
 
 
