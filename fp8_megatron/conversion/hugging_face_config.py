@@ -143,6 +143,8 @@ _OTHER_CHECKS = {
 }
 #: Tokens that a Mistral's token attends to, itself included, where the file does not say.
 _MISTRALS_WINDOW = 4096
+#: Groups of keys and values where the file does not name them; otherwise, and where it has null, one a head.
+_GROUPS = {Family.MISTRAL: 8, Family.QWEN2: 32, Family.QWEN3: 32}
 #: The width of a head where the file does not give it; otherwise it is hidden_size / num_attention_heads.
 _HEAD_DIM = {Family.QWEN3: 128}
 #: Other names under which transformers takes GPT-2's settings: theirs, and the name in `_SAME`.
@@ -266,7 +268,8 @@ def _heads(family: Family, settings: Json) -> tuple[int, int, int, int | None]:
     if family is Family.GPT2:
         return hidden_size, heads, heads, None
     head_dim = settings.get("head_dim") or _HEAD_DIM.get(family)
-    return hidden_size, heads, settings.get("num_key_value_heads") or heads, head_dim
+    groups = settings.get("num_key_value_heads", _GROUPS.get(family)) or heads
+    return hidden_size, heads, groups, head_dim
 
 
 def _biases(family: Family, settings: Json) -> tuple[bool, bool]:

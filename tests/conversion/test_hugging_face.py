@@ -173,6 +173,14 @@ def test_gpt2s_settings_under_their_other_names() -> None:
     assert {name: getattr(model, name.replace("num_hidden", "num")) for name in names} == names
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_groups_that_a_file_does_not_give_are_transformers_default(kind: str) -> None:
+    settings = {**LLAMA_JSON, "model_type": kind.lower(), "hidden_size": 128, "num_attention_heads": 64}
+    theirs = getattr(pytest.importorskip("transformers"), f"{kind}Config")(**settings)
+    assert model_from_json(settings).query_groups == theirs.num_key_value_heads
+    assert model_from_json({**settings, "num_key_value_heads": None}).query_groups == 64
+
+
 def test_yarn_in_other_words() -> None:
     """transformers reads null as its default, mscale beside mscale_all_dim alone, and the context in three places."""
     model = model_from_json(YARN_JSON)
@@ -302,10 +310,11 @@ def test_a_model_between_the_architectures_says_what_stands_against_each() -> No
     model = replace(model_from_json({"model_type": "gpt2"}), normalization="RMSNorm", swiglu=True)
     with pytest.raises(CheckpointError, match=r"gpt2: normalization\(RMSNorm\), swiglu; Against llama: position"):
         family_of(model)
-    qwen = model_from_json({**LLAMA_JSON, "model_type": "qwen3"})
+    qwen = model_from_json({**LLAMA_JSON, "model_type": "qwen3", "num_key_value_heads": 2})
     with pytest.raises(CheckpointError, match=r"Against llama: qk_layernorm; Against qwen3: biases; Against mistral: "):
         family_of(replace(qwen, add_qkv_bias=True))
-    mistral = model_from_json({**LLAMA_JSON, "model_type": "mistral", "attention_bias": False})
+    settings = {**LLAMA_JSON, "model_type": "mistral", "num_key_value_heads": 2, "attention_bias": False}
+    mistral = model_from_json(settings)
     assert mistral.window_size == "4095,0" and family_of(mistral) is Family.MISTRAL
     with pytest.raises(CheckpointError, match=r"llama: window_size\(4095,0\); .*mistral: layers without a window$"):
         family_of(replace(mistral, window_attn_skip_freq="2"))
