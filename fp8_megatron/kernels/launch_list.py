@@ -184,9 +184,15 @@ def _place(output: Tensor | None, tensors: Sequence[Tensor | None]) -> int | Non
 
 
 class LaunchLists:
-    """The lists of a module's functions, by key."""
+    """The lists of a module's functions, by key.
+
+    Attributes:
+        num_refused: calls that their list left to Python: an operand lies badly, another GPU is current, or hooks look
+            on.
+    """
 
     def __init__(self) -> None:
+        self.num_refused = 0
         #: The lists; a number counts the calls that were looked at without one.
         self._known: dict[Hashable, Replay | int] = {}
 
@@ -216,7 +222,10 @@ class LaunchLists:
         known = self._known.get(key, 0)
         if not isinstance(known, int):
             outputs = known(inputs)
-            return _with_shape(function(), shape) if outputs is None else outputs
+            if outputs is not None:
+                return outputs
+            self.num_refused += 1
+            return _with_shape(function(), shape)
         if known < _MOST_TRIES:
             return self._record(key, inputs, function, shape, known)
         return _with_shape(function(), shape)

@@ -26,6 +26,7 @@ _NO_DEVICE = 10**6
 def new_lists() -> Iterator[None]:
     for lists in (local._forwards, local._products, local._backwards):
         lists._known.clear()
+        lists.num_refused = 0
     yield
     for lists in (local._forwards, local._products, local._backwards):
         lists._known.clear()
@@ -130,6 +131,7 @@ def test_lists_compute_the_bits_of_python(
     # Delayed scales have no lists in the first step, which is the only one whose first gradient is stored in FP8.
     num_first = 2 if recipe == "tensorwise" else 0
     assert num_lists() == (4, 4 + num_first), "two layers and two shapes"
+    assert local._forwards.num_refused == local._backwards.num_refused == 0
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(one, other), index
 

@@ -328,7 +328,9 @@ def test_other_devices_and_hooks_are_left_to_python(driver: Driver) -> None:
     assert replay((a, None, b)) is None
     driver.is_watched, driver.device = False, 0
     assert replay((a, None, b)) is None
+    assert lists.num_refused == 0
     assert torch.equal(run(lists, a, b, computed)[0], a + b + 1)
+    assert lists.num_refused == 1
 
 
 def test_each_stream_has_a_workspace(module: Any, driver: Driver) -> None:

@@ -120,11 +120,11 @@ def quantize_layer_input(
         ValueError: `transposed` with M not a multiple of 4, or see `blockwise_triton.block_of_sizes`.
     """
     x, device, stored = x.contiguous(), x.device, weight.payload
-    current, casts_weight = scale is None, weight.cast_scale is not None
+    (N, K), current, casts_weight = stored.shape, scale is None, weight.cast_scale is not None
     casts_bias = bias is not None and bias.dtype != output_dtype
     taken = room_for_scale(current, device)
     partials = used = taken if scale is None else scale
-    weight_cast = empty(*stored.shape, E4M3, device) if casts_weight else no_values(E4M3, device)
+    weight_cast = empty(N, K, E4M3, device) if casts_weight else no_values(E4M3, device)
     bias_cast, num_parts = no_values(output_dtype, device), 0
     if current or casts_weight or casts_bias:
         num_biases = 0
@@ -132,7 +132,7 @@ def quantize_layer_input(
             num_biases = bias.numel()
             bias_cast = empty_vector(num_biases, output_dtype, device)
         num_blocks = weight.scales.numel() if casts_weight else 0
-        num_parts, launch = _input_launch(x.numel() if current else 0, stored.numel(), num_blocks, num_biases)
+        num_parts, launch = _input_launch(x.numel() if current else 0, N * K, num_blocks, num_biases)
         if current:
             partials = empty_vector(num_parts, torch.int32, device)
         bias_in = bias.contiguous() if bias is not None and casts_bias else bias_cast
