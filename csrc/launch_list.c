@@ -49,8 +49,10 @@ typedef struct {
 } Step;
 
 typedef struct {
-    PyObject *make;    /* () → tensor */
+    PyObject *make;    /* () → tensor; NULL: it is a part of another allocation */
     uint64_t released; /* by bit, the allocations that are given back before it */
+    uint64_t offset;   /* of a part, in bytes */
+    Py_ssize_t whole;  /* of a part, the other allocation */
 } Allocation;
 
 /* What Python says of the moment: () → device, (device) → stream, () → bool, (device, stream) → tensor. */
@@ -245,8 +247,35 @@ PyDoc_STRVAR(surround_doc,
              "surround(device, questions, num_inputs, allocations, outputs, kept)\n\n"
              "What a replay does around its launches. questions: what gives the current device, the stream of a device,\n"
              "whether launches are watched, and the workspace of a device and stream. allocations: in order, what makes\n"
-             "a tensor, and the places of those allocations that are given back before. outputs: places among the\n"
-             "inputs, then the allocations; -1 for None. kept: what the launches need to stay.");
+             "a tensor, and the places of those allocations that are given back before; or the bytes at which it starts\n"
+             "in another allocation, and the other's place. outputs: places among the inputs, then the allocations; -1\n"
+             "for None. kept: what the launches need to stay.");
+
+/* An allocation that lies in another one. 0, or −1 for an error. */
+static int read_part(PyObject *pair, Allocation *part) {
+    PyObject *offset, *whole;
+    if (!PyArg_ParseTuple(pair, "O!O!", &PyLong_Type, &offset, &PyLong_Type, &whole)) return -1;
+    *part = (Allocation){NULL, 0, PyLong_AsUnsignedLongLong(offset), PyErr_Occurred() ? -1 : PyLong_AsSsize_t(whole)};
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* An allocation of its own, the `i`th. 0, or −1 for an error. */
+static int read_allocation(PyObject *pair, Py_ssize_t i, Allocation *allocation) {
+    PyObject *make, *places;
+    if (!PyArg_ParseTuple(pair, "OO!", &make, &PyTuple_Type, &places)) return -1;
+    uint64_t released = 0;
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(places); k++) {
+        Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, k));
+        if (PyErr_Occurred()) return -1;
+        if (place < 0 || place >= i) {
+            PyErr_Format(PyExc_ValueError, "allocation %zd cannot follow the release of %zd", i, place);
+            return -1;
+        }
+        released |= (uint64_t)1 << place;
+    }
+    *allocation = (Allocation){Py_NewRef(make), released, 0, -1};
+    return 0;
+}
 
 static PyObject *surround(LaunchList *self, PyObject *args) {
     PyObject *questions[NUM_QUESTIONS], *allocations, *outputs, *kept;
@@ -261,18 +290,17 @@ static PyObject *surround(LaunchList *self, PyObject *args) {
                             num_inputs, num_allocations, self->num_slots, num_outputs);
     drop_surroundings(self);
     for (Py_ssize_t i = 0; i < num_allocations; i++) {
-        PyObject *make, *places;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(allocations, i), "OO!", &make, &PyTuple_Type, &places)) return NULL;
-        uint64_t released = 0;
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(places); k++) {
-            Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, k));
-            if (PyErr_Occurred()) return NULL;
-            if (place < 0 || place >= i)
-                return PyErr_Format(PyExc_ValueError, "allocation %zd cannot follow the release of %zd", i, place);
-            released |= (uint64_t)1 << place;
-        }
-        self->allocations[i] = (Allocation){Py_NewRef(make), released};
+        PyObject *pair = PyTuple_GET_ITEM(allocations, i);
+        int is_part = PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) && PyLong_Check(PyTuple_GET_ITEM(pair, 0));
+        if (is_part ? read_part(pair, &self->allocations[i]) : read_allocation(pair, i, &self->allocations[i]))
+            return NULL;
         self->num_allocations = i + 1;
+    }
+    for (Py_ssize_t i = 0; i < num_allocations; i++) {
+        const Allocation *part = &self->allocations[i];
+        if (part->make != NULL) continue;
+        if (part->whole < 0 || part->whole >= num_allocations || self->allocations[part->whole].make == NULL)
+            return PyErr_Format(PyExc_ValueError, "allocation %zd cannot be a part of %zd", i, part->whole);
     }
     for (Py_ssize_t i = 0; i < num_outputs; i++) {
         self->outputs[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(outputs, i));
@@ -280,6 +308,8 @@ static PyObject *surround(LaunchList *self, PyObject *args) {
         if (self->outputs[i] < -1 || self->outputs[i] >= self->num_slots)
             return PyErr_Format(PyExc_ValueError, "there is no output %zd: the list has %zd", self->outputs[i],
                                 self->num_slots);
+        if (self->outputs[i] >= num_inputs && self->allocations[self->outputs[i] - num_inputs].make == NULL)
+            return PyErr_Format(PyExc_ValueError, "output %zd is a part of another allocation", self->outputs[i]);
     }
     self->device = device;
     self->num_inputs = num_inputs;
@@ -391,6 +421,8 @@ static PyObject *replay(LaunchList *self, PyObject *inputs) {
     Py_ssize_t num_made = 0;
     for (; num_made < self->num_allocations; num_made++) {
         const Allocation *allocation = &self->allocations[num_made];
+        made[num_made] = NULL;
+        if (allocation->make == NULL) continue;
         for (Py_ssize_t place = 0; place < num_made; place++)
             if (allocation->released >> place & 1) Py_CLEAR(made[place]); /* its memory can be taken again, as it was */
         made[num_made] = PyObject_CallNoArgs(allocation->make);
@@ -399,6 +431,11 @@ static PyObject *replay(LaunchList *self, PyObject *inputs) {
             num_made++;
             goto end;
         }
+    }
+    for (Py_ssize_t i = 0; i < self->num_allocations; i++) {
+        const Allocation *part = &self->allocations[i];
+        if (part->make == NULL)
+            addresses[self->num_inputs + i] = addresses[self->num_inputs + part->whole] + part->offset;
     }
     for (Py_ssize_t slot = 0; slot < self->num_slots; slot++) misaligned |= addresses[slot] & self->alignments[slot];
     if (misaligned) {

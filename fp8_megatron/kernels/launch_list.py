@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 Tensors = tuple[Tensor | None, ...]
 #: A list: ``replay(inputs)`` gives the outputs, or None if Python must do it.
 Replay = Callable[[Tensors], Tensors | None]
-#: Given a shape, what makes a new contiguous tensor of it.
-Allocator = Callable[[tuple[int, ...]], Callable[[], Tensor]]
+#: Given a dtype and a shape, what makes a new contiguous tensor of them.
+Allocator = Callable[[torch.dtype, tuple[int, ...]], Callable[[], Tensor]]
 
 #: A symbolic link in a checkout.
 _SOURCE = Path(__file__).parents[1] / "csrc" / "launch_list.c"
@@ -42,6 +42,10 @@ _MOST_TRIES = 3
 _MOST_KNOWN = 4096
 #: The list's own limit.
 _MOST_SLOTS = 64
+#: Memory for less than this may stay until the end of a list, although Python would give it back before.
+_SMALL_BYTES = 1 << 20
+#: What is allocated together starts at multiples of this, as what torch allocates.
+_PART_ALIGNMENT = 512
 #: Addresses of a kernel's operands are multiples of this, and those of a GEMM of `MATMUL_ALIGNMENT`: so it chose its
 #: algorithm.
 KERNEL_ALIGNMENT, MATMUL_ALIGNMENT = 16, 256
@@ -83,7 +87,7 @@ class Recording:
         self._steps: list[Callable[[Any], None]] = []
         self._kept: list[object] = []
         self._made: list[weakref.ref[Tensor]] = []
-        self._allocations: list[tuple[Allocator, tuple[int, ...], tuple[int, ...]]] = []
+        self._allocations: list[_Allocation] = []
         self._released: set[int] = set()
         for tensor in inputs:
             address = 0 if tensor is None else tensor.data_ptr()
@@ -118,7 +122,7 @@ class Recording:
         gone = {place for place, made in enumerate(self._made) if made() is None} - self._released
         self._released |= gone
         self._made.append(weakref.ref(tensor))
-        self._allocations.append((allocator, tuple(tensor.shape), tuple(sorted(gone))))
+        self._allocations.append(_Allocation(allocator, tensor.dtype, tuple(tensor.shape), tensor.nbytes, gone))
         self._new_slot(tensor.data_ptr())
 
     def add(self, step: Callable[[Any], None], kept: object) -> None:
@@ -138,22 +142,23 @@ class Recording:
         places = [_place(output, [*inputs, *made]) for output in outputs]
         if None in places:
             self.fail("an output is neither an input nor allocated here")
-        shapes = [own for _, own, _ in self._allocations]
+        shapes = [allocation.shape for allocation in self._allocations]
         if shape is not None and outputs[0] is not None and places[0] is not None:
             if places[0] < len(inputs):
                 self.fail("the first output is to have another shape, and is an input")
             else:
                 shapes[places[0] - len(inputs)] = shape
-        if len(self._alignments) > _MOST_SLOTS or not self._steps:
+        if len(self._alignments) >= _MOST_SLOTS or not self._steps:
             self.fail(f"{len(self._steps)} launches with {len(self._alignments)} operands")
         if self.fault is not None:
             logger.debug("no launch list: %s", self.fault)
             return None
         module = _module()
         assert module is not None
-        launches = module.LaunchList(
-            symbols.launch_kernel, symbols.matmul, symbols.set_attribute, tuple(self._alignments)
-        )
+        returned = {place - len(inputs) for place in places if place is not None and place >= len(inputs)}
+        allocations = _placed(self._allocations, shapes, returned)
+        alignments = (*self._alignments, *(1 for _ in allocations[len(shapes) :]))
+        launches = module.LaunchList(symbols.launch_kernel, symbols.matmul, symbols.set_attribute, alignments)
         for step in self._steps:
             step(launches)
         questions = (
@@ -161,9 +166,6 @@ class Recording:
             torch._C._cuda_getCurrentRawStream,
             symbols.is_watched,
             symbols.workspace,
-        )
-        allocations = tuple(
-            (allocator(own), released) for (allocator, _, released), own in zip(self._allocations, shapes, strict=True)
         )
         launches.surround(self.device, questions, len(inputs), allocations, tuple(places), self._kept)
         replay: Replay = launches.replay
@@ -174,6 +176,68 @@ class Recording:
         if address:
             self._slots[address] = len(self._alignments)
         self._alignments.append(1)
+
+
+class _Allocation(NamedTuple):
+    """A tensor that a function allocates, and the places of those that it has given back since the one before."""
+
+    allocator: Allocator
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    gone: set[int]
+
+
+def _placed(
+    allocations: Sequence[_Allocation], shapes: Sequence[tuple[int, ...]], returned: set[int]
+) -> tuple[tuple[Any, Any], ...]:
+    """What a list allocates (`surround` in the C file). Memory that is not returned is allocated together, at the end:
+    an allocation takes the host as long as a launch.
+
+    The peak stays. So what Python gives back before it allocates much that is returned stays alone, and later memory
+    lies where earlier was given back.
+
+    Args:
+        returned: places of tensors that the function returns.
+    """
+    end = len(allocations)
+    gone_at = {place: at for at, allocation in enumerate(allocations) for place in allocation.gone}
+    alone = set(returned)
+    for place, allocation in enumerate(allocations):
+        given_back = gone_at.get(place, end)
+        returned_later = sum(allocations[other].nbytes for other in returned if other >= given_back)
+        if given_back < end and min(allocation.nbytes, returned_later) >= _SMALL_BYTES:
+            alone.add(place)
+    together = [place for place in range(end) if place not in alone]
+    if len(together) < 2:
+        alone, together = set(range(end)), []
+    offsets: dict[int, int] = {}
+    size = 0
+    for place in sorted(together, key=lambda one: -allocations[one].nbytes):  # large ones first: few gaps
+        until, nbytes, start = gone_at.get(place, end), _rounded(allocations[place].nbytes), 0
+        beside = [one for one in offsets if one < until and place < gone_at.get(one, end)]
+        for offset, taken in sorted((offsets[one], _rounded(allocations[one].nbytes)) for one in beside):
+            if offset - start >= nbytes:
+                break
+            start = max(start, offset + taken)
+        offsets[place] = start
+        size = max(size, start + nbytes)
+    made: list[tuple[Any, Any]] = []
+    given_back_now: set[int] = set()
+    for place, allocation in enumerate(allocations):
+        given_back_now |= allocation.gone & alone
+        if place in offsets:
+            made.append((offsets[place], end))
+        else:
+            made.append((allocation.allocator(allocation.dtype, shapes[place]), tuple(sorted(given_back_now))))
+            given_back_now = set()
+    if together:
+        made.append((allocations[together[0]].allocator(torch.uint8, (size,)), tuple(sorted(given_back_now))))
+    return tuple(made)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
 
 
 def _place(output: Tensor | None, tensors: Sequence[Tensor | None]) -> int | None:
@@ -321,10 +385,10 @@ def _symbols() -> _Symbols | None:
     return _Symbols(*functions, cublaslt.workspace, launch.has_hooks)
 
 
-def allocates(allocator: Allocator, shape: tuple[int, ...]) -> Tensor:
+def allocates(allocator: Allocator, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """New memory of `shape`, while something is recorded."""
     watching = recording()
-    allocate = allocator(shape)
+    allocate = allocator(dtype, shape)
     if watching is None:
         return allocate()
     with no_dispatch():  # a torch operation on a CPU

@@ -22,10 +22,10 @@ def empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
     if _on_current_gpu is None or device.type != "cuda" or device.index != torch._C._cuda_getDevice():
         if launch_list.running is None:
             return torch.empty(rows, columns, dtype=dtype, device=device)
-        return launch_list.allocates(partial(_allocation, dtype, device), (rows, columns))
+        return launch_list.allocates(partial(_allocation, device), dtype, (rows, columns))
     if launch_list.running is None:
         return _on_current_gpu((rows, columns), (columns, 1), dtype)
-    return launch_list.allocates(partial(_allocation_on_current_gpu, dtype), (rows, columns))
+    return launch_list.allocates(_allocation_on_current_gpu, dtype, (rows, columns))
 
 
 def empty_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -33,13 +33,13 @@ def empty_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if _on_current_gpu is None or device.type != "cuda" or device.index != torch._C._cuda_getDevice():
         if launch_list.running is None:
             return torch.empty(size, dtype=dtype, device=device)
-        return launch_list.allocates(partial(_allocation, dtype, device), (size,))
+        return launch_list.allocates(partial(_allocation, device), dtype, (size,))
     if launch_list.running is None:
         return _on_current_gpu((size,), (1,), dtype)
-    return launch_list.allocates(partial(_allocation_on_current_gpu, dtype), (size,))
+    return launch_list.allocates(_allocation_on_current_gpu, dtype, (size,))
 
 
-def _allocation(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+def _allocation(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[], Tensor]:
     """What makes a tensor of `shape`."""
     return partial(_empty, shape, dtype, device)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import random
 import shutil
 import subprocess
 import sys
@@ -198,8 +199,95 @@ def test_an_input_gets_no_other_shape(driver: Driver) -> None:
     assert not driver.calls
 
 
+class Allocator:
+    """Allocates; the memory stays, because launches come behind all allocations, as on a stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self._kept: list[Tensor] = []
+        self._empty = memory._empty
+        monkeypatch.setattr(memory, "_empty", self)
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._kept.append(self._empty(shape, dtype, device))
+        self._kept[-1].view(torch.uint8).fill_(0xFF)
+        self.sizes.append(self._kept[-1].nbytes)
+        return self._kept[-1].view(shape)
+
+
+def test_memory_that_is_not_returned_is_allocated_together(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third tensor lies where the first one was: two parts are enough for three."""
+    lists, allocator = LaunchLists(), Allocator(monkeypatch)
+
+    def computed() -> tuple[Tensor | None, ...]:
+        first, second = new(100), new(100)
+        launch(first, first, second, 0)
+        del first
+        third = new(100)
+        launch(second, second, third, 0)
+        out = new()
+        launch(a, b, out, 3)
+        return (out,)
+
+    for a, b in pairs(4):
+        allocator.sizes.clear()
+        assert torch.equal(run(lists, a, b, computed)[0], a + b + 3)
+    assert lists.num_lists == 1 and allocator.sizes == [16, 2 * 512]
+
+
+def test_large_memory_that_python_gives_back_early_stays_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together it would be held until the end, beside what is returned."""
+    monkeypatch.setattr(launch_list, "_SMALL_BYTES", 400)
+    lists, allocator = LaunchLists(), Allocator(monkeypatch)
+
+    def computed() -> tuple[Tensor | None, ...]:
+        large, small, other = new(100), new(10), new(10)
+        launch(large, large, small, 0)
+        del large
+        launch(small, small, other, 0)
+        out = new(200)
+        launch(a, b, out, 3)
+        return (out,)
+
+    for _ in range(4):
+        a, b = torch.ones(200), torch.ones(200)
+        allocator.sizes.clear()
+        assert torch.equal(run(lists, a, b, computed)[0], a + b + 3)
+    assert lists.num_lists == 1 and allocator.sizes == [400, 800, 2 * 512]
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1000, 1 << 20])
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_memory_computes_alike(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, seed: int, small_bytes: int
+) -> None:
+    """Tensors of many sizes, given back in any order: no value is written over before it is read."""
+    monkeypatch.setattr(launch_list, "_SMALL_BYTES", small_bytes)
+    lists, _ = LaunchLists(), Allocator(monkeypatch)
+
+    def computed() -> tuple[Tensor | None, ...]:
+        choose, made = random.Random(seed), [a, b]
+        for number in range(12):
+            out = new(choose.choice([1, 5, 130, 300]))
+            wide = [tensor for tensor in made if len(tensor) >= len(out)]
+            launch(choose.choice(wide), choose.choice(wide), out, number)
+            made.append(out)
+            del out, wide
+            for _ in range(choose.choice([0, 1, 2])):
+                if len(made) > 3:
+                    del made[choose.randrange(2, len(made))]
+        return tuple(choose.sample(made[2:], 1))
+
+    for _ in range(5):
+        a, b = (torch.randint(-9, 9, (300,)).float() for _ in "ab")
+        expected = computed()
+        assert torch.equal(run(lists, a, b, computed)[0], expected[0])
+    assert lists.num_lists == 1
+
+
 def test_memory_that_was_released_may_be_taken_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an allocator does: the third tensor lies where the first one was."""
+    monkeypatch.setattr(launch_list, "_SMALL_BYTES", 0)
     lists = LaunchLists()
     made: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
