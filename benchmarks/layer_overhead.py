@@ -5,7 +5,9 @@ GPU: the time to queue a layer's kernels, launches included; they are small, so 
 next ones. Without a GPU, or with ``--no-op``: the time without the launches themselves, which do nothing. That needs
 Triton, which compiles the kernels for a Hopper GPU that need not be there.
 
-Times are CPU seconds of this thread in forward and of the process in backward, the minimum over steps.
+Times are CPU seconds of this thread in forward. In backward, where autograd has a thread of its own for a GPU, they are
+elapsed seconds there. Each is the minimum over steps. "queue" is the part of both in launch lists, which allocate and
+launch; "lists refused" counts calls that a list left to Python.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from fp8_megatron.commands.arguments import Parser, output_file
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.kernels import extension, launch_list, ops, registration
 from fp8_megatron.kernels.gemm import cublaslt
+from fp8_megatron.nn import local
 
 _LAYERS, _HIDDEN, _BATCH, _SEQUENCE = 8, 64, 4, 16
 _WARM_UP_STEPS, _STEPS = 5, 200
@@ -39,12 +42,14 @@ RUNS = (("bf16", None), *((level, recipe) for level in ("O2", "O3") for recipe i
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of layer: microseconds of the host."""
+    """One kind of layer: microseconds of the host; of both directions in launch lists; calls that lists refused."""
 
     level: str
     recipe: str | None
     forward_us: float
     backward_us: float
+    queue_us: float
+    num_refused: int
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -136,8 +141,11 @@ def measure(level: str, recipe: Any, *, no_op: bool) -> Row:
             optimizer.zero_grad()
         if no_op:
             ops._OPS, launch_list.first_device = gpu_variants(), _NO_DEVICE
-    forward, backward = [], []
-    for _ in range(_WARM_UP_STEPS + _STEPS):
+    forward, backward, queue = [], [], []
+    refused = _num_refused()
+    for step in range(_WARM_UP_STEPS + 2 * _STEPS):
+        if step == _WARM_UP_STEPS + _STEPS:
+            timed = _time_lists()
         start = time.thread_time()
         y = model(x)
         forward.append(time.thread_time() - start)
@@ -146,18 +154,54 @@ def measure(level: str, recipe: Any, *, no_op: bool) -> Row:
         backward.append((time.thread_time() if no_op else time.perf_counter()) - start)
         optimizer.zero_grad()
         x.grad = None
+        if step >= _WARM_UP_STEPS + _STEPS:
+            queue.append(sum(timed))
+            timed.clear()
         if not no_op:
             torch.cuda.synchronize()
     ops._OPS, launch_list.first_device = specifications, 0
-    return Row(level, recipe, *(min(times[_WARM_UP_STEPS:]) / _LAYERS * 1e6 for times in (forward, backward)))
+    measured = slice(_WARM_UP_STEPS, _WARM_UP_STEPS + _STEPS)
+    for lists in _lists():
+        lists._known.clear()  # the timed ones
+    times = (min(each) / _LAYERS * 1e6 for each in (forward[measured], backward[measured], queue))
+    return Row(level, recipe, *times, _num_refused() - refused)
+
+
+def _num_refused() -> int:
+    return sum(lists.num_refused for lists in _lists())
+
+
+def _lists() -> tuple[launch_list.LaunchLists, ...]:
+    return local._forwards, local._products, local._backwards
+
+
+def _time_lists() -> list[float]:
+    """From now on, the seconds of every call of a list."""
+    seconds: list[float] = []
+
+    def timed(replay: launch_list.Replay) -> launch_list.Replay:
+        def call(inputs: launch_list.Tensors) -> launch_list.Tensors | None:
+            start = time.perf_counter()
+            outputs = replay(inputs)
+            seconds.append(time.perf_counter() - start)
+            return outputs
+
+        return call
+
+    for lists in _lists():
+        for key, known in lists._known.items():
+            if not isinstance(known, int):
+                lists._known[key] = timed(known)
+    return seconds
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
-    lines = [f"{'':16} {'forward µs':>10} {'backward µs':>12} {'both µs':>8}"]
+    lines = [f"{'':16} {'forward µs':>10} {'backward µs':>12} {'both µs':>8} {'queue µs':>9} {'lists refused':>14}"]
     for row in rows:
         both = row.forward_us + row.backward_us
-        lines.append(f"{row.name:16} {row.forward_us:10.0f} {row.backward_us:12.0f} {both:8.0f}")
+        times = f"{row.forward_us:10.0f} {row.backward_us:12.0f} {both:8.0f} {row.queue_us:9.0f}"
+        lines.append(f"{row.name:16} {times} {row.num_refused:14}")
     return "\n".join(lines)
 
 
