@@ -314,6 +314,12 @@ class ScaledTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self.owner is not None:
+            warnings.warn(
+                "a pickled FP8 weight, as torch.save(model) writes it, has no master weight, and rounds the small "
+                "updates away that the master holds: save model.state_dict(), whose weights are the masters",
+                stacklevel=2,
+            )
         # Cloned: the storage of a view in a flat buffer would be written whole. Bytes: pickle takes no float8.
         payload, scale = self._payload.clone().view(torch.uint8), self._scale.clone()
         notes = {key: value for key, value in self.__dict__.items() if key not in _STATE}

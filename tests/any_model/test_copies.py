@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -164,3 +165,17 @@ def test_peft_finds_fp8_layers() -> None:
     optimizer.step()
     frozen = [p for p in model.parameters() if isinstance(p, ScaledTensor)]
     assert len(frozen) == 2 and not any(p.requires_grad for p in frozen)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pickled_model_says_what_it_leaves_out(level: str) -> None:
+    """``torch.save(model)`` writes the stored weights; ``state_dict`` has the masters and says nothing."""
+    model, optimizer = build(level)
+    step(model, optimizer)
+    with pytest.warns(UserWarning, match=r"has no master weight.*model\.state_dict\(\)"):
+        torch.save(model, io.BytesIO())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(model.state_dict(), io.BytesIO())
+        torch.save(optimizer.state_dict(), io.BytesIO())
+        torch.save(plain_model(model), io.BytesIO())
