@@ -191,13 +191,14 @@ def build(work: Work, run: str, device: torch.device, *, tiny: bool) -> Trainee:
         model = work.build(tiny)
     model.train()
     if run == "te-delayed":
-        _swap_to_te(model)
+        import transformer_engine.pytorch as te
+
+        _swap_linears(model, te.Linear)
     elif run == "torchao-tensorwise":
         from torchao.float8 import convert_to_float8_training
 
-        convert_to_float8_training(
-            model, module_filter_fn=lambda module, name: _takes_fp8(module) and "head" not in name
-        )
+        _swap_linears(model, nn.Linear)  # torchao converts nn.Linear alone: GPT-2 is made of Conv1D
+        convert_to_float8_training(model, module_filter_fn=_may_be_float8)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, weight_decay=0.05, fused=device.type == "cuda" and not run.startswith("O")
     )
@@ -232,10 +233,8 @@ def _may_be_float8(module: nn.Module, name: str) -> bool:
     return _takes_fp8(module) and "head" not in name
 
 
-def _swap_to_te(model: nn.Module) -> None:
-    """Put `te.Linear` in the place of linear layers, and of transformers' ``Conv1D``, with their values."""
-    import transformer_engine.pytorch as te
-
+def _swap_linears(model: nn.Module, make: Callable[..., nn.Module]) -> None:
+    """Put another class of layer in the place of untied linear layers, and of ``Conv1D``, with their values."""
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -243,7 +242,7 @@ def _swap_to_te(model: nn.Module) -> None:
             if not (is_conv or _takes_fp8(child)) or id(child.weight) in tied:
                 continue
             weight = child.weight.detach().t() if is_conv else child.weight.detach()
-            linear = te.Linear(weight.shape[1], weight.shape[0], bias=child.bias is not None)
+            linear = make(weight.shape[1], weight.shape[0], bias=child.bias is not None).to(weight.device)
             with torch.no_grad():
                 linear.weight.copy_(weight)
                 if child.bias is not None:
