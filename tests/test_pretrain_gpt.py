@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,16 +127,9 @@ def test_good_token_files_train(run: Run, tmp_path: Path) -> None:
 def test_checkpoint_of_another_shape(run: Run, tmp_path: Path) -> None:
     """The first mismatching tensor is named with both shapes."""
     assert run(save=tmp_path / "saved")[0] == 0
-    status, message = run(load=tmp_path / "saved", hidden_size=64)
+    status, message = run(load=tmp_path / "saved", ffn_hidden_size=64)
     assert status == 2
-    assert re.search(r"embedding\.word_embeddings\.weight has shape \(\d+, 32\), this model's is \(\d+, 64\)", message)
-
-
-def test_checkpoint_of_another_depth(run: Run, tmp_path: Path) -> None:
-    assert run(save=tmp_path / "saved")[0] == 0
-    status, message = run(load=tmp_path / "saved", num_layers=1)
-    assert status == 2
-    assert re.search(r"decoder\.layers\.\S+ has shape \(2, .*\), this model's is \(1, ", message), message
+    assert re.search(r"mlp\.linear_fc1\.\S+ has shape \(2, 128.*\), this model's is \(2, 64", message), message
 
 
 def test_truncated_checkpoint(run: Run, tmp_path: Path) -> None:
@@ -180,3 +174,16 @@ def test_exit_status_of_the_program(tmp_path: Path) -> None:
     assert result.returncode == 1  # torchrun's own status, for any status of the ranks
     assert "error: tensor_model_parallel_size(2)" in result.stderr
     assert "trainer.py" not in result.stderr
+
+
+def test_another_models_checkpoint_is_refused_before_anything_starts(run: Run, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    assert run(save=saved)[0] == 0
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    for setting, own, other in (("num_layers", 2, 1), ("hidden_size", 32, 64)):
+        status, message = run(load=saved, **{setting: other})
+        assert status == 2
+        flag = "--" + setting.replace("_", "-")
+        expected = f"was saved with {setting}({own}), this run has {setting}({other}), another model; give {flag} {own}"
+        assert expected in message
+        assert not (tmp_path / "out").exists()

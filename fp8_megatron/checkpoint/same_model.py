@@ -35,6 +35,8 @@ COMPUTED = (
     "window_size",
     "window_attn_skip_freq",
 )
+#: Settings that the shapes of all weights show. Neither has a default that others decide.
+_SIZES = ("num_layers", "hidden_size")
 #: Base and scaling of RoPE, which a longer context may change.
 _SCALES = (
     "rotary_base",
@@ -69,7 +71,7 @@ NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that a checkpoint has otherwise than `holder` (``this run``, ``--config``)."""
+    """A setting that a checkpoint has otherwise than a run or a ``--config``."""
 
     name: str
     saved: object
@@ -82,9 +84,9 @@ class Difference:
 
     def sentence(self, folder: Path, holder: str, fix: str) -> str:
         """The error's line; `folder` is the checkpoint's."""
+        means = "another model" if self.name in _SIZES else "under which those weights compute something else"
         return (
-            f"{folder} was saved with {self.name}({self.saved}), {holder} has {self.name}({self.own}), under which "
-            f"those weights compute something else; {fix}"
+            f"{folder} was saved with {self.name}({self.saved}), {holder} has {self.name}({self.own}), {means}; {fix}"
         )
 
 
@@ -159,6 +161,18 @@ def first_difference(saved: Mapping[str, Any], model: ModelConfig, *, finetune: 
         own = getattr(model, name)
         if saved[name] != own and not _is_same(saved, model, name):
             return Difference(name, saved[name], own)
+    return None
+
+
+def differing_size(saved: Mapping[str, Any], model: ModelConfig) -> Difference | None:
+    """The first of the saved sizes that differs from the model's. Shapes show it too, once there is a model.
+
+    Args:
+        saved: as in `first_difference`.
+    """
+    for name in _SIZES:
+        if name in saved and saved[name] != getattr(model, name):
+            return Difference(name, saved[name], getattr(model, name))
     return None
 
 

@@ -21,7 +21,7 @@ from .files import CONFIG, META, CheckpointError, iteration_of, rank_file
 from .manifest import read_manifest
 from .placement import Placement
 from .run_state import FORMAT_VERSIONS, PREFIXES, STAGES, Resumable, below, topology_of
-from .same_model import first_difference, model_settings
+from .same_model import differing_size, first_difference, model_settings
 from .torch_dist import PlannedRead, TorchDistReader, Wanted
 
 #: Bytes that are read ahead; the last read may exceed this.
@@ -77,7 +77,8 @@ def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = Fals
     A setting that cannot be read, for instance in an earlier version's file, counts as equal. Fine-tuning may use
     another rotary base, for a longer context.
     """
-    found = first_difference(saved_model_settings(folder), model, finetune=finetune)
+    saved = saved_model_settings(folder)
+    found = differing_size(saved, model) or first_difference(saved, model, finetune=finetune)
     return None if found is None else found.sentence(folder, "this run", f"give {found.flag}, as in {CONFIG} there")
 
 

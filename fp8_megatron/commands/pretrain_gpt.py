@@ -52,11 +52,14 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
     check_input_files(config)
     prepare_megatron()
     from ..training.loss_spikes import LossSpike
+    from ..training.run_start import check_what_is_loaded
     from ..training.stopping import TrainingDiverged
     from ..training.trainer import Trainer
     from ..watch.failures import EXIT_STATUS, RankFailure
     from ..watch.replica_hash import ReplicasDiffer
 
+    if rank == 0:  # alone: it lists folders and may have to finish what a killed run left in them
+        check_what_is_loaded(config)
     try:
         trainer = Trainer(config)
         with logging_errors_in(trainer.output_dir):

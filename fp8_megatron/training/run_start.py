@@ -14,15 +14,18 @@ from ..checkpoint.files import (
     CheckpointError,
     RunLockError,
     candidates,
+    is_megatron_checkpoint,
     iteration_folder,
     megatron_iterations,
     named_checkpoint,
     saved_iterations,
 )
 from ..checkpoint.loading import LoadOptions
+from ..checkpoint.megatron_loading import differing_argument, open_megatron_checkpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.run_identity import RunIdentity, own_restart, saved_by
 from ..checkpoint.run_lock import RunLock
+from ..checkpoint.saved_run import differing_setting
 from ..checkpoint.saving import CheckpointWriter, Retention
 from ..config.folder_checks import load_problem
 from ..config.schema import CheckpointConfig, Config
@@ -83,6 +86,27 @@ def starting_run(checkpoint: CheckpointConfig, topology: Topology, signals: Sign
     finally:
         if lock is not None:
             lock.release()
+
+
+def check_what_is_loaded(config: Config) -> None:
+    """Check, before a model is built, that the settings beside what the run would load are this model's.
+
+    A damaged checkpoint may be passed over later, so a problem of its own is not one here.
+
+    Raises:
+        CheckpointError: there is nothing to load, or it is of another model.
+    """
+    source, _ = _source_and_run(config.checkpoint, quiet=True)
+    if source is None:
+        return
+    folder, finetune = iteration_folder(source.root, source.newest), source.options.finetune
+    problem: str | None
+    if is_megatron_checkpoint(folder):
+        problem = differing_argument(open_megatron_checkpoint(folder), config.model, finetune=finetune)
+    else:
+        problem = differing_setting(folder, config.model, finetune=finetune)
+    if problem is not None:
+        raise CheckpointError(problem)
 
 
 def checkpoint_writer(config: Config, topology: Topology, start: RunStart, iteration: int) -> CheckpointWriter | None:

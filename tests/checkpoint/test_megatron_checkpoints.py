@@ -23,7 +23,7 @@ from fp8_megatron.checkpoint.megatron_files import Opaque, read_megatron_file
 from fp8_megatron.checkpoint.saved_settings import settings_of_checkpoint
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import CheckpointConfig, Config, ParallelConfig
-from fp8_megatron.training.run_start import _keep_megatron_checkpoints
+from fp8_megatron.training.run_start import _keep_megatron_checkpoints, check_what_is_loaded
 from tests.harness.megatron_run import AFTER, BEFORE, arguments_of, config_of, run_megatron
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import KINDS, TinyRun, run_tiny_on_a_rank
@@ -214,6 +214,20 @@ def test_another_models_checkpoint_is_refused_by_name(ranks: RankPool, run: Path
         without_biases = replace(config, model=replace(config.model, disable_bias_linear=True))
         with pytest.raises(RankError, match=r"holds 'decoder.layers..*bias', which this model has not: it is another"):
             resumed(ranks, run / "torch", without_biases)
+
+
+def test_another_models_checkpoint_is_refused_before_there_is_a_model(run: Path) -> None:
+    own = config_of(run.name)
+    for change in ({"num_layers": 7}, {"hidden_size": 96}, {"norm_epsilon": 1e-6}):
+        ((name, value),) = change.items()
+        saved = getattr(own.model, name)
+        for saved_as in ("torch", "fully_reshardable"):
+            checkpoint = CheckpointConfig(load=str(run / saved_as))
+            check_what_is_loaded(replace(own, checkpoint=checkpoint))
+            other = replace(own, checkpoint=checkpoint, model=replace(own.model, **change))
+            expected = rf"was saved with {name}\({saved}\), this run has {name}\({value}\), .*; give --"
+            with pytest.raises(CheckpointError, match=expected):
+                check_what_is_loaded(other)
 
 
 def _with_arguments(run: Path, root: Path, **changed: object) -> Path:

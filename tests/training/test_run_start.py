@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from fp8_megatron.checkpoint import run_lock
 from fp8_megatron.checkpoint.files import META, CheckpointError, RunLockError
 from fp8_megatron.checkpoint.run_identity import RunIdentity, own_restart, saved_by
 from fp8_megatron.checkpoint.run_lock import LOCK, RunLock
+from fp8_megatron.config.io import save_config
 from fp8_megatron.config.schema import CheckpointConfig
 from fp8_megatron.device.processes import launch_id
 from fp8_megatron.training import run_start
-from fp8_megatron.training.run_start import RunStart, starting_run
+from fp8_megatron.training.run_start import RunStart, check_what_is_loaded, starting_run
 from tests.harness.run_starts import A_RUN, NoSignals, OneRank, add_checkpoint
+from tests.harness.tiny_gpt import GPT3_STYLE as MODEL
+from tests.harness.tiny_gpt import tiny_config
 
 ANOTHER = "b" * 16
 
@@ -221,3 +225,26 @@ def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RunLockError):
         started.lock.check()
+
+
+def test_another_models_checkpoint_is_refused_before_there_is_a_model(tmp_path: Path) -> None:
+    folder = add_checkpoint(tmp_path, 20)
+    loading = CheckpointConfig(load=str(tmp_path))
+    config = replace(tiny_config(MODEL), checkpoint=loading)
+    check_what_is_loaded(config)  # it says nothing of its settings
+    save_config(config, folder / "config.yaml")
+    check_what_is_loaded(config)
+    wider = replace(config, model=replace(MODEL, hidden_size=256))
+    for finetune in (False, True):
+        with pytest.raises(CheckpointError) as error:
+            check_what_is_loaded(replace(wider, checkpoint=replace(loading, finetune=finetune)))
+        assert str(error.value) == (
+            f"{folder} was saved with hidden_size(128), this run has hidden_size(256), another model; "
+            "give --hidden-size 128, as in config.yaml there"
+        )
+    pretrained = CheckpointConfig(pretrained_checkpoint=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"num_layers"):
+        check_what_is_loaded(replace(config, model=replace(MODEL, num_layers=3), checkpoint=pretrained))
+    check_what_is_loaded(replace(wider, checkpoint=CheckpointConfig()))
+    new = str(tmp_path / "new")
+    check_what_is_loaded(replace(wider, checkpoint=CheckpointConfig(load=new, save=new)))
