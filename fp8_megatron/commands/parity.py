@@ -144,7 +144,7 @@ def check_levels(args: argparse.Namespace) -> Config:
     """The common configuration of the runs.
 
     Raises:
-        ConfigError: a level cannot run with it, its precision is not the levels', or nothing is validated at its end.
+        ConfigError: a level cannot run with it, its precision is not the levels', or not one loss is at its end.
     """
     config = parse_config(args.passed)
     if config.precision != PrecisionConfig():
@@ -158,6 +158,8 @@ def check_levels(args: argparse.Namespace) -> Config:
             f"train_iters({train_iters}) is not a multiple of eval_interval({training.eval_interval}) with "
             f"eval_iters({training.eval_iters}) above 0: the losses compared are of a validation after the last step"
         )
+    if training.multiple_validation_sets:
+        raise ConfigError("multiple_validation_sets gives several losses, and one is compared; leave it out")
     for level in args.levels:
         try:
             key = (level, args.seeds[0])

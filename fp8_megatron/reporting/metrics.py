@@ -19,13 +19,11 @@ from ..config.schema import LoggingConfig
 from .cast_statistics import HealthSample
 from .flops import FLOPS_CONVENTION
 from .health_file import HEALTH_FILE
-from .metrics_file import METRICS_FILE, MetricsFile
+from .metrics_file import METRICS_FILE, MetricsFile, split_in_words
 from .metrics_sinks import ProgressBar, ScalarSink, open_sinks, wants_progress_bar
 from .step_figures import StepFigures, reported
 
 logger = logging.getLogger(__name__)
-
-_SPLIT_NAMES: dict[str, str] = {"valid": "validation", "test": "test"}
 
 #: The final train loss is the mean over this many last steps; the ETA uses their mean duration.
 _FINAL_LOSS_STEPS = 10
@@ -164,7 +162,7 @@ class MetricsLogger:
         logger.info(
             "iter %s | %s loss %.4f | perplexity %.2f",
             _progress_count(metrics.iteration, self._total_iterations),
-            _words_of(metrics.split),
+            split_in_words(metrics.split),
             metrics.loss,
             metrics.perplexity,
         )
@@ -331,16 +329,10 @@ class _RunHistory:
             valid = [metrics for metrics in self.evals if metrics.split == split]
             # A NaN loss is never the best.
             best = min(valid, key=lambda metrics: math.inf if math.isnan(metrics.loss) else metrics.loss)
-            name = f"{_words_of(split)} loss"
+            name = f"{split_in_words(split)} loss"
             rows += [(name, _eval_text(valid[-1])), (f"best {name}", _eval_text(best))]
         tests = [metrics for metrics in self.evals if metrics.split == "test"]
         return rows + [("test loss", _eval_text(metrics)) for metrics in tests[-1:]]
-
-
-def _words_of(split: str) -> str:
-    """A split in words: ``validation``, or ``validation-<name>``."""
-    kind, dash, name = split.partition("-")
-    return _SPLIT_NAMES[kind] + dash + name
 
 
 def _eval_text(metrics: EvalMetrics) -> str:

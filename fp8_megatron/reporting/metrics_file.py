@@ -20,6 +20,11 @@ _MAX_ITERATION = 1 << 53
 logger = logging.getLogger(__name__)
 
 
+def split_in_words(split: str) -> str:
+    """A record's split: ``validation``, ``validation-<name>`` of one of several sets, or ``test``."""
+    return split.replace("valid", "validation", 1) if split.partition("-")[0] == "valid" else split
+
+
 def json_line(record: Mapping[str, Any]) -> str:
     """One line of valid JSON: NaN and infinities become null beside ``"non_finite": true``."""
     finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}

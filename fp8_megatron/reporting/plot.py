@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,31 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ..errors import UserError
 from ..outputs import write_output
-from .metrics_file import read_records
+from .metrics_file import read_records, split_in_words
 
 #: Okabe and Ito's colours, which colour-blind readers can tell apart. The reference is grey.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE_COLOR = "#999999"
-_EVAL_COLOR = "#D55E00"
+#: Of validation sets, in turn.
+_MARKERS = "os^Dv"
 #: A loss that falls by more than this factor gets a logarithmic axis.
 _LOG_AXIS_RATIO = 5.0
 #: A larger loss is drawn as one that is not finite. An axis up to the largest number has no ticks.
 _MAX_LOSS = 1e30
 _MAX_COUNT = 1 << 62
+
+
+@dataclass(frozen=True)
+class EvalCurve:
+    """Losses of one validation set."""
+
+    iterations: np.ndarray
+    losses: np.ndarray
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether any point can be drawn."""
+        return bool(np.isfinite(self.losses).any())
 
 
 @dataclass(frozen=True)
@@ -37,8 +51,8 @@ class LossCurves:
     losses: np.ndarray
     tokens: np.ndarray
     """Tokens consumed up to and including each iteration."""
-    eval_iterations: np.ndarray
-    eval_losses: np.ndarray
+    evals: Mapping[str, EvalCurve] = field(default_factory=dict)
+    """``validation``, or ``validation-<name>`` of each validation set, in the order of the first evaluation."""
 
     @property
     def smoothed(self) -> np.ndarray:
@@ -56,7 +70,6 @@ def read_losses(metrics_jsonl: Path) -> LossCurves:
     """
     records = read_records(metrics_jsonl)
     train = [record for record in records if record["kind"] == "train"]
-    valid = [record for record in records if record["kind"] == "eval" and record["split"] == "valid"]
     losses = _losses(train)
     if not np.isfinite(losses).any():
         raise ValueError(f"{metrics_jsonl} has no finite training loss to plot ({len(train)} training steps in it)")
@@ -64,8 +77,7 @@ def read_losses(metrics_jsonl: Path) -> LossCurves:
         iterations=_counts(train, "iteration", metrics_jsonl),
         losses=losses,
         tokens=_counts(train, "consumed_tokens", metrics_jsonl),
-        eval_iterations=_counts(valid, "iteration", metrics_jsonl),
-        eval_losses=_losses(valid),
+        evals=_evals([record for record in records if record["kind"] == "eval"], metrics_jsonl),
     )
 
 
@@ -76,9 +88,11 @@ def plot_losses(metrics_jsonl: Path, output_png: Path, *, title: str) -> None:
     axes = figure.add_subplot()
     axes.plot(curves.iterations, curves.losses, color=COLORS[0], alpha=0.3, linewidth=0.7, label="train, every step")
     axes.plot(curves.iterations, curves.smoothed, color=COLORS[0], linewidth=1.8, label="train, smoothed")
-    if np.isfinite(curves.eval_losses).any():
-        style: dict[str, Any] = {"color": _EVAL_COLOR, "marker": "o", "markersize": 4.5, "linewidth": 0.9}
-        axes.plot(curves.eval_iterations, curves.eval_losses, label="validation", zorder=3, **style)
+    drawn = {name: evals for name, evals in curves.evals.items() if evals.is_finite}
+    for i, (name, evals) in enumerate(drawn.items()):
+        style: dict[str, Any] = {"markersize": 4.5, "linewidth": 0.9, "zorder": 3}
+        style |= {"color": COLORS[1 + i % (len(COLORS) - 1)], "marker": _MARKERS[i % len(_MARKERS)]}
+        axes.plot(evals.iterations, evals.losses, label=_plain(name), **style)
     _loss_axis(axes, [curves])
     _mark_non_finite(axes, curves)
     axes.set_xlabel("iteration")
@@ -117,7 +131,7 @@ def compare_losses(
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for name in (reference, *others):
         _draw_run(top, curves[name], name, colors[name], linewidth=3.0 if name == reference else 1.3)
-    if any(np.isfinite(run.eval_losses).any() for run in curves.values()):
+    if any(evals.is_finite for run in curves.values() for evals in run.evals.values()):
         top.plot([], [], color="gray", marker="o", markerfacecolor="white", linestyle="none", label="validation")
     bottom.axhline(0.0, color=REFERENCE_COLOR, linewidth=1.2)
     gaps = []
@@ -141,9 +155,11 @@ def compare_losses(
 
 def _draw_run(axes: Axes, curves: LossCurves, name: str, color: str, *, linewidth: float) -> None:
     axes.plot(curves.iterations, curves.smoothed, color=color, linewidth=linewidth, label=_plain(name))
-    if np.isfinite(curves.eval_losses).any():
-        style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 4.0, "linestyle": "none"}
-        axes.plot(curves.eval_iterations, curves.eval_losses, markerfacecolor="white", **style)
+    for i, evals in enumerate(curves.evals.values()):
+        if evals.is_finite:
+            marker = _MARKERS[i % len(_MARKERS)]
+            style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 4.0, "linestyle": "none"}
+            axes.plot(evals.iterations, evals.losses, markerfacecolor="white", **style)
 
 
 def _loss_gap(run: LossCurves, reference: LossCurves, name: str, reference_name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -163,6 +179,16 @@ def _frame_gaps(axes: Axes, gaps: list[np.ndarray]) -> None:
         low, high = min(0.0, float(late.min())), max(0.0, float(late.max()))
         margin = 0.15 * (high - low) or 0.01
         axes.set_ylim(low - margin, high + 3 * margin)
+
+
+def _evals(records: list[dict[str, Any]], path: Path) -> dict[str, EvalCurve]:
+    """Of each validation set; the test split is left out."""
+    splits = dict.fromkeys(record["split"] for record in records if record["split"] != "test")
+    of_split = {split: [record for record in records if record["split"] == split] for split in splits}
+    return {
+        split_in_words(split): EvalCurve(_counts(found, "iteration", path), _losses(found))
+        for split, found in of_split.items()
+    }
 
 
 def _losses(records: list[dict[str, Any]]) -> np.ndarray:
@@ -211,7 +237,8 @@ def new_figure(*, height: float) -> Figure:
 
 def _loss_axis(axes: Axes, curves: list[LossCurves]) -> None:
     """Set label, grid and limits. Limits ignore spikes: they follow the smoothed curves and validations."""
-    shown = np.concatenate([np.concatenate([run.smoothed, run.eval_losses]) for run in curves])
+    validations = [evals.losses for run in curves for evals in run.evals.values()]
+    shown = np.concatenate([*(run.smoothed for run in curves), *validations])
     shown = shown[np.isfinite(shown)]
     low, high = float(shown.min()), float(shown.max())
     if low > 0 and high / low > _LOG_AXIS_RATIO:

@@ -60,16 +60,17 @@ def test_read_keeps_gaps_and_leaves_the_test_split_out(tmp_path: Path) -> None:
     losses[4] = np.nan
     curves = read_losses(write_run(tmp_path / "run", losses))
     np.testing.assert_array_equal(curves.losses, losses)
-    np.testing.assert_array_equal(curves.eval_iterations, [20, 40])
-    np.testing.assert_allclose(curves.eval_losses, losses[[19, 39]] + 0.1)
+    ((name, evals),) = curves.evals.items()
+    assert name == "validation"
+    np.testing.assert_array_equal(evals.iterations, [20, 40])
+    np.testing.assert_allclose(evals.losses, losses[[19, 39]] + 0.1)
 
 
 def test_smoothing_has_no_lag_and_steps_over_nan() -> None:
     line = np.linspace(10.0, 2.0, 400)
     with_gap = line.copy()
     with_gap[200] = np.nan
-    empty = np.array([])
-    smoothed = LossCurves(np.arange(1.0, 401), with_gap, np.arange(1.0, 401), empty, empty).smoothed
+    smoothed = LossCurves(np.arange(1.0, 401), with_gap, np.arange(1.0, 401)).smoothed
     # A centred mean of a straight line is the line, ends included. Leaving out one point of a window of 11 at most 5
     # steps of 0.02 away moves a mean by at most 0.1 / 10.
     np.testing.assert_allclose(smoothed, line, atol=0.01)
@@ -93,6 +94,25 @@ def test_plot_shows_train_validation_tokens_and_non_finite_steps(tmp_path: Path,
     image = imread(output)[..., :3]
     assert image.shape == (650, 1170, 3)
     assert image.std() > 0.05  # not a blank page
+
+
+def test_each_of_several_validation_sets_has_its_points(tmp_path: Path, saved: list[Figure]) -> None:
+    runs = {}
+    for run, added in (("one", 0.0), ("two", 1.0)):
+        runs[run] = write_run(tmp_path / run, falling_losses(60) + added)
+        text = runs[run].read_text().replace('"valid"', '"valid-wiki"')
+        runs[run].write_text(text + text.replace("valid-wiki", "valid-code").replace('"test"', '"valid-$x$"'))
+    plot_losses(runs["one"], tmp_path / "loss.png", title="a run")
+    lines = {str(line.get_label()): line for line in saved[0].axes[0].lines}
+    names = ["validation-wiki", "validation-code", r"validation-\$x\$"]
+    assert [name for name in lines if name.startswith("validation")] == names
+    assert len({(lines[name].get_color(), lines[name].get_marker()) for name in names}) == 3
+    np.testing.assert_array_equal(lines["validation-code"].get_xdata(), [20, 40, 60])
+    np.testing.assert_array_equal(lines[names[2]].get_ydata(), [99.0] * 3)
+
+    compare_losses(runs, tmp_path / "compared.png")
+    points = [line for line in saved[1].axes[0].lines if line.get_linestyle() == "None" and len(line.get_xdata())]
+    assert len({(line.get_color(), line.get_marker()) for line in points}) == 6
 
 
 @pytest.mark.parametrize(("lowest", "scale"), [(3.0, "linear"), (0.3, "log")])
