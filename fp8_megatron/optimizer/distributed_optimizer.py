@@ -89,12 +89,6 @@ class FP8DistributedOptimizer:
         self._released_moved = torch.zeros(1, dtype=torch.bool, device=device)
         self._take_released()
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate that the schedule set for the next step."""
-        usual = next((group for group in self.param_groups if group["default_config"]), self.param_groups[0])
-        return float(usual["lr"])
-
     def slots(self) -> Iterator[tuple[SpaceState, Slot]]:
         """Every parameter of this model-parallel rank with the state that holds this replica's share of it."""
         for state in self.states:
@@ -222,7 +216,6 @@ def _param_group(state: SpaceState, config: AdamW) -> dict[str, Any]:
         "weight_decay": config.weight_decay * _decay_multiplier(state),
         "wd_mult": _decay_multiplier(state),
         "is_decoupled_lr": decoupled,
-        "default_config": not decoupled,
     }
 
 

@@ -58,6 +58,11 @@ class RunSchedule:
         """Samples that moved the schedule; data that was left out did not."""
         return int(self._scheduler.num_steps)
 
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step, without --decoupled-lr: a stage may hold an embedding alone."""
+        return float(self._scheduler.get_lr({}))
+
     def step(self, batch_size: int) -> None:
         """A step has trained on `batch_size` samples: set the rates of the next one."""
         self._scheduler.step(batch_size)

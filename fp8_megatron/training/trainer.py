@@ -269,7 +269,7 @@ class _Run:
                 self._leave_out(loader, iteration, num_micro_batches)
                 mark = Mark(self.state.device)
                 continue
-            learning_rate = self.state.optimizer.learning_rate
+            learning_rate = self.state.schedule.learning_rate
             self.profiler.before(iteration)
             check = self._new_check(iteration, is_saved=bool(due) or end_is_due)
             sampler = self._sampler_of(iteration)

@@ -31,7 +31,8 @@ from fp8_megatron.training import step_results
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.schedule import RunSchedule
 from fp8_megatron.training.trainer import Trainer
-from tests.harness.runs import tiny_flags
+from tests.harness.ranks import RankPool
+from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
 from tests.harness.token_files import write_token_files
 
 Step = tuple[float, float, int]
@@ -352,6 +353,19 @@ def test_embedding_and_output_layer_follow_the_decoupled_rate(tmp_path: Path, mo
     assert own == {"embedding.word_embeddings.weight", "output_layer.weight"}
     assert {rates[0] for name, rates in seen[0].items() if name not in own} == {1e-2}
     assert [record["learning_rate"] for record in records] == [1e-2] * 3
+
+
+def _fit_with_an_embedding_alone(folder: Path) -> None:
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|ttL"}
+    words = {**LLAMA_STYLE_FLAGS, **stages, "decoupled_lr": 1e-9, "train_iters": 3, "lr_decay_style": "linear"}
+    Trainer(parse_config(tiny_flags(folder, **words))).fit()
+
+
+def test_the_reported_rate_is_not_the_decoupled_one(ranks: RankPool, tmp_path: Path) -> None:
+    """Where the first stage, which reports, holds the embedding and nothing else."""
+    ranks.run(_fit_with_an_embedding_alone, tmp_path, num_ranks=2)
+    records = [record for record in read_records(tmp_path / METRICS_FILE) if record["kind"] == "train"]
+    assert [record["learning_rate"] for record in records] == pytest.approx([1e-2, 2e-2 / 3, 1e-2 / 3])
 
 
 def saved_schedule(batch_size: int, **settings: object) -> Progress:
