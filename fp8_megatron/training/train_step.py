@@ -13,6 +13,7 @@ from ..device import memory as device_memory
 from ..mcore.pipeline import schedule_arguments
 from ..quantization.cast_report import CastReport
 from ..reporting.step_figures import StepFigures
+from ..storage import GradReduceMode
 from .batches import Batch, forward_step, take_step
 from .build import TrainingState
 from .graph_choice import has_room
@@ -60,13 +61,14 @@ def train_step(
         if history is not None:
             history.update(state.topology.stage_group, grad_norm)
     peak = device_memory.peak_memory_gib(state.device)
-    figures, cast_report = _over_ranks(part_of_loss, state, wants_stop=wants_stop, peak_memory_gib=peak)
+    figures, cast_report = _over_ranks(
+        part_of_loss, state, wants_stop=wants_stop, peak_memory_gib=peak, autoscaling=_autoscaling(state)
+    )
     packed = StepFigures.pack(
         grad_norm=grad_norm,
         grad_underflow_fraction=underflow_fraction,
         weight_grad_saturation_fraction=clamped_fraction,
         **figures,
-        **_scaling(state),
         **_statistics(state),
     )
     return packed if cast_report is None else torch.cat([packed, cast_report])
@@ -200,23 +202,23 @@ def _fraction(counts: list[Tensor | None], state: TrainingState) -> Tensor:
     return total[1:] / total[:1]
 
 
-def _scaling(state: TrainingState) -> dict[str, Tensor]:
-    """The available figures of scales: largest saturated fraction and least μ of auto-scaling, and the loss scale."""
-    figures = {}
+def _autoscaling(state: TrainingState) -> Tensor | None:
+    """FP32 [2]: of this rank's tensors the largest saturated fraction and the largest -μ of auto-scaling, below all
+    others on a rank without such a tensor; None if no rank scales so."""
+    if state.config.parallel.fp8_grad_reduce is not GradReduceMode.NCCL:
+        return None
     autoscales = [autoscale for buffer in state.optimizer.buffers for autoscale in buffer.autoscales]
-    if autoscales:
-        worst = torch.cat([autoscale.saturated_fraction for autoscale in autoscales]).amax(0, keepdim=True)
-        # Negative: no reduction has reported a fraction.
-        figures["grad_saturation_fraction"] = torch.where(worst < 0, torch.nan, worst)
-        figures["autoscale_mu"] = torch.cat([autoscale.mu for autoscale in autoscales]).amin(0, keepdim=True)
-    if state.optimizer.loss_scale is not None:
-        figures["loss_scale"] = state.optimizer.loss_scale.scale.view(1)
-    return figures
+    if not autoscales:
+        return torch.full((2,), -torch.inf, device=state.device)
+    saturated = torch.cat([autoscale.saturated_fraction for autoscale in autoscales]).amax(0, keepdim=True)
+    return torch.cat([saturated, torch.cat([autoscale.mu for autoscale in autoscales]).amin(0, keepdim=True).neg()])
 
 
 def _statistics(state: TrainingState) -> dict[str, Tensor]:
-    """The figures of the whole model that the configuration asks for."""
+    """The loss scale, and the figures of the whole model that the configuration asks for."""
     logging, optimizer, figures = state.config.logging, state.optimizer, {}
+    if optimizer.loss_scale is not None:
+        figures["loss_scale"] = optimizer.loss_scale.scale.view(1)
     if logging.log_params_norm:
         figures["params_norm"] = optimizer.params_norm()
     if logging.log_num_zeros_in_grad:
@@ -232,27 +234,36 @@ def _part_of_loss(losses: list[dict[str, Tensor]], state: TrainingState) -> Tens
 
 
 def _over_ranks(
-    loss: Tensor, state: TrainingState, *, wants_stop: bool = False, peak_memory_gib: float = 0.0
+    loss: Tensor,
+    state: TrainingState,
+    *,
+    wants_stop: bool = False,
+    peak_memory_gib: float = 0.0,
+    autoscaling: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """By one collective over all ranks: the sum of `loss` [1], how many ranks ask to stop, the largest peak; and under
-    delayed scaling the packed `CastReport`."""
+    """By one collective over all ranks: the sum of `loss` [1], how many ranks ask to stop, the largest peak, the worst
+    of `autoscaling` (see `_autoscaling`); and under delayed scaling the packed `CastReport`."""
     world_size, rank = state.topology.world_size, state.topology.rank
     histories = [history for history in state.histories if history is not None]
     num_reported = CastReport.numel_of(world_size, len(histories)) if histories else 0
-    values = torch.zeros(2 + world_size + num_reported, device=state.device)
-    values[:1] = loss
-    values[1:2].fill_(float(wants_stop))  # a tensor made from a list is copied from the host, which waits
-    values[2 + rank].fill_(peak_memory_gib)
-    reported = values[2 + world_size :]
+    width = 1 if autoscaling is None else 1 + len(autoscaling)
+    values = torch.zeros(2 + world_size * width + num_reported, device=state.device)
+    total, num_stop_requests, of_ranks, reported = values.split([1, 1, world_size * width, num_reported])
+    total.copy_(loss)
+    num_stop_requests.fill_(float(wants_stop))  # a tensor made from a list is copied from the host, which waits
+    own = of_ranks.view(world_size, width)[rank]
+    own[:1].fill_(peak_memory_gib)
+    if autoscaling is not None:
+        own[1:] = autoscaling
     for chunk, history in enumerate(histories):
         if history.report is not None:  # a stage without an FP8 layer has none
             CastReport.add_(reported, history.report, place=rank * len(histories) + chunk)
     if world_size > 1:
         torch.distributed.all_reduce(values)
-    total, num_stop_requests, peaks, reported = values.split([1, 1, world_size, num_reported])
-    figures = {
-        "loss": total,
-        "num_stop_requests": num_stop_requests,
-        "peak_memory_gib": peaks.amax(dim=0, keepdim=True),
-    }
+    largest = of_ranks.view(world_size, width).amax(dim=0)
+    figures = {"loss": total, "num_stop_requests": num_stop_requests, "peak_memory_gib": largest[:1]}
+    if autoscaling is not None:
+        # A negative fraction: no reduction has reported one. An infinite μ: no tensor has one.
+        figures["grad_saturation_fraction"] = torch.where(largest[1:2] < 0, torch.nan, largest[1:2])
+        figures["autoscale_mu"] = torch.where(largest[2:].isinf(), torch.nan, largest[2:].neg())
     return figures, reported if histories else None

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fp8_megatron.config.io import parse_config
 from fp8_megatron.quantization.cast_report import CastReport, Role, SlotName, Suspect
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.train_step import _over_ranks
+from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool, on_default_group
+from tests.harness.runs import tiny_flags
 
 #: Of each rank's two model chunks the head of the report: the first bad slot, the largest fraction and its slot.
 HEADS = [
@@ -74,3 +81,37 @@ def test_the_tensor_to_blame_is_the_first_bad_one_or_the_most_saturated() -> Non
     assert suspect(only_backward) == Suspect(1, NAMES[2], "not finite")
     assert suspect([[[0.0, 0.0, 0.0]]]) is None
     assert str(NAMES[2]) == "output gradient of qkv"
+
+
+def _fit_with_auto_scaling(folder: Path, layout: str) -> list[tuple[float, float]]:
+    """Train 3 steps; after each, this rank's largest saturated fraction and least μ, ±inf where it has no tensor."""
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": layout}
+    words = {**stages, "fp8_recipe": "delayed", "fp8_grad_reduce": "nccl", "train_iters": 3, "log_interval": 1}
+    step, found = trainer_module.train_step, []
+
+    def watched(state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        packed = step(state, *args, **kwargs)
+        autoscales = [autoscale for buffer in state.optimizer.buffers for autoscale in buffer.autoscales]
+        saturated = [value for autoscale in autoscales for value in autoscale.saturated_fraction.tolist()]
+        mus = [value for autoscale in autoscales for value in autoscale.mu.tolist()]
+        found.append((max(saturated, default=-math.inf), min(mus, default=math.inf)))
+        return packed
+
+    trainer_module.train_step = watched
+    try:
+        Trainer(parse_config(tiny_flags(folder, **words))).fit()
+    finally:
+        trainer_module.train_step = step
+    return found
+
+
+@pytest.mark.parametrize("layout", ["Et|tL", "E|ttL"])
+def test_auto_scaling_is_reported_of_every_stage(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    """Also where the first stage, which reports, has no FP8 gradient."""
+    everyones = ranks.run(_fit_with_auto_scaling, tmp_path, layout, num_ranks=4)
+    reported = [record for record in read_records(tmp_path / METRICS_FILE) if record["kind"] == "train"]
+    for record, of_ranks in zip(reported, zip(*everyones, strict=True), strict=True):
+        worst = max(saturated for saturated, _ in of_ranks)
+        assert record["grad_saturation_fraction"] == (worst if worst >= 0 else None)  # the first step has none
+        assert record["autoscale_mu"] == min(mu for _, mu in of_ranks)
+    assert reported[-1]["grad_saturation_fraction"] is not None
