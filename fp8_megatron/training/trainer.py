@@ -403,7 +403,11 @@ class _Run:
     def _where_not_finite(self) -> str:
         names = [name for buffer in self.state.optimizer.buffers for name in buffer.non_finite_slots()]
         if not names:
-            return f"no gradient on rank {self.topology.rank} holds a NaN or inf: another rank's does"
+            others = "a gradient of another rank, " if self.topology.world_size > 1 else ""
+            return (
+                f"no gradient on rank {self.topology.rank} holds a NaN or inf, so {others}the loss or a cast does: see "
+                f"the lines of the skipped steps"
+            )
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         return f"gradients with a NaN or inf on rank {self.topology.rank}: {shown}"
 

@@ -327,6 +327,25 @@ def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatc
     assert len(steps(records)) <= 4
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_run_that_ends_by_its_loss_blames_no_other_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """A loss of inf with finite gradients, on the only rank."""
+    build = trainer_module.build_training_state
+
+    def with_a_bad_loss(*args: Any, **kwargs: Any) -> Any:
+        state = build(*args, **kwargs)
+        state.model[0].module.register_forward_hook(lambda module, inputs, loss: loss + math.inf)
+        return state
+
+    monkeypatch.setattr(trainer_module, "build_training_state", with_a_bad_loss)
+    with pytest.raises(TrainingDiverged) as error:
+        fit(tmp_path, precision=precision, train_iters=20, max_skipped_steps=3)
+    assert "another rank" not in str(error.value)
+    assert "no gradient on rank 0 holds a NaN or inf, so the loss or a cast does" in str(error.value)
+
+
 def test_a_checkpoint_waits_for_the_end_of_skipped_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
