@@ -236,12 +236,13 @@ class AmaxHistory:
                 the pipeline, because its stages hold other layers.
             grad_norm: FP32 [1], equal on all ranks. NaN: the step was skipped, and its amaxes are dropped
                 (`kernels.scales.reference.update_amax_history_`). The host reads it before the history is warm, because
-                the next step's casts depend on it, and never again.
+                the next step's casts depend on it, and never again; an inf, from squares that overflowed, drops the
+                amaxes then too.
         """
         if self.record is None or not self._largest:
             return
         # On the meta device, where a build counts memory, there are no values.
-        if not self.is_warm and grad_norm is not None and not grad_norm.is_meta and bool(grad_norm.isnan()):
+        if not self.is_warm and grad_norm is not None and not grad_norm.is_meta and not bool(grad_norm.isfinite()):
             self._examined = None
             self.discard_current_step()
             return

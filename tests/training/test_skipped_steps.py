@@ -75,8 +75,11 @@ def test_a_loss_that_is_not_finite_skips_the_step_on_every_rank(
         assert found == [(number != BAD, number != BAD) for number in range(1, 5)]
 
 
-def _train_on_a_batch(flags: dict[str, Any], bad_steps: list[int], num_steps: int) -> list[tuple[float, Tensor]]:
-    """Gradient norm, and μ of every tensor on this rank, after each step; the last rank has a bad loss in some."""
+def _train_on_a_batch(
+    flags: dict[str, Any], bad_steps: list[int], num_steps: int, bad: float = math.nan
+) -> list[tuple[float, Tensor]]:
+    """Gradient norm, and μ of every tensor on this rank, after each step; in some, the last rank's loss is multiplied
+    by `bad`."""
     constant = {"fp8_recipe": "delayed", "lr_decay_style": "constant", "lr_warmup_iters": 0}
     config = parse_config(tiny_flags(Path("unused"), train_iters=num_steps, **constant, **flags))
     device, found = torch.device("cpu"), []
@@ -84,11 +87,11 @@ def _train_on_a_batch(flags: dict[str, Any], bad_steps: list[int], num_steps: in
         seed_everything(1, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank())
         data = open_run_data(config, topology)
         state = build_training_state(config, data.vocab_size, topology, device)
-        factor = math.nan if topology.rank == topology.world_size - 1 else 1.0
+        factor = bad if topology.rank == topology.world_size - 1 else 1.0
         batch = list(itertools.islice(data.train_loader(0), state.num_micro_batches))
         for number in range(1, num_steps + 1):
             hook = state.model[-1].module.register_forward_hook(
-                lambda module, args, out, bad=number in bad_steps: out * factor if bad else out
+                lambda module, args, out, is_bad=number in bad_steps: out * factor if is_bad else out
             )
             norm = train_step(state, iter(batch), wants_stop=False)[2].item()
             hook.remove()
@@ -106,6 +109,14 @@ def test_a_step_behind_skipped_first_ones_casts_as_a_first_step(ranks: RankPool,
     for found, without in zip(ranks.run(_train_on_a_batch, flags, [1, 2], 4, num_ranks=2), healthy, strict=True):
         norms = [norm for norm, _ in found]
         assert all(map(math.isnan, norms[:2])) and norms[2:] == [norm for norm, _ in without]
+
+
+def test_a_first_step_whose_norm_overflows_leaves_no_amaxes(ranks: RankPool) -> None:
+    """Its gradients are finite, and their squares are not: the step is skipped as one with a NaN is."""
+    healthy = ranks.run(_train_on_a_batch, {}, [], 2, num_ranks=1)
+    for found, without in zip(ranks.run(_train_on_a_batch, {}, [1], 3, 1e25, num_ranks=1), healthy, strict=True):
+        norms = [norm for norm, _ in found]
+        assert norms[0] == math.inf and norms[1:] == [norm for norm, _ in without]
 
 
 def test_mu_does_not_move_in_a_skipped_step(ranks: RankPool) -> None:
