@@ -56,8 +56,8 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model`` file.
 
     Words are encoded one by one and cached if that gives the same ids; this is two to four times as fast. The ids are
-    the same for a BPE model in which no piece crosses the start of a word, a newline or a tab, such as
-    `fp8-megatron tokenize` makes.
+    the same for a BPE model with bytes in which no piece crosses the start of a word, a newline or a tab, such as
+    `fp8-megatron tokenize` makes. Without bytes, unknown characters beside each other are one id, across words too.
     """
 
     # Spaces belong to the next word. SentencePiece writes a space as ▁ (U+2581), and reads ▁ as a space.
@@ -110,6 +110,7 @@ class SentencePieceTokenizer(Tokenizer):
         normalizer = model.normalizer_spec
         return (
             model.trainer_spec.model_type == model.trainer_spec.BPE
+            and model.trainer_spec.byte_fallback
             and not model.trainer_spec.treat_whitespace_as_suffix
             and normalizer.name == "identity"
             and not (normalizer.add_dummy_prefix or normalizer.remove_extra_whitespaces)

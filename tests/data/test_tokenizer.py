@@ -62,7 +62,13 @@ AS_IT_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": F
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {**AS_IT_IS, "split_by_whitespace": False}, {**AS_IT_IS, "model_type": "unigram"}]
+    "options",
+    [
+        {},
+        {**AS_IT_IS, "split_by_whitespace": False},
+        {**AS_IT_IS, "model_type": "unigram"},
+        {**AS_IT_IS, "byte_fallback": False},
+    ],
 )
 def test_other_sentencepiece_models_are_encoded_whole(tmp_path, python_source, options):
     path = tmp_path / "other.model"
@@ -70,6 +76,7 @@ def test_other_sentencepiece_models_are_encoded_whole(tmp_path, python_source, o
     tokenizer = SentencePieceTokenizer(str(path))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     texts = ["if option_string in  self.actions:\n    return None", " the  argument is not a string ", python_source]
+    texts += ["one line\n\tand 漢\n字"]  # without bytes, unknown characters beside each other are one id
     assert tokenizer._ids_of_word is None
     assert tokenizer.encode_batch(texts) == processor.encode(texts)
 
