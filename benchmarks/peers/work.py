@@ -259,7 +259,7 @@ def _check(config: Config) -> None:
     """Refuse settings that no peer supports, so that none is ignored silently."""
     training, checkpoint = config.training, config.checkpoint
     asked = {
-        f"--eval-interval {training.eval_interval}": 0 < training.eval_interval <= config.train_counts,
+        f"--eval-interval {training.eval_interval}": training.eval_interval > 0,
         f"--save {checkpoint.save}": checkpoint.save is not None,
         f"--load {checkpoint.load}": checkpoint.load is not None,
         f"--rampup-batch-size {' '.join(training.rampup_batch_size)}": bool(training.rampup_batch_size),

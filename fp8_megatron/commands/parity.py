@@ -144,7 +144,7 @@ def check_levels(args: argparse.Namespace) -> Config:
     """The common configuration of the runs.
 
     Raises:
-        ConfigError: a level cannot run with it, its precision is not the levels', or not one loss is at its end.
+        ConfigError: a level cannot run with it, its precision is not the levels', or it has not one validation loss.
     """
     config = parse_config(args.passed)
     if config.precision != PrecisionConfig():
@@ -152,11 +152,10 @@ def check_levels(args: argparse.Namespace) -> Config:
         name = next(name for name, value in asdict(config.precision).items() if value != default[name])
         raise ConfigError(f"{name}: the levels set everything of precision; leave it out")
     training = config.training
-    train_iters = config.train_iters(1)
-    if training.eval_interval == 0 or training.eval_iters == 0 or train_iters % training.eval_interval:
+    if training.eval_interval == 0 or (training.eval_iters == 0 and not training.full_validation):
         raise ConfigError(
-            f"train_iters({train_iters}) is not a multiple of eval_interval({training.eval_interval}) with "
-            f"eval_iters({training.eval_iters}) above 0: the losses compared are of a validation after the last step"
+            f"eval_interval({training.eval_interval}) and eval_iters({training.eval_iters}) must be above 0: the "
+            "losses compared are of a validation after the last step"
         )
     if training.multiple_validation_sets:
         raise ConfigError("multiple_validation_sets gives several losses, and one is compared; leave it out")

@@ -241,7 +241,7 @@ class TrainingConfig:
     iterations_to_skip: Words = ()
     """Iterations, counted from 1, whose data is left out: they train on nothing and do not move the schedule."""
     eval_interval: CountOrZero = 0
-    """Steps between validations; 0 turns them off, and the test at the end."""
+    """Steps between validations, with one more at the end; 0 turns them off, and the test at the end."""
     eval_iters: CountOrZero = 100
     """Global batches in one validation."""
     full_validation: Switch = False

@@ -244,7 +244,7 @@ class _Run:
         first = self.progress.iteration + 1
         consumed_samples = self.progress.consumed_samples  # of the steps that are queued
         pending: PendingStep | None = None
-        saved_at = self.progress.iteration
+        saved_at, validated_at = self.progress.iteration, None
         loader: Iterator[Batch] = iter(())
         if first <= total:
             loader = self.data.train_loader(self.progress.consumed_samples, records=self.graph is not None)
@@ -310,6 +310,7 @@ class _Run:
                 self.events.save_postponed(iteration)
             if evaluates:
                 self._evaluate("valid")
+                validated_at = iteration
             if saves:
                 self._save(due)
                 saved_at, due = iteration, []
@@ -320,6 +321,8 @@ class _Run:
         if checkpoint.save is not None and self.progress.iteration > saved_at:
             self._save(due)
         if self.progress.iteration >= total:
+            if training.eval_interval > 0 and validated_at != self.progress.iteration:
+                self._evaluate("valid")
             self._evaluate("test")
 
     def _leave_out(self, loader: Iterator[Batch], iteration: int, num_micro_batches: int) -> None:

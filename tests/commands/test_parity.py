@@ -42,8 +42,8 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
     ("words", "training", "message"),
     [
         ([], ["--fp8-recipe", "blockwise"], "fp8_recipe: the levels set everything of precision"),
-        ([], ["--train-iters", "25"], r"train_iters\(25\) is not a multiple of eval_interval\(10\)"),
-        ([], ["--eval-iters", "0"], r"eval_iters\(0\) above 0"),
+        ([], ["--eval-interval", "0"], r"eval_interval\(0\) and eval_iters\(\d+\) must be above 0"),
+        ([], ["--eval-iters", "0"], r"eval_interval\(10\) and eval_iters\(0\) must be above 0"),
         ([], ["--full-validation", "--multiple-validation-sets"], "multiple_validation_sets gives several losses"),
         (["--levels", "bf16", "O3-blockwise"], ["--hidden-size", "192"], "level O3-blockwise: "),
     ],

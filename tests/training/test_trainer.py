@@ -402,6 +402,23 @@ def test_writes_what_a_user_looks_for(tmp_path: Path) -> None:
     assert kinds.count("train") == 4 and kinds.count("eval") == 2
 
 
+def test_a_run_ends_with_a_validation(tmp_path: Path) -> None:
+    """Once, whether or not the interval divides the run, after a left-out step, and with the resumed run's loss."""
+
+    def evaluated(name: str, **flags: Any) -> list[tuple[int, float]]:
+        records = fit(tmp_path / name, **{"eval_interval": 3, "eval_iters": 1, "train_iters": 4, **flags})
+        return [(record["iteration"], record["loss"]) for record in records if record["kind"] == "eval"]
+
+    every = evaluated("every", eval_interval=2)
+    uneven = evaluated("uneven", save=tmp_path / "saved", exit_interval=3)
+    assert [iteration for iteration, _ in uneven] == [3]
+    resumed = evaluated("uneven", save=tmp_path / "saved", load=tmp_path / "saved")
+    assert [iteration for iteration, _ in every] == [2, 4] and [iteration for iteration, _ in resumed] == [3, 4]
+    assert resumed[-1] == every[-1] and resumed[0] == uneven[0]
+    assert [iteration for iteration, _ in evaluated("long", eval_interval=100)] == [4]
+    assert [iteration for iteration, _ in evaluated("left_out", eval_interval=2, iterations_to_skip=[4])] == [2, 4]
+
+
 def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     """keep_last removes the older ones, and the newest loads."""
     checkpoints = tmp_path / "checkpoints"
