@@ -56,8 +56,10 @@ class Progress:
     """How far a run has come.
 
     Attributes:
+        consumed_samples: samples of the data that lie behind, with those that were left out.
         scheduled_samples: samples that the schedule of the learning rate has counted; None if it is not known.
         schedule: the schedule's settings by name; empty if they are not known.
+        left_out_samples: samples that rollbacks have left out. The length of the run does not count them.
     """
 
     iteration: int = 0
@@ -65,16 +67,18 @@ class Progress:
     skipped_steps: int = 0
     scheduled_samples: int | None = None
     schedule: Mapping[str, Any] = field(default_factory=dict)
+    left_out_samples: int = 0
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Progress:
-        """The progress that a checkpoint's description holds. Earlier versions saved no schedule."""
+        """The progress that a checkpoint's description holds. Earlier versions saved less."""
         return cls(
             iteration=description["iteration"],
             consumed_samples=description["consumed_samples"],
             skipped_steps=description["skipped_steps"],
             scheduled_samples=description.get("scheduled_samples"),
             schedule=description.get("schedule") or {},
+            left_out_samples=description.get("left_out_samples", 0),
         )
 
 
@@ -234,6 +238,7 @@ def describe(state: Resumable, progress: Progress) -> dict[str, Any]:
         "skipped_steps": progress.skipped_steps,
         "scheduled_samples": progress.scheduled_samples,
         "schedule": dict(progress.schedule),
+        "left_out_samples": progress.left_out_samples,
         "tokens_of_next_step": batches.batch_size(progress.consumed_samples) * state.config.model.seq_length,
         "topology": topology_of(state.topology),
         "level": precision.level,

@@ -34,7 +34,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         micro_batch_size: samples of one rank in one micro-step.
         data_parallel_rank, data_parallel_size: of this rank.
         consumed_samples: samples that all ranks together have already seen.
-        cycle: start over at the end (for validation) instead of stopping before an incomplete micro-step.
+        cycle: start over at the end instead of stopping before an incomplete micro-step.
     """
 
     def __init__(

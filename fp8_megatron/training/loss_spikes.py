@@ -206,5 +206,10 @@ def after_rollbacks(progress: Progress, output_dir: Path, run: str) -> Progress:
             continue
         # A checkpoint after the rollback has left the data behind already.
         if isinstance(seen, int) and isinstance(iteration, int) and iteration > progress.iteration:
-            progress = replace(progress, consumed_samples=max(progress.consumed_samples, seen))
+            left_out = max(0, seen - progress.consumed_samples)
+            progress = replace(
+                progress,
+                consumed_samples=progress.consumed_samples + left_out,
+                left_out_samples=progress.left_out_samples + left_out,
+            )
     return progress

@@ -66,15 +66,18 @@ class RunData:
             return self
         return open_run_data(self.config, self.topology, progress)
 
-    def train_loader(self, consumed_samples: int, *, records: bool = False) -> Iterator[Batch]:
+    def train_loader(
+        self, consumed_samples: int, *, starts_over: bool = False, records: bool = False
+    ) -> Iterator[Batch]:
         """Training micro-batches, starting after `consumed_samples` samples.
 
         Args:
+            starts_over: read the order again from its start where it ends, in place of samples that were left out.
             records: steps are recorded, which takes one shape for all batches.
         """
         assert self.datasets.train is not None
         room = self.most_documents() if records else None
-        return self._loader(self.datasets.train, "train", consumed_samples, room=room)
+        return self._loader(self.datasets.train, "train", consumed_samples, starts_over=starts_over, room=room)
 
     def most_documents(self) -> int | None:
         """Documents that a training micro-batch may have; None if attention crosses them."""
@@ -97,7 +100,13 @@ class RunData:
             yield Evaluation(split, loader, self.config.training.eval_iters, is_whole=False)
 
     def _loader(
-        self, dataset: Dataset, split: str, consumed_samples: int, *, room: int | None = None
+        self,
+        dataset: Dataset,
+        split: str,
+        consumed_samples: int,
+        *,
+        starts_over: bool = False,
+        room: int | None = None,
     ) -> Iterator[Batch]:
         is_whole = split == "valid" and bool(self.validation_sets)
         return build_loader(
@@ -107,6 +116,7 @@ class RunData:
             data_parallel_size=self.topology.dp.size(),
             num_workers=self.config.data.num_workers if split == "train" else 0,
             consumed_samples=consumed_samples,
+            cycle=starts_over,
             shuffles=None if is_whole else _shuffles(self.config.data),
             documents=self._bounds(room),
             part=self.topology.sequence_part,
@@ -167,11 +177,13 @@ def num_train_samples(config: Config, topology: Topology, progress: Progress) ->
     """Samples of the whole training, as many as Megatron asks its datasets for: their order depends on it.
 
     With --train-samples, those. Otherwise the samples seen so far, and a largest global batch for each remaining step.
+    Samples that rollbacks have left out do not count, so the order stays what it was before them.
     """
     if config.counts_samples:
         return config.train_counts
     remaining = max(0, config.train_counts - progress.iteration)
-    seen, batch = progress.consumed_samples, config.global_batch_size(topology.world_size)
+    seen = progress.consumed_samples - progress.left_out_samples
+    batch = config.global_batch_size(topology.world_size)
     if not config.batch_schedule(topology.world_size).is_constant:
         seen = max(seen, progress.iteration * batch)  # Megatron counts the largest batch for the steps before too
     return seen + remaining * batch

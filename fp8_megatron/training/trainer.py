@@ -247,7 +247,9 @@ class _Run:
         saved_at, validated_at = self.progress.iteration, None
         loader: Iterator[Batch] = iter(())
         if first <= total:
-            loader = self.data.train_loader(self.progress.consumed_samples, records=self.graph is not None)
+            loader = self.data.train_loader(
+                consumed_samples, starts_over=self.progress.left_out_samples > 0, records=self.graph is not None
+            )
         elif self.is_writer:
             length = "--train-samples" if self.config.counts_samples else "--train-iters"
             logger.warning("nothing is left to train: iteration %d, %s %d", first - 1, length, self.config.train_counts)

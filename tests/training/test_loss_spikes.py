@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fp8_megatron.checkpoint.run_state import Progress
@@ -17,13 +18,16 @@ from fp8_megatron.reporting.cast_statistics import CastName, CastStatistics, Hea
 from fp8_megatron.reporting.health_file import HEALTH_FILE
 from fp8_megatron.reporting.metrics_file import METRICS_FILE
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
+from fp8_megatron.training import train_step as train_step_module
 from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.loss_spikes import LossSpike, SpikeGuard, after_rollbacks, changed_casts
 from fp8_megatron.training.run_data import RunData
 from fp8_megatron.training.step_results import PendingStep, StepResult
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.run_starts import A_RUN
 from tests.harness.runs import tiny_flags
+from tests.harness.token_files import write_token_files
 
 
 def losses(count: int, seed: int, *, start: float = 4.0, slope: float = -0.002, noise: float = 0.03) -> list[float]:
@@ -116,7 +120,7 @@ def test_where_a_resumed_run_goes_on(tmp_path: Path) -> None:
     write_events(tmp_path, {**spike, "rollback": False})
     assert after_rollbacks(at_20, tmp_path, A_RUN) == at_20
     write_events(tmp_path, {**spike, "rollback": True})
-    assert after_rollbacks(at_20, tmp_path, A_RUN) == Progress(20, 270, 0)
+    assert after_rollbacks(at_20, tmp_path, A_RUN) == Progress(20, 270, left_out_samples=70)
     # Of a checkpoint after the rollback: its data begin behind the spike's.
     assert after_rollbacks(Progress(25, 320, 0), tmp_path, A_RUN) == Progress(25, 320, 0)
     assert after_rollbacks(Progress(30, 300, 0), tmp_path, A_RUN) == Progress(30, 300, 0)
@@ -128,35 +132,60 @@ def test_spikes_of_other_runs_move_no_data(tmp_path: Path) -> None:
     write_events(tmp_path, {**spike, "run": "b" * 16}, {"kind": "start", "iteration": 0, "run": A_RUN})
     at_20 = Progress(20, 40, 0)
     assert after_rollbacks(at_20, tmp_path, A_RUN) == at_20
-    assert after_rollbacks(at_20, tmp_path, "b" * 16) == Progress(20, 270, 0)
+    assert after_rollbacks(at_20, tmp_path, "b" * 16) == Progress(20, 270, left_out_samples=230)
 
 
-def test_a_run_rolls_back_and_leaves_the_data_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 25 reports a loss of 50. The run ends; its next start resumes at 20, after the samples of step 25."""
-    started_at: list[int] = []
+@pytest.fixture
+def started_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Consumed samples at each start. Step 25 after the first of them reports a loss of 50."""
+    starts: list[int] = []
     plain_loader, plain_result = RunData.train_loader, PendingStep.result
 
     def loader(data: RunData, consumed_samples: int, **settings: Any) -> Any:
-        started_at.append(consumed_samples)
+        starts.append(consumed_samples)
         return plain_loader(data, consumed_samples, **settings)
 
     def result(step: PendingStep) -> StepResult:
         found = plain_result(step)
-        if found.iteration == 25 and len(started_at) == 1:
+        if found.iteration == 25 and len(starts) == 1:
             found = replace(found, figures=replace(found.figures, loss=50.0))
         return found
 
     monkeypatch.setattr(RunData, "train_loader", loader)
     monkeypatch.setattr(trainer_module.PendingStep, "result", result)
-    flags = {
+    return starts
+
+
+@pytest.fixture
+def train_samples_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The tokens of every sample that training takes."""
+    samples: list[tuple[int, ...]] = []
+    take_step = train_step_module.take_step
+
+    def taken(*args: Any) -> list[Batch]:
+        batches = take_step(*args)
+        samples.extend(tuple(tokens.tolist()) for batch in batches for tokens in batch["tokens"])
+        return batches
+
+    monkeypatch.setattr(train_step_module, "take_step", taken)
+    return samples
+
+
+def rolling_back(folder: Path) -> dict[str, Any]:
+    return {
         "train_iters": 30,
         "lr": 1e-3,
-        "save": str(tmp_path / "saved"),
-        "load": str(tmp_path / "saved"),
+        "save": str(folder / "saved"),
+        "load": str(folder / "saved"),
         "save_interval": 10,
         "fp8_health_interval": 5,
         "rollback_on_loss_spike": True,
     }
+
+
+def test_a_run_rolls_back_and_leaves_the_data_out(tmp_path: Path, started_at: list[int]) -> None:
+    """Step 25 reports a loss of 50. The run ends; its next start resumes at 20, after the samples of step 25."""
+    flags = rolling_back(tmp_path)
     with pytest.raises(LossSpike, match=r"^iteration 25: loss 50.0000 is a spike, .* goes back to the last checkpoint"):
         Trainer(parse_config(tiny_flags(tmp_path, **flags))).fit()
     Trainer(parse_config(tiny_flags(tmp_path, **flags))).fit()
@@ -168,3 +197,31 @@ def test_a_run_rolls_back_and_leaves_the_data_out(tmp_path: Path, monkeypatch: p
     assert spike["iteration"] == 25 and spike["consumed_samples"] == 50 and spike["rollback"]
     samples = [json.loads(line)["iteration"] for line in (tmp_path / HEALTH_FILE).read_text().splitlines()]
     assert samples == [5, 10, 15, 20, 25, 30]
+
+
+@pytest.mark.parametrize("order", ["single", "cyclic"])
+def test_a_rollback_leaves_out_its_own_data_alone(
+    tmp_path: Path, started_at: list[int], train_samples_read: list[tuple[int, ...]], order: str
+) -> None:
+    """The order of 60 samples of two files is another than that of the 70 that are read, with those of the spike.
+
+    Both files are read more than once.
+    """
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        write_token_files(tmp_path / name, rng.integers(64, size=(20, 22)).tolist())
+    own = {"mock_data": None, "vocab_size": 64, "tokenizer_type": "NullTokenizer", "split": "1,0,0"}
+    blend = ["0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b")]
+    data = {**own, "data_path": blend, "dataloader_type": order}
+    flags = tiny_flags(tmp_path, **rolling_back(tmp_path), **data)
+    with pytest.raises(LossSpike):
+        Trainer(parse_config(flags)).fit()
+    Trainer(parse_config(flags)).fit()
+    assert started_at == [0, 50]
+    trained = train_samples_read[:40] + train_samples_read[-20:]
+    train_samples_read.clear()
+    Trainer(parse_config(tiny_flags(tmp_path / "straight", train_iters=30, lr=1e-3, **data))).fit()
+    assert len(set(train_samples_read)) == 60
+    assert trained[:50] == train_samples_read[:40] + train_samples_read[50:]
+    behind = trained[50:]
+    assert behind == train_samples_read[:10] if order == "single" else set(behind) < set(train_samples_read)
