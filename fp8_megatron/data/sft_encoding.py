@@ -92,14 +92,15 @@ def encode_all(name: str, encoding: Encoding) -> Iterator[EncodedLines]:
     batches = read_batches([name])
     num_processes = min(os.cpu_count() or 1, _MOST_PROCESSES)
     if num_processes == 1 or Path(name).stat().st_size < _ALONE_BELOW_BYTES:
-        yield from (_encode(encoding, batch) for batch in batches)
+        template = encoding.template()
+        yield from (_encode(template, batch) for batch in batches)
         return
     logger.info("%s: conversations are made tokens by %d processes", name, num_processes)
     # Spawned: a forked process must not have this one's CUDA context and threads.
     executor = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_ignore_interrupts)
     most = _BATCHES_PER_PROCESS * num_processes
     try:
-        yield from results_in_order(executor, partial(_encode, encoding), batches, most=most)
+        yield from results_in_order(executor, partial(_encode_in_process, encoding), batches, most=most)
     except BrokenProcessPool as error:
         raise UserError(f"a process that reads {name} died, probably out of memory; cut the file in parts") from error
 
@@ -111,16 +112,21 @@ def _ignore_interrupts() -> None:
 
 @cache
 def _template(encoding: Encoding) -> ChatTemplate:
+    """The template of a process that lives as long as one file is read."""
     return encoding.template()
 
 
-def _encode(encoding: Encoding, batch: RawBatch) -> EncodedLines:
+def _encode_in_process(encoding: Encoding, batch: RawBatch) -> EncodedLines:
+    return _encode(_template(encoding), batch)
+
+
+def _encode(template: ChatTemplate, batch: RawBatch) -> EncodedLines:
     """Encode some lines.
 
     Raises:
         UserError: a bad line, named.
     """
-    template, gathered = _template(encoding), _Gathered()
+    gathered = _Gathered()
     for line, content in documents_of(batch):
         conversations = conversations_of(content, f"{batch.path}:{line}")
         gathered.per_line.append(len(conversations))

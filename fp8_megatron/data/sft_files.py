@@ -70,8 +70,7 @@ def open_conversations(name: str, encoding: Encoding, cache_root: str | None) ->
     """
     path = Path(name).resolve()
     template = encoding.template()  # each rank knows its own error of a missing tokenizer
-    settings = (_FORMAT, encoding.tokenizer, encoding.special_tokens, template.text, _state(encoding.tokenizer))
-    folder = cache_folder([path], cache_root, kind="sft", settings=settings)
+    folder = cache_folder([path], cache_root, kind="sft", settings=(_FORMAT, template.fingerprint))
     _first_does(lambda: _make(name, encoding, folder))
     try:
         return ConversationFile(**{part: np.load(folder / f"{part}.npy", mmap_mode="r") for part in _PARTS})
@@ -80,13 +79,6 @@ def open_conversations(name: str, encoding: Encoding, cache_root: str | None) ->
             f"rank 0 wrote the tokens of {name} to {folder}, which this host does not see; give --data-cache-path a "
             f"folder that all hosts share"
         ) from None
-
-
-def _state(tokenizer: str) -> list[tuple[str, int, int]]:
-    """Sizes and times of a tokenizer's files; none for a name on the hub."""
-    folder = Path(tokenizer)
-    files = sorted(folder.glob("*token*.json")) if folder.is_dir() else []
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _first_does(action: Callable[[], object]) -> None:

@@ -6,6 +6,8 @@ Otherwise an answer is what a conversation up to it has behind the prompt that t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +50,14 @@ class ChatTemplate:
             )
         self.text: str = own if template is None else template
         self._marks_answers = _MARK.search(self.text) is not None
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that tokens of conversations depend on, wherever its files lie. Equal on all ranks."""
+        backend = self._backend
+        content = json.loads(backend.backend_tokenizer.to_str())  # with added tokens, normaliser and the like
+        parts = (content, self.text, backend.special_tokens_map, backend.split_special_tokens, self.tokenizer.eod)
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a conversation, and which of them the loss is taken over.

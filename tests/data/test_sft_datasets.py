@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -27,6 +29,7 @@ from tests.harness.chat_tokenizer import CHATML, save_chat_tokenizer, talk, writ
 from tests.harness.ranks import RankPool, on_default_group
 
 pytest.importorskip("transformers")
+pre_tokenizers = pytest.importorskip("tokenizers.pre_tokenizers")
 
 SEQ = 160
 
@@ -174,6 +177,35 @@ def test_tokens_are_made_once_for_a_file_and_a_template(
     assert tokens(encoding) > size and len(made) == 3
     folders = [one.name for one in (tmp_path / "cache").iterdir()]
     assert len(folders) == 2 and all(name.startswith("sft-") for name in folders)  # the old state's are gone
+
+
+def test_another_tokenizer_of_one_folder_makes_tokens_anew(tmp_path: Path) -> None:
+    """Its files may have any names. What leaves it as it was makes nothing anew."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, "an", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    path = write_lines(tmp_path / "a.jsonl", [talk("banana?", "ananas")])
+
+    def tokens() -> list[int]:
+        return open_conversations(path, Encoding(str(folder)), None).tokens.tolist()
+
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    letter_by_letter = tokens()
+    (folder / "merges.txt").write_text("#version: 0.2\na n\n")
+    merged = tokens()
+    assert len(merged) < len(letter_by_letter)
+    own = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(talk("banana?", "ananas")["messages"])
+    assert merged[: len(own["input_ids"])] == own["input_ids"]
+    (folder / "README.md").write_text("two n")
+    os.utime(folder / "tokenizer_config.json")
+    made = sorted((tmp_path / "cache").iterdir())
+    assert tokens() == merged and sorted((tmp_path / "cache").iterdir()) == made
 
 
 @pytest.mark.parametrize("kept", [0, 50, -1], ids=["nothing", "header", "all but a byte"])
