@@ -77,6 +77,8 @@ def unread_settings(config: Config) -> frozenset[str]:
         unread.add("eval_iters")
     if config.optimizer.weight_decay_incr_style != "constant":
         unread.add("weight_decay")
+    if config.model.position_embedding_type != "learned_absolute" and not config.data.sft:
+        unread.add("reset_position_ids")
     return frozenset(unread)
 
 

@@ -168,6 +168,9 @@ def test_flags_that_nothing_reads_and_that_change_nothing_are_said() -> None:
     growing = "--bf16 --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style cosine".split()
     assert parse_command_line([*growing, "--weight-decay", "0.3"]).notes == (says("--weight-decay"),)
     assert parse_command_line(["--bf16", "--weight-decay", "0.3"]).notes == ()
+    resets = ["--bf16", "--reset-position-ids", "--reset-attention-mask"]
+    for kind, notes in (("rope", (says("--reset-position-ids"),)), ("learned_absolute", ())):
+        assert parse_command_line([*resets, "--position-embedding-type", kind]).notes == notes
     words = ["--bf16", "--mock-data", "--no-mmap-bin-files", "--null-tokenizer-eod-id", "3"]
     assert parse_command_line(words).notes == (says("--no-mmap-bin-files --null-tokenizer-eod-id"),)
     assert parse_command_line(["--config", str(CONFIGS / "gpt_7b.yaml"), "--eval-interval", "0"]).notes == ()
