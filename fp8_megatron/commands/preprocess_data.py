@@ -18,13 +18,13 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -32,7 +32,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from ..data.documents import RawBatch, check_inputs, is_plain_text, parse_batch, read_batches
 from ..data.forks import freeing_nothing_of_the_parent
-from ..data.pools import results_in_order
+from ..data.pools import process_pool, results_in_order
 from ..data.sentences import SentenceSplitter
 from ..data.token_writer import PartitionedWriter, TokenizedDocuments
 from ..data.tokenizer import Tokenizer
@@ -148,10 +148,8 @@ def encode_all(encoding: Encoding, batches: Iterator[RawBatch], num_workers: int
             yield encode(encoding, batch)
         return
     # Forked workers start with the tokenizer that this process has already loaded.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    executor = ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context(method), initializer=_leave_signals_to_parent
-    )
+    method: Literal["fork"] | None = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    executor = process_pool(num_workers, method=method)
     most = _BATCHES_PER_WORKER * num_workers
     with freeing_nothing_of_the_parent():
         try:
@@ -160,11 +158,6 @@ def encode_all(encoding: Encoding, batches: Iterator[RawBatch], num_workers: int
             raise ValueError(
                 f"a worker process died, probably out of memory: give fewer --workers than {num_workers}"
             ) from error
-
-
-def _leave_signals_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class ProgressReport:

@@ -1,14 +1,42 @@
-"""Batches that go through a pool of processes."""
+"""Batches that go through a pool of processes, which end with this one. Imports no torch."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from typing import TypeVar
+from multiprocessing.connection import wait
+from typing import Literal, TypeVar
 
 _Batch = TypeVar("_Batch")
 _Result = TypeVar("_Result")
+
+
+def process_pool(num_processes: int, *, method: Literal["fork", "spawn"] | None) -> ProcessPoolExecutor:
+    """A pool of processes that leave signals to this one, and end when it has ended, by SIGKILL too.
+
+    Args:
+        method: how they are started; None: as the system does by default.
+    """
+    return ProcessPoolExecutor(num_processes, multiprocessing.get_context(method), initializer=_follow_parent)
+
+
+def _follow_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Without this a process would wait for work forever: its siblings keep the pipe of its queue open."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def results_in_order(

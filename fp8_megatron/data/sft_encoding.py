@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,7 +14,7 @@ import numpy as np
 
 from ..errors import UserError
 from .documents import RawBatch, documents_of, read_batches
-from .pools import results_in_order
+from .pools import process_pool, results_in_order
 from .sft_conversations import conversations_of
 from .sft_formats import template_text
 from .sft_template import ChatTemplate
@@ -97,17 +94,12 @@ def encode_all(name: str, encoding: Encoding) -> Iterator[EncodedLines]:
         return
     logger.info("%s: conversations are made tokens by %d processes", name, num_processes)
     # Spawned: a forked process must not have this one's CUDA context and threads.
-    executor = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_ignore_interrupts)
+    executor = process_pool(num_processes, method="spawn")
     most = _BATCHES_PER_PROCESS * num_processes
     try:
         yield from results_in_order(executor, partial(_encode_in_process, encoding), batches, most=most)
     except BrokenProcessPool as error:
         raise UserError(f"a process that reads {name} died, probably out of memory; cut the file in parts") from error
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @cache
