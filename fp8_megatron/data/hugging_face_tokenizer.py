@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +24,10 @@ from .transformers_tokenizer import HuggingFaceTokenizer, check_json_files
 
 _SPACE = "\u2581"
 _TEMPLATE = "chat_template.jinja"
+_SETTINGS = "tokenizer_config.json"
 _FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    _SETTINGS,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -103,12 +104,11 @@ def _set_template(folder: Path, text: str | None) -> None:
     (folder / _TEMPLATE).unlink(missing_ok=True)
     if text is not None:
         (folder / _TEMPLATE).write_text(text, encoding="utf-8", newline="")
-    path = folder / "tokenizer_config.json"
     check_json_files(folder)
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings = _settings(folder)
     if settings.pop("chat_template", None) is not None:
         settings |= {} if text is None else {"chat_template": text}
-        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        _write_settings(folder, settings)
 
 
 def _export_files(data: DataConfig, folder: Path) -> ExportedTokenizer:
@@ -131,10 +131,7 @@ def _export_files(data: DataConfig, folder: Path) -> ExportedTokenizer:
         tokenizer.save(folder)
         return ExportedTokenizer(f"tokenizer: that of {model}", {"eos_token_id": tokenizer.eod}, True)
     if kind == "HuggingFaceTokenizer":
-        copied = _copy_files(model, folder)
-        if options.tokenizer_special_tokens:
-            HuggingFaceTokenizer(str(model), special_tokens=options.tokenizer_special_tokens).save(folder)
-        return ExportedTokenizer(f"tokenizer: {', '.join(copied)} of {model}", _their_token_ids(model), bool(copied))
+        return _export_folder(model, folder, options.tokenizer_special_tokens)
     sentences = SentencePieceTokenizer(str(model))
     shutil.copyfile(model, folder / "tokenizer.model")
     ids = {"eos_token_id": sentences.eod}
@@ -148,8 +145,25 @@ def _export_files(data: DataConfig, folder: Path) -> ExportedTokenizer:
     if problem is not None:
         return ExportedTokenizer(f"tokenizer: tokenizer.model alone, without tokenizer.json: {problem}", ids)
     converted.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    _write_settings(folder, settings)
     return ExportedTokenizer(f"tokenizer: {model} and a tokenizer.json that gives the same ids", ids, True)
+
+
+def _export_folder(model: Path, folder: Path, special_tokens: Sequence[str]) -> ExportedTokenizer:
+    """Copy the files of the folder `model`, as those of the tokenizer that a run had of it."""
+    copied = _copy_files(model, folder)
+    message = f"tokenizer: {', '.join(copied)} of {model}"
+    try:
+        tokenizer = HuggingFaceTokenizer(str(model), special_tokens=special_tokens)
+    except UserError as error:  # no transformers, or no end token
+        if special_tokens:
+            raise
+        return ExportedTokenizer(f"{message}; {error}", _their_token_ids(model), bool(copied))
+    if special_tokens:
+        tokenizer.save(folder)
+    if not _names_class(folder):
+        _name_class(folder, tokenizer)
+    return ExportedTokenizer(message, tokenizer.special_ids, bool(copied))
 
 
 @dataclass(frozen=True)
@@ -185,8 +199,13 @@ def import_tokenizer(folder: Path, target: Path, final: Path | None = None) -> I
     if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
         check_json_files(folder)
         target.mkdir(parents=True, exist_ok=True)
-        copied = ", ".join(_copy_files(folder, target))
-        return ImportedTokenizer(f"tokenizer: {copied} in {final}", "HuggingFaceTokenizer", str(final))
+        message = f"tokenizer: {', '.join(_copy_files(folder, target))} in {final}"
+        if not _names_class(folder):
+            try:
+                _name_class(target, HuggingFaceTokenizer(str(folder)))
+            except UserError as error:
+                message = f"{message}; {error}"
+        return ImportedTokenizer(message, "HuggingFaceTokenizer", str(final))
     if (folder / "tokenizer.model").is_file():
         SentencePieceTokenizer(str(folder / "tokenizer.model"))
         target.mkdir(parents=True, exist_ok=True)
@@ -203,13 +222,37 @@ def _copy_files(folder: Path, target: Path) -> list[str]:
     return found
 
 
+def _names_class(folder: Path) -> bool:
+    """Whether the settings of a tokenizer's files say which class of transformers reads them.
+
+    Otherwise the model's config.json beside them does, and another one has another class.
+    """
+    return "tokenizer_class" in _settings(folder)
+
+
+def _name_class(folder: Path, tokenizer: HuggingFaceTokenizer) -> None:
+    """Have the settings of a tokenizer's files name its class, and the special tokens that the class brings."""
+    settings = {**tokenizer.backend.special_tokens_map, **_settings(folder), "tokenizer_class": tokenizer.class_name}
+    _write_settings(folder, settings)
+
+
+def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (folder / _SETTINGS).write_text(text, encoding="utf-8")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / _SETTINGS
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
 def _their_token_ids(folder: Path) -> dict[str, int]:
     """The ids of the special tokens that a folder names, read from its added tokens.
 
     Raises:
         UserError: a file is damaged.
     """
-    paths = [folder / "tokenizer_config.json", folder / "tokenizer.json"]
+    paths = [folder / _SETTINGS, folder / "tokenizer.json"]
     if not all(path.is_file() for path in paths):
         return {}
     check_json_files(folder)

@@ -82,6 +82,18 @@ class HuggingFaceTokenizer(Tokenizer):
         """The tokenizer of transformers."""
         return self._tokenizer
 
+    @property
+    def class_name(self) -> str:
+        """The class of transformers, by a name that its earlier versions know too."""
+        name = type(self._tokenizer).__name__
+        return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """``eos_token_id``, and ``bos_token_id`` and ``pad_token_id`` if there are these tokens."""
+        ids = {name: getattr(self._tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {name: value for name, value in ids.items() if value is not None}
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []

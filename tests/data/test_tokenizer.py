@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 
 from fp8_megatron.config.schema import DataConfig
-from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer
+from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer, import_tokenizer
 from fp8_megatron.data.sft_conversations import conversations_of
 from fp8_megatron.data.sft_encoding import Encoding
 from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, padded_vocab_size
@@ -173,6 +173,60 @@ def test_special_tokens_of_a_run_are_exported_with_its_hugging_face_folder(tmp_p
     assert exported.is_complete and exported.token_ids["eos_token_id"] == theirs.eod == run.eod
     assert theirs.encode("a<tool>b<|im_end|>") == run.encode("a<tool>b<|im_end|>") and len(run.encode("<tool>")) == 1
     assert theirs.backend.chat_template == run.backend.chat_template
+
+
+def save_nameless_tokenizer(folder, settings):
+    """A byte-level BPE whose settings do not name its class, as those of GPT-2 on the hub."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder.mkdir()
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {word: index for index, word in enumerate([*letters, "an", "<|endoftext|>"])}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "n")]))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens(["<|endoftext|>"])
+    model.model.save(str(folder))
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+def test_a_tokenizer_whose_class_its_model_names_is_imported_as_that(tmp_path):
+    """transformers finds it by the model's config.json, which stays behind."""
+    transformers = pytest.importorskip("transformers")
+    folder = save_nameless_tokenizer(tmp_path / "gpt2", {"model_max_length": 64})
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    imported = import_tokenizer(tmp_path / "gpt2", tmp_path / "ours" / "tokenizer")
+    ours = build_tokenizer(imported.tokenizer_type, imported.tokenizer_model)
+    assert ours.eod == theirs.eos_token_id == 257
+    assert ours.encode(" banana\n") == theirs(" banana\n")["input_ids"]
+    assert ours.backend.model_max_length == theirs.model_max_length
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_said(tmp_path):
+    pytest.importorskip("transformers")
+    save_nameless_tokenizer(tmp_path / "own", {})
+    (tmp_path / "own" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (tmp_path / "own" / "tokenizer.json").write_text("{}")
+    assert "cannot be loaded by transformers" in import_tokenizer(tmp_path / "own", tmp_path / "ours").message
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_an_exported_tokenizer_is_the_runs_beside_any_model(tmp_path, kind):
+    """Without a name transformers takes the class of the model that is exported, which cuts words otherwise."""
+    transformers = pytest.importorskip("transformers")
+    folder = save_nameless_tokenizer(tmp_path / "own", {"eos_token": "<|endoftext|>"})
+    run = build_tokenizer("HuggingFaceTokenizer", folder)
+    (tmp_path / "out").mkdir()
+    exported = export_tokenizer(
+        DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder), tmp_path / "out"
+    )
+    (tmp_path / "out" / "config.json").write_text(json.dumps({"model_type": kind}))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    text = " banana\n ane\u0301"  # Qwen's class composes the last two characters
+    assert theirs(text)["input_ids"] == run.encode(text)
+    assert exported.token_ids == {"eos_token_id": run.eod} and exported.is_complete
 
 
 @pytest.mark.parametrize("own", ["no template", "a file", "in the settings"])
