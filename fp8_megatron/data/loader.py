@@ -112,7 +112,9 @@ class ShuffledSampler(Sampler[list[int]]):
         samples_per_pass = self._num_samples // self._stride * self._stride
         number, consumed = divmod(self._consumed_samples, samples_per_pass)
         while True:
-            order = self._order(number)[consumed // self._num_ranks :]
+            # After another global batch it may stand inside of a micro-step, which is read again from its start: a
+            # later resume counts whole micro-steps, too.
+            order = self._order(number)[consumed // self._stride * self._micro_batch_size :]
             for start in range(0, len(order) - self._micro_batch_size + 1, self._micro_batch_size):
                 yield order[start : start + self._micro_batch_size]
             number, consumed = number + 1, 0

@@ -199,6 +199,17 @@ def test_cyclic_is_megatrons_from_any_place(num_samples: int, micro: int, size: 
             assert flat[whole : whole + micro] == following[:micro]
 
 
+@pytest.mark.parametrize("shuffles", ["sharded", "whole"])
+def test_a_cyclic_pass_goes_on_after_another_global_batch(shuffles: str) -> None:
+    """6 samples of batches of 2, then of 4 over two passes of 24: a resume after any of them changes nothing."""
+    for rank in range(2):
+        options = {"micro": 2, "rank": rank, "size": 2, "shuffles": shuffles}
+        straight = indices(24, consumed_samples=6, **options)
+        for step in range(1, 14):
+            resumed = indices(24, consumed_samples=6 + 4 * step, **options)
+            assert resumed[: 14 - step] == straight[step:14]
+
+
 def test_a_cyclic_pass_has_no_sample_twice_and_ranks_share_none() -> None:
     passes = [indices(24, micro=2, rank=rank, size=3, shuffles="whole")[:4] for rank in range(3)]
     assert sorted(index for batches in passes for batch in batches for index in batch) == list(range(24))
