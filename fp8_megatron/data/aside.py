@@ -1,22 +1,25 @@
-"""Folders in which a cache is built, beside the place of its files. What a kill left of earlier ones is removed."""
+"""What is built beside its place: folders of a cache, and files. What a kill left of earlier ones is removed."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..device.processes import machine_id, process_start
 
 _PREFIX = "building-"
+#: Ends the name of a file that is not complete.
+_SUFFIX = ".partial"
 #: Builder's machine, process, and its start.
-_NAME = re.compile(rf"{_PREFIX}([0-9a-f]{{16}})-(\d+)-(\d+)-.*", re.ASCII)
-#: Seconds without a change after which the folder of a builder that cannot be asked is left over.
+_BUILDER = re.compile(r"([0-9a-f]{16})-(\d+)-(\d+)", re.ASCII)
+#: Seconds without a change after which something of a builder that cannot be asked is left over.
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -34,9 +37,31 @@ def built_aside(folder: Path) -> Iterator[Path]:
         yield aside
 
 
+def file_aside(path: Path) -> Path:
+    """Where this process writes a file until it is complete. Its name says so, as that of `built_aside`'s folder."""
+    return path.with_name(f"{path.name}.{_builder() or os.getpid()}{_SUFFIX}")
+
+
+def clear_files_aside(path: Path) -> None:
+    """Remove what builders of the file `path` that have ended left. This process writes its own already."""
+    now = file_aside(path).stat().st_mtime  # by the file server's clock
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_SUFFIX}"):
+        builder = left.name.removeprefix(f"{path.name}.").removesuffix(_SUFFIX)
+        is_a_builder = _BUILDER.fullmatch(builder) or builder.isdecimal()
+        with suppress(OSError):  # somebody else clears it too, or may alone
+            if is_a_builder and _is_left(builder, [left], now=now):
+                left.unlink()
+
+
 def _prefix() -> str:
+    builder = _builder()
+    return f"{_PREFIX}{builder}-" if builder else _PREFIX
+
+
+def _builder() -> str:
+    """This process, as `_BUILDER` reads it; empty if the system does not tell."""
     start = process_start(os.getpid())
-    return f"{_PREFIX}{_machine()}-{os.getpid()}-{start}-" if _machine() and start is not None else _PREFIX
+    return f"{_machine()}-{os.getpid()}-{start}" if _machine() and start is not None else ""
 
 
 def _machine() -> str:
@@ -46,10 +71,18 @@ def _machine() -> str:
 
 def _clear_leftovers(folder: Path, *, now: float) -> None:
     for path in list(folder.glob(f"{_PREFIX}*")):
-        match = _NAME.fullmatch(path.name)
-        if match is not None and match[1] == _machine():
-            is_left = str(process_start(int(match[2]))) != match[3]
-        else:
-            is_left = now - max(part.stat().st_mtime for part in (path, *path.iterdir())) > _STALE_SECONDS
-        if is_left:
+        if _is_left(path.name.removeprefix(_PREFIX), (path, *path.iterdir()), now=now):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(builder: str, parts: Iterable[Path], *, now: float) -> bool:
+    """Whether a builder has ended, or for all that is known has.
+
+    Args:
+        builder: a name that begins with it.
+        parts: what it writes.
+    """
+    match = _BUILDER.match(builder)
+    if match is not None and match[1] == _machine():
+        return str(process_start(int(match[2]))) != match[3]
+    return now - max(part.stat().st_mtime for part in parts) > _STALE_SECONDS

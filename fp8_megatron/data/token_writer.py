@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..outputs import writing_to
+from .aside import clear_files_aside, file_aside
 
 _COPY_BYTES = 1 << 26
 
@@ -38,7 +38,8 @@ class TokenizedDocuments:
 
 
 class DatasetWriter:
-    """One .bin/.idx pair, under temporary names until `commit`. Leaving the context without it removes the files.
+    """One .bin/.idx pair, under temporary names until `commit`. Leaving the context without it removes the files. Those
+    that a kill left are removed by the next writer of the pair.
 
     The bytes are those of megatron-core's `IndexedDatasetBuilder`, which writes the index.
     """
@@ -49,8 +50,12 @@ class DatasetWriter:
         self.prefix = prefix
         self.num_tokens = 0
         self.num_documents = 0
-        self._temporary = {kind: Path(f"{prefix}.{kind}.{os.getpid()}.partial") for kind in ("bin", "idx")}
+        paths = {kind: Path(f"{prefix}.{kind}") for kind in ("bin", "idx")}
+        self._temporary = {kind: file_aside(path) for kind, path in paths.items()}
         self._builder = IndexedDatasetBuilder(str(self._temporary["bin"]), dtype=dtype)
+        self._temporary["idx"].touch()
+        for path in paths.values():
+            clear_files_aside(path)
 
     def __enter__(self) -> DatasetWriter:
         return self
