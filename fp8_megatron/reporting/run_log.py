@@ -36,7 +36,7 @@ class EventKind(str, Enum):
     """What happened."""
 
     START = "start"
-    """Ranks run, from scratch."""
+    """Ranks run, from scratch or with the weights of a checkpoint."""
     RESUME = "resume"
     """Ranks run, from a checkpoint."""
     RESTART = "restart"

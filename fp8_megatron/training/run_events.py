@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint.run_state import Progress
@@ -42,14 +43,22 @@ class RunEvents:
         if self._log is not None:
             self._log.iteration = iteration
 
-    def started(self, iteration: int, *, skipped_steps: int) -> None:
-        """Training is about to begin after `iteration`; 0: from scratch."""
+    def started(self, iteration: int, *, skipped_steps: int, weights_of: Path | None = None) -> None:
+        """Training is about to begin after `iteration`.
+
+        Args:
+            iteration: 0: at the start of a run.
+            weights_of: what the first weights were loaded from; None: they were drawn.
+        """
         self.at(iteration)
         if not self._is_writer:
             return
         kind = EventKind.START if iteration == 0 else EventKind.RESUME
         where = f"{self._world_size} rank{'s' * (self._world_size > 1)}, first host {socket.gethostname()}"
-        begins = "training starts from scratch" if iteration == 0 else f"training resumes after iteration {iteration}"
+        if iteration > 0:
+            begins = f"training resumes after iteration {iteration}"
+        else:
+            begins = f"training starts {'from scratch' if weights_of is None else f'with the weights of {weights_of}'}"
         launch = Launch.of_environment().name
         mark = event(kind, iteration=iteration, world_size=self._world_size, skipped_steps=skipped_steps, launch=launch)
         logger.info("%s on %s, to iteration %d", begins, where, self.total_iterations, extra=mark)

@@ -225,7 +225,12 @@ class _Run:
 
     def train(self) -> None:
         """Train, validate and save. A save in the background has finished when this returns."""
-        self.events.started(self.progress.iteration, skipped_steps=self.progress.skipped_steps)
+        source = self.start.source
+        self.events.started(
+            self.progress.iteration,
+            skipped_steps=self.progress.skipped_steps,
+            weights_of=None if source is None else source.root,
+        )
         try:
             self._loop()
         except (TrainingDiverged, LossSpike, ReplicasDiffer):

@@ -436,13 +436,17 @@ def test_one_that_is_damaged_pushes_none_out(tmp_path: Path) -> None:
     assert sorted(path.name[-1] for path in checkpoints.glob("iter_*")) == ["4", "6", "7"]
 
 
-def test_finetune_takes_weights_alone(tmp_path: Path) -> None:
+def test_finetune_takes_weights_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """--finetune starts at iteration 1 with the trained weights: its first loss is the next step's, not the first."""
+    caplog.set_level(logging.INFO)  # events are lines of the log
     checkpoints = tmp_path / "checkpoints"
     first = steps(fit(tmp_path / "first", train_iters=8, save=checkpoints))
     tuned = steps(fit(tmp_path / "tuned", train_iters=2, load=checkpoints, finetune=True))
     assert [iteration for iteration, _, _ in tuned] == [1, 2]
     assert tuned[0][1] != first[0][1]
+    events = [e for name in ("first", "tuned") for e in read_events(tmp_path / name / EVENTS_FILE)]
+    begins = [e["text"].split(" on ")[0] for e in events if e["kind"] == "start"]
+    assert begins == ["training starts from scratch", f"training starts with the weights of {checkpoints}"]
 
 
 @pytest.mark.parametrize(
