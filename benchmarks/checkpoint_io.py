@@ -158,7 +158,7 @@ def main() -> None:
 
         def steps() -> None:
             for _ in range(options.steps):
-                train_step(state, loader, wants_stop=False)
+                train_step(state, loader)
 
         steps()
         result: dict[str, Any] = {

@@ -120,7 +120,7 @@ def train(
             state.optimizer.load_weights(weights.items())
         loader = batches(data[0], 1000 + number)
         for _ in range(num_steps):
-            train_step(state, loader, wants_stop=False)
+            train_step(state, loader)
         loss = evaluate(state, batches(data[1], 0), VALIDATION_BATCHES)
         if not math.isfinite(loss):
             raise ValueError(f"the validation loss of seed {number} is {loss}")

@@ -159,7 +159,7 @@ def _steps(config: Config, device: torch.device, warm_up: int, steps: int) -> tu
         for _ in range(warm_up + steps):
             batches = [_batch(config, generator) for _ in range(config.num_micro_batches(1))]
             began = time.perf_counter()
-            packed = train_step(state, iter(batches), wants_stop=False)
+            packed = train_step(state, iter(batches))
             losses.append(packed[0].item())
             times.append(time.perf_counter() - began)
         return statistics.median(times[warm_up:]), losses

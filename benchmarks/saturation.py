@@ -83,7 +83,7 @@ def losses(seed: int, factor: float, choice: str, *, before: int, after: int) ->
                 now = factor if is_bad else 1.0
                 if is_bad and choice == "fitting":
                     history.is_warm = False
-                found.append(train_step(state, loader, wants_stop=False)[0].item())
+                found.append(train_step(state, loader)[0].item())
             return found
     finally:
         amax_history.MOST_SATURATED = limit

@@ -255,7 +255,7 @@ class TrainingConfig:
     exit_interval: OptionalCount = None
     """Save and stop after the next iteration that is a multiple of this."""
     exit_duration_in_mins: OptionalPositive = None
-    """Save and stop after this many minutes."""
+    """Save and stop after this many minutes. Those in which data and model are built and loaded count."""
     max_skipped_steps: Count = 20
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
     loss_spike_threshold: NotNegative = 10.0

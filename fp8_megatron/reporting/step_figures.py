@@ -36,8 +36,8 @@ class StepFigures:
 
     loss: float = reported("train/loss")
     """Mean over the global batch, nats per token."""
-    num_stop_requests: float = reported(None, default=0.0)
-    """Number of ranks that ask to stop."""
+    stop_request: float = reported(None, default=0.0)
+    """What any rank asks to stop for, as a number (`training.stopping.request_of`); 0: nothing."""
     grad_norm: float = reported("train/grad_norm")
     """Global norm before clipping."""
     params_norm: float | None = reported("train/params_norm", default=None)

@@ -95,7 +95,7 @@ def build_rank(config: Config, *, world_size: int, stage: int) -> RankMemory:
         live.peak = 0
         for _ in range(_NUM_STEPS):
             batches = iter([_batch(config)] * num_micro_batches)
-            train_step(state, batches, wants_stop=False, num_micro_batches=num_micro_batches)
+            train_step(state, batches, num_micro_batches=num_micro_batches)
         held = measured_storage(state)
         return RankMemory(stage, held.linear + held.rest, state.staging.nbytes, live.now, live.peak)
 

@@ -14,6 +14,7 @@ from ..reporting.cast_statistics import HealthSample
 from ..reporting.step_figures import StepFigures
 from ..watch.replica_hash import PendingCheck
 from .cast_sampling import PendingSample
+from .stopping import StopReason, request_of
 
 
 class Mark:
@@ -56,14 +57,36 @@ class StepResult:
     """Statistics of the casts, if this step sampled them."""
 
     @property
-    def stop_requested(self) -> bool:
-        """Whether any rank asks to stop."""
-        return self.figures.num_stop_requests > 0
+    def stop(self) -> StopReason | None:
+        """Why any rank asks to stop; None: none does."""
+        return request_of(self.figures.stop_request)
 
     @property
     def skipped(self) -> bool:
         """Whether the optimizer skipped the step: its gradient norm was not finite."""
         return not math.isfinite(self.figures.grad_norm)
+
+
+class HostCopy:
+    """Values that are being copied from a device to the host.
+
+    Attributes:
+        ended: the point in the device's work behind the copy.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+        else:
+            self._host = values
+        self.ended = Mark(values.device)
+
+    def read(self) -> list[float]:
+        """Wait for the copy, but not for work that was queued behind it."""
+        self.ended.wait()
+        values: list[float] = self._host.tolist()
+        return values
 
 
 class PendingStep:
@@ -96,17 +119,12 @@ class PendingStep:
         self._sample = sample
         self._num_chunks = num_chunks
         self._batch_size = batch_size
-        if values.device.type == "cuda":
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-        else:
-            self._host = values
-        self.ended = Mark(values.device)
+        self._values = HostCopy(values)
+        self.ended = self._values.ended
 
     def result(self) -> StepResult:
         """Wait for this step, but not for later ones, and read its results."""
-        self.ended.wait()
-        values = self._host.tolist()
+        values = self._values.read()
         figures, rest = StepFigures.unpack(values[: StepFigures.num_packed()]), values[StepFigures.num_packed() :]
         cast_report = CastReport.unpack(rest, self._num_chunks) if rest else None
         if cast_report is not None:

@@ -1,4 +1,4 @@
-"""Why a run stops before its last iteration: a signal, or too many skipped steps in a row."""
+"""Why a run stops before its last iteration: a signal, a limit of time, or too many skipped steps in a row."""
 
 from __future__ import annotations
 
@@ -18,9 +18,24 @@ class StopReason(Enum):
     """Why training ends without an error."""
 
     DONE = "all steps are done"
-    SIGNAL = "a signal asked for it"
-    DURATION = "--exit-duration-in-mins has passed"
     INTERVAL = "--exit-interval is reached"
+    DURATION = "--exit-duration-in-mins has passed"
+    SIGNAL = "a signal asked for it"
+    LOST_FOLDER = "another run took the folder of --save"
+
+
+#: What a rank may ask to stop for. If ranks ask for several, the last of these counts.
+_REQUESTS = (None, StopReason.DURATION, StopReason.SIGNAL, StopReason.LOST_FOLDER)
+
+
+def request_number(reason: StopReason | None) -> float:
+    """A request to stop as a number, for a collective that takes the largest; 0: none."""
+    return float(_REQUESTS.index(reason))
+
+
+def request_of(number: float) -> StopReason | None:
+    """The inverse of `request_number`."""
+    return _REQUESTS[round(number)]
 
 
 class TrainingDiverged(RuntimeError):
@@ -60,7 +75,7 @@ class SignalHandler:
         if not self._agreed and self._all_ranks_any(self._signal is not None):
             self._agreed = True
             if self._signal is not None:
-                logger.warning("%s received: stopping after this step", self._signal.name)
+                logger.warning("%s received: stopping", self._signal.name)
         return self._agreed
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -18,13 +18,14 @@ from .batches import Batch, forward_step, take_step
 from .build import TrainingState
 from .graph_choice import has_room
 from .step_graph import StepGraph
+from .stopping import StopReason, request_number
 
 
 def train_step(
     state: TrainingState,
     loader: Iterator[Batch],
     *,
-    wants_stop: bool,
+    stop: StopReason | None = None,
     num_micro_batches: int | None = None,
     measures_underflow: bool = False,
     samples_casts: bool = False,
@@ -34,7 +35,7 @@ def train_step(
     """Forward and backward over the micro-batches, reduce, clip, update, advance the scales.
 
     Args:
-        wants_stop: whether this rank was asked to stop. The collective that sums the loss shares it with all ranks.
+        stop: what this rank asks to stop for, if anything. The collective that sums the loss shares it with all ranks.
         num_micro_batches: of this step; None: as many as `state` was built for. The batch may grow up to those.
         measures_underflow: count weight-gradient elements that the cast to FP8 makes zero (one more pass over them).
         samples_casts: measure every cast of the first micro-batch, with `state.sampler`; also measures underflow.
@@ -62,7 +63,7 @@ def train_step(
             history.update(state.topology.stage_group, grad_norm)
     peak = device_memory.peak_memory_gib(state.device)
     figures, cast_report = _over_ranks(
-        part_of_loss, state, wants_stop=wants_stop, peak_memory_gib=peak, autoscaling=_autoscaling(state)
+        part_of_loss, state, stop=stop, peak_memory_gib=peak, autoscaling=_autoscaling(state)
     )
     packed = StepFigures.pack(
         grad_norm=grad_norm,
@@ -237,33 +238,34 @@ def _over_ranks(
     loss: Tensor,
     state: TrainingState,
     *,
-    wants_stop: bool = False,
+    stop: StopReason | None = None,
     peak_memory_gib: float = 0.0,
     autoscaling: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """By one collective over all ranks: the sum of `loss` [1], how many ranks ask to stop, the largest peak, the worst
-    of `autoscaling` (see `_autoscaling`); and under delayed scaling the packed `CastReport`."""
+    """By one collective over all ranks: the sum of `loss` [1], what they ask to stop for (`stopping.request_number`),
+    the largest peak, the worst of `autoscaling` (see `_autoscaling`); and under delayed scaling the packed
+    `CastReport`."""
     world_size, rank = state.topology.world_size, state.topology.rank
     histories = [history for history in state.histories if history is not None]
     num_reported = CastReport.numel_of(world_size, len(histories)) if histories else 0
-    width = 1 if autoscaling is None else 1 + len(autoscaling)
-    values = torch.zeros(2 + world_size * width + num_reported, device=state.device)
-    total, num_stop_requests, of_ranks, reported = values.split([1, 1, world_size * width, num_reported])
+    width = 2 if autoscaling is None else 2 + len(autoscaling)
+    values = torch.zeros(1 + world_size * width + num_reported, device=state.device)
+    total, of_ranks, reported = values.split([1, world_size * width, num_reported])
     total.copy_(loss)
-    num_stop_requests.fill_(float(wants_stop))  # a tensor made from a list is copied from the host, which waits
     own = of_ranks.view(world_size, width)[rank]
-    own[:1].fill_(peak_memory_gib)
+    own[:1].fill_(peak_memory_gib)  # a tensor made from a list is copied from the host, which waits
+    own[1:2].fill_(request_number(stop))
     if autoscaling is not None:
-        own[1:] = autoscaling
+        own[2:] = autoscaling
     for chunk, history in enumerate(histories):
         if history.report is not None:  # a stage without an FP8 layer has none
             CastReport.add_(reported, history.report, place=rank * len(histories) + chunk)
     if world_size > 1:
         torch.distributed.all_reduce(values)
     largest = of_ranks.view(world_size, width).amax(dim=0)
-    figures = {"loss": total, "num_stop_requests": num_stop_requests, "peak_memory_gib": largest[:1]}
+    figures = {"loss": total, "stop_request": largest[1:2], "peak_memory_gib": largest[:1]}
     if autoscaling is not None:
         # A negative fraction: no reduction has reported one. An infinite μ: no tensor has one.
-        figures["grad_saturation_fraction"] = torch.where(largest[1:2] < 0, torch.nan, largest[1:2])
-        figures["autoscale_mu"] = torch.where(largest[2:].isinf(), torch.nan, largest[2:].neg())
+        figures["grad_saturation_fraction"] = torch.where(largest[2:3] < 0, torch.nan, largest[2:3])
+        figures["autoscale_mu"] = torch.where(largest[3:].isinf(), torch.nan, largest[3:].neg())
     return figures, reported if histories else None

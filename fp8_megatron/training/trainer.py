@@ -65,6 +65,7 @@ class Trainer:
 
     def fit(self) -> None:
         """Train until `train_iters`, a signal, a time limit or divergence ends the run; saves before it returns."""
+        started = time.monotonic()
         world_size = devices.world_size()
         choose = partial(choose_graph, self.config, world_size=world_size, node_size=devices.node_size())
         # has_gpu=True: a look for GPUs would start CUDA, and without a GPU the environment does not matter.
@@ -129,6 +130,7 @@ class Trainer:
                 graph_choice,
                 start,
                 log,
+                started=started,
                 replaces_other_run=last_run(events) not in (None, start.identity.run),
             )
             stack.callback(run.close)
@@ -151,8 +153,10 @@ class _Run:
         start: RunStart,
         log: RunLog | None,
         *,
+        started: float,
         replaces_other_run: bool,
     ) -> None:
+        """Args: started: when this session began, on the clock of `time.monotonic`."""
         self.config = config
         self.output_dir = output_dir
         self.topology = topology
@@ -204,8 +208,8 @@ class _Run:
             report=self.events.spiked,
         )
         self.left_out = config.training.left_out
-        self.started = time.monotonic()
-        self.stop_requested = False
+        self.started = started
+        self.stop: StopReason | None = None
         records = graph_choice.records and documents_fit(config, self.data.most_documents())
         self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if records else None
         self.replica_check = _replica_check(config, self.state)
@@ -283,7 +287,7 @@ class _Run:
             values = train_step(
                 self.state,
                 loader,
-                wants_stop=self._wants_stop(),
+                stop=self._own_stop(),
                 num_micro_batches=num_micro_batches,
                 measures_underflow=iteration % self.config.logging.log_interval == 0,
                 samples_casts=sampler is not None,
@@ -307,7 +311,7 @@ class _Run:
                 self._record(pending.result())
             pending = queued
             evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
-            stops = self.stop_requested or end_is_due
+            stops = self.stop is not None or end_is_due
             if evaluates or due or stops or iteration == total:
                 self._record(pending.result())
                 pending = None
@@ -351,13 +355,15 @@ class _Run:
             self.graph.release()
         self.report.close()
 
-    def _wants_stop(self) -> bool:
-        lost_lock = self.start.lock is not None and self.start.lock.lost  # a save would fail
-        return self.signals.received() or self._is_out_of_time() or lost_lock
-
-    def _is_out_of_time(self) -> bool:
+    def _own_stop(self) -> StopReason | None:
+        """What this rank asks to stop for; the ranks agree in the next step."""
+        if self.start.lock is not None and self.start.lock.lost:  # a save would fail
+            return StopReason.LOST_FOLDER
+        if self.signals.received():
+            return StopReason.SIGNAL
         limit = self.config.training.exit_duration_in_mins
-        return limit is not None and time.monotonic() - self.started > 60.0 * limit
+        is_out_of_time = limit is not None and time.monotonic() - self.started > 60.0 * limit
+        return StopReason.DURATION if is_out_of_time else None
 
     def _new_check(self, iteration: int, *, is_saved: bool) -> PendingCheck | None:
         """The comparison of replicas in this step; None if it has none. What is saved has been compared."""
@@ -377,12 +383,10 @@ class _Run:
     def _stop_reason(self) -> StopReason:
         if self.progress.iteration >= self.total_iterations:
             return StopReason.DONE
-        if not self.stop_requested:
-            return StopReason.INTERVAL
-        return StopReason.DURATION if self._is_out_of_time() and not self.signals.received() else StopReason.SIGNAL
+        return self.stop or StopReason.INTERVAL
 
     def _record(self, result: StepResult) -> None:
-        self.stop_requested |= result.stop_requested
+        self.stop = self.stop or result.stop
         self.events.at(result.iteration)
         if result.check is not None:
             result.check.examine()

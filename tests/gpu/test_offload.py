@@ -74,11 +74,11 @@ def _peak(build_state: Callable[..., Any], **settings: object) -> int:
         hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, num_layers=12, **settings
     )
     for _ in range(2):
-        train_step(state, loader, wants_stop=False)
+        train_step(state, loader)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    train_step(state, loader, wants_stop=False)
+    train_step(state, loader)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 

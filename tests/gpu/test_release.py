@@ -64,7 +64,7 @@ def test_nothing_waits_for_the_device(build_state: Callable[..., Any]) -> None:
 def test_persistent_bytes_per_parameter(build_state: Callable[..., Any]) -> None:
     """What the allocator holds after a step, beside the 16-bit rest: 4.05 bytes a linear weight are stored."""
     state, loader, before = build_state(num_layers=8, hidden_size=1024, num_attention_heads=8, **STRETCH, **RELEASE)
-    train_step(state, loader, wants_stop=False)
+    train_step(state, loader)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
     rest = linear = 0
@@ -83,7 +83,7 @@ def test_weights_are_their_split_masters(build_state: Callable[..., Any], releas
     state, loader, _ = build_state(**STRETCH, **release)
     before = {slot.name: space.get_master(slot).clone() for space, slot in state.optimizer.slots()}
     for _ in range(5):
-        train_step(state, loader, wants_stop=False)
+        train_step(state, loader)
     for space, slot in state.optimizer.slots():
         if space.space.storage is StorageClass.LINEAR:
             master = space.get_master(slot)

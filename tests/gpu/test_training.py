@@ -157,7 +157,7 @@ def test_nothing_in_a_step_waits_for_the_device(  # type: ignore[no-untyped-def]
 def test_persistent_bytes_per_parameter(build_state) -> None:  # type: ignore[no-untyped-def]
     """What the allocator holds after a step, beside the 16-bit rest, is at most 7.1 bytes per linear weight."""
     state, loader, before = build_state(num_layers=8, hidden_size=1024, num_attention_heads=8)
-    train_step(state, loader, wants_stop=False)
+    train_step(state, loader)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
     rest = linear = 0
@@ -174,7 +174,7 @@ def test_fp8_weights_are_their_masters_quantised(build_state) -> None:  # type: 
     """After steps: payload · scale is within E4M3's rounding of the master (31.5 dB for a Gaussian)."""
     state, loader, _ = build_state()
     for _ in range(5):
-        train_step(state, loader, wants_stop=False)
+        train_step(state, loader)
     for space, slot in state.optimizer.slots():
         if space.space.storage is StorageClass.LINEAR:
             assert snr_db(slot.param.dequantize(), space.get_master(slot)) > 30.0, slot.name

@@ -47,12 +47,12 @@ def training_states(base: Mapping[str, object]) -> Iterator[Callable[..., Any]]:
 def step_without_waiting(state: Any, loader: Any) -> Tensor:
     """What the last of three warm steps measured, with PyTorch's synchronisation checks set to raise in all three."""
     for _ in range(3):
-        train_step(state, loader, wants_stop=False)
+        train_step(state, loader)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            values = train_step(state, loader, wants_stop=False)
+            values = train_step(state, loader)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return values

@@ -163,7 +163,7 @@ def train(parallel: ParallelConfig, precision: PrecisionConfig, place: Place, sp
         for iteration in range(1, NUM_STEPS + 1):
             before = snapshot(state)
             spoiler.is_armed = iteration == BAD_STEP or (spoils_last and iteration == NUM_STEPS)
-            values = train_step(state, loader, wants_stop=False)
+            values = train_step(state, loader)
             assert not spoiler.is_armed or topology.rank < topology.world_size - 1, "nothing was cast"
             result = PendingStep(iteration, 1e-3, values, Mark(CPU), batch_size=4).result()
             steps.append(_step(result, before, snapshot(state), len(state.optimizer.states), names))

@@ -57,7 +57,7 @@ def test_a_new_figure_is_one_line() -> None:
 def test_reports_have_every_figure_but_the_request_to_stop() -> None:
     host = {field.name: 1 for field in dataclasses.fields(StepMetrics) if field.name not in ALL}
     metrics = StepMetrics(**ALL, **host)
-    names = {*ALL, *host} - {"num_stop_requests"}
+    names = {*ALL, *host} - {"stop_request"}
     assert set(metrics.record()) == {"kind", *names}
     assert len(metrics.scalars()) == len(names) - 1  # the iteration is what they are drawn over
     assert metrics.scalars()["fp8/autoscale_mu"] == ALL["autoscale_mu"]

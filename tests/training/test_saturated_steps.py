@@ -53,7 +53,7 @@ class Run:
         self.factor = factor
         self.iteration += 1
         hook = self.state.model[0].module.register_forward_hook(lambda module, args, output: output * loss_factor)
-        values = train_step(self.state, self.loader, wants_stop=False, measures_underflow=loss_factor != 1.0)
+        values = train_step(self.state, self.loader, measures_underflow=loss_factor != 1.0)
         hook.remove()
         return PendingStep(self.iteration, 1e-3, values, Mark(CPU), batch_size=4).result()
 

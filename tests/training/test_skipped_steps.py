@@ -93,7 +93,7 @@ def _train_on_a_batch(
             hook = state.model[-1].module.register_forward_hook(
                 lambda module, args, out, is_bad=number in bad_steps: out * factor if is_bad else out
             )
-            norm = train_step(state, iter(batch), wants_stop=False)[2].item()
+            norm = train_step(state, iter(batch))[2].item()
             hook.remove()
             mus = [autoscale.mu for buffer in state.optimizer.buffers for autoscale in buffer.autoscales]
             found.append((norm, torch.cat([torch.empty(0), *mus])))

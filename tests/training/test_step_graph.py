@@ -351,7 +351,6 @@ def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None
                     train_step.train_step(
                         state,
                         batches,
-                        wants_stop=False,
                         measures_underflow=step % 3 == 0,
                         samples_casts=step == 6,
                         graph=graph,

@@ -14,6 +14,7 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.quantization.cast_report import CastReport, Role, SlotName, Suspect
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training.stopping import StopReason, request_of
 from fp8_megatron.training.train_step import _over_ranks
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool, on_default_group
@@ -39,18 +40,20 @@ def _exchanged(group: torch.distributed.ProcessGroup, reports: bool) -> tuple[di
         histories = [SimpleNamespace(report=None if rank == 1 else report) for report in made]
     state: Any = SimpleNamespace(topology=topology, device=torch.device("cpu"), histories=histories)
     peak = [3.0, 7.5, 5.0][rank]
-    figures, report = _over_ranks(torch.tensor([rank + 1.0]), state, wants_stop=rank != 1, peak_memory_gib=peak)
+    stop = [StopReason.DURATION, StopReason.SIGNAL, None][rank]
+    figures, report = _over_ranks(torch.tensor([rank + 1.0]), state, stop=stop, peak_memory_gib=peak)
+    assert request_of(figures["stop_request"].item()) is (stop if group.size() == 1 else StopReason.SIGNAL)
     return {name: figure.tolist() for name, figure in figures.items()}, None if report is None else report.tolist()
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "expected"),
     [
-        (1, {"loss": [1.0], "num_stop_requests": [1.0], "peak_memory_gib": [3.0]}),
-        (3, {"loss": [6.0], "num_stop_requests": [2.0], "peak_memory_gib": [7.5]}),
+        (1, {"loss": [1.0], "stop_request": [1.0], "peak_memory_gib": [3.0]}),
+        (3, {"loss": [6.0], "stop_request": [2.0], "peak_memory_gib": [7.5]}),
     ],
 )
-def test_sums_and_the_largest_peak_are_everywhere(ranks: RankPool, num_ranks: int, expected: Any) -> None:
+def test_sums_the_largest_peak_and_why_to_stop_are_everywhere(ranks: RankPool, num_ranks: int, expected: Any) -> None:
     found = ranks.run(on_default_group, _exchanged, False, num_ranks=num_ranks)
     assert found == [(expected, None)] * num_ranks
 

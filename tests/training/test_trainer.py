@@ -32,6 +32,7 @@ from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.run_report import log_settings
 from fp8_megatron.training.stopping import TrainingDiverged
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.ranks import RankPool
 from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
 from tests.harness.token_files import write_token_files
 
@@ -307,6 +308,59 @@ def test_sigterm_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(len(stopped))
     monkeypatch.undo()
     assert len(steps(fit(tmp_path, train_iters=12, save=checkpoints, load=checkpoints))) == 12
+
+
+class Clock:
+    """In place of the module `time`, with a clock that stands still."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+def test_the_time_limit_counts_the_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that take two minutes to open leave a limit of one no time: the first step is the last."""
+    clock, open_run_data = Clock(), trainer_module.open_run_data
+
+    def slowly(*args: Any) -> Any:
+        clock.seconds += 120
+        return open_run_data(*args)
+
+    monkeypatch.setattr(trainer_module, "time", clock)
+    monkeypatch.setattr(trainer_module, "open_run_data", slowly)
+    records = fit(tmp_path, train_iters=9, exit_duration_in_mins=1, save=tmp_path / "saved")
+    assert len(steps(records)) <= 2
+    assert saved_iterations(tmp_path / "saved") == [len(steps(records))]
+
+
+def _fit_with_one_late_clock(folder: Path) -> None:
+    clock, train_step = Clock(), trainer_module.train_step
+
+    def late(*args: Any, **kwargs: Any) -> torch.Tensor:
+        clock.seconds += 120 * int(os.environ["RANK"])
+        return train_step(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "time", clock)
+        patch.setattr(trainer_module, "train_step", late)
+        logger = logging.getLogger("fp8_megatron")
+        logger.setLevel(logging.INFO)  # events are lines of the log
+        try:
+            fit(folder, train_iters=9, exit_duration_in_mins=1)
+        finally:
+            logger.setLevel(logging.NOTSET)
+
+
+def test_the_first_rank_says_why_another_one_stops(ranks: RankPool, tmp_path: Path) -> None:
+    """The second rank's clock alone has passed the limit."""
+    ranks.run(_fit_with_one_late_clock, tmp_path, num_ranks=2)
+    (stop,) = [found for found in read_events(tmp_path / EVENTS_FILE) if found["kind"] == "stop"]
+    assert stop["reason"] == "duration" and stop["text"].endswith("--exit-duration-in-mins has passed")
 
 
 def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
