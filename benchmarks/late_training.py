@@ -121,7 +121,7 @@ def train(
         loader = batches(data[0], 1000 + number)
         for _ in range(num_steps):
             train_step(state, loader)
-        loss = evaluate(state, batches(data[1], 0), VALIDATION_BATCHES)
+        loss, _ = evaluate(state, batches(data[1], 0), VALIDATION_BATCHES)
         if not math.isfinite(loss):
             raise ValueError(f"the validation loss of seed {number} is {loss}")
         return loss, {slot.name: space.get_master(slot) for space, slot in state.optimizer.slots()}

@@ -18,7 +18,8 @@ from .batches import Batch, forward_step, take_step
 from .build import TrainingState
 from .graph_choice import has_room
 from .step_graph import StepGraph
-from .stopping import StopReason, request_number
+from .step_results import HostCopy
+from .stopping import StopReason, request_number, request_of
 
 
 def train_step(
@@ -138,31 +139,49 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
 
 
 @torch.no_grad()
-def evaluate(state: TrainingState, loader: Iterator[Batch], num_batches: int, *, over_tokens: bool = False) -> float:
-    """Mean loss over `num_batches` global batches, in nats per token; equal on all ranks.
+def evaluate(
+    state: TrainingState,
+    loader: Iterator[Batch],
+    num_batches: int,
+    *,
+    over_tokens: bool = False,
+    own_stop: Callable[[], StopReason | None] = lambda: None,
+) -> tuple[float, StopReason | None]:
+    """Mean loss over `num_batches` global batches, in nats per token, and what ended it before the last of them.
+
+    Both are equal on all ranks.
 
     Args:
         over_tokens: the mean over all tokens that count, also without --calculate-per-token-loss.
+        own_stop: what this rank asks to stop for, if anything. It ends all ranks' evaluation a batch later.
     """
     over_tokens |= state.config.training.calculate_per_token_loss
     for chunk in state.model:
         chunk.eval()
     total = torch.zeros(1, device=state.device)
     weights = torch.zeros(1, device=state.device)
+    requests: HostCopy | None = None
+    stop = None
     for _ in range(num_batches):
         batches = take_step(loader, state.num_micro_batches, state.device)
         mean_tokens = _mean_tokens(batches, state) if over_tokens else None
         losses = _run_schedule(state, batches, mean_tokens, forward_only=True)
         # Over tokens, a batch counts by its tokens.
         weight = torch.ones_like(total) if mean_tokens is None else mean_tokens
-        total += weight * _over_ranks(_part_of_loss(losses, state), state)[0]["loss"]
+        figures, _ = _over_ranks(_part_of_loss(losses, state), state, stop=own_stop())
+        total += weight * figures["loss"]
         weights += weight
+        # Those of the batch before: the host does not wait for the one that it has just queued.
+        stop = None if requests is None else request_of(*requests.read())
+        if stop is not None:
+            break
+        requests = HostCopy(figures["stop_request"])
     for chunk in state.model:
         chunk.train()
     for history in state.histories:
         if history is not None:
             history.discard_current_step()
-    return total.item() / max(weights.item(), 1e-30)
+    return total.item() / max(weights.item(), 1e-30), stop
 
 
 def _mean_tokens(batches: list[Batch], state: TrainingState) -> Tensor:

@@ -311,8 +311,7 @@ class _Run:
                 self._record(pending.result())
             pending = queued
             evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
-            stops = self.stop is not None or end_is_due
-            if evaluates or due or stops or iteration == total:
+            if evaluates or due or self.stop is not None or end_is_due or iteration == total:
                 self._record(pending.result())
                 pending = None
             # Inside a streak of skipped steps nothing is saved: a restart then goes back to before it.
@@ -327,7 +326,7 @@ class _Run:
                 saved_at, due = iteration, []
             if evaluates or saves:
                 mark = Mark(self.state.device)
-            if stops:
+            if self.stop is not None or end_is_due:
                 break
         if checkpoint.save is not None and self.progress.iteration > saved_at:
             self._save(due)
@@ -426,10 +425,18 @@ class _Run:
         return f"gradients with a NaN or inf on rank {self.topology.rank}: {shown}"
 
     def _evaluate(self, split: str) -> None:
+        """Report the losses of a split. A request to stop ends it without those that are not known yet."""
         for one in self.data.evaluations(split):
+            if self.stop is not None:
+                return
             self.watch.at(self.progress.iteration, "evaluating")
-            loss = evaluate(self.state, one.loader, one.num_batches, over_tokens=one.is_whole)
-            self.report.evaluation(self.progress.iteration, one.name, loss)
+            loss, self.stop = evaluate(
+                self.state, one.loader, one.num_batches, over_tokens=one.is_whole, own_stop=self._own_stop
+            )
+            if self.stop is None:
+                self.report.evaluation(self.progress.iteration, one.name, loss)
+            elif self.is_writer:
+                logger.warning("the evaluation (%s) is given up, because %s", one.name, self.stop.value)
 
     def _resume(self) -> Progress:
         source, schedule = self.start.source, self.state.schedule

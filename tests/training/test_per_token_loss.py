@@ -74,7 +74,7 @@ def _step(
         own = [micro_batch(index) for index in micro_batches[topology.dp.rank() :: topology.dp.size()]]
         if context > 1:
             own = [part_of(batch, topology.sequence_part) for batch in own]
-        validation = evaluate(state, iter(own * 2), 2)
+        validation, _ = evaluate(state, iter(own * 2), 2)
         part = compute_gradients(state, own, measures_underflow=False)[:1]
         if topology.world_size > 1:
             torch.distributed.all_reduce(part)

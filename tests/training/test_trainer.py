@@ -363,6 +363,25 @@ def test_the_first_rank_says_why_another_one_stops(ranks: RankPool, tmp_path: Pa
     assert stop["reason"] == "duration" and stop["text"].endswith("--exit-duration-in-mins has passed")
 
 
+@pytest.mark.parametrize("interval", [2, 100], ids=["between steps", "at the end"])
+def test_sigterm_ends_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
+    """The state is saved within two of its thousand batches, and no loss of a part of them is reported."""
+    take_step, num_batches = train_step_module.take_step, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches == 8:  # the training steps before it are fewer
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take_step(*args)
+
+    monkeypatch.setattr(train_step_module, "take_step", interrupted)
+    settings = {"save": tmp_path / "saved", "train_iters": 4, "eval_interval": interval, "eval_iters": 1000}
+    records = fit(tmp_path, **settings)
+    assert num_batches <= 9 and [record["kind"] for record in records] == ["train"] * min(interval, 4)
+    assert saved_iterations(tmp_path / "saved") == [min(interval, 4)]
+
+
 def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN in a weight makes every loss NaN: each step is skipped and counted, and the limit ends the run."""
     build = trainer_module.build_training_state
