@@ -254,18 +254,19 @@ class _Run:
         consumed_samples = self.progress.consumed_samples  # of the steps that are queued
         pending: PendingStep | None = None
         saved_at, validated_at = self.progress.iteration, None
-        loader: Iterator[Batch] = iter(())
-        if first <= total:
-            loader = self.data.train_loader(
-                consumed_samples, starts_over=self.progress.left_out_samples > 0, records=self.graph is not None
-            )
-        elif self.is_writer:
+        loader: Iterator[Batch] | None = None  # opened where training begins, and again behind what is left out
+        if first > total and self.is_writer:
             length = "--train-samples" if self.config.counts_samples else "--train-iters"
             logger.warning("nothing is left to train: iteration %d, %s %d", first - 1, length, self.config.train_counts)
         due: list[int] = []  # iterations whose checkpoint is to be saved
         end_is_due = False
         mark = Mark(self.state.device)
         for iteration in range(first, total + 1):
+            if iteration in self.left_out and pending is not None:
+                self._record(pending.result())
+                pending = None
+                if self.stop is not None:
+                    break
             self.watch.at(iteration, "training")
             batch_size = self.batches.batch_size(consumed_samples)
             consumed_samples += batch_size
@@ -274,12 +275,16 @@ class _Run:
             due += [iteration] if checkpoint.saves_at(iteration) else []
             end_is_due |= training.exit_interval is not None and iteration % training.exit_interval == 0
             if iteration in self.left_out:
-                if pending is not None:
-                    self._record(pending.result())
-                pending = None
-                self._leave_out(loader, iteration, num_micro_batches)
-                mark = Mark(self.state.device)
+                self._leave_out(iteration, batch_size, is_first=loader is not None or iteration == first)
+                loader = None
                 continue
+            if loader is None:
+                loader = self.data.train_loader(
+                    self.progress.consumed_samples,
+                    starts_over=self.progress.left_out_samples > 0,
+                    records=self.graph is not None,
+                )
+                mark = Mark(self.state.device)
             learning_rate = self.state.schedule.learning_rate
             self.profiler.before(iteration)
             check = self._new_check(iteration, is_saved=bool(due) or end_is_due)
@@ -335,18 +340,20 @@ class _Run:
                 self._evaluate("valid")
             self._evaluate("test")
 
-    def _leave_out(self, loader: Iterator[Batch], iteration: int, num_micro_batches: int) -> None:
-        """Drop the data of an iteration of --iterations-to-skip. The schedule stays where it is, as in Megatron."""
-        for _ in range(num_micro_batches):
-            next(loader)
-        samples = num_micro_batches * self.state.samples_per_micro_batch
-        self.progress = replace(
-            self.progress, iteration=iteration, consumed_samples=self.progress.consumed_samples + samples
-        )
-        if self.is_writer:
-            logger.info(
-                "iteration %d is left out with its %d samples, as --iterations-to-skip asks", iteration, samples
-            )
+    def _leave_out(self, iteration: int, batch_size: int, *, is_first: bool) -> None:
+        """Pass over an iteration of --iterations-to-skip and its data. The schedule stays where it is, as in Megatron.
+
+        Args:
+            is_first: of those in a row, which one line of the log names together.
+        """
+        if is_first and self.is_writer:
+            last = iteration
+            while last + 1 in self.left_out and last < self.total_iterations:
+                last += 1
+            which = f"iteration {iteration} is" if last == iteration else f"iterations {iteration} to {last} are"
+            logger.info("%s left out with the data, as --iterations-to-skip asks", which)
+        consumed_samples = self.progress.consumed_samples + batch_size
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed_samples)
 
     def close(self) -> None:
         """Close every log; release what must not outlive the process groups."""

@@ -24,12 +24,14 @@ from fp8_megatron.checkpoint.files import saved_iterations
 from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.data import loader as loader_module
 from fp8_megatron.data.splits import process_group
 from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import step_results
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.schedule import RunSchedule
+from fp8_megatron.training.stopping import StopReason
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
 from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
@@ -309,6 +311,31 @@ def test_an_iteration_to_skip_trains_on_nothing(tmp_path: Path, monkeypatch: pyt
     assert [(r["iteration"], r["loss"], r["learning_rate"]) for r in resumed] == [
         (r["iteration"], r["loss"], r["learning_rate"]) for r in skipping
     ]
+
+
+def test_what_is_left_out_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So a signal waits for no data: that of 100,000 iterations would take minutes."""
+    caplog.set_level(logging.INFO)
+    collate, num_read = loader_module._stack, []
+    monkeypatch.setattr(loader_module, "_stack", lambda *args, **kwargs: num_read.append(1) or collate(*args, **kwargs))
+    records = fit(tmp_path, train_iters=40, iterations_to_skip=[*range(2, 20), *range(21, 41)])
+    assert [record["iteration"] for record in records] == [1, 20] and len(num_read) == 2
+    told = [message for message in caplog.messages if "--iterations-to-skip" in message]
+    assert [message.split(" are ")[0] for message in told] == ["iterations 2 to 19", "iterations 21 to 40"]
+
+
+def test_a_signal_before_what_is_left_out_ends_the_run_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_step = trainer_module.train_step
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        return train_step(*args, **{**kwargs, "stop": StopReason.SIGNAL})
+
+    monkeypatch.setattr(trainer_module, "train_step", interrupted)
+    saved = tmp_path / "saved"
+    records = fit(tmp_path, train_iters=9, save=saved, save_interval=2, iterations_to_skip=[2, 3])
+    assert [record["iteration"] for record in records] == [1] and saved_iterations(saved) == [1]
 
 
 def test_the_time_of_what_is_left_out_is_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
