@@ -45,7 +45,8 @@ class StepFigures:
     num_zeros: float | None = reported("train/num_zeros", default=None)
     """Elements of the averaged gradients that are 0; None if they are not asked for."""
     grad_underflow_fraction: float | None = reported("fp8/grad_underflow_fraction", default=None)
-    """Fraction of this rank's non-zero gradient elements that a cast to FP8 made zero; None if not measured."""
+    """Fraction of the non-zero weight gradient elements that a cast to FP8 made zero, over all ranks; None if not
+    measured."""
     saturated_tensors: float | None = reported("fp8/saturated_tensors", default=None)
     """Tensors with an element that a delayed scale clamped, over all ranks; None without delayed scaling."""
     input_saturation_fraction: float | None = reported("fp8/input_saturation_fraction", default=None)
@@ -55,7 +56,7 @@ class StepFigures:
     head_input_saturation_fraction: float | None = reported("fp8/head_input_saturation_fraction", default=None)
     """As `input_saturation_fraction`, of the FP8 LM head's input."""
     weight_grad_saturation_fraction: float | None = reported("fp8/weight_grad_saturation_fraction", default=None)
-    """Clamped fraction of the weight gradients that this rank's GEMMs wrote in FP8; None if not measured."""
+    """Clamped fraction of the weight gradients that GEMMs wrote in FP8, over all ranks; None if not measured."""
     weight_grad_saturated_tensors: float | None = reported("fp8/weight_grad_saturated_tensors", default=None)
     """Those of `saturated_tensors` that are weight gradients."""
     grad_saturation_fraction: float | None = reported("fp8/grad_saturation_fraction", default=None)

@@ -54,7 +54,7 @@ def train_step(
     else:
         batches = take_step(loader, num_micro_batches, state.device)
         gradients = compute_gradients(state, batches, **measured)
-    part_of_loss, underflow_fraction, clamped_fraction = gradients.split(1)
+    part_of_loss, counts = gradients.split([1, 4])
     if before_update is not None:
         before_update()
     grad_norm = state.optimizer.step(part_of_loss)
@@ -64,15 +64,9 @@ def train_step(
             history.update(state.topology.stage_group, grad_norm)
     peak = device_memory.peak_memory_gib(state.device)
     figures, cast_report = _over_ranks(
-        part_of_loss, state, stop=stop, peak_memory_gib=peak, autoscaling=_autoscaling(state)
+        part_of_loss, state, stop=stop, peak_memory_gib=peak, counts=counts, autoscaling=_autoscaling(state)
     )
-    packed = StepFigures.pack(
-        grad_norm=grad_norm,
-        grad_underflow_fraction=underflow_fraction,
-        weight_grad_saturation_fraction=clamped_fraction,
-        **figures,
-        **_statistics(state),
-    )
+    packed = StepFigures.pack(grad_norm=grad_norm, **figures, **_statistics(state))
     return packed if cast_report is None else torch.cat([packed, cast_report])
 
 
@@ -82,9 +76,9 @@ def compute_gradients(
     """Forward and backward over the micro-batches, and the reduction over replicas.
 
     Returns:
-        FP32 [3] on the device: this rank's part of the mean loss of the global batch (the sum over ranks is the mean),
-        its underflowed fraction of FP8 weight gradients, and the clamped fraction of those that GEMMs wrote in FP8 (NaN
-        if there is none).
+        FP32 [5] on the device: this rank's part of the mean loss of the global batch (the sum over ranks is the mean),
+        the elements of its FP8 weight gradients other than 0 and those of them that underflowed, and the elements that
+        GEMMs wrote in FP8 and those that were clamped.
     """
     for chunk in state.model:
         chunk.zero_grad_buffer(measures_underflow=measures_underflow, num_micro_batches=len(batches))
@@ -97,7 +91,7 @@ def compute_gradients(
         state.sampler.end()
     underflow = [buffer.underflow for buffer in state.optimizer.buffers]
     clamped = [buffer.clamped for buffer in state.optimizer.buffers]
-    return torch.cat([_part_of_loss(losses, state), _fraction(underflow, state), _fraction(clamped, state)])
+    return torch.cat([_part_of_loss(losses, state), _sum(underflow, state), _sum(clamped, state)])
 
 
 def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
@@ -213,13 +207,13 @@ def _run_schedule(
     )
 
 
-def _fraction(counts: list[Tensor | None], state: TrainingState) -> Tensor:
-    """FP32 [1]: of int64 [2] counts of this rank's gradients, all second ones over all first ones; 0/0 is NaN."""
+def _sum(counts: list[Tensor | None], state: TrainingState) -> Tensor:
+    """FP32 [2]: the sum of int64 [2] counts of this rank's gradients."""
     total = torch.zeros(2, device=state.device)
     for count in counts:
         if count is not None:
             total += count
-    return total[1:] / total[:1]
+    return total
 
 
 def _autoscaling(state: TrainingState) -> Tensor | None:
@@ -259,18 +253,21 @@ def _over_ranks(
     *,
     stop: StopReason | None = None,
     peak_memory_gib: float = 0.0,
+    counts: Tensor | None = None,
     autoscaling: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """By one collective over all ranks: the sum of `loss` [1], what they ask to stop for (`stopping.request_number`),
-    the largest peak, the worst of `autoscaling` (see `_autoscaling`); and under delayed scaling the packed
-    `CastReport`."""
+    the largest peak, the fractions of all ranks' `counts` (see `compute_gradients`; 0/0 is NaN), the worst of
+    `autoscaling` (see `_autoscaling`); and under delayed scaling the packed `CastReport`."""
     world_size, rank = state.topology.world_size, state.topology.rank
     histories = [history for history in state.histories if history is not None]
     num_reported = CastReport.numel_of(world_size, len(histories)) if histories else 0
     width = 2 if autoscaling is None else 2 + len(autoscaling)
-    values = torch.zeros(1 + world_size * width + num_reported, device=state.device)
-    total, of_ranks, reported = values.split([1, world_size * width, num_reported])
+    values = torch.zeros(5 + world_size * width + num_reported, device=state.device)
+    total, counted, of_ranks, reported = values.split([1, 4, world_size * width, num_reported])
     total.copy_(loss)
+    if counts is not None:
+        counted.copy_(counts)
     own = of_ranks.view(world_size, width)[rank]
     own[:1].fill_(peak_memory_gib)  # a tensor made from a list is copied from the host, which waits
     own[1:2].fill_(request_number(stop))
@@ -283,6 +280,9 @@ def _over_ranks(
         torch.distributed.all_reduce(values)
     largest = of_ranks.view(world_size, width).amax(dim=0)
     figures = {"loss": total, "stop_request": largest[1:2], "peak_memory_gib": largest[:1]}
+    if counts is not None:
+        figures["grad_underflow_fraction"] = counted[1:2] / counted[:1]
+        figures["weight_grad_saturation_fraction"] = counted[3:] / counted[2:3]
     if autoscaling is not None:
         # A negative fraction: no reduction has reported one. An infinite μ: no tensor has one.
         figures["grad_saturation_fraction"] = torch.where(largest[2:3] < 0, torch.nan, largest[2:3])

@@ -118,3 +118,37 @@ def test_auto_scaling_is_reported_of_every_stage(ranks: RankPool, tmp_path: Path
         assert record["grad_saturation_fraction"] == (worst if worst >= 0 else None)  # the first step has none
         assert record["autoscale_mu"] == min(mu for _, mu in of_ranks)
     assert reported[-1]["grad_saturation_fraction"] is not None
+
+
+def _fit_and_count(folder: Path, layout: str) -> list[tuple[list[int], list[int]]]:
+    """Train 3 steps; after each, what this rank counted of its gradients: underflow, and elements that clamp."""
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": layout}
+    words = {**stages, "fp8_recipe": "delayed", "train_iters": 3, "log_interval": 1}
+    step, found = trainer_module.train_step, []
+
+    def watched(state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        packed = step(state, *args, **kwargs)
+        counts = [[buffer.underflow, buffer.clamped] for buffer in state.optimizer.buffers]
+        known = [[count for count in of_kind if count is not None] for of_kind in zip(*counts, strict=True)]
+        found.append(tuple(sum(of_kind, torch.zeros(2, dtype=torch.int64)).tolist() for of_kind in known))
+        return packed
+
+    trainer_module.train_step = watched
+    try:
+        Trainer(parse_config(tiny_flags(folder, **words))).fit()
+    finally:
+        trainer_module.train_step = step
+    return found
+
+
+@pytest.mark.parametrize("layout", ["Et|tL", "E|ttL"])
+def test_underflow_and_clamped_gradients_are_those_of_all_ranks(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    """Also where the first stage, which reports, has no FP8 gradient."""
+    everyones = ranks.run(_fit_and_count, tmp_path, layout, num_ranks=4)
+    reported = [record for record in read_records(tmp_path / METRICS_FILE) if record["kind"] == "train"]
+    for record, of_ranks in zip(reported, zip(*everyones, strict=True), strict=True):
+        (nonzero, lost), (written, clamped) = torch.tensor(of_ranks, dtype=torch.float64).sum(0).tolist()
+        assert record["grad_underflow_fraction"] == pytest.approx(lost / nonzero, rel=1e-6)
+        expected = clamped / written if written else None
+        assert record["weight_grad_saturation_fraction"] == (expected and pytest.approx(expected, rel=1e-6))
+    assert any(record["weight_grad_saturation_fraction"] is not None for record in reported)
