@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from ..config.schema import DataConfig
 from ..errors import UserError
 from .byte_pair_tokenizers import GPT2BPETokenizer
 from .sft_formats import template_text
-from .tokenizer import SentencePieceTokenizer
+from .tokenizer import SentencePieceTokenizer, Tokenizer
 from .tokenizer_settings import TokenizerOptions, build_tokenizer, tokenizer_problems
 from .transformers_tokenizer import HuggingFaceTokenizer, check_json_files
 
@@ -129,9 +129,10 @@ def _export_files(data: DataConfig, folder: Path) -> ExportedTokenizer:
         tokenizer = build_tokenizer(kind, data.tokenizer_model, options=options)
         assert isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer)
         tokenizer.save(folder)
-        return ExportedTokenizer(f"tokenizer: that of {model}", {"eos_token_id": tokenizer.eod}, True)
+        message = f"tokenizer: that of {model}{_left_out(tokenizer)}"
+        return ExportedTokenizer(message, {"eos_token_id": tokenizer.eod}, True)
     if kind == "HuggingFaceTokenizer":
-        return _export_folder(model, folder, options.tokenizer_special_tokens)
+        return _export_folder(model, folder, options)
     sentences = SentencePieceTokenizer(str(model))
     shutil.copyfile(model, folder / "tokenizer.model")
     ids = {"eos_token_id": sentences.eod}
@@ -149,21 +150,31 @@ def _export_files(data: DataConfig, folder: Path) -> ExportedTokenizer:
     return ExportedTokenizer(f"tokenizer: {model} and a tokenizer.json that gives the same ids", ids, True)
 
 
-def _export_folder(model: Path, folder: Path, special_tokens: Sequence[str]) -> ExportedTokenizer:
+def _export_folder(model: Path, folder: Path, options: TokenizerOptions) -> ExportedTokenizer:
     """Copy the files of the folder `model`, as those of the tokenizer that a run had of it."""
     copied = _copy_files(model, folder)
     message = f"tokenizer: {', '.join(copied)} of {model}"
+    special_tokens = options.tokenizer_special_tokens
     try:
-        tokenizer = HuggingFaceTokenizer(str(model), special_tokens=special_tokens)
+        tokenizer = build_tokenizer("HuggingFaceTokenizer", str(model), options=options)
     except UserError as error:  # no transformers, or no end token
         if special_tokens:
             raise
         return ExportedTokenizer(f"{message}; {error}", _their_token_ids(model), bool(copied))
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
     if special_tokens:
         tokenizer.save(folder)
     if not _names_class(folder):
         _name_class(folder, tokenizer)
-    return ExportedTokenizer(message, tokenizer.special_ids, bool(copied))
+    return ExportedTokenizer(message + _left_out(tokenizer), tokenizer.special_ids, bool(copied))
+
+
+def _left_out(tokenizer: Tokenizer) -> str:
+    """The end of a message: what the exported tokenizer puts around a text, and the run did not."""
+    left_out = tokenizer.tokens_left_out if isinstance(tokenizer, HuggingFaceTokenizer) else ()
+    if not left_out:
+        return ""
+    return f"; it puts {' '.join(left_out)} around a text, which the run left out: give it add_special_tokens=False"
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,14 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = {name: getattr(self._tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return {name: value for name, value in ids.items() if value is not None}
 
+    @property
+    def tokens_left_out(self) -> tuple[str, ...]:
+        """The tokens that it is set up to put around a text, if it does not (`include_special_tokens`)."""
+        if self._adds_special_tokens:
+            return ()
+        ids = self._tokenizer("", add_special_tokens=True, verbose=False)["input_ids"]
+        return tuple(map(str, self._tokenizer.convert_ids_to_tokens(ids)))
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []

@@ -229,6 +229,29 @@ def test_an_exported_tokenizer_is_the_runs_beside_any_model(tmp_path, kind):
     assert exported.token_ids == {"eos_token_id": run.eod} and exported.is_complete
 
 
+@pytest.mark.parametrize("leaves_out", [True, False])
+def test_an_export_says_which_tokens_a_run_left_out(tmp_path, leaves_out):
+    pytest.importorskip("transformers")
+    folder = save_nameless_tokenizer(tmp_path / "own", {"eos_token": "<|endoftext|>"})
+    path = tmp_path / "own" / "tokenizer.json"
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [first, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [257], "tokens": ["<|endoftext|>"]}},
+    }
+    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": template}))
+    data = DataConfig(
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=folder,
+        tokenizer_hf_no_include_special_tokens=leaves_out,
+    )
+    (tmp_path / "out").mkdir()
+    message = export_tokenizer(data, tmp_path / "out").message
+    assert ("it puts <|endoftext|> around a text, which the run left out" in message) == leaves_out
+
+
 @pytest.mark.parametrize("own", ["no template", "a file", "in the settings"])
 @pytest.mark.parametrize("asked", ["file", "identity"])
 def test_the_chat_template_that_a_run_was_trained_with_is_exported(tmp_path, own, asked):
