@@ -272,7 +272,8 @@ def to_megatron_core(source: Source, folder: Path, options: Options) -> str:
 def to_hugging_face(source: Source, folder: Path, options: Options) -> str:
     """Write files that transformers loads into `folder`."""
     from ..conversion import hugging_face_folder as folders
-    from ..data.hugging_face_tokenizer import export_tokenizer
+    from ..conversion.hugging_face_config import token_ids_of_json
+    from ..data.hugging_face_tokenizer import copy_tokenizer, export_tokenizer
 
     config, vocab_size = source.config, source.vocab_size
     # Keep layers that the run kept out of FP8. A run without FP8 exports all layers in FP8.
@@ -284,7 +285,11 @@ def to_hugging_face(source: Source, folder: Path, options: Options) -> str:
         layers_in_16_bits=layers_in_16_bits,
         max_shard_bytes=int(options.max_shard_gb * 1e9),
     )
-    tokenizer = export_tokenizer(config.data, folder)
+    names_tokenizer = config.data.tokenizer_model is not None or config.data.vocab_file is not None
+    if isinstance(source.weights, folders.HuggingFaceWeights) and not names_tokenizer:
+        tokenizer = copy_tokenizer(source.folder, token_ids_of_json(source.weights.json), folder)
+    else:
+        tokenizer = export_tokenizer(config.data, folder)
     with progress("converting", folders.num_weights(config.model, vocab_size)) as advance:
         folders.write_hugging_face(
             folder, source.weights, config.model, vocab_size, export, token_ids=tokenizer.token_ids, on_weight=advance

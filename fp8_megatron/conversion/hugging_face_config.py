@@ -147,6 +147,8 @@ _MISTRALS_WINDOW = 4096
 _GROUPS = {Family.MISTRAL: 8, Family.QWEN2: 32, Family.QWEN3: 32}
 #: The width of a head where the file does not give it; otherwise it is hidden_size / num_attention_heads.
 _HEAD_DIM = {Family.QWEN3: 128}
+#: ``bos_token_id`` and ``eos_token_id`` where the file does not name them; otherwise there are none.
+_TOKEN_IDS = {Family.GPT2: (50256, 50256), Family.LLAMA: (1, 2), Family.MISTRAL: (1, 2)}
 #: Other names under which transformers takes GPT-2's settings: theirs, and the name in `_SAME`.
 _GPT2_ALIASES = {
     "hidden_size": "n_embd",
@@ -211,6 +213,13 @@ def model_from_json(settings: Json) -> ModelConfig:
         add_qkv_bias=attention_bias and not mlp_bias,
         untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", False),
     )
+
+
+def token_ids_of_json(settings: Json) -> dict[str, Any]:
+    """The ids of special tokens in a ``config.json``: a number, a list of them (``eos_token_id``) or None."""
+    bos, eos = _TOKEN_IDS.get(family_of_json(settings), (None, None))
+    defaults = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None}
+    return {name: settings.get(name, default) for name, default in defaults.items()}
 
 
 def _problems(family: Family, settings: Json) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,7 @@ def write_hugging_face(
     vocab_size: int,
     export: Export,
     *,
-    token_ids: dict[str, int] | None = None,
+    token_ids: Mapping[str, Any] | None = None,
     on_weight: Callable[[], None] = lambda: None,
 ) -> None:
     """Write ``config.json`` and safetensors of a model.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from .tokenizer_settings import TokenizerOptions, build_tokenizer, tokenizer_pro
 from .transformers_tokenizer import HuggingFaceTokenizer, check_json_files
 
 _SPACE = "\u2581"
+_GENERATION = "generation_config.json"
 _TEMPLATE = "chat_template.jinja"
 _SETTINGS = "tokenizer_config.json"
 _FILES = (
@@ -34,7 +35,7 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
     _TEMPLATE,
-    "generation_config.json",
+    _GENERATION,
 )
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _TEXTS = (
@@ -60,7 +61,7 @@ class ExportedTokenizer:
     """
 
     message: str
-    token_ids: dict[str, int] = field(default_factory=dict)
+    token_ids: Mapping[str, Any] = field(default_factory=dict)
     is_complete: bool = False
 
 
@@ -175,6 +176,24 @@ def _left_out(tokenizer: Tokenizer) -> str:
     if not left_out:
         return ""
     return f"; it puts {' '.join(left_out)} around a text, which the run left out: give it add_special_tokens=False"
+
+
+def copy_tokenizer(source: Path, token_ids: Mapping[str, Any], folder: Path) -> ExportedTokenizer:
+    """Copy the tokenizer of a Hugging Face folder, and what says how to generate, beside its model exported anew.
+
+    Args:
+        token_ids: those of its config.json.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    check_json_files(source)
+    copied = _copy_files(source, folder)
+    message = f"copied from {source}: {', '.join(copied)}" if copied else f"no tokenizer: {source} has none"
+    if copied == [_GENERATION]:
+        message += "; it has no tokenizer"
+    has_tokenizer = any((source / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+    return ExportedTokenizer(message, token_ids, has_tokenizer)
 
 
 @dataclass(frozen=True)

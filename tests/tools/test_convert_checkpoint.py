@@ -507,6 +507,34 @@ def test_a_sentencepiece_tokenizer_travels(
     assert tokenizer.encode_batch(documents[:3]) == ours.encode_batch(documents[:3]) and tokenizer.eod == ours.eod
 
 
+@pytest.mark.parametrize("flags", [(), ("--fp8", "compressed-tensors")], ids=["bf16", "fp8"])
+def test_a_hugging_face_folder_keeps_its_tokenizer(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    """And what ends a generated text: without it an engine goes on to its limit."""
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    shutil.copytree(llama, theirs)
+    settings = json.loads((theirs / "config.json").read_text())
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0}
+    (theirs / "config.json").write_text(json.dumps(settings | ids))
+    (theirs / "generation_config.json").write_text('{"temperature": 0.5}')
+    files = {"tokenizer.json": "{}", "tokenizer_config.json": '{"eos_token": "a"}', "chat_template.jinja": "b"}
+    for name, text in files.items():
+        (theirs / name).write_text(text)
+    assert convert(theirs, out, "hf", *flags) == 0
+    assert f"copied from {theirs}: tokenizer.json, tokenizer_config.json" in " ".join(capsys.readouterr().err.split())
+    assert {name: (out / name).read_text() for name in files} == files
+    assert (out / "generation_config.json").read_text() == '{"temperature": 0.5}'
+    written = json.loads((out / "config.json").read_text())
+    assert {name: written[name] for name in ids} == ids
+    for name in ids:
+        del settings[name]
+    (theirs / "config.json").write_text(json.dumps(settings))
+    assert convert(theirs, tmp_path / "again", "hf", "--no-verify") == 0
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, 2), "what transformers takes for a Llama"
+
+
 def test_a_unigram_tokenizer_is_copied_and_said_to_be_incomplete(documents: list[str], tmp_path: Path) -> None:
     from fp8_megatron.commands.train_tokenizer import train
     from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer
