@@ -25,7 +25,7 @@ fail() {
 }
 say() { printf '[%d s] %s\n' "$SECONDS" "$*"; }
 
-output='' tokenizer='' type=SentencePieceTokenizer vocab=32000 key=text
+output='' tokenizer='' type=SentencePieceTokenizer vocab='' key=text
 workers=$(nproc)
 inputs=() others=()
 while [ $# -gt 0 ]; do
@@ -54,6 +54,9 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$output" ] || fail "give --output FOLDER"
 [ ${#inputs[@]} -gt 0 ] || fail "give at least one file, folder or https:// address"
+if [ -n "$vocab" ] && { [ -n "$tokenizer" ] || [ "$type" != SentencePieceTokenizer ]; }; then
+  fail "--vocab-size $vocab is of a tokenizer that is trained, and none is; leave it out (a NullTokenizer's comes after --)"
+fi
 
 python=${PY:-$root/.venv/bin/python}
 if [ -z "${PY:-}" ] && ! [ -x "$python" ]; then python=python3; fi
@@ -108,8 +111,14 @@ fi
 if [ -z "$tokenizer" ] && [ "$type" = SentencePieceTokenizer ]; then
   tokenizer=$output/tokenizer.model
   if [ -f "$tokenizer" ]; then
+    count='import sys, sentencepiece; print(sentencepiece.SentencePieceProcessor(model_file=sys.argv[1]).vocab_size())'
+    if [ -n "$vocab" ]; then
+      found=$("$python" -c "$count" "$tokenizer") || fail "$tokenizer cannot be read; remove it, or give another --output"
+      [ "$found" = "$vocab" ] || fail "$tokenizer has $found pieces, not --vocab-size $vocab; remove one of the two"
+    fi
     say "tokenizer: $tokenizer is there"
   else
+    vocab=${vocab:-32000}
     say "tokenizer: $vocab pieces"
     run train_tokenizer --input "${texts[@]}" --json-keys "$key" --vocab-size "$vocab" --output "$tokenizer"
   fi

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8_megatron.commands.train_tokenizer import train
 from fp8_megatron.data.tokenizer_settings import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +116,11 @@ def test_addresses_that_end_alike_are_all_read_and_loaded_once(tmp_path: Path, m
         ("--output made .", "error: . holds no .jsonl, .json, .ndjson, .txt, .text, .md or .parquet file"),
         ("missing.jsonl --output", "error: --output has no value; give one after it, or drop it"),
         (
+            "--output made --tokenizer-model x.model --vocab-size 300 prepare.txt",
+            "error: --vocab-size 300 is of a tokenizer that is trained, and none is; leave it out (a NullTokenizer's "
+            "comes after --)",
+        ),
+        (
             "--output made --append-eod x",
             "error: unknown flag --append-eod; flags of fp8-megatron preprocess come after the inputs and --",
         ),
@@ -122,3 +128,14 @@ def test_addresses_that_end_alike_are_all_read_and_loaded_once(tmp_path: Path, m
 )
 def test_a_mistake_is_one_line(words: str, message: str, tmp_path: Path) -> None:
     assert prepare(tmp_path, *words.split(), status=2) == message
+
+
+def test_a_tokenizer_that_is_there_has_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "my data").mkdir()
+    model = train(TEXTS, vocab_size=310, model_type="bpe", num_threads=1)
+    (tmp_path / "my data" / "tokenizer.model").write_bytes(model)
+    (tmp_path / "a.txt").write_text("text")
+    words = ("--output", "my data", "a.txt", "--vocab-size")
+    assert "my data/tokenizer.model has 310 pieces, not --vocab-size 300" in prepare(tmp_path, *words, "300", status=2)
+    (tmp_path / "my data" / "tokenizer.model").write_text("damaged")
+    assert "my data/tokenizer.model cannot be read" in prepare(tmp_path, *words, "310", status=2)
