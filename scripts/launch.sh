@@ -13,7 +13,8 @@
 #   no GPU          scripts/launch.sh gpt_345m --cpu-ranks 2 --data-path …
 #
 # --gpus defaults to all GPUs of the node, --save-interval beside --save to 500. A step of a Slurm job fills in --nnodes,
-# --node-rank, --master-addr, --master-port, --max-restarts 3, and --load from --save.
+# --node-rank, --master-addr, --master-port, --max-restarts 3, and --load from --save; a requeued job that has saved loads
+# that in place of what its first start loaded (--load, --ckpt-step, --finetune, --no-load-…).
 # Environment: PY (Python; default .venv/bin/python of this repository, else python3), GPUS_PER_NODE, MASTER_ADDR,
 # MASTER_PORT, MAX_RESTARTS.
 set -euo pipefail
@@ -35,6 +36,30 @@ given() {
     if [ "${word%%=*}" = "$flag" ]; then return 0; fi
   done
   return 1
+}
+
+# The value of the flag $1 among the words after it: the last one, or nothing.
+value_of() {
+  local flag=$1 value='' before='' word
+  shift
+  for word; do
+    if [ "$before" = "$flag" ]; then value=$word; fi
+    if [ "${word%%=*}" = "$flag" ] && [ "$word" != "$flag" ]; then value=${word#*=}; fi
+    before=$word
+  done
+  printf %s "$value"
+}
+# Leaves in `words` those of "$@" that do not say what a first start loads.
+without_first_load() {
+  words=()
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --load | --ckpt-step) shift ;;
+      --load=* | --ckpt-step=* | --finetune | --no-load-optim | --no-load-rng) ;;
+      *) words+=("$1") ;;
+    esac
+    shift
+  done
 }
 
 [ $# -ge 1 ] || usage
@@ -81,16 +106,16 @@ if [ -n "${SLURM_STEP_ID:-}" ]; then
   if ! given --max-restarts "$@" && ! given --restart "$@"; then
     placement+=(--max-restarts "${MAX_RESTARTS:-3}")
   fi
-  # A job that was requeued goes on where it stopped.
-  if ! given --load "$@"; then
-    words=("$@")
-    for ((i = 0; i < $#; i++)); do
-      case ${words[i]} in
-        --save) placement+=(--load "${words[i + 1]:-}") ;;
-        --save=*) placement+=(--load "${words[i]#--save=}") ;;
-      esac
-    done
+  # A job that was requeued goes on where it stopped, also if its first start loaded from another folder. That start was
+  # refused if --save held another run's checkpoints, unless they were allowed.
+  save=$(value_of --save "$@") load=$(value_of --load "$@")
+  if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -n "$load" ] && ! [ "$load" -ef "$save" ] &&
+    [ -f "$save/latest_checkpointed_iteration.txt" ] && ! given --allow-foreign-checkpoints "$@"; then
+    without_first_load "$@"
+    set -- "${words[@]}"
+    load=
   fi
+  if [ -z "$load" ] && given --save "$@"; then placement+=(--load "$save"); fi
 fi
 
 exec "$python" -m fp8_megatron.cli train --config "${configs[@]}" --precision "$precision" "${placement[@]}" "$@"

@@ -150,6 +150,39 @@ def batch(tmp_path: Path, script: str, *words: str, **variables: str) -> list[st
     return launched(tmp_path, "bash", str(SCRIPTS / "slurm" / script), *words, **slurm, **variables)
 
 
+def test_a_requeued_job_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    """Whatever its first start loaded; not so before it has saved, or among the checkpoints of other runs."""
+    save = tmp_path / "my checkpoints"
+    save.mkdir()
+
+    def flags(*words: str, starts: str) -> list[str]:
+        step = {"SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": starts}
+        words = (
+            str(SCRIPTS / "pretrain_gpt_345m.sh"),
+            "fp8",
+            "--gpus",
+            "1",
+            *words,
+            "--save-interval",
+            "5",
+            "--seed",
+            "7",
+        )
+        found = flags_after_the_launcher(launched(tmp_path, *words, **step))
+        return found[found.index("--precision") + 2 :]
+
+    first = ["--load", "base", "--finetune", "--ckpt-step=3", "--no-load-optim", "--save", str(save)]
+    rest = ["--save-interval", "5", "--seed", "7"]
+    assert flags(*first, starts="1") == [*first, *rest], "it has not saved"
+    (save / "latest_checkpointed_iteration.txt").write_text("20")
+    assert flags(*first, starts="0") == [*first, *rest]
+    assert flags(*first, starts="1") == ["--load", str(save), "--save", str(save), *rest]
+    own = [f"--load={save}/", "--ckpt-step", "3", f"--save={save}"]
+    assert flags(*own, starts="1") == [*own, *rest]
+    foreign = [*first, "--allow-foreign-checkpoints"]
+    assert flags(*foreign, starts="1") == [*foreign, *rest]
+
+
 def test_the_first_of_many_nodes_is_the_rendezvous(tmp_path: Path) -> None:
     """More names than a pipe holds (64 KiB): a reader that stops after the first ends their writer with SIGPIPE."""
     words = batch(tmp_path, "venv.sbatch", "scripts/pretrain_gpt_7b.sh", "bf16")
