@@ -302,8 +302,8 @@ class ScaledTensor(torch.Tensor):
         if id(self) not in memo:
             if self.owner is not None:
                 warnings.warn(
-                    "a copy of an FP8 weight has no master weight: an average (EMA) kept in it loses small updates, and "
-                    "all that are written into its state_dict(), as timm's ModelEmaV3 does; average "
+                    "a copy of an FP8 weight has no master weight: an average (EMA) kept in it loses small updates, "
+                    "and all that are written into its state_dict(), as timm's ModelEmaV3 does; average "
                     "fp8_megatron.any_model.plain_model(model)",
                     stacklevel=2,
                 )
