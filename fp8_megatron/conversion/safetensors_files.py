@@ -51,7 +51,7 @@ class SafetensorsFolder:
     """The tensors of a folder: one file, or shards with an index.
 
     Args:
-        folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
+        folder: with ``model.safetensors`` or ``model.safetensors.index.json``; of both the first, as in transformers.
 
     Raises:
         CheckpointError: there are no weights or they have another format, or a file is missing or damaged.
@@ -63,6 +63,8 @@ class SafetensorsFolder:
         self.file_of = self._files()
 
     def _files(self) -> dict[str, str]:
+        if (self._folder / WEIGHTS_FILE).is_file():
+            return dict.fromkeys(open_safetensors(self._folder / WEIGHTS_FILE).keys(), WEIGHTS_FILE)
         index = self._folder / INDEX_FILE
         if index.is_file():
             try:
@@ -80,8 +82,6 @@ class SafetensorsFolder:
                         f"fetch it again"
                     )
             return dict(weight_map)
-        if (self._folder / WEIGHTS_FILE).is_file():
-            return dict.fromkeys(open_safetensors(self._folder / WEIGHTS_FILE).keys(), WEIGHTS_FILE)
         found = sorted(path.name for path in self._folder.glob("*.bin"))
         hint = f" (it has {found[0]}: load and save it with transformers, which writes safetensors)" if found else ""
         raise CheckpointError(f"{self._folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{hint}")

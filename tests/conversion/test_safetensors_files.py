@@ -37,3 +37,14 @@ def test_written_files_are_safetensors(tmp_path: Path) -> None:
         for name in "acde":
             writer.write(name, tensors[name])
     assert not (tmp_path / "incomplete" / INDEX_FILE).exists(), "no index of an incomplete folder"
+
+
+def test_a_file_of_all_weights_comes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers. The shards are of an earlier save."""
+    spec, other = (TensorSpec(name, torch.float32, (4,)) for name in "ab")
+    for value, largest in ((1.0, 16), (2.0, 1000)):
+        with SafetensorsWriter(tmp_path, [spec, other], max_shard_bytes=largest) as writer:
+            for name in "ab":
+                writer.write(name, torch.full((4,), value))
+    assert (tmp_path / INDEX_FILE).exists()
+    assert SafetensorsFolder(tmp_path).read("b").tolist() == [2.0] * 4
