@@ -23,11 +23,12 @@ from megatron.core.tensor_parallel.random import (
 from torch import Tensor
 
 from ..config.schema import Config
+from ..device.memory import cpu_copy
 from ..formats import STATE_BLOCK
 from ..mcore.topology import Topology
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState
-from ..optimizer.state import SpaceState, cpu_copy
+from ..optimizer.state import SpaceState
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.grad_buffer import ShardedGradBuffer
 from ..sharding.partition import Fragment, Slot

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def clear_files_aside(path: Path) -> None:
         builder = left.name.removeprefix(f"{path.name}.").removesuffix(_SUFFIX)
         is_a_builder = _BUILDER.fullmatch(builder) or builder.isdecimal()
         with suppress(OSError):  # somebody else clears it too, or may alone
-            if is_a_builder and _is_left(builder, [left], now=now):
+            if is_a_builder and _is_left(left, builder, now=now):
                 left.unlink()
 
 
@@ -71,18 +71,18 @@ def _machine() -> str:
 
 def _clear_leftovers(folder: Path, *, now: float) -> None:
     for path in list(folder.glob(f"{_PREFIX}*")):
-        if _is_left(path.name.removeprefix(_PREFIX), (path, *path.iterdir()), now=now):
+        if _is_left(path, path.name.removeprefix(_PREFIX), now=now):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_left(builder: str, parts: Iterable[Path], *, now: float) -> bool:
-    """Whether a builder has ended, or for all that is known has.
+def _is_left(path: Path, builder: str, *, now: float) -> bool:
+    """Whether the builder of a file or folder has ended, or for all that is known has.
 
     Args:
         builder: a name that begins with it.
-        parts: what it writes.
     """
     match = _BUILDER.match(builder)
     if match is not None and match[1] == _machine():
         return str(process_start(int(match[2]))) != match[3]
+    parts = [path, *path.iterdir()] if path.is_dir() else [path]
     return now - max(part.stat().st_mtime for part in parts) > _STALE_SECONDS

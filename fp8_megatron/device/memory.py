@@ -1,4 +1,4 @@
-"""Memory that a process holds: in torch's allocator and beside it."""
+"""Memory that a process holds, in torch's allocator and beside it; copies to the host."""
 
 from __future__ import annotations
 
@@ -62,3 +62,11 @@ def peak_memory_gib(device: torch.device) -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; from CUDA into pinned memory, without waiting for it."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return copied.copy_(tensor, non_blocking=True)

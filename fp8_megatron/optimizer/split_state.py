@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device.memory import cpu_copy
 from ..formats import StorageDtype, StorageFormats
 from ..kernels import ops
 from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
 from ..sharding.released_grads import ReleasedGrad
 from .hyperparameters import AdamW
-from .state import SpaceState, StateTensor, cpu_copy, hyperparameters, whole
+from .state import SpaceState, StateTensor, hyperparameters, whole
 
 
 class SplitSpaceState(SpaceState):

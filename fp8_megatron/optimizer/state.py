@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
+from ..device.memory import cpu_copy
 from ..formats import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops
 from ..quantization.scaled_tensor import CastScale, ScaledTensor
@@ -72,14 +73,6 @@ class StateTensor(ops.FlatState):
     def scale_bytes(self) -> int:
         """Bytes of the scales."""
         return 0 if self.scales is None else self.scales.nbytes
-
-
-def cpu_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU; from CUDA into pinned memory, without waiting for it."""
-    if tensor.device.type != "cuda":
-        return tensor.clone()
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return copied.copy_(tensor, non_blocking=True)
 
 
 def hyperparameters(group: dict[str, Any], config: AdamW) -> ops.AdamHyper:

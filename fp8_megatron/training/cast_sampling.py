@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..device.memory import cpu_copy
 from ..formats import DTYPE_NAMES
 from ..kernels import ops
 from ..mcore.cast_names import fp8_layers
@@ -27,10 +28,7 @@ class PendingSample:
 
     def __init__(self, iteration: int, names: Sequence[CastName], values: Tensor) -> None:
         self._iteration, self._names = iteration, names
-        self._host = values
-        if values.device.type == "cuda":
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
+        self._host = cpu_copy(values)
 
     def result(self) -> HealthSample:
         """The sample. Call it once the step's results have been waited for."""

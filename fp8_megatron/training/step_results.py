@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..device.memory import cpu_copy
 from ..quantization.cast_report import CastReport
 from ..reporting.cast_statistics import HealthSample
 from ..reporting.step_figures import StepFigures
@@ -75,11 +76,7 @@ class HostCopy:
     """
 
     def __init__(self, values: Tensor) -> None:
-        if values.device.type == "cuda":
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-        else:
-            self._host = values
+        self._host = cpu_copy(values)
         self.ended = Mark(values.device)
 
     def read(self) -> list[float]:

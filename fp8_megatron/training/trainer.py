@@ -363,9 +363,10 @@ class _Run:
 
     def _own_stop(self) -> StopReason | None:
         """What this rank asks to stop for; the ranks agree in the next step."""
+        received = self.signals.received()  # every rank asks, as its contract says
         if self.start.lock is not None and self.start.lock.lost:  # a save would fail
             return StopReason.LOST_FOLDER
-        if self.signals.received():
+        if received:
             return StopReason.SIGNAL
         limit = self.config.training.exit_duration_in_mins
         is_out_of_time = limit is not None and time.monotonic() - self.started > 60.0 * limit

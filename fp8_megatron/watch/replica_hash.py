@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
+from ..device.memory import cpu_copy
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState, StateTensor
@@ -136,12 +137,7 @@ class ReplicaCheck:
             details.append(hashes)
         table = torch.empty(self._world.size() * self._num_columns, dtype=torch.int64, device=self._device)
         torch.distributed.all_gather_into_tensor(table, columns, group=self._world)
-        if table.device.type == "cuda":
-            host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            host.copy_(table, non_blocking=True)
-        else:
-            host = table
-        return Hashes(host.view(-1, self._num_columns), names, details)
+        return Hashes(cpu_copy(table).view(-1, self._num_columns), names, details)
 
     def _ranks(self, group: Group) -> tuple[int, ...]:
         if group not in self._ranks_of:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.quantization.cast_report import CastReport, Role, SlotName, Suspect
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.sharding.grad_buffer import GradBuffer
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.stopping import StopReason, request_of
 from fp8_megatron.training.train_step import _over_ranks
@@ -86,32 +88,49 @@ def test_the_tensor_to_blame_is_the_first_bad_one_or_the_most_saturated() -> Non
     assert str(NAMES[2]) == "output gradient of qkv"
 
 
-def _fit_with_auto_scaling(folder: Path, layout: str) -> list[tuple[float, float]]:
-    """Train 3 steps; after each, this rank's largest saturated fraction and least μ, ±inf where it has no tensor."""
+_Watched = TypeVar("_Watched")
+
+
+def _fit_on_stages(
+    folder: Path, layout: str, look: Callable[[list[GradBuffer]], _Watched], words: dict[str, Any]
+) -> list[_Watched]:
+    """Train 3 steps on two pipeline stages; after each, what `look` finds in this rank's gradients."""
     stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": layout}
-    words = {**stages, "fp8_recipe": "delayed", "fp8_grad_reduce": "nccl", "train_iters": 3, "log_interval": 1}
     step, found = trainer_module.train_step, []
 
     def watched(state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         packed = step(state, *args, **kwargs)
-        autoscales = [autoscale for buffer in state.optimizer.buffers for autoscale in buffer.autoscales]
-        saturated = [value for autoscale in autoscales for value in autoscale.saturated_fraction.tolist()]
-        mus = [value for autoscale in autoscales for value in autoscale.mu.tolist()]
-        found.append((max(saturated, default=-math.inf), min(mus, default=math.inf)))
+        found.append(look(state.optimizer.buffers))
         return packed
 
     trainer_module.train_step = watched
     try:
-        Trainer(parse_config(tiny_flags(folder, **words))).fit()
+        settings = {**stages, **words, "fp8_recipe": "delayed", "train_iters": 3, "log_interval": 1}
+        Trainer(parse_config(tiny_flags(folder, **settings))).fit()
     finally:
         trainer_module.train_step = step
     return found
 
 
+def _auto_scaling(buffers: list[GradBuffer]) -> tuple[float, float]:
+    """The largest saturated fraction and least μ, ±inf where there is no tensor."""
+    autoscales = [autoscale for buffer in buffers for autoscale in buffer.autoscales]
+    saturated = [value for autoscale in autoscales for value in autoscale.saturated_fraction.tolist()]
+    mus = [value for autoscale in autoscales for value in autoscale.mu.tolist()]
+    return max(saturated, default=-math.inf), min(mus, default=math.inf)
+
+
+def _counts(buffers: list[GradBuffer]) -> tuple[list[int], ...]:
+    """What is counted: underflow, and elements that clamp."""
+    counts = [[buffer.underflow, buffer.clamped] for buffer in buffers]
+    known = [[count for count in of_kind if count is not None] for of_kind in zip(*counts, strict=True)]
+    return tuple(sum(of_kind, torch.zeros(2, dtype=torch.int64)).tolist() for of_kind in known)
+
+
 @pytest.mark.parametrize("layout", ["Et|tL", "E|ttL"])
 def test_auto_scaling_is_reported_of_every_stage(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     """Also where the first stage, which reports, has no FP8 gradient."""
-    everyones = ranks.run(_fit_with_auto_scaling, tmp_path, layout, num_ranks=4)
+    everyones = ranks.run(_fit_on_stages, tmp_path, layout, _auto_scaling, {"fp8_grad_reduce": "nccl"}, num_ranks=4)
     reported = [record for record in read_records(tmp_path / METRICS_FILE) if record["kind"] == "train"]
     for record, of_ranks in zip(reported, zip(*everyones, strict=True), strict=True):
         worst = max(saturated for saturated, _ in of_ranks)
@@ -120,31 +139,10 @@ def test_auto_scaling_is_reported_of_every_stage(ranks: RankPool, tmp_path: Path
     assert reported[-1]["grad_saturation_fraction"] is not None
 
 
-def _fit_and_count(folder: Path, layout: str) -> list[tuple[list[int], list[int]]]:
-    """Train 3 steps; after each, what this rank counted of its gradients: underflow, and elements that clamp."""
-    stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": layout}
-    words = {**stages, "fp8_recipe": "delayed", "train_iters": 3, "log_interval": 1}
-    step, found = trainer_module.train_step, []
-
-    def watched(state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        packed = step(state, *args, **kwargs)
-        counts = [[buffer.underflow, buffer.clamped] for buffer in state.optimizer.buffers]
-        known = [[count for count in of_kind if count is not None] for of_kind in zip(*counts, strict=True)]
-        found.append(tuple(sum(of_kind, torch.zeros(2, dtype=torch.int64)).tolist() for of_kind in known))
-        return packed
-
-    trainer_module.train_step = watched
-    try:
-        Trainer(parse_config(tiny_flags(folder, **words))).fit()
-    finally:
-        trainer_module.train_step = step
-    return found
-
-
 @pytest.mark.parametrize("layout", ["Et|tL", "E|ttL"])
 def test_underflow_and_clamped_gradients_are_those_of_all_ranks(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     """Also where the first stage, which reports, has no FP8 gradient."""
-    everyones = ranks.run(_fit_and_count, tmp_path, layout, num_ranks=4)
+    everyones = ranks.run(_fit_on_stages, tmp_path, layout, _counts, {}, num_ranks=4)
     reported = [record for record in read_records(tmp_path / METRICS_FILE) if record["kind"] == "train"]
     for record, of_ranks in zip(reported, zip(*everyones, strict=True), strict=True):
         (nonzero, lost), (written, clamped) = torch.tensor(of_ranks, dtype=torch.float64).sum(0).tolist()
