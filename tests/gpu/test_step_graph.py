@@ -145,7 +145,7 @@ def test_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert fit(tmp_path / "halves", load=tmp_path / "checkpoints", **saving, **settings, **GRAPH) == straight
     # Random states of either kind go on in the other.
     resumed = fit(tmp_path / "python", load=tmp_path / "checkpoints", ckpt_step=7, **settings, **PYTHON)
-    assert resumed == straight[-8:]
+    assert resumed == [record for record in straight if record["iteration"] > 7]
 
 
 def test_holds_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
