@@ -8,7 +8,8 @@ a forward of its own, so torch's fused kernels, which read the weights, are neve
 
 from __future__ import annotations
 
-from typing import ClassVar
+import copy
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -67,6 +68,21 @@ class FP8MultiheadAttention(ChildNames, torch.nn.MultiheadAttention):
 
     original_names: ClassVar = {"in_proj_weight": "in_proj.weight", "in_proj_bias": "in_proj.bias"}
     in_proj: PackedProjection
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.MultiheadAttention:
+        """A module of its own, and plain if a projection is (`FP8Linear.__deepcopy__`)."""
+        layers = [child for child in self.children() if isinstance(child, FP8Linear)]
+        weights = [layer.weight for layer in layers]
+        is_plain = any(id(weight) in memo or getattr(weight, "owner", None) is not None for weight in weights)
+        if is_plain:
+            for layer in layers:
+                layer.copy_as_plain(memo)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        if is_plain:
+            become_plain_attention(copied)
+        return copied
 
     @property
     def in_proj_weight(self) -> Tensor | None:  # type: ignore[override]

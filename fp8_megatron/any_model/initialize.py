@@ -9,10 +9,9 @@ import torch
 from ..device.group import Group
 from ..errors import UserError
 from ..formats import LEVELS
-from ..nn.module import FP8Linear
 from ..quantization.recipe import Recipe, RecipeName
 from .build import build_optimizer
-from .linears import LinearFilter, replace_linears
+from .linears import LinearFilter, is_fp8, replace_linears
 from .optimizer import FP8Optimizer
 from .recompute import warn_of_vain_search
 from .torch_optimizers import check_optimizer, check_params
@@ -86,7 +85,7 @@ def initialize(
         warn_of_vain_search(model, sharded)
         return model, sharded
     is_set = recipe != "tensorwise" or filter is not None or recompute_activations
-    if is_set and any(isinstance(m, FP8Linear) for m in model.modules()):
+    if is_set and any(is_fp8(module) for module in model.modules()):
         raise UserError(
             "the model has FP8 layers already: give recipe, filter and recompute_activations to replace_linears, which "
             "made them"

@@ -16,6 +16,7 @@ from ..nn.conv1d import FP8Conv1D
 from ..nn.module import FP8Linear
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe, RecipeName
+from ..quantization.weight_shards import stored_part
 from . import attention, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
 from .notes import keep_notes
@@ -76,7 +77,7 @@ def replace_linears(
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     slots: dict[str, list[int]] = {}
     for name, module in list(model.named_modules()):
-        if _is_fp8(module) or not is_linear(module):
+        if is_fp8(module) or not is_linear(module):
             continue
         if name in stays:
             setattr(module, STAYS, stays[name])
@@ -119,8 +120,17 @@ def is_linear(module: torch.nn.Module) -> bool:
     return isinstance(module, kinds) or _is_conv1d(module) or te_kind(module) is not None
 
 
-def _is_fp8(module: torch.nn.Module) -> bool:
-    return isinstance(module, (FP8Linear, FP8LayerNormMLP, FP8MultiheadAttention))
+def is_fp8(module: torch.nn.Module) -> bool:
+    """Whether `module` is a layer with FP8 weights, or a module that holds such layers as its own parts."""
+    if isinstance(module, (FP8LayerNormMLP, FP8MultiheadAttention)):
+        return any(is_fp8(child) for child in module.children())
+    return isinstance(module, FP8Linear) and not _is_plain_again(module)
+
+
+def _is_plain_again(module: torch.nn.Module) -> bool:
+    """Whether `module` is a copy of an FP8 layer that kept its class, with a plain weight (`FP8Linear.plain_class`)."""
+    weight = module._parameters.get("weight")
+    return isinstance(module, FP8Linear) and weight is not None and stored_part(weight) is None
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:
@@ -137,7 +147,7 @@ def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilte
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders[parameter][name] = module
-        if _is_fp8(module) or not is_linear(module):
+        if is_fp8(module) or not is_linear(module):
             continue
         reason = "it is an adapter" if module in adapters else _reason(name, module, recipe, filter)
         if reason is None:
@@ -196,7 +206,7 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
             for key, weight in attention.linear_weights(module).items():
                 _check_dtype(f"{name}.{key}", weight)
         return reason
-    if type(module) is not torch.nn.Linear and not _is_conv1d(module):
+    if type(module) is not torch.nn.Linear and not _is_conv1d(module) and not _is_plain_again(module):
         return f"{type(module).__name__} is a class of its own"
     weight = module._parameters.get("weight")
     if weight is None:
@@ -228,8 +238,9 @@ def _convert(
     old, bias = module._parameters.pop("weight"), module._parameters.pop("bias", None)
     assert old is not None
     is_conv1d = _is_conv1d(module)
-    module.__class__ = FP8Conv1D if is_conv1d else FP8Linear
-    assert isinstance(module, FP8Linear)
+    if not isinstance(module, FP8Linear):
+        module.__class__ = FP8Conv1D if is_conv1d else FP8Linear
+        assert isinstance(module, FP8Linear)
     storage = weight if old.requires_grad else StorageDtype.FP8
     value = old.detach().t() if is_conv1d else old.detach()
     module.take(value.requires_grad_(old.requires_grad), bias, recipe=recipe, weight=storage, name=name)

@@ -69,6 +69,10 @@ class FP8TELinear(FP8Linear):
         """See `FP8Linear.added_bias`."""
         return None if self.returns_bias else self.bias
 
+    def plain_class(self) -> type[torch.nn.Module]:
+        """Its own: Transformer Engine's layers have FP32 weights on CUDA alone."""
+        return type(self)
+
     def forward(
         self,
         inp: Tensor,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .module import FP8Linear
@@ -15,9 +17,14 @@ class FP8Conv1D(FP8Linear):
     The parameter itself is [out_features, in_features], as the GEMM takes it.
     """
 
-    def plain_weight(self) -> Tensor:
-        """The weight [in_features, out_features] as a plain tensor of `weight_dtype`; a new copy."""
-        return super().plain_weight().t().contiguous()
+    def plain_weight(self, *, here: bool = False) -> Tensor:
+        """The weight [in_features, out_features] (`FP8Linear.plain_weight`)."""
+        return super().plain_weight(here=here).t().contiguous()
+
+    def plain_class(self) -> type[torch.nn.Module]:
+        """See `FP8Linear.plain_class`."""
+        kind: type[torch.nn.Module] = import_module("transformers.pytorch_utils").Conv1D
+        return kind
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from ..errors import UserError
 from ..formats import STATE_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.recipe import LinearQuantizers, Recipe
-from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.scaled_tensor import ScaledTensor, notes_of
 from ..quantization.weight_shards import plain_copy, stored_part
 from .compiled import compiled_linear, new_token
 from .gemms import LinearParams
@@ -227,11 +228,47 @@ class FP8Linear(torch.nn.Linear):
         y = compiled_linear(as_rows(x, self._row_multiple), self, dtype)
         return y[: x.numel() // self.in_features].view(*x.shape[:-1], self.out_features)
 
-    def plain_weight(self) -> Tensor:
+    def plain_weight(self, *, here: bool = False) -> Tensor:
         """The weight as a plain tensor of `weight_dtype`; a new copy. Under ``fully_shard`` this rank's rows, as a
         ``DTensor``.
+
+        Args:
+            here: no other rank is asked (`WeightOwner.value_here`). Otherwise every replica calls it.
         """
-        return plain_copy(self.weight, self.weight_dtype)
+        return plain_copy(self.weight, self.weight_dtype, here=here)
+
+    def plain_class(self) -> type[torch.nn.Module]:
+        """The class that a copy has whose weight is plain. One of this class multiplies in 16 bits then."""
+        return torch.nn.Linear
+
+    def copy_as_plain(self, memo: dict[int, Any], *, here: bool = True) -> None:
+        """Make a `copy.deepcopy` with this memo put a plain weight, with the master's value, into the layer's copy.
+
+        Args:
+            here: see `plain_weight`.
+        """
+        weight: Any = self._parameters["weight"]
+        if id(weight) not in memo:
+            plain = torch.nn.Parameter(self.plain_weight(here=here), weight.requires_grad)
+            memo[id(weight)] = plain
+            if not hasattr(weight, "_local_tensor"):
+                plain.__dict__.update(copy.deepcopy(notes_of(weight, for_plain=True), memo))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A layer of its own. That of a layer in training is plain: no optimizer would keep its master weight."""
+        weight: Any = self._parameters.get("weight")
+        if isinstance(weight, ScaledTensor) and weight.owner is not None:
+            self.copy_as_plain(memo)
+        kind: type[torch.nn.Module] = type(self)
+        state, its_weight = self.__dict__, memo.get(id(weight), weight)
+        if its_weight is not None and stored_part(its_weight) is None:
+            kind = self.plain_class()
+        if not issubclass(kind, FP8Linear):
+            state = {key: value for key, value in state.items() if key not in _FP8_ATTRIBUTES}
+        copied = kind.__new__(kind)
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -288,6 +325,8 @@ class FP8Linear(torch.nn.Linear):
         return f"{sizes}, {self.quantizers}"
 
 
+#: Attributes of an `FP8Linear` that a plain layer does not have.
+_FP8_ATTRIBUTES = frozenset("quantizers weight_dtype name token sharing recomputations home _row_multiple".split())
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

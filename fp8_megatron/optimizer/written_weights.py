@@ -40,6 +40,14 @@ class MasterWeight:
         value = self._state.get_master(self._slot)
         return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
+    def value_here(self) -> Tensor:
+        """See `WeightOwner.value_here`."""
+        param = self._slot.param
+        if self._state.space.num_shards == 1 or self.consolidated is not None:
+            return self.value()
+        assert isinstance(param, ScaledTensor)
+        return param.dequantize()
+
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copied or pickled weight has no master: this becomes None."""
         return type(None), ()

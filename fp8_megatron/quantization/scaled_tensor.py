@@ -3,8 +3,10 @@
 It is a ``torch.Tensor`` wrapper subclass. It can be an ``nn.Parameter`` with ``requires_grad=True``, and it passes
 through megatron-core's attribute tagging and ``state_dict``. It advertises BF16 unless told otherwise, so that
 ``.bfloat16()``, ``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy.
-Arithmetic on it raises an error: layers call `gemm_operand` for the FP8 operand of a GEMM, and other code calls
-`dequantize`, which makes the cost of the copy visible.
+A layer calls `gemm_operand` for the FP8 operand of a GEMM. A matrix product with it, or arithmetic that autograd would
+record, raises an error, so that no forward decodes a weight unseen. Code that only reads it, such as an average of
+weights or a norm for a log, gets its owner's value (`_read`). Copies of an owned weight are plain tensors of that
+value.
 
 Views of whole rows are ScaledTensors too, and share memory with their base. torch's ``fully_shard`` cuts a weight into
 such parts and gathers them as they are stored (`weight_shards`): one byte an element for E4M3.
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..formats import E4M3, FP8_DTYPES
 from ..kernels import ops
@@ -152,6 +154,10 @@ class ScaledTensor(torch.Tensor):
     def master_value(self) -> Tensor:
         """The tensor's value in FP32: its owner's, which may be more precise than the payload, or the payload's."""
         return self.dequantize() if self.owner is None else self.owner.value()
+
+    def value_here(self) -> Tensor:
+        """`master_value`, or as much of it as is known without other ranks (`WeightOwner.value_here`)."""
+        return self.dequantize() if self.owner is None else self.owner.value_here()
 
     def gemm_operand(self, format: Format) -> Quantized:
         """The weight [N, K] in `format`, for an FP8 GEMM.
@@ -297,22 +303,22 @@ class ScaledTensor(torch.Tensor):
             f"advertises={self.dtype}, device={self.device})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
-        """A tensor of its own: no owner, and no gradient."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A tensor of its own: no owner, and no gradient. Of an owned weight a plain one, with `value_here`."""
         if id(self) not in memo:
-            if self.owner is not None:
-                warnings.warn(
-                    "a copy of an FP8 weight has no master weight: an average (EMA) kept in it loses small updates, "
-                    "and all that are written into its state_dict(), as timm's ModelEmaV3 does; average "
-                    "fp8_megatron.any_model.plain_model(model)",
-                    stacklevel=2,
+            notes = copy.deepcopy(notes_of(self, for_plain=self.owner is not None), memo)
+            if self.owner is None:
+                copied: Tensor = _rebuild(
+                    self._payload.clone(), self._scale.clone(), self.dtype, self.requires_grad, notes
                 )
-            notes = {key: value for key, value in self.__dict__.items() if key not in _STATE}
-            memo[id(self)] = _rebuild(
-                self._payload.clone(), self._scale.clone(), self.dtype, self.requires_grad, copy.deepcopy(notes, memo)
-            )
-        copied: ScaledTensor = memo[id(self)]
-        return copied
+            else:
+                copied = self.value_here().to(self.dtype).requires_grad_(self.requires_grad)
+                if isinstance(self, torch.nn.Parameter):
+                    copied = torch.nn.Parameter(copied, self.requires_grad)
+                copied.__dict__.update(notes)
+            memo[id(self)] = copied
+        value: Tensor = memo[id(self)]
+        return value
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.owner is not None:
@@ -323,7 +329,7 @@ class ScaledTensor(torch.Tensor):
             )
         # Cloned: the storage of a view in a flat buffer would be written whole. Bytes: pickle takes no float8.
         payload, scale = self._payload.clone().view(torch.uint8), self._scale.clone()
-        notes = {key: value for key, value in self.__dict__.items() if key not in _STATE}
+        notes = notes_of(self)
         return _unpickle, (self._payload.dtype, payload, scale, self.dtype, self.requires_grad, notes)
 
     def _like(self, payload: Tensor, scale: Tensor) -> ScaledTensor:
@@ -357,13 +363,47 @@ class ScaledTensor(torch.Tensor):
         function = _FUNCTIONS.get(func)
         if function is not None and isinstance(args[0], Tensor):
             return function(func, *args, **(kwargs or {}))
-        # The first argument of some functions (cat) is a list of tensors.
-        scaled = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ScaledTensor))
+        made = func.decompose(*args, **(kwargs or {}))  # functions that torch leaves whole in inference mode
+        return _read(func, args, kwargs or {}) if made is NotImplemented else made
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of the tensors' values, in the dtypes that they advertise, decoded for this call alone.
+
+    Raises:
+        NotImplementedError: `func` is a matrix product, writes into one of them or makes a view of it; or autograd
+            would record it, and give the weight a gradient that no optimizer reads.
+    """
+    scaled = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ScaledTensor)]
+    told = f"{func} is not defined on a ScaledTensor of shape {tuple(scaled[0].shape)}"
+    if not _only_reads(func, args):
         raise NotImplementedError(
-            f"{func} is not defined on a ScaledTensor of shape {tuple(scaled.shape)}: call .dequantize() for values or "
-            ".gemm_operand() for a GEMM, so that the high-precision copy is visible where it is made. If a module "
-            "reads its layer's weight itself, keep the layer a torch.nn.Linear (filter=…)"
+            f"{told}: call .dequantize() for values or .gemm_operand() for a GEMM, so that the high-precision copy is "
+            f"visible where it is made. If a module reads its layer's weight itself, keep the layer a torch.nn.Linear "
+            f"(filter=…)"
         )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in scaled):
+        raise NotImplementedError(
+            f"{told} under autograd: read a weight's value in torch.no_grad(), or of weight.detach(). If a loss or a "
+            f"module takes its layer's weight, keep the layer a torch.nn.Linear (filter=…)"
+        )
+    values = {id(tensor): tensor.value_here().to(tensor.dtype) for tensor in scaled}
+    args, kwargs = tree_map_only(ScaledTensor, lambda tensor: values[id(tensor)], (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _only_reads(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `func` makes something new of the values of `ScaledTensor`s, element by element or as a statistic."""
+    schema = func._schema
+    is_view = any(made.alias_info is not None and not made.alias_info.is_write for made in schema.returns)
+    if is_view or schema.name.removeprefix("aten::") in _PRODUCTS:
+        return False
+    written = [
+        arg
+        for given, arg in zip(schema.arguments, args, strict=False)
+        if given.alias_info is not None and given.alias_info.is_write
+    ]
+    return not any(isinstance(leaf, ScaledTensor) for leaf in tree_leaves(written))
 
 
 def _same(func: Any, tensor: ScaledTensor) -> ScaledTensor:
@@ -393,7 +433,9 @@ def _as_strided(
     return tensor._view(tensor._payload)
 
 
-def _clone(func: Any, tensor: ScaledTensor, *, memory_format: Any = None) -> ScaledTensor:
+def _clone(func: Any, tensor: ScaledTensor, *, memory_format: Any = None) -> Tensor:
+    if tensor.owner is not None:
+        return tensor.value_here().to(tensor.dtype)
     return tensor._like(tensor._payload.clone(), tensor._scale.clone())
 
 
@@ -420,6 +462,8 @@ def _new(func: Any, tensor: ScaledTensor, size: Sequence[int], *, device: Any = 
 
 def _to_copy(func: Any, tensor: ScaledTensor, *, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
     device = device or tensor._payload.device
+    if tensor.owner is not None:
+        return tensor.value_here().to(device, kwargs.get("dtype") or tensor.dtype, non_blocking=non_blocking)
     return tensor._like(
         tensor._payload.to(device, non_blocking=non_blocking, copy=True),
         tensor._scale.to(device, non_blocking=non_blocking, copy=True),
@@ -429,7 +473,7 @@ def _to_copy(func: Any, tensor: ScaledTensor, *, device: Any = None, non_blockin
 def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(destination, ScaledTensor):
         assert isinstance(source, ScaledTensor)
-        return destination.copy_(source.dequantize())
+        return destination.copy_(source.value_here())
     destination._assign(source)
     return destination
 
@@ -474,8 +518,27 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
+#: Functions that would decode a weight at each forward of a module that reads it.
+_PRODUCTS = frozenset(
+    "mm addmm _addmm_activation bmm baddbmm addbmm mv addmv addr dot vdot ger matmul linear linear_backward einsum "
+    "convolution _convolution convolution_overrideable mkldnn_linear _scaled_mm embedding embedding_bag "
+    "_embedding_bag _embedding_bag_forward_only _native_multi_head_attention "
+    "_transformer_encoder_layer_fwd".split()
+)
+
+
 #: Attributes that a copy does not take over: its storage is its own, and nobody else's optimizer holds it.
 _STATE = frozenset(("_payload", "_scale", "_part", "owner", "cast_scale", "main_grad"))
+
+
+def notes_of(weight: ScaledTensor, *, for_plain: bool = False) -> dict[str, Any]:
+    """What other code has set on a weight, such as that it is a parameter without decay.
+
+    Args:
+        for_plain: without what a plain parameter does not have.
+    """
+    left_out = _STATE | {"home", "_is_param"} if for_plain else _STATE
+    return {key: value for key, value in weight.__dict__.items() if key not in left_out}
 
 
 def _rebuild(

@@ -32,6 +32,9 @@ class WeightOwner(Protocol):
     def value(self) -> Tensor:
         """The tensor's value in FP32, in its shape. Every replica calls it."""
 
+    def value_here(self) -> Tensor:
+        """`value` where this rank has all of it, otherwise the value of payload and scale. No other rank is asked."""
+
 
 class OwnerOfView:
     """Writes to a view of an owned tensor go to the owner, with the other values as they are.
@@ -55,6 +58,10 @@ class OwnerOfView:
     def value(self) -> Tensor:
         """See `WeightOwner.value`; in the view's shape."""
         return self._owner.value().contiguous().as_strided(*self._place)
+
+    def value_here(self) -> Tensor:
+        """See `WeightOwner.value_here`; in the view's shape."""
+        return self._owner.value_here().contiguous().as_strided(*self._place)
 
 
 class Part:
@@ -139,16 +146,20 @@ def stored_part(weight: Tensor) -> ScaledTensor | None:
     return local if hasattr(local, "gemm_operand") else None
 
 
-def plain_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight's values as a plain tensor of `dtype`; a ``DTensor`` of such tensors, if the weight is one."""
+def plain_copy(weight: Tensor, dtype: torch.dtype, *, here: bool = False) -> Tensor:
+    """A weight's values as a plain tensor of `dtype`; a ``DTensor`` of such tensors, if the weight is one.
+
+    Args:
+        here: no other rank is asked (`WeightOwner.value_here`).
+    """
     part = stored_part(weight)
     assert part is not None
+    plain = (part.value_here() if here else part.master_value()).to(dtype)
     if part is weight:
-        return part.master_value().to(dtype)
+        return plain
     from torch.distributed.tensor import DTensor
 
     assert isinstance(weight, DTensor)
-    plain = part.master_value().to(dtype)
     return DTensor.from_local(
         plain, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )

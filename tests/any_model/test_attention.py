@@ -304,9 +304,11 @@ def test_state_dicts_and_copies() -> None:
     encoder().load_state_dict(state)
     model.load_state_dict(original.state_dict())
     x = torch.randn(3, 16, WIDTH)
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
-    plain = plain_model(model)
-    assert not report(plain).fp8 and snr_db(plain(x), original(x).detach()) > 60.0  # the FP16 masters
+    copied = copy.deepcopy(model)
+    for plain in (copied, plain_model(model)):
+        assert not report(plain).fp8 and snr_db(plain(x), original(x).detach()) > 60.0  # the FP16 masters
+        assert [*map(type, plain.modules())] == [*map(type, original.modules())]
+        assert list(plain.state_dict()) == list(original.state_dict())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), model(x))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -32,16 +34,23 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+COPIES: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {"deepcopy": copy.deepcopy, "plain": plain_model}
+
+
+@pytest.mark.parametrize("make", list(COPIES))
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_plain_copy_has_the_masters_values_and_is_independent(level: str) -> None:
+def test_a_copy_is_plain_has_the_masters_values_and_is_independent(level: str, make: str) -> None:
     model, optimizer = build(level)
     step(model, optimizer)
-    copied = plain_model(model)
+    model[2].weight.has_no_decay = True
+    copied = COPIES[make](model)
     assert [type(layer) for layer in copied] == [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]
     assert vars(copied[0]).keys() == vars(torch.nn.Linear(32, 64)).keys()
+    assert vars(copied[0].weight) == {} and vars(copied[2].weight) == {"has_no_decay": True}
     assert list(copied.state_dict()) == list(model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.equal(copied.state_dict()[name], value)
+        assert copied.get_parameter(name).requires_grad
     before = {name: value.clone() for name, value in copied.state_dict().items()}
     step(model, optimizer)
     assert all(torch.equal(copied.state_dict()[name], value) for name, value in before.items())
@@ -50,45 +59,136 @@ def test_a_plain_copy_has_the_masters_values_and_is_independent(level: str) -> N
     assert repr(copied[0]) == repr(torch.nn.Linear(32, 64))
 
 
+def test_copies_of_tied_frozen_and_untrained_layers() -> None:
+    """A tied weight stays one. What no optimizer trains has no master, and stays in FP8."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    model[2].weight.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(trained), "O3")
+    x = torch.randn(16, 32)
+    copied, plain = copy.deepcopy(model), plain_model(model)
+    assert copied[0].weight is copied[1].weight and plain[0].weight is plain[1].weight
+    assert isinstance(copied[2], FP8Linear) and torch.equal(copied[2](x), model[2](x))
+    assert type(plain[2]) is torch.nn.Linear and not plain[2].weight.requires_grad
+    assert torch.equal(plain[2].weight, model[2].weight.dequantize())
+    alone = copy.deepcopy(model[1])
+    assert type(alone) is torch.nn.Linear and torch.equal(alone.weight, copied[1].weight)
+    weights = copy.deepcopy(list(model.parameters()))
+    assert not isinstance(weights[0], ScaledTensor) and isinstance(weights[0], torch.nn.Parameter)
+    assert torch.equal(weights[0], copied[0].weight)
+
+
+def _averaged_model(model: torch.nn.Module, decay: float, **settings: Any) -> Any:
+    average = torch.optim.swa_utils.AveragedModel(model, **settings)
+    average.update_parameters(model)  # the first update copies
+    return lambda: average.update_parameters(model), average.module.parameters
+
+
+def _of_state_dicts(model: torch.nn.Module, decay: float) -> Any:
+    average = copy.deepcopy(model).eval()
+
+    def update() -> None:
+        ours, new = average.state_dict().values(), model.state_dict().values()
+        torch._foreach_lerp_(list(ours), list(new), weight=1 - decay)
+
+    return torch.no_grad()(update), average.parameters
+
+
+def _of_parameters(model: torch.nn.Module, decay: float) -> Any:
+    average = copy.deepcopy(model).requires_grad_(False)
+
+    def update() -> None:
+        ours = dict(average.named_parameters())
+        for name, new in model.named_parameters():
+            ours[name].mul_(decay).add_(new.data, alpha=1 - decay)
+
+    return update, average.parameters
+
+
+def _of_shadows(model: torch.nn.Module, decay: float) -> Any:
+    shadows = [parameter.clone().detach() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def update() -> None:
+        for shadow, new in zip(shadows, model.parameters(), strict=True):
+            shadow.sub_((1 - decay) * (shadow - new))
+
+    return update, lambda: shadows
+
+
+AVERAGES: dict[str, Callable[[torch.nn.Module, float], Any]] = {
+    "AveragedModel, one by one": lambda model, decay: _averaged_model(
+        model, decay, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(decay)
+    ),
+    "AveragedModel, all at once": lambda model, decay: _averaged_model(
+        model, decay, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+    ),
+    "of state dicts": _of_state_dicts,
+    "of parameters": _of_parameters,
+    "of shadows": _of_shadows,
+}
+
+
+@pytest.mark.parametrize("form", list(AVERAGES))
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_average_in_a_plain_copy_is_the_average(level: str) -> None:
+def test_an_average_in_a_copy_is_the_average(level: str, form: str) -> None:
+    """The forms in which libraries and loops keep an average (EMA), against float64 of the masters."""
     model, optimizer = build(level)
-    average, decay = plain_model(model), 0.999
-    expected = {name: value.double() for name, value in model.state_dict().items()}
+    decay = 0.999
+    update, read = AVERAGES[form](model, decay)
+    expected = [value.double() for value in model.state_dict().values()]
     for _ in range(20):
         step(model, optimizer)
-        for ours, new in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
-            ours.lerp_(new, 1 - decay)
-        for name, new in model.state_dict().items():
-            expected[name].lerp_(new.double(), 1 - decay)
-    for name, value in average.state_dict().items():
-        # 20 roundings to FP32, 2⁻²⁴ of a value each.
-        torch.testing.assert_close(value.double(), expected[name], rtol=20 * 2**-24, atol=1e-9)
-    averaged = torch.optim.swa_utils.AveragedModel(plain_model(model))
-    for _ in range(2):
-        averaged.update_parameters(plain_model(model))
+        update()
+        for average, new in zip(expected, model.state_dict().values(), strict=True):
+            average.lerp_(new.double(), 1 - decay)
+    for average, new in zip(expected, model.state_dict().values(), strict=True):
+        assert (average - new.double()).abs().max() > 1e-3, "the weights have moved away from their average"
+    for average, exact in zip(read(), expected, strict=True):
+        # 20 roundings to FP32 or fewer than 80, 2⁻²⁴ of a value each.
+        torch.testing.assert_close(average.detach().double(), exact, rtol=80 * 2**-24, atol=1e-8)
 
 
-def test_an_average_in_an_fp8_copy_is_warned_of() -> None:
+def test_torchs_mean_of_the_weights() -> None:
+    """Its default, an equal mean (SWA)."""
     model, optimizer = build("O3")
-    step(model, optimizer)
-    with pytest.warns(UserWarning, match="an average .* loses small updates, .*state_dict.*; average .*plain_model"):
-        copied = copy.deepcopy(model)
-    x = torch.randn(16, 32)
-    assert isinstance(copied[0], FP8Linear) and torch.equal(copied(x), model(x))
-    step(model, optimizer)
-    assert not torch.equal(copied(x), model(x))
-    averaged = torch.optim.swa_utils.AveragedModel(plain_model(model))
-    averaged.update_parameters(model)  # the first update copies
-    with pytest.raises(NotImplementedError, match="not defined on a ScaledTensor"):
-        averaged.update_parameters(model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    values = []
+    for _ in range(4):
+        step(model, optimizer)
+        average.update_parameters(model)
+        values.append(model.state_dict()["0.weight"].double())
+    torch.testing.assert_close(
+        average.module[0].weight.detach().double(), torch.stack(values).mean(dim=0), rtol=8 * 2**-24, atol=1e-8
+    )
 
 
-def test_a_copy_can_be_initialised_again() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_that_were_put_aside_come_back_whole(level: str) -> None:
+    """As for an evaluation with averaged weights: the master keeps its bits."""
+    model, optimizer = build(level)
+    step(model, optimizer)
+    twin, twins_optimizer = build(level)
+    step(twin, twins_optimizer)
+    aside = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.zeros(parameter.shape))
+    assert not any(value.any() for value in model.state_dict().values())
+    for parameter, value in zip(model.parameters(), aside, strict=True):
+        parameter.data.copy_(value.data)
+    for (name, value), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+@pytest.mark.parametrize("make", list(COPIES))
+def test_a_copy_can_be_initialised_again(make: str) -> None:
     """A frozen reference, or a second run from the first one's weights."""
     model, optimizer = build("O2")
     step(model, optimizer)
-    copied = plain_model(model)
+    copied = COPIES[make](model)
     copied, second = fp8_megatron.initialize(copied, torch.optim.AdamW(copied.parameters(), lr=1e-3), "O2")
     step(copied, second)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Callable
@@ -366,6 +367,36 @@ def test_one_rank_saves_what_was_consolidated(ranks: RankPool) -> None:
     equal, error = ranks.run(on_default_group, _saved_by_one, True, num_ranks=2)[0]
     assert error == ""
     assert len(equal) > 20 and all(equal)
+
+
+def _copied_by_one(group: Group, level: str) -> tuple[dict[str, Tensor], ...]:
+    """Values of rank 0's copy, after three steps of its average, beside the masters and the stored weights."""
+    data_parallel._PATIENCE = timedelta(seconds=2)
+    model, optimizer = build(level)
+    model(torch.arange(32)).square().sum().backward()
+    optimizer.step()
+    masters = dict(model.state_dict())
+    stored = {
+        name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach()
+        for name, param in model.named_parameters()
+    }
+    if group.rank() != 0:
+        return ()
+    copied = copy.deepcopy(model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for _ in range(3):
+        average.update_parameters(model)
+    return dict(copied.state_dict()), dict(average.module.state_dict()), masters, stored
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_one_rank_alone_may_copy_and_average(ranks: RankPool, level: str) -> None:
+    """Nobody waits for another rank. Where the master is sharded, the copy has the FP8 weights' values."""
+    copied, average, masters, stored = ranks.run(on_default_group, _copied_by_one, level, num_ranks=2)[0]
+    for name, value in copied.items():
+        assert torch.equal(value, stored[name]), name
+        torch.testing.assert_close(average[name], value, rtol=4 * 2**-24, atol=0)
+    assert torch.equal(copied["first.weight"], masters["first.weight"]) is (level == "O2")
 
 
 def test_one_rank_alone_cannot_save(ranks: RankPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 import sys
@@ -137,6 +138,12 @@ def test_gpt2s_conv1d() -> None:
     exact.load_state_dict({name.removeprefix("0."): value for name, value in state.items()})
     plain = plain_model(model)
     assert type(plain[0]) is transformers.pytorch_utils.Conv1D and torch.equal(plain[0].weight, state["0.weight"])
+    frozen = copy.deepcopy(model)
+    assert isinstance(frozen[0], FP8Conv1D) and torch.equal(frozen(x), model(x)), "nobody trains it: it stays in FP8"
+    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    state = model.state_dict()
+    copied = copy.deepcopy(model)
+    assert type(copied[0]) is type(exact) and torch.equal(copied[0].weight, state["0.weight"])
     again = torch.nn.Sequential(transformers.pytorch_utils.Conv1D(96, 32))
     replace_linears(again)
     again.load_state_dict(state)

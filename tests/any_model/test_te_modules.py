@@ -254,6 +254,16 @@ def test_copies_and_plain_copies() -> None:
     assert list(plain.state_dict()) == list(model.state_dict())
     for ours, new in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
         ours.lerp_(new, 0.5)
+    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    copied = copy.deepcopy(model)
+    assert not report(copied).fp8 and copied(x).shape == (32, 96)
+    assert all(
+        torch.equal(ours, new)
+        for ours, new in zip(copied.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+    again, _ = fp8_megatron.initialize(copied, torch.optim.AdamW(copied.parameters()), "O2", recipe="delayed")
+    assert report(again).fp8 == report(model).fp8
+    again(x).sum().backward()
 
 
 def refused(module: torch.nn.Module, **changes: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -168,24 +169,69 @@ def test_state_dict_round_trip(make: Maker) -> None:
     assert bits(other.weight) == bits(make(value))
 
 
-ARITHMETIC: dict[str, Callable[[Tensor], object]] = {
-    "add": lambda w: w + 1.0,
-    "reflected": lambda w: torch.ones(w.shape) * w,
+REFUSED: dict[str, Callable[[Tensor], object]] = {
     "linear": lambda w: torch.nn.functional.linear(torch.ones(2, w.shape[1], dtype=w.dtype), w),
     "matmul": lambda w: w.detach() @ w.detach(),
+    "embedding": lambda w: torch.nn.functional.embedding(torch.tensor([1]), w.detach()),
     "in_place": lambda w: w.detach().mul_(2.0),
+    "foreach_in_place": lambda w: torch._foreach_mul_([torch.ones(2), w.detach()], 2.0),
+    "transposed": lambda w: w.detach().t(),
+    "a row": lambda w: w.detach()[0],
+}
+
+READ: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda w: w + 1.0,
+    "reflected": lambda w: torch.ones(w.shape) * w,
     "norm": lambda w: w.norm(),
+    "abs, mean": lambda w: w.abs().mean(),
+    "std": lambda w: w.std(dim=1),
     "list": lambda w: torch.cat([w, w]),
-    "foreach": lambda w: torch._foreach_norm([w]),
+    "foreach": lambda w: torch._foreach_norm([w, w])[1],
     "ones_like": torch.ones_like,
+    "histogram": lambda w: torch.histc(w.reshape(-1), 8),
+    "masked": lambda w: w[~torch.isnan(w)],
+    "lerp": lambda w: torch.zeros(w.shape, dtype=w.dtype).lerp_(w, 0.25),
+    "foreach in place": lambda w: _after(torch._foreach_add_, torch.ones(w.shape), w),
+    "item": lambda w: w.max().item(),
 }
 
 
-@pytest.mark.parametrize("operation", list(ARITHMETIC))
-def test_arithmetic_raises_and_teaches(operation: str) -> None:
+def _after(function: Callable[..., Any], written: Tensor, w: Tensor) -> Tensor:
+    function([written], [w], alpha=0.5)
+    return written
+
+
+@pytest.mark.parametrize("operation", list(REFUSED))
+def test_products_views_and_writes_raise_and_teach(operation: str) -> None:
     param = torch.nn.Parameter(ScaledTensor.quantize(random_matrix(64, 32)))
-    with pytest.raises(NotImplementedError, match=r"shape \(64, 32\).*\.dequantize\(\).*\.gemm_operand\(\)"):
-        ARITHMETIC[operation](param)
+    before = bits(param)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with (
+            mode(),
+            pytest.raises(NotImplementedError, match=r"shape \(64, 32\).*\.dequantize\(\).*\.gemm_operand\(\)"),
+        ):
+            REFUSED[operation](param)
+    assert bits(param) == before
+
+
+@pytest.mark.parametrize("operation", list(READ))
+def test_code_that_only_reads_gets_the_owners_values(operation: str) -> None:
+    """As of a plain tensor of the dtype that it advertises. Under autograd the weight would get a gradient unseen."""
+    for dtype in (torch.float32, torch.bfloat16):
+        value = random_matrix(64, 32).to(dtype)
+        param: Any = torch.nn.Parameter(ScaledTensor.quantize(value, dtype=dtype))
+        stored = param.dequantize().to(dtype)
+        for expected in (stored, value):
+            with torch.no_grad():
+                result, wanted = READ[operation](param), READ[operation](expected)
+            assert type(result) is type(wanted)
+            torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+            with torch.inference_mode():
+                torch.testing.assert_close(READ[operation](param.detach()), wanted, rtol=0, atol=0)
+            param.owner = _Owner(value.float())
+    if operation != "item" and not operation.startswith(("lerp", "foreach in")):
+        with pytest.raises(NotImplementedError, match=r"of shape .* under autograd: .*no_grad"):
+            READ[operation](param)
 
 
 def test_holds_no_high_precision_copy() -> None:
@@ -223,6 +269,8 @@ class _Owner:
     def value(self) -> Tensor:
         return self.written
 
+    value_here = value
+
 
 def test_a_written_value_goes_to_the_owner() -> None:
     weight = torch.nn.Parameter(ScaledTensor.quantize(random_matrix(32, 16)))
@@ -238,6 +286,11 @@ def test_a_written_value_goes_to_the_owner() -> None:
     weight.data.copy_(2 * value)
     assert bits(weight) == before, "the owner derives the payload, nobody else"  # type: ignore[arg-type]
     assert torch.equal(weight.master_value(), 2 * value)  # type: ignore[attr-defined]
-    copied = weight.detach().clone()
-    copied.copy_(value)
+    copies: list[Any] = [weight.detach().clone(), copy.deepcopy(weight), weight.detach().to(torch.float64)]
+    for copied in copies:
+        assert not isinstance(copied, ScaledTensor) and torch.equal(
+            copied.double(), (2 * value).to(copied.dtype).double()
+        )
+        copied.detach().copy_(value)
+    assert isinstance(copies[1], torch.nn.Parameter) and copies[1].requires_grad
     assert torch.equal(owner.written, 2 * value), "a copy has no owner"
