@@ -47,9 +47,11 @@ MODELS = {
     "7b": "gpt_7b",
     "13b": "gpt_13b",
     "18b": "gpt_18b",
+    "30b": "gpt_30b",
     "llama-7b": "llama_7b",
     "llama-1b": "llama_1b",
     "llama-8b": "llama_8b",
+    "llama-70b": "llama_70b",
     "qwen3-8b": "qwen3_8b",
 }
 _CURRENT = ["--precision", "fp8", "--fp8-recipe", "tensorwise"]
