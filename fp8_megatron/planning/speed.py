@@ -82,9 +82,9 @@ class GpuRates:
 
 #: Figures of benchmarks/results; `tests/planning/test_speed.py` derives them again. GEMMs, attention and node_bytes are
 #: of profiled steps: FP8 and width 128 of GPT-7B (gpt7b_4h200_residual_in_gemm.json), width 64 of GPT-345M
-#: (gpt345m_speed_h200.json), longer sequences of Llama (llama7b_2h200.json, llama8b_2h200.json), 16 bits and other
-#: kernels of GPT-1.3B (gpt1.3b_h200.json). The remaining kernels are of kernels_h200.json, exchanges of
-#: tensor_parallel_7b_h200.json: those of a forward, and as much again for backward.
+#: (gpt345m_speed_h200.json), longer sequences of Llama (llama7b_2h200.json, llama8b_2h200.json,
+#: llama8b_8_layers_32k_h200.json), 16 bits and other kernels of GPT-1.3B (gpt1.3b_h200.json). The remaining kernels are
+#: of kernels_h200.json, exchanges of tensor_parallel_7b_h200.json: those of a forward, and as much again for backward.
 H200 = GpuRates(
     fp8_gemm_flops=1322e12,
     half_gemm_flops=750e12,
@@ -94,8 +94,9 @@ H200 = GpuRates(
         (128, 2048): 301e12,
         (128, 4096): 349.4e12,
         (128, 8192): 379.4e12,
+        (128, 32768): 417.7e12,
     },
-    fp8_attention_flops={(128, 8192): 473.1e12},
+    fp8_attention_flops={(128, 8192): 473.1e12, (128, 32768): 509.8e12},
     delayed=ElementRates(stream=11.8e-12, qkv=1.26e-12, gelu=2.72e-12, swiglu=4.44e-12),
     tensorwise=ElementRates(stream=15.7e-12, qkv=2.00e-12, gelu=4.89e-12, swiglu=7.19e-12),
     fp8_other=8.7e-12,
@@ -116,6 +117,8 @@ H200 = GpuRates(
 
 #: Bytes of an element of the weight gradient that a GEMM writes.
 _GRADIENT_BYTES = 2
+#: Attention's forward over forward and backward (attention_h200.json).
+_ATTENTION_FORWARD = 0.25
 #: Below this, GPT-345M's steps of 4 sequences took 23 to 27% longer than predicted (docs/planning.md).
 _SMALL_LAYER_FLOPS = 1e12
 
@@ -155,17 +158,15 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[s
         text
         for text, applies in (
             ("more than one node", world_size > gpus_per_node),
-            ("pipeline stages", parallel.pipeline_model_parallel_size > 1),
+            ("virtual pipeline stages", config.pipeline_layout.is_interleaved),
             (f"tensor-parallel size {tp}", tp > max(H200.nccl_exchange)),
             ("context parallelism, whose exchange counts as hidden", parallel.context_parallel_size > 1),
             ("tensor parallelism in 16 bits", tp > 1 and not config.precision.is_fp8),
-            ("8-bit moments", config.precision.formats.exp_avg is StorageDtype.INT8),
             ("layers of under 1 TFLOP, whose kernels are slower", layer_flops(config) < _SMALL_LAYER_FLOPS),
             ("recomputation", config.training.recompute_granularity is not None),
             ("copies to the host, which count as hidden", config.training.cpu_offloading_num_layers > 0),
             ("MLPs over chunks", config.training.mlp_chunks_for_training > 1),
             ("the loss over chunks", config.training.loss_chunk_size is not None),
-            ("SwiGLU", config.model.swiglu),
             ("squared ReLU", config.model.squared_relu),
             ("quick GEGLU", config.model.quick_geglu),
             ("a window, of which attention saves nothing here", config.model.window_size is not None),
@@ -261,7 +262,8 @@ def _stage_seconds(config: Config, stage: int, vocab: int, num_micro_batches: in
     num_fp8 = sum(config.is_fp8_layer(layer) for layer in layers)
     training = config.training
     forwards = 4 / 3 if training.recompute_granularity == "full" else 1.0
-    attended = 4 / 3 if "core_attn" in training.recomputed_modules else forwards
+    attends_again = "core_attn" in training.recomputed_modules or training.recompute_granularity == "full"
+    attended = 1 + _ATTENTION_FORWARD if attends_again else 1.0
     gemms = num_micro_batches * _gemms(config, rows, tokens, len(layers), num_fp8, forwards, rates)
     per_layer = 6 * tokens * model.seq_length * model.num_attention_heads * model.head_dim / tp
     attention = num_micro_batches * len(layers) * attended * per_layer / _attention_flops(config, rates)

@@ -39,6 +39,11 @@ MEASURED = [
         "--config configs/gpt_18b.yaml --fp8-recipe delayed --fp8-lm-head --micro-batch-size 4 --global-batch-size 4",
         1,
     ),
+    (
+        "Llama-3-70B of 8,192, TP 4, 1 × 1, 5-byte form",
+        f"--config configs/llama_70b.yaml {_FAST} --tensor-model-parallel-size 4 --global-batch-size 1 {_5_BYTES}",
+        4,
+    ),
 ]
 #: Rows of one node, on eight ranks with a global batch of 64: the row's start and flags.
 PREDICTED = [

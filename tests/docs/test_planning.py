@@ -34,6 +34,16 @@ STEPS = [
         "gpt7b_4h200_scaling.json: tp-4gpus-tp2, a graph, copy engines, O3-graph",
     ),
     ("GPT-13B, TP 2 × DP 2, graph", "gpt13b_4h200_tp2.json: O3-graph"),
+    ("GPT-7B, four stages, 2 × 16", "gpt7b_pp4_4h200.json: O3-fast"),
+    ("GPT-30B, TP 4, 2 × 8", "gpt30b_tp4_4h200.json: O3-fast"),
+    ("Llama-2-7B of 2,048, 4 GPUs, 4 × 4", "llama7b_2k_4h200.json: O3-fast"),
+    ("Llama-3-8B of 8,192, 4 GPUs, 1 × 4", "llama8b_8k_4h200.json: O3-fast"),
+    ("the same with FP8 attention", "llama8b_8k_4h200.json: O3-fp8-attention"),
+    (
+        "Llama-3-8B of 32,768, CP 4 by `a2a`, FP8 attention",
+        "llama8b_32k_cp4_a2a_4h200.json: O3-fp8-attention",
+    ),
+    ("Llama-3-70B of 8,192, TP 4, 5-byte form", "llama70b_tp4_4h200.json: O3-fast"),
 ]
 RUNS = {run.label: run for run in recorded_runs()}
 
