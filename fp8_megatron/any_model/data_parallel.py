@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +35,7 @@ from ..sharding.replicas import Replicas, Sharing
 from ..sharding.staging import StagingPools
 from ..sharding.storage import ModelStorage
 from .grad_tensor import GradTensor
-from .gradients import ParamGrad, SpaceGrads
+from .gradients import ParamGrad, RecordableGrads, SpaceGrads
 from .te_layers import FP8LayerNormMLP
 
 #: Steps in which the host waits to see that replicas use the same parameters; later, only where a rank's use changes.
@@ -70,7 +70,7 @@ class Replication:
         self._control = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._staging = StagingPools()
         self.ddp_holds_back = False
-        self._num_no_syncs = 0
+        self._num_no_syncs = self._num_recorded = 0
         self._is_finished = True
         self._has_checked = False
         self._num_checked = self._num_steps = 0
@@ -93,6 +93,21 @@ class Replication:
             yield
         finally:
             self._num_no_syncs -= 1
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """The block is a step that may be recorded: its gradients stay on their rank, and `finish` sends them."""
+        self._num_recorded += 1
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            self._num_recorded -= 1
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether this is inside of `recorded`."""
+        return self._num_recorded > 0
 
     @property
     def holds_back(self) -> bool:
@@ -263,6 +278,11 @@ class _SeesDDP:
         if torch.compiler.is_compiling():
             return
         ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None and self._replication is not None and self._replication.is_recorded:
+            raise ReplicaError(
+                "torch's DDP reduces gradients during backward, which record_step cannot record: call the model of "
+                "initialize itself, which shares its gradients without DDP"
+            )
         self._kept.is_left_to_others = ddp is not None
         if self._replication is not None and torch.is_grad_enabled():
             self._replication.ddp_holds_back = ddp is not None and not ddp.require_backward_grad_sync
@@ -305,7 +325,7 @@ class NoHook:
         pass
 
 
-class ShardedGrads(SpaceGrads):
+class ShardedGrads(RecordableGrads):
     """The gradients of one space over replicas; ``p.grad`` is a `GradTensor` of the mean.
 
     Attributes:
@@ -324,7 +344,7 @@ class ShardedGrads(SpaceGrads):
         self.buffer = buffer
         self._replication = replication
         self._always_holds = buffer.local is not None
-        #: Sums that are on this rank alone. Weights have them inside of ``no_sync``, from its first use on.
+        #: `written`, if there is any. Weights have it inside of ``no_sync`` and recorded steps, from the first on.
         self._held: LocalGradBuffer | None = buffer.local
         buffer.local = None  # what is held is dropped without the other ranks
         #: Offsets of the slots that may hold something else than zeros in the shards, or are on their way there.
@@ -343,13 +363,9 @@ class ShardedGrads(SpaceGrads):
         return self.buffer.nbytes + (0 if self._held is None else self._held.nbytes)
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        self._replication.note_write()
-        self._is_dirty = True
-        self._squared_norms = None
+        self._note_write()
         if self._always_holds or self._replication.holds_back:
-            if self._held is None:
-                self._held = GrowingGradBuffer(self.space, num_gradients=2)  # FP8 would round the first of them
-            self._held.accumulate_(slot, grad)
+            self.written.accumulate_(slot, grad)
             return
         if self._is_held(slot):
             assert self._held is not None
@@ -357,6 +373,31 @@ class ShardedGrads(SpaceGrads):
             grad = self._no_longer_held(slot)
         self.num_sent[slot.offset] = self.num_sent.get(slot.offset, 0) + 1
         self._send(slot, grad)
+
+    @property
+    def written(self) -> LocalGradBuffer:
+        """Sums that are on this rank alone."""
+        if self._held is None:
+            self._held = GrowingGradBuffer(self.space, num_gradients=2)  # FP8 would round the first of them
+        return self._held
+
+    def held(self) -> AbstractContextManager[None]:
+        return self._replication.recorded()
+
+    def prepare(self) -> None:
+        for own in self.grads:
+            if own.param.grad is None:
+                self.forget(own.slot)
+
+    def mark(self, slot: Slot, count: int) -> None:
+        super().mark(slot, count)
+        if count:
+            self._note_write()
+
+    def _note_write(self) -> None:
+        self._replication.note_write()
+        self._is_dirty = True
+        self._squared_norms = None
 
     def _is_held(self, slot: Slot) -> bool:
         return self._held is not None and self._held.is_written(slot)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -285,33 +286,46 @@ class SpaceGrads(ABC):
         """
 
 
-class LocalGrads(SpaceGrads):
-    """Gradients on one replica. A step that writes them can be recorded (`recorded_grads`)."""
+class RecordableGrads(SpaceGrads):
+    """Gradients that a recorded step can write (`recorded_grads`)."""
+
+    buffer: GradBuffer
+
+    @property
+    @abstractmethod
+    def written(self) -> LocalGradBuffer:
+        """What a recorded step writes."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Where a step runs that may be recorded: its gradients go to `written`, and nowhere else."""
+        return nullcontext()
+
+    def prepare(self) -> None:
+        """Do what the first gradients of a step do beside being written: a launch does not repeat it."""
 
     def pin(self) -> None:
         """Have all memory from now on, where it is."""
+        self.written.pin()
 
     @property
     def addresses(self) -> list[int]:
         """Where gradients are stored."""
-        return [self.buffer.payload.data_ptr()]
+        return self.written.addresses
 
-    @abstractmethod
     def count(self, slot: Slot) -> int:
-        """How many gradients `slot` holds the sum of; 0: the next one overwrites it. Where their number does not decide
-        how they are stored, 1 stands for any."""
+        """See `LocalGradBuffer.count`."""
+        return self.written.count(slot)
 
-    @abstractmethod
     def mark(self, slot: Slot, count: int) -> None:
         """`slot` holds the sum of `count` gradients, which a recorded step has written."""
+        self.written.mark(slot, count)
 
     def fits(self, count: int) -> bool:
         """Whether the storage stays as it is if a slot holds the sum of `count` gradients."""
-        del count
-        return True
+        return self.written.fits(count)
 
 
-class LinearGrads(LocalGrads):
+class LinearGrads(RecordableGrads):
     """Gradients of linear weights on one replica.
 
     Args:
@@ -326,6 +340,10 @@ class LinearGrads(LocalGrads):
         for grad in self.grads:
             grad.tensor = GradTensor(grad, grad.param)
         self._attach()
+
+    @property
+    def written(self) -> GrowingGradBuffer:
+        return self.buffer
 
     @property
     def most_gradients(self) -> int:
@@ -365,22 +383,6 @@ class LinearGrads(LocalGrads):
     def _of_section(self, section: Section) -> Iterator[ParamGrad]:
         return (own for own in self.grads if section.start <= own.slot.offset < section.stop)
 
-    def pin(self) -> None:
-        self.buffer.pin()
-
-    @property
-    def addresses(self) -> list[int]:
-        return self.buffer.addresses
-
-    def count(self, slot: Slot) -> int:
-        return self.buffer.count(slot)
-
-    def mark(self, slot: Slot, count: int) -> None:
-        self.buffer.mark(slot, count)
-
-    def fits(self, count: int) -> bool:
-        return self.buffer.fits(count)
-
     def values(self, slot: Slot) -> Tensor:
         return self.buffer.values(slot)
 
@@ -391,7 +393,7 @@ class LinearGrads(LocalGrads):
         self.buffer.scale_(factor, slot)
 
 
-class PlainGrads(LocalGrads):
+class PlainGrads(RecordableGrads):
     """Gradients of plain parameters on one replica, in their own dtype.
 
     A slot is written where ``p.grad`` is its memory, so autograd and users write to the storage without being seen.
@@ -412,6 +414,10 @@ class PlainGrads(LocalGrads):
             grad.tensor = self._views[grad.slot.offset]
         self._are_vectors = space.storage is StorageClass.VECTOR
         self._attach(takes_at_once=not self._are_vectors)
+
+    @property
+    def written(self) -> LocalGradBuffer:
+        return self.buffer
 
     def accumulate_(self, own: ParamGrad, grad: Tensor | WeightGrad) -> None:
         present = own.param.grad

@@ -7,7 +7,8 @@ become what they were after the recording.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.partition import Slot
-from .gradients import LocalGrads, ParamGrad
+from .gradients import ParamGrad, RecordableGrads
 
 #: Of one parameter: frozen; no ``p.grad``; one whose next gradient overwrites it; one that is added to.
 _FROZEN, _NONE, _ZERO, _SUM = range(4)
@@ -46,20 +47,20 @@ class Change:
 class _Stored:
     """A gradient in an FP8 optimizer's storage, and what ``p.grad`` is then."""
 
-    space: LocalGrads
+    space: RecordableGrads
     slot: Slot
     tensor: Tensor
 
     @property
     def count(self) -> int:
-        """See `LocalGrads.count`."""
+        """See `RecordableGrads.count`."""
         return self.space.count(self.slot)
 
 
 class RecordedGrads:
     """``p.grad`` of `params`, before and after recorded steps.
 
-    Those of an FP8 optimizer's parameters have their storage already (`LocalGrads`). Any other's place is its
+    Those of an FP8 optimizer's parameters have their storage already (`RecordableGrads`). Any other's place is its
     ``p.grad`` at the end of its first recording.
     """
 
@@ -87,6 +88,19 @@ class RecordedGrads:
                 with torch.no_grad():
                     place.copy_(grad)
                 param.grad = place
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Where the step runs: see `RecordableGrads.held`."""
+        with ExitStack() as stack:
+            for space in self._spaces:
+                stack.enter_context(space.held())
+            yield
+
+    def prepare(self) -> None:
+        """Before the step: see `RecordableGrads.prepare`."""
+        for space in self._spaces:
+            space.prepare()
 
     @property
     def states(self) -> bytes:
@@ -127,7 +141,7 @@ class RecordedGrads:
 
     def fits(self, states: bytes, change: Change) -> bool:
         """Whether the storage of the gradients stays as it is if `change` is done once more."""
-        most: dict[LocalGrads, int] = {}
+        most: dict[RecordableGrads, int] = {}
         for stored, state, added in zip(self._stored, states, change.added, strict=True):
             if stored is not None and added:
                 count = added + (stored.count if state == _SUM else 0)
@@ -158,7 +172,7 @@ def _stored(param: torch.nn.Parameter) -> _Stored | None:
     own = getattr(param, "main_grad", None)
     if not isinstance(own, ParamGrad):
         return None
-    assert isinstance(own.space, LocalGrads), "gradients over replicas"
+    assert isinstance(own.space, RecordableGrads), "gradients of FSDP2"
     return _Stored(own.space, own.slot, own.tensor)
 
 

@@ -27,7 +27,7 @@ from ..device.cuda_graph import CudaRecorder
 from ..errors import UserError
 from ..quantization.amax_history import AmaxHistory
 from .build import delayed_scales
-from .gradients import LocalGrads, ParamGrad
+from .gradients import ParamGrad, RecordableGrads
 from .nests import flattened, rebuilt
 from .recorded_grads import Change, RecordedGrads
 from .transformers_masks import TransformersMasks
@@ -121,6 +121,7 @@ class RecordedStep:
             return self._run((args, kwargs), [tensor.to(self._device) for tensor in tensors])
         self._follow_addresses()
         self._grads.settle()
+        self._grads.prepare()
         states = self._grads.states
         key = (kind_of_batch, states, self._surroundings())
         kind = self._kinds.get(key)
@@ -174,7 +175,8 @@ class RecordedStep:
     def _computed(self, batch: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """The result of `compute`, and the tensors in it without autograd's graph."""
         args, kwargs = rebuilt(batch, iter(tensors))
-        result = self._compute(*args, **kwargs)
+        with self._grads.held():
+            result = self._compute(*args, **kwargs)
         _, found = flattened(result, "what the step returns", takes_constants=False)
         found = [tensor.detach() for tensor in found]
         return rebuilt(result, iter(found)), found
@@ -309,6 +311,9 @@ def record_step(
     or updates ``p.grad`` stays outside: clipping, the optimizer, ``zero_grad``, the schedule. On a CPU nothing is
     recorded.
 
+    Over replicas of `initialize` a call adds gradients on its rank, as inside of ``optimizer.no_sync()``. What reads
+    them, and the optimizer's step, send their sum.
+
     Example:
         >>> def compute(x, y):
         ...     loss = torch.nn.functional.mse_loss(model(x), y)
@@ -327,7 +332,7 @@ def record_step(
         generators: generators on the GPU that `compute` draws from, beside the default one.
 
     Raises:
-        UserError: an argument is wrong, or several ranks share the model.
+        UserError: an argument is wrong, or torch's wrappers share the model among ranks.
     """
     if not callable(compute):
         raise UserError(f"compute is a {type(compute).__name__}: give a function that does forward and backward")
@@ -356,19 +361,18 @@ def _check_model(model: torch.nn.Module) -> None:
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "none, because it has no parameters"
         raise UserError(f"record_step takes a model on one device; this one's are {found}")
-    advice = "record_step takes a model that one rank trains alone: call compute itself here"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-        if ranks > 1:
-            raise UserError(f"torch.distributed has {ranks} ranks: {advice}")
     for name, module in model.named_modules():
         shared = [base.__name__ for base in type(module).__mro__ if _is_shared(base)]
         if shared:
-            raise UserError(f"{name or 'the model'} is a {shared[0]}: {advice}")
-    for name, param in model.named_parameters():
-        own = getattr(param, "main_grad", None)
-        if own is not None and not (isinstance(own, ParamGrad) and isinstance(own.space, LocalGrads)):
-            raise UserError(f"replicas share the gradient of {name}: {advice}")
+            raise UserError(f"{name or 'the model'} is a {shared[0]}: {_OWN_REPLICAS}")
+    owns = {name: param.main_grad for name, param in model.named_parameters() if hasattr(param, "main_grad")}
+    for name, own in owns.items():
+        if not (isinstance(own, ParamGrad) and isinstance(own.space, RecordableGrads)):
+            raise UserError(f"something else than initialize stores the gradient of {name}: {_OWN_REPLICAS}")
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if is_distributed else 1
+    if ranks > 1 and not any(own.space.space.replicas.size > 1 for own in owns.values()):
+        raise UserError(f"torch.distributed has {ranks} ranks, which share no gradient of this model: {_OWN_REPLICAS}")
 
 
 @contextmanager
@@ -401,6 +405,10 @@ def _is_shared(kind: type) -> bool:
     return kind.__name__ in _SHARED and kind.__module__.startswith("torch.")
 
 
+_OWN_REPLICAS = (
+    "record_step takes a model that one rank trains alone, or one of initialize whose replicas have no other wrapper: "
+    "call compute itself here"
+)
 _PACKED = (
     "positions restart inside of a row: the batch has packed sequences, and the first one of this kind had none. The "
     "last steps attended across sequences. Pack all batches, or give them an attention mask"

@@ -206,6 +206,30 @@ class LocalGradBuffer(GradBuffer):
         """Whether the slot holds a gradient."""
         return slot.offset in self._written
 
+    def pin(self) -> None:
+        """Have all memory from now on, where it is: others know the addresses."""
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the payload."""
+        return [self.payload.data_ptr()]
+
+    def count(self, slot: Slot) -> int:
+        """How many gradients the slot holds the sum of; 0: the next one overwrites it. Where their number does not
+        decide how they are stored, 1 stands for any."""
+        return int(slot.offset in self._written)
+
+    def mark(self, slot: Slot, count: int) -> None:
+        """The slot holds the sum of `count` gradients that are written without `accumulate_`, and fit (`fits`)."""
+        if count:
+            self._written.add(slot.offset)
+        else:
+            self._written.discard(slot.offset)
+
+    def fits(self, num_gradients: int) -> bool:
+        """Whether the storage is wide enough for `num_gradients` of one parameter."""
+        return self.scales is None or num_gradients <= 1
+
     def forget(self, slot: Slot) -> None:
         """Drop the gradient of `slot`. The next one overwrites it."""
         self._written.discard(slot.offset)

@@ -119,7 +119,6 @@ class GrowingGradBuffer(LocalGradBuffer):
         self._stale -= offsets
 
     def pin(self) -> None:
-        """Have all memory from now on, where it is: others know the addresses."""
         if self._is_pinned:
             return
         for section in self.sections:
@@ -134,15 +133,12 @@ class GrowingGradBuffer(LocalGradBuffer):
 
     @property
     def addresses(self) -> list[int]:
-        """Of the payload."""
         return [section.payload.data_ptr() for section in self.sections]
 
     def count(self, slot: Slot) -> int:
-        """How many gradients the slot holds the sum of."""
         return self._counts.get(slot.offset, 0) if slot.offset in self._written else 0
 
     def mark(self, slot: Slot, count: int) -> None:
-        """The slot holds the sum of `count` gradients that are written without `accumulate_`, and fit (`fits`)."""
         self._counts[slot.offset] = count
         if count:
             self._hold(self._section_of[slot.offset])
@@ -153,7 +149,6 @@ class GrowingGradBuffer(LocalGradBuffer):
             self._written.discard(slot.offset)
 
     def fits(self, num_gradients: int) -> bool:
-        """Whether the storage is wide enough for `num_gradients` of one parameter."""
         return num_gradients <= self.most_gradients or storage_of_sum(num_gradients) is self.dtype
 
     def place_of_first(self, slot: Slot) -> tuple[Tensor, Tensor] | None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_megatron.any_model.data_parallel import ShardedGrads
+from fp8_megatron.any_model.recorded_grads import RecordedGrads
 from fp8_megatron.any_model.recorded_step import RecordedStep
 
 
@@ -39,9 +41,9 @@ class FakeRecorder:
         step, grads = self.step, self.step._grads
         found = [*step._model.buffers(), *grads._places.values()]
         for space in grads._spaces:
-            sections = getattr(space.buffer, "sections", [space.buffer])
+            sections = getattr(space.written, "sections", [space.written])
             found += [section.payload for section in sections]
-            found += [] if space.buffer.scales is None else [space.buffer.scales]
+            found += [] if space.written.scales is None else [space.written.scales]
         for history in step._histories:
             found += [part for part in (history.record, history._written) if part is not None]
         found += [p.grad for p in step._params if p.grad is not None and type(p.grad) is Tensor]
@@ -66,7 +68,7 @@ class FakeRecorder:
 
         def launch() -> None:
             self.num_launches += 1
-            now = grads.notes()
+            now, known = grads.notes(), _knowledge(grads)
             # A place that the recording added to is the tensor that p.grad is now.
             grads.restore(before)
             with torch.enable_grad() if self.with_grad else torch.no_grad():
@@ -74,10 +76,26 @@ class FakeRecorder:
             for place, value in zip(tensors, computed, strict=True):
                 place.copy_(value)
             grads.restore(now)
+            for owner, values in known:
+                vars(owner).update(values)
 
         return launch, (result, tensors)
 
     with_grad = True
+
+
+def _knowledge(grads: RecordedGrads) -> list[tuple[Any, dict[str, Any]]]:
+    """What Python knows of gradients over replicas beside their notes."""
+    found = []
+    for space in grads._spaces:
+        if isinstance(space, ShardedGrads):
+            values = {
+                "_live": set(space._live),
+                **{name: vars(space)[name] for name in ("_is_dirty", "_squared_norms")},
+            }
+            found += [(space, values), (space._replication, {"_is_finished": space._replication._is_finished})]
+            found += [(bucket, {"reduced": bucket.reduced}) for bucket in space.buffer._buckets]
+    return found
 
 
 def recorded(compute: Callable[..., Any], model: torch.nn.Module, **settings: Any) -> tuple[RecordedStep, FakeRecorder]:
