@@ -282,7 +282,11 @@ class FP8Linear(torch.nn.Linear):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
     ) -> None:
-        # `assign=True` would put a plain weight in place of this one.
+        # `assign` would put a plain weight in place of this one, so its values are copied. On the meta device there is
+        # no memory for them yet.
+        values, assigns = state_dict.get(prefix + "weight"), local_metadata.get("assign_to_params_buffers")
+        if assigns and isinstance(values, Tensor) and self.weight.is_meta and not values.is_meta:
+            self.to_empty(device=values.device, recurse=False)
         super()._load_from_state_dict(
             state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *others
         )
@@ -310,12 +314,15 @@ class FP8Linear(torch.nn.Linear):
 
     def _move(self, weight: ScaledTensor, device: torch.device) -> None:
         """Move the weight; it stays the same parameter."""
-        if hasattr(weight, "main_grad") or self.quantizers.input.history is not None:
+        history = self.quantizers.input.history
+        if hasattr(weight, "main_grad") or (history is not None and history.record is not None):
             raise RuntimeError(
                 f"{self.name}: its optimizer or its delayed scales are on {weight.device}; move the model to "
                 f"{device} before its layers become FP8"
             )
-        moved = torch.nn.Parameter(weight.detach().to(device), weight.requires_grad)
+        value = weight.detach()
+        value = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+        moved = torch.nn.Parameter(value, weight.requires_grad)
         moved.home = self.home  # type: ignore[attr-defined]
         torch.utils.swap_tensors(weight, moved)  # optimizers and tied layers know this parameter
 

@@ -131,7 +131,7 @@ def agree_on_scale_(shard: ScaledTensor, group: torch.distributed.ProcessGroup) 
         return
     part.scales_alone = False
     tiny = torch.finfo(torch.float32).tiny
-    holds_values = (part.root.view(torch.uint8) & 0x7F).any()
+    holds_values = (part.root.view(torch.uint8) & 0x7F).bool().any()
     shared = torch.where(holds_values, shard.scale, tiny)  # zeros fit any scale
     torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
     shared = torch.where(shared > tiny, shared, 1.0)

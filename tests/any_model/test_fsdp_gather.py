@@ -199,6 +199,34 @@ def test_meta_device_then_values(ranks: RankPool) -> None:
     assert ((copied - value).abs() <= value.abs() * 2**-4 + 2**-9 * 2**-6).all()
 
 
+def from_meta_by_assignment(group: Group) -> dict[str, Tensor]:
+    """The same layers, given values by ``load_state_dict(assign=True)``, as torch's FSDP2 example does."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(FP8Linear(64, 48), FP8Linear(48, 64, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    generator, found = torch.Generator().manual_seed(5), {}
+    for name, empty in model.state_dict().items():
+        whole = torch.randn(empty.shape, generator=generator)
+        found[name] = torch.nn.Parameter(distribute_tensor(whole, empty.device_mesh, empty.placements))
+    model.load_state_dict(found, assign=True)
+    model(torch.randn(8, 64)).sum().backward()
+    assert model[0].weight.grad is not None
+    model.unshard()
+    return {
+        name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach().clone()
+        for name, param in model.named_parameters()
+    }
+
+
+def test_meta_device_then_assigned_values(ranks: RankPool) -> None:
+    first, second = ranks.run(on_default_group, from_meta_by_assignment, num_ranks=2)
+    generator = torch.Generator().manual_seed(5)
+    for name, shape in {"0.weight": (48, 64), "0.bias": (48,), "1.weight": (64, 48)}.items():
+        assert torch.equal(first[name], second[name])
+        value = torch.randn(shape, generator=generator)
+        assert ((first[name] - value).abs() <= value.abs() * 2**-4 + 2**-9 * 2**-6).all(), name
+
+
 def saved_and_loaded(group: Group) -> tuple[Tensor, Tensor]:
     """The whole plain weight of a sharded layer's state dict, and what a second layer computes with after loading."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict

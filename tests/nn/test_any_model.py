@@ -256,6 +256,25 @@ def test_it_follows_its_model_to_another_device() -> None:
         layer.to("meta")
 
 
+@pytest.mark.parametrize("assigns", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_layer_on_the_meta_device_takes_values(recipe: RecipeName, assigns: bool) -> None:
+    """As in a model that is built without memory and loads a checkpoint, with ``assign`` or behind ``to_empty``."""
+    state = build_layer().state_dict()
+    history = AmaxHistory(4, "max", power_of_two=False) if recipe == "delayed" else None
+    layer = FP8Linear(IN, OUT, recipe=Recipe(recipe, False, history), device="meta", dtype=torch.float32)
+    weight = layer.weight
+    if not assigns:
+        layer.to_empty(device="cpu")
+    layer.load_state_dict(state, assign=assigns)
+    assert layer.weight is weight and isinstance(layer.weight, ScaledTensor)
+    for name, value in layer.state_dict().items():
+        assert value.device.type == "cpu" and torch.equal(value, state[name]), name
+    if history is not None:
+        history.allocate(torch.device("cpu"))
+    assert layer(torch.ones(16, IN)).isfinite().all()
+
+
 @pytest.mark.parametrize(
     "initialise",
     [
