@@ -5,8 +5,8 @@ through megatron-core's attribute tagging and ``state_dict``. It advertises BF16
 ``.bfloat16()``, ``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy.
 A layer calls `gemm_operand` for the FP8 operand of a GEMM. A matrix product with it, or arithmetic that autograd would
 record, raises an error, so that no forward decodes a weight unseen. Code that only reads it, such as an average of
-weights or a norm for a log, gets its owner's value (`_read`). Copies of an owned weight are plain tensors of that
-value.
+weights or a norm for a log, gets its owner's value, and arithmetic in place writes through the owner (`_read`). Copies
+of an owned weight are plain tensors of that value.
 
 Views of whole rows are ScaledTensors too, and share memory with their base. torch's ``fully_shard`` cuts a weight into
 such parts and gathers them as they are stored (`weight_shards`): one byte an element for E4M3.
@@ -368,42 +368,67 @@ class ScaledTensor(torch.Tensor):
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` of the tensors' values, in the dtypes that they advertise, decoded for this call alone.
+    """`func` of the tensors' values, in the dtypes that they advertise, decoded for this call alone. What arithmetic
+    writes into a weight goes to its owner, on every replica.
 
     Raises:
-        NotImplementedError: `func` is a matrix product, writes into one of them or makes a view of it; or autograd
-            would record it, and give the weight a gradient that no optimizer reads.
+        NotImplementedError: `func` is a matrix product, makes a view of one of them, or writes into one that has no
+            owner, or something else than arithmetic; or autograd would record it, and give the weight a gradient that
+            no optimizer reads.
     """
     scaled = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ScaledTensor)]
+    written = _written(func, args, kwargs)
     told = f"{func} is not defined on a ScaledTensor of shape {tuple(scaled[0].shape)}"
-    if not _only_reads(func, args):
+    if _is_view(func) or _name(func) in _PRODUCTS:
         raise NotImplementedError(
             f"{told}: call .dequantize() for values or .gemm_operand() for a GEMM, so that the high-precision copy is "
             f"visible where it is made. If a module reads its layer's weight itself, keep the layer a torch.nn.Linear "
             f"(filter=…)"
         )
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in scaled):
+    if written and (_name(func) not in _ARITHMETIC or any(tensor.owner is None for tensor in written)):
+        raise NotImplementedError(f"{told}, and would write into it: fill a plain tensor, and copy it with p.copy_(…)")
+    values = {
+        id(tensor): (tensor.master_value() if any(tensor is one for one in written) else tensor.value_here()).to(
+            tensor.dtype
+        )
+        for tensor in scaled
+    }
+    args, kwargs = tree_map_only(ScaledTensor, lambda tensor: values[id(tensor)], (args, kwargs))
+    made = func(*args, **kwargs)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in scaled) and _has_gradients(func, made):
         raise NotImplementedError(
             f"{told} under autograd: read a weight's value in torch.no_grad(), or of weight.detach(). If a loss or a "
             f"module takes its layer's weight, keep the layer a torch.nn.Linear (filter=…)"
         )
-    values = {id(tensor): tensor.value_here().to(tensor.dtype) for tensor in scaled}
-    args, kwargs = tree_map_only(ScaledTensor, lambda tensor: values[id(tensor)], (args, kwargs))
-    return func(*args, **kwargs)
+    for tensor in written:
+        tensor._assign(values[id(tensor)])
+    weights = {id(values[id(tensor)]): tensor for tensor in written}
+    return tree_map_only(Tensor, lambda tensor: weights.get(id(tensor), tensor), made)
 
 
-def _only_reads(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `func` makes something new of the values of `ScaledTensor`s, element by element or as a statistic."""
-    schema = func._schema
-    is_view = any(made.alias_info is not None and not made.alias_info.is_write for made in schema.returns)
-    if is_view or schema.name.removeprefix("aten::") in _PRODUCTS:
-        return False
-    written = [
-        arg
-        for given, arg in zip(schema.arguments, args, strict=False)
-        if given.alias_info is not None and given.alias_info.is_write
-    ]
-    return not any(isinstance(leaf, ScaledTensor) for leaf in tree_leaves(written))
+def _name(func: Any) -> str:
+    """Its name without what says that it writes in place, or takes lists."""
+    name: str = func._schema.name
+    return name.removeprefix("aten::").removeprefix("_foreach_").removesuffix("_")
+
+
+def _is_view(func: Any) -> bool:
+    return any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ScaledTensor]:
+    """The weights that `func` writes into."""
+    given = {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **kwargs}
+    writes = [arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+    leaves = tree_leaves([given.get(name) for name in writes])
+    return [leaf for leaf in leaves if isinstance(leaf, ScaledTensor)]
+
+
+def _has_gradients(func: Any, made: Any) -> bool:
+    """Whether autograd could differentiate what `func` made. Comparisons and new tensors have no gradient."""
+    return not _name(func).endswith("_like") and any(
+        leaf.is_floating_point() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
+    )
 
 
 def _same(func: Any, tensor: ScaledTensor) -> ScaledTensor:
@@ -516,6 +541,11 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.zero_.default: _fill_,
     _aten.fill_.Scalar: _fill_,
 }
+
+
+#: Functions that may write into an owned weight, as a loop moves, shrinks or bounds it. Most of `torch.nn.init` are not
+#: among them: they compute in several steps, and a stored weight would round each.
+_ARITHMETIC = frozenset("add sub mul div lerp addcmul addcdiv clamp clamp_min clamp_max masked_fill".split())
 
 
 #: Functions that would decode a weight at each forward of a module that reads it.

@@ -240,6 +240,31 @@ def test_written_values_are_not_reverted(level: str, dtype: torch.dtype) -> None
         assert torch.equal(optimizer_values(param).to(written[name].dtype), written[name]), name
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_that_are_perturbed_and_restored_around_a_backward(level: str) -> None:
+    """As by SAM. The next step starts from the master's bits."""
+    (module, optimizer), (twin, _) = linears(level), linears(level)
+    loss_of(module).backward()
+    params = list(module.parameters())
+    aside = [param.data.clone() for param in params]
+    with torch.no_grad():
+        for param in params:
+            assert param.grad is not None
+            param.add_(param.grad.clone(), alpha=0.05)
+            param.data.clamp_(-0.125, 0.125)
+    for layer, other in zip((module.first, module.second), (twin.first, twin.second), strict=True):
+        assert layer.weight.grad is not None
+        moved = (optimizer_values(other.weight) + 0.05 * layer.weight.grad.clone()).clamp(-0.125, 0.125)
+        # The weight advertises BF16, in which the sum is computed.
+        torch.testing.assert_close(optimizer_values(layer.weight), moved, rtol=2**-7, atol=2**-13)
+    optimizer.zero_grad()
+    loss_of(module).backward()
+    for param, value in zip(params, aside, strict=True):
+        param.data = value
+    for param, value in zip(params, aside, strict=True):
+        assert torch.equal(optimizer_values(param), value.float())
+
+
 def test_a_value_that_comes_back_in_16_bits_keeps_the_master() -> None:
     module, _ = linears("O3")
     master = module.first.weight.owner.value()  # type: ignore[union-attr]
