@@ -42,7 +42,7 @@ class CompilableLayer(Protocol):
 
     @property
     def evaluates(self) -> bool:
-        """Whether a forward now trains nothing."""
+        """Whether a forward now does not train the layer."""
 
 
 #: Attribute of a compiled graph's node: the backward that asked, and the numbers of tokens that it does not reach.
@@ -97,16 +97,15 @@ def _linear(
     evaluates: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and the input's columns for wgrad with their scale; both empty if not `keeps_input`."""
-    linear = _params(token, bias)
+    linear = _params(token, bias, evaluates)
     if keeps_input:
         note_forward(linear)
-    quantizers = linear.quantizers.evaluating() if evaluates else linear.quantizers
-    y, operand = local.forward(x, linear._replace(quantizers=quantizers), dtype, keeps_columns=keeps_input)
+    y, operand = local.forward(x, linear, dtype, keeps_columns=keeps_input)
     if not keeps_input:
         return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
     columns = operand.t
     # The compiler may write to memory that it was given; a delayed scale is not its own.
-    return y, columns.payload, columns.scale.clone() if quantizers.input.history else columns.scale
+    return y, columns.payload, columns.scale.clone() if linear.quantizers.input.history else columns.scale
 
 
 def _fake_linear(
@@ -136,6 +135,7 @@ def _linear_backward(
     in_features: int,
     has_bias: bool,
     needs_grad_input: bool,
+    evaluates: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input, of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`.
 
@@ -145,7 +145,7 @@ def _linear_backward(
     Raises:
         UserError: the weight has hooks. Autograd runs them, and sees no gradient of a compiled layer's weight.
     """
-    linear = _params(token, grad_output.new_empty(0) if has_bias else None)
+    linear = _params(token, grad_output.new_empty(0) if has_bias else None, evaluates)
     if linear.weight._backward_hooks:
         raise UserError(
             f"a weight of shape {tuple(linear.weight.shape)} has hooks (register_hook), and torch.compile leaves them "
@@ -172,6 +172,7 @@ def _fake_linear_backward(
     in_features: int,
     has_bias: bool,
     needs_grad_input: bool,
+    evaluates: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, out_features = grad_output.shape
     return (
@@ -203,6 +204,7 @@ class _Linear(torch.autograd.Function):
         )
         ctx.save_for_backward(columns, scale, token)
         ctx.in_features, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
+        ctx.evaluates = evaluates
         output: Tensor = y
         return output
 
@@ -214,7 +216,15 @@ class _Linear(torch.autograd.Function):
         # A compiler runs equal calls once. Each gives the weight a gradient, and no two of these tensors are equal.
         call = torch.empty(0, device="cpu")
         grad_input, grad_bias, grad_token = torch.ops.fp8_megatron.linear_backward(
-            grad_output.contiguous(), columns, scale, token, call, ctx.in_features, has_bias, needs_grad_input
+            grad_output.contiguous(),
+            columns,
+            scale,
+            token,
+            call,
+            ctx.in_features,
+            has_bias,
+            needs_grad_input,
+            ctx.evaluates,
         )
         return (
             grad_input if needs_grad_input else None,
@@ -254,9 +264,9 @@ def _is_wanted(token: Tensor) -> bool:
     return int(token.item()) not in left_out
 
 
-def _params(token: Tensor, bias: Tensor | None) -> LinearParams:
+def _params(token: Tensor, bias: Tensor | None, evaluates: bool) -> LinearParams:
     layer = _layers[int(token.item())]  # on the CPU: no wait for the device
-    return LinearParams(layer.weight, bias, layer.quantizers)
+    return LinearParams(layer.weight, bias, layer.quantizers.evaluating() if evaluates else layer.quantizers)
 
 
 def _add_to_grad(weight: Tensor, grad: Tensor) -> None:

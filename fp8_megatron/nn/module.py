@@ -161,8 +161,13 @@ class FP8Linear(torch.nn.Linear):
 
     @property
     def evaluates(self) -> bool:
-        """Whether a forward now trains nothing: after ``eval()`` and without gradients. It leaves no amax behind."""
-        return not self.training and not torch.is_grad_enabled()
+        """Whether a forward now does not train the layer: after ``eval()``, without gradients or with a frozen weight.
+        It and its backward leave no amax behind.
+        """
+        if self.training:
+            return False
+        weight = self._parameters.get("weight")
+        return not torch.is_grad_enabled() or (weight is not None and not weight.requires_grad)
 
     @property
     def quantizers_now(self) -> LinearQuantizers:

@@ -130,8 +130,11 @@ class LinearQuantizers:
     weight_grad_probe: CastProbe | None = field(default=None, repr=False, compare=False)
 
     def evaluating(self) -> LinearQuantizers:
-        """Those of a forward that trains nothing: the input's scale comes from its values, and the history stays."""
-        return replace(self, input=replace(self.input, history=None))
+        """Those of a forward that does not train the layer, and of its backward: scales come from the values, and the
+        history stays."""
+        return replace(
+            self, input=replace(self.input, history=None), grad_output=replace(self.grad_output, history=None)
+        )
 
     def slots(self) -> Iterator[int]:
         """The layer's slots of the history."""

@@ -1,4 +1,4 @@
-"""Forwards after ``eval()`` and without gradients leave delayed scales as training made them."""
+"""Layers that a forward does not train, after ``eval()``, leave delayed scales as training made them."""
 
 from __future__ import annotations
 
@@ -73,6 +73,39 @@ def test_values_beyond_what_training_saw_are_not_clamped() -> None:
         expected = plain(x)
         error = (model(x) - expected).norm() / expected.norm()
     assert error < 0.05
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_frozen_model_passes_gradients_of_any_size(compiled: bool) -> None:
+    """A teacher, or a network that a loss looks through: no step follows that would move its delayed scales."""
+    torch.manual_seed(0)
+    first, hidden, last = SIZES
+    model: torch.nn.Module = torch.nn.Sequential(
+        torch.nn.Linear(first, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, last)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = fp8_megatron.initialize(model, optimizer, opt_level="O2", recipe="delayed")
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state, recipe = optimizer.state_dict()["state"][0], model[0].quantizers.input.history
+    model.eval().requires_grad_(False)
+    plain = torch.nn.Sequential(torch.nn.Linear(first, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, last))
+    plain.load_state_dict(model.state_dict())
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    for scale in (1e-3, 1.0, 1e3):
+        grads = []
+        for network in (called, plain):
+            x = batch(7).requires_grad_()
+            (network(x).square() * scale).sum().backward()
+            assert x.grad is not None
+            grads.append(x.grad)
+        # E5M2 rounds by an eighth at most, twice; clamped gradients are off by nine tenths and more.
+        assert (grads[0] - grads[1]).norm() < 0.25 * grads[1].norm()
+    after = optimizer.state_dict()["state"][0]
+    assert all(torch.equal(state[key], after[key]) for key in state if key.startswith("delayed"))
+    assert recipe.record.abs().max() == 0
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
