@@ -57,7 +57,7 @@ class FP8Linear(torch.nn.Linear):
         weight_dtype: of the weight in a state dict.
         recomputations: finds inputs made by GELU, SiLU or a product, which backward computes again (`recomputed`);
             None: inputs are kept.
-        home: mark that its own weight has, too.
+        home: mark that its own weight has, too; None if the layer is a copy with a plain weight.
 
     Raises:
         ValueError: an FP8 GEMM does not take this size.
@@ -184,8 +184,13 @@ class FP8Linear(torch.nn.Linear):
 
     def _multiply_plain(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The output in `dtype` with a plain weight, which `torch.func.functional_call` has put in the place of the
-        layer's own. Nothing is in FP8.
+        layer's own, or that a plain copy has. Nothing is in FP8.
+
+        Raises:
+            UserError: inside of ``torch.export``, which shows an FP8 weight as if it were plain.
         """
+        if self.home is not None:
+            self._check_not_exported()
         return self._linear_in_torch(x, self.weight, dtype)
 
     def _multiply_exchanged(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -223,6 +228,7 @@ class FP8Linear(torch.nn.Linear):
                 recomputations=self.recomputations,
             )
             return fp8_linear(x, linear, dtype=dtype)
+        self._check_not_exported()
         if self.recomputations is not None:
             raise UserError(
                 f"{self.name}: recompute_activations does nothing under torch.compile, which decides itself what "
@@ -232,6 +238,12 @@ class FP8Linear(torch.nn.Linear):
             return self._multiply_exchanged(x, dtype)
         y = compiled_linear(as_rows(x, self._row_multiple), self, dtype)
         return y[: x.numel() // self.in_features].view(*x.shape[:-1], self.out_features)
+
+    def _check_not_exported(self) -> None:
+        if torch.compiler.is_exporting():
+            raise UserError(
+                f"{self.name}: torch.export takes no FP8 layer: export fp8_megatron.any_model.plain_model(model)"
+            )
 
     def plain_weight(self, *, here: bool = False) -> Tensor:
         """The weight as a plain tensor of `weight_dtype`; a new copy. Under ``fully_shard`` this rank's rows, as a
@@ -268,6 +280,7 @@ class FP8Linear(torch.nn.Linear):
         state, its_weight = self.__dict__, memo.get(id(weight), weight)
         if its_weight is not None and stored_part(its_weight) is None:
             kind = self.plain_class()
+            state = {key: value for key, value in state.items() if key != "home"}
         if not issubclass(kind, FP8Linear):
             state = {key: value for key, value in state.items() if key not in _FP8_ATTRIBUTES}
         copied = kind.__new__(kind)

@@ -151,6 +151,18 @@ def test_an_average_in_a_copy_is_the_average(level: str, form: str) -> None:
         torch.testing.assert_close(average.detach().double(), exact, rtol=80 * 2**-24, atol=1e-8)
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+def test_export_takes_the_plain_model_alone(strict: bool) -> None:
+    """An exported FP8 layer would have no weight, or the number that its layer has in this process."""
+    model, optimizer = build("O3")
+    step(model, optimizer)
+    x = torch.randn(4, 32)
+    with pytest.raises(Exception, match=r"torch\.export takes no FP8 layer.*plain_model\(model\)"):
+        torch.export.export(model, (x,), strict=strict)
+    plain = plain_model(model)
+    torch.testing.assert_close(torch.export.export(plain, (x,), strict=strict).module()(x), plain(x), rtol=0, atol=0)
+
+
 def test_torchs_mean_of_the_weights() -> None:
     """Its default, an equal mean (SWA)."""
     model, optimizer = build("O3")
