@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..formats import STATE_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.recipe import LinearQuantizers, Recipe
-from ..quantization.scaled_tensor import ScaledTensor, notes_of
+from ..quantization.scaled_tensor import Home, ScaledTensor, notes_of
 from ..quantization.weight_shards import plain_copy, stored_part
 from .compiled import compiled_linear, new_token
 from .gemms import LinearParams
@@ -70,7 +70,7 @@ class FP8Linear(torch.nn.Linear):
     token: Tensor
     sharing: InputSharing
     recomputations: Recomputations | None = None
-    home: Any = None
+    home: Home | None = None
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class FP8Linear(torch.nn.Linear):
         """Make `weight`, a `ScaledTensor`, the layer's own; it may be another layer's too."""
         self.weight = weight  # type: ignore[assignment]
         if self.weight.home is None:
-            self.weight.home = object()
+            self.weight.home = Home()
         self.home = self.weight.home
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ from .weight_shards import Gathered, OwnerOfView, Part, WeightOwner, gather_inpu
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+#: Writes to a frozen FP8 weight after which `Home` warns. Loading a state takes one.
+MANY_WRITES = 8
+
 _aten = torch.ops.aten
 _DATA: Any = torch.Tensor.data  # the descriptor
 
@@ -54,6 +57,29 @@ class CastScale:
         self.is_current = False
 
 
+class Home:
+    """Mark of the layer that a weight belongs to, shared by the layer, its weight and views of that.
+
+    It counts the values that were written to a weight that only FP8 holds, and warns of what looks like an average.
+    """
+
+    __slots__ = ("num_writes",)
+
+    def __init__(self) -> None:
+        self.num_writes = 0
+
+    def note_write(self) -> None:
+        """Values were rounded to the weight's FP8."""
+        self.num_writes += 1
+        if self.num_writes == MANY_WRITES:
+            warnings.warn(
+                f"values were written {MANY_WRITES} times to an FP8 weight without a master, as a frozen one is. Each "
+                f"was rounded to FP8, so an average (a momentum encoder, a mean teacher) may not move at all: keep its "
+                f"layers out of FP8 with filter=…",
+                stacklevel=2,
+            )
+
+
 class ScaledTensor(torch.Tensor):
     """x ≈ payload · scale.
 
@@ -70,7 +96,7 @@ class ScaledTensor(torch.Tensor):
     #: Who derives payload and scale. Views write through it, copies have none.
     owner: WeightOwner | None = None
     #: Mark of the layer that it is the weight of. Views have it, copies do not, so a compiler can tell them apart.
-    home: Any = None
+    home: Home | None = None
     #: What its cast to FP8 takes, if its owner keeps it.
     cast_scale: CastScale | None = None
     _part: Part | None
@@ -231,6 +257,8 @@ class ScaledTensor(torch.Tensor):
             self._payload.copy_(plain)
             self._scale.fill_(1.0)
         elif self._part is None:
+            if self.home is not None:
+                self.home.note_write()
             self._quantize_(self._payload, plain, power_of_two=False)
         else:
             self._write_part(self._part, plain)
@@ -385,8 +413,13 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"visible where it is made. If a module reads its layer's weight itself, keep the layer a torch.nn.Linear "
             f"(filter=…)"
         )
-    if written and (_name(func) not in _ARITHMETIC or any(tensor.owner is None for tensor in written)):
+    if written and _name(func) not in _ARITHMETIC:
         raise NotImplementedError(f"{told}, and would write into it: fill a plain tensor, and copy it with p.copy_(…)")
+    if any(tensor.owner is None for tensor in written):
+        raise NotImplementedError(
+            f"{told} without a master, as a frozen one is: what the function writes would be rounded to the weight's "
+            f"format each time. Keep its layer a torch.nn.Linear (filter=…)"
+        )
     values = {
         id(tensor): (tensor.master_value() if any(tensor is one for one in written) else tensor.value_here()).to(
             tensor.dtype

@@ -227,12 +227,13 @@ def test_products_and_views_raise_and_teach(operation: str) -> None:
 def test_writes_raise_and_teach_where_nothing_holds_more_than_the_payload(operation: str) -> None:
     """Small changes would be rounded away. Functions that are no arithmetic are refused of an owned weight, too."""
     write = WRITES.get(operation, torch.Tensor.erfinv_)
+    fix = r"would write into it: .*p\.copy_" if operation == "erfinv" else r"without a master.*\(filter=…\)"
     param: Any = torch.nn.Parameter(ScaledTensor.quantize(random_matrix(64, 32)))
     before = bits(param)
     for owner in (None, _Owner(param.dequantize())) if operation == "erfinv" else (None,):
         param.owner = owner
         for mode in (torch.no_grad, torch.inference_mode):
-            with mode(), pytest.raises(NotImplementedError, match=r"would write into it: .*p\.copy_"):
+            with mode(), pytest.raises(NotImplementedError, match=fix):
                 write(param.detach())
     assert bits(param) == before
 
