@@ -89,7 +89,7 @@ class SpikeGuard:
 
     Args:
         threshold: robust standard deviations above the median of the last 64 steps that are a spike; 0: none is.
-        rolls_back: whether a spike ends the ranks.
+        rolls_back: whether a spike ends the ranks, if there is a checkpoint.
         report: logs a spike with its suspects, and returns it as a text.
     """
 
@@ -106,8 +106,11 @@ class SpikeGuard:
             self._samples.append(sample)
         self.wants_sample = False
 
-    def examine(self, progress: Progress, loss: float, grad_norm: float) -> None:
+    def examine(self, progress: Progress, loss: float, grad_norm: float, *, has_checkpoint: bool) -> None:
         """Read the figures of the step that `progress` includes, and report a spike.
+
+        Args:
+            has_checkpoint: of this run. Without one it would begin from scratch, with the data of the spike.
 
         Raises:
             LossSpike: it is one, and the run rolls back.
@@ -115,8 +118,9 @@ class SpikeGuard:
         spike = self.update(loss, grad_norm)
         if spike is None or self._report is None:
             return
-        text = self._report(progress, spike, self.suspects(), rolls_back=self._rolls_back)
-        if self._rolls_back:
+        rolls_back = self._rolls_back and has_checkpoint
+        text = self._report(progress, spike, self.suspects(), rolls_back=rolls_back)
+        if rolls_back:
             raise LossSpike(f"{text}; --rollback-on-loss-spike goes back to the last checkpoint at the next start")
 
     def update(self, loss: float, grad_norm: float) -> Spike | None:

@@ -35,6 +35,7 @@ class RunEvents:
     def __init__(self, config: Config, log: RunLog | None, *, is_writer: bool, world_size: int) -> None:
         self.total_iterations = config.train_iters(world_size)
         self._log = log
+        self._may_roll_back = config.training.rollback_on_loss_spike
         self._is_writer = is_writer
         self._world_size = world_size
 
@@ -93,6 +94,8 @@ class RunEvents:
             f"deviations above {spike.usual:.4f}; casts that changed before: "
             + (", ".join(suspects) or "none in the samples")
         )
+        if self._may_roll_back and not rolls_back:
+            text += "; training goes on, as there is no checkpoint of this run to go back to yet"
         if self._is_writer:
             fields = {"loss": spike.loss, "suspects": suspects, "consumed_samples": progress.consumed_samples}
             mark = event(EventKind.SPIKE, iteration=progress.iteration, rollback=rolls_back, **fields)

@@ -208,6 +208,7 @@ class _Run:
             report=self.events.spiked,
         )
         self.left_out = config.training.left_out
+        self.has_checkpoint = start.continues_save  # under --save, of this run
         self.started = started
         self.stop: StopReason | None = None
         records = graph_choice.records and documents_fit(config, self.data.most_documents())
@@ -414,7 +415,9 @@ class _Run:
             scheduled_samples=(self.progress.scheduled_samples or 0) + result.batch_size,
         )
         self.report.step(result, self.progress)
-        self.spike_guard.examine(self.progress, result.figures.loss, result.figures.grad_norm)
+        self.spike_guard.examine(
+            self.progress, result.figures.loss, result.figures.grad_norm, has_checkpoint=self.has_checkpoint
+        )
 
     def _suspect(self, result: StepResult) -> Suspect | None:
         """The tensor that a skipped step is blamed on, if its casts know one."""
@@ -472,6 +475,7 @@ class _Run:
             return
         with self.watch.patiently("saving a checkpoint"):
             seconds = self.writer.save(self.resumable, self.progress, due=due)
+        self.has_checkpoint = True
         if self.is_writer and self.config.checkpoint.async_save:
             logger.info("saving iteration %d; training stood still for %.2f s", self.progress.iteration, seconds)
 

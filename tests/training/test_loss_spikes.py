@@ -199,6 +199,14 @@ def test_a_run_rolls_back_and_leaves_the_data_out(tmp_path: Path, started_at: li
     assert samples == [5, 10, 15, 20, 25, 30]
 
 
+def test_a_spike_before_the_first_checkpoint_does_not_end_the_run(tmp_path: Path, started_at: list[int]) -> None:
+    """A start from scratch would read the same data again, and end there again."""
+    Trainer(parse_config(tiny_flags(tmp_path, **{**rolling_back(tmp_path), "save_interval": 28}))).fit()
+    assert started_at == [0]
+    (spike,) = [event for event in read_events(tmp_path / EVENTS_FILE) if event["kind"] == "spike"]
+    assert spike["iteration"] == 25 and not spike["rollback"] and "no checkpoint of this run" in spike["text"]
+
+
 @pytest.mark.parametrize("order", ["single", "cyclic"])
 def test_a_rollback_leaves_out_its_own_data_alone(
     tmp_path: Path, started_at: list[int], train_samples_read: list[tuple[int, ...]], order: str
