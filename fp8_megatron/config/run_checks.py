@@ -87,6 +87,8 @@ def _check_validation_sets(config: Config) -> Iterator[str]:
             f"validation_set_names({names}) are {len(training.validation_set_names)}, but valid_data_path has "
             f"{len(paths)} files; give as many"
         )
+    elif repeated := [name for name in training.validation_set_names if training.validation_set_names.count(name) > 1]:
+        yield f"validation_set_names({names}) has {repeated[0]} twice; give each file a name of its own"
 
 
 def _check_evaluation_data(config: Config) -> Iterator[str]:

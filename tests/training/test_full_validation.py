@@ -110,6 +110,11 @@ def test_each_set_has_a_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             "--validation-set-names wiki",
             "validation_set_names(wiki) are 1, but valid_data_path has 2 files; give as many",
         ),
+        (
+            "--train-data-path a --valid-data-path b c --full-validation --multiple-validation-sets "
+            "--validation-set-names wiki wiki",
+            "validation_set_names(wiki wiki) has wiki twice; give each file a name of its own",
+        ),
         ("--data-path a --validation-set-names wiki", "have no effect without multiple_validation_sets"),
     ],
 )
