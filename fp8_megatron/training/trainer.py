@@ -165,6 +165,9 @@ class _Run:
         self.start = start
         self.is_writer = topology.rank == 0
         self.events = RunEvents(config, log, is_writer=self.is_writer, world_size=topology.world_size)
+        self.batches = config.batch_schedule(topology.world_size)
+        if start.source is None:
+            self._check_batches(0)
         seed_everything(
             config.training.seed,
             device,
@@ -191,7 +194,6 @@ class _Run:
             padded_vocab_size=self.data.vocab_size,
         )
         self.slot_names = slot_names_of_ranks(self.state)
-        self.batches = config.batch_schedule(topology.world_size)
         self.progress = self._resume()
         self.total_iterations = config.train_iters(
             topology.world_size, iteration=self.progress.iteration, consumed_samples=self.progress.consumed_samples
@@ -460,15 +462,23 @@ class _Run:
         progress = replace(progress, scheduled_samples=schedule.counted_samples, schedule=schedule.as_saved())
         if self.start.continues_save:
             progress = resumed_after_spikes(progress, self.output_dir, self.topology, self.start.identity.run)
-        problem = batch_problem(self.batches, self.config, self.topology.world_size, progress.consumed_samples)
-        if problem is not None:
-            raise ConfigError(f"after {progress.consumed_samples} samples: {problem}")
+        self._check_batches(progress.consumed_samples)
         if self.is_writer:
             if source.options.finetune:
                 logger.info("took the weights of %s", source.root)
             else:
                 logger.info("resumed from %s at iteration %d", source.root, progress.iteration)
         return progress
+
+    def _check_batches(self, consumed_samples: int) -> None:
+        """Check that ranks can share the batches to come. `check_config` knows only the last one of a run with --load.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        problem = batch_problem(self.batches, self.config, self.topology.world_size, consumed_samples)
+        if problem is not None:
+            raise ConfigError(f"after {consumed_samples} samples: {problem}" if consumed_samples else problem)
 
     def _save(self, due: Sequence[int]) -> None:
         if self.writer is None:

@@ -285,6 +285,17 @@ def test_a_ramp_resumes_bitwise(tmp_path: Path) -> None:
     assert [record["global_batch_size"] for record in straight] == [2] * 5 + [4] * 3 + [6] * 2 + [8] * 2
 
 
+def test_a_first_start_has_all_batches_of_the_ramp_even_with_load(tmp_path: Path) -> None:
+    """--load may be the folder of --save, which holds nothing yet. A step of 3 samples would train on other ones."""
+    saved = tmp_path / "saved"
+    ramp = {"global_batch_size": 6, "rampup_batch_size": [3, 3, 6], "train_iters": 4}
+    with pytest.raises(ConfigError, match=r"^global_batch_size\(3\), which the batch grows through, is not a multiple"):
+        fit(tmp_path / "first", save=saved, load=saved, **ramp)
+    fit(tmp_path / "one", micro_batch_size=1, save=saved, exit_interval=2, **ramp)
+    resumed = fit(tmp_path / "resumed", save=saved, load=saved, **ramp)  # behind the batches of 3
+    assert [record["consumed_samples"] for record in resumed] == [12, 18]
+
+
 def test_a_step_of_the_ramp_is_that_of_a_run_with_its_batch(tmp_path: Path) -> None:
     """The first loss and gradient do not depend on how far the batch will grow: BF16 adds in FP32 in any case."""
     first = fit(tmp_path / "small", precision="bf16", global_batch_size=4, train_iters=1)
