@@ -43,6 +43,10 @@ class Tokenizer(ABC):
         """Token ids of one text."""
         return self.encode_batch([text])[0]
 
+    def encode_beginning(self, text: str) -> list[int]:
+        """Token ids of a text that goes on: without tokens that the tokenizer puts behind a text."""
+        return self.encode(text)
+
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, in order. Uses one thread, because callers run one process per core."""

@@ -102,6 +102,17 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = self._tokenizer("", add_special_tokens=True, verbose=False)["input_ids"]
         return tuple(map(str, self._tokenizer.convert_ids_to_tokens(ids)))
 
+    def encode_beginning(self, text: str) -> list[int]:
+        ids = self.encode(text)
+        return ids[: len(ids) - self._num_behind()]
+
+    def _num_behind(self) -> int:
+        """How many tokens are put behind a text."""
+        plain, around = self._tokenizer("a", add_special_tokens=False)["input_ids"], self.encode("a")
+        places = range(len(around) - len(plain), -1, -1) if plain else ()
+        last = next((place for place in places if around[place : place + len(plain)] == plain), None)
+        return 0 if last is None else len(around) - last - len(plain)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []

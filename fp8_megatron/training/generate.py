@@ -71,7 +71,7 @@ def generate_text(
     tokenizer = load_tokenizer(config)
     for prompt in prompts:
         try:
-            length = len(tokenizer.encode(prompt))
+            length = len(tokenizer.encode_beginning(prompt))
         except ValueError as error:
             raise ConfigError(f"prompt {prompt!r}: {error}") from error
         if length > config.model.seq_length:
@@ -129,7 +129,7 @@ class _Sampler:
 
     def continue_text(self, prompt: str, num_tokens: int) -> str:
         """The prompt with up to `num_tokens` more tokens; stops at the end-of-document token."""
-        ids = self.tokenizer.encode(prompt) or [self.tokenizer.eod]
+        ids = self.tokenizer.encode_beginning(prompt) or [self.tokenizer.eod]
         for _ in range(num_tokens):
             token = self._next_token(ids)
             if token == self.tokenizer.eod:

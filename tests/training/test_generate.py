@@ -13,6 +13,7 @@ from fp8_megatron.config.io import parse_config, save_config
 from fp8_megatron.config.schema import Config
 from fp8_megatron.training import generate
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.chat_tokenizer import save_chat_tokenizer
 from tests.harness.runs import tiny_flags
 
 
@@ -57,6 +58,30 @@ def test_padding_past_the_position_table_changes_no_logits(
     assert next(contexts, None) is None
     (warning,) = [record.getMessage() for record in caplog.records if "seq_length" in record.getMessage()]
     assert "30 tokens, and the model sees the last seq_length(24)" in warning
+
+
+def end_texts_with_eos(folder: Path) -> str:
+    """A tokenizer that puts <|endoftext|> behind each text; its folder."""
+    from tokenizers import Tokenizer, processors
+
+    path = Path(save_chat_tokenizer(folder)) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    end = "<|endoftext|>"
+    ends = [(end, tokenizer.token_to_id(end))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=ends)
+    tokenizer.save(str(path))
+    return str(folder)
+
+
+def test_a_prompt_goes_on_where_the_tokenizer_ends_texts(tmp_path: Path) -> None:
+    """Behind the end token of a document the model would begin another one."""
+    pytest.importorskip("transformers")
+    own = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": end_texts_with_eos(tmp_path / "tokenizer")}
+    flags = {**own, "vocab_size": 272, "train_iters": 1, "save": tmp_path / "saved", "precision": "bf16"}
+    Trainer(parse_config(tiny_flags(tmp_path, **flags))).fit()
+    prompts = ["a b", "a", "", "a<|endoftext|>"]
+    texts = generate.generate_text(tmp_path / "saved", prompts, num_tokens=0, temperature=0.0, top_k=1, seed=1)
+    assert texts == ["a b", "a", "<|endoftext|>", "a<|endoftext|>"]
 
 
 @pytest.mark.parametrize(
