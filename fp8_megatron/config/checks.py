@@ -14,7 +14,7 @@ from .attention_checks import attention_problems
 from .context_checks import context_problems
 from .ignored import ignored_settings
 from .limits import limit_problems
-from .pipeline_checks import interleaving_problem, layout_problem, recompute_problem
+from .pipeline_checks import interleaving_problems, layout_problem, recompute_problem
 from .precision_checks import precision_problems
 from .recompute_checks import (
     loss_chunk_problems,
@@ -97,7 +97,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"{parallel.ranks_per_sample} does not divide WORLD_SIZE({world_size}); choose sizes whose product does"
         )
         return
-    data_parallel_size, num_replicas = config.data_parallel_size(world_size), config.num_replicas(world_size)
+    num_replicas = config.num_replicas(world_size)
     interval = training.check_weight_hash_across_dp_replicas_interval
     if interval is not None and num_replicas * tp == 1:
         yield (
@@ -109,14 +109,14 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     except ValueError:
         return  # `_check_length` reports it
     # A run that resumes may be past the batches that its ranks cannot share: it is checked once its place is known.
-    problem = batch_problem(batches, config, world_size, 0 if config.checkpoint.load is None else batches.phases[-1][0])
+    first = 0 if config.checkpoint.load is None else batches.phases[-1][0]
+    problem = batch_problem(batches, config, world_size, first)
     if problem is not None:
         yield problem
         return
     num_micro_batches = config.num_micro_batches(world_size)
     if uneven is None:
-        numbers = [batch // (training.micro_batch_size * data_parallel_size) for batch in batches.batches_from(0)]
-        yield from filter(None, dict.fromkeys(interleaving_problem(config, number) for number in numbers))
+        yield from interleaving_problems(batches, config, world_size, first)
     yield from _check_reduction(config)
     yield from _check_weight_grad_scaling(config)
     yield from _check_transpose_cache(config, num_micro_batches)

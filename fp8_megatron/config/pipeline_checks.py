@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from .batch_schedule import BatchSchedule
 from .schema import Config
 
 
@@ -18,7 +21,17 @@ def layout_problem(config: Config) -> str | None:
     return f"{layout.text} leaves nothing for stage {empty} (counted from 0); give it a layer, or choose fewer stages"
 
 
-def interleaving_problem(config: Config, num_micro_batches: int) -> str | None:
+def interleaving_problems(
+    batches: BatchSchedule, config: Config, world_size: int, consumed_samples: int = 0
+) -> Iterator[str]:
+    """One line for each reason why the interleaved schedule cannot take the batches of the steps after
+    `consumed_samples`, which ranks share evenly."""
+    samples = config.training.micro_batch_size * config.data_parallel_size(world_size)
+    numbers = (batch // samples for batch in batches.batches_from(consumed_samples))
+    yield from filter(None, dict.fromkeys(_interleaving_problem(config, number) for number in numbers))
+
+
+def _interleaving_problem(config: Config, num_micro_batches: int) -> str | None:
     """Why the interleaved schedule cannot take this number of micro-batches; None if it can, or is not used."""
     parallel, layout = config.parallel, config.pipeline_layout
     pp, group = layout.num_stages, parallel.microbatch_group_size_per_virtual_pipeline_stage

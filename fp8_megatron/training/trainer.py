@@ -19,6 +19,7 @@ from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.run_state import Progress, Resumable
 from ..config.checks import ConfigError, check_config
 from ..config.folder_checks import named_output_dir
+from ..config.pipeline_checks import interleaving_problems
 from ..config.schedule_checks import batch_problem
 from ..config.schema import Config
 from ..device import device as devices
@@ -471,12 +472,13 @@ class _Run:
         return progress
 
     def _check_batches(self, consumed_samples: int) -> None:
-        """Check that ranks can share the batches to come. `check_config` knows only the last one of a run with --load.
+        """Check that ranks and stages can take the batches to come. With --load, `check_config` knows the last alone.
 
         Raises:
             ConfigError: they cannot.
         """
-        problem = batch_problem(self.batches, self.config, self.topology.world_size, consumed_samples)
+        steps = self.batches, self.config, self.topology.world_size, consumed_samples
+        problem = batch_problem(*steps) or next(interleaving_problems(*steps), None)
         if problem is not None:
             raise ConfigError(f"after {consumed_samples} samples: {problem}" if consumed_samples else problem)
 

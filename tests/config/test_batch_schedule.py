@@ -145,3 +145,13 @@ def test_the_length_that_is_given_later_stands_alone(tmp_path, given_later: str)
 def test_a_resumed_run_may_be_past_what_its_ranks_cannot_share() -> None:
     words = "--mock-data --vocab-size 64 --micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 2 2 100"
     check_config(parse_config([*words.split(), "--load", "."]), 8)
+
+
+def test_a_resumed_run_may_be_past_what_its_stages_cannot_take() -> None:
+    """Two replicas of two stages have 1, 3, 5 and 7 micro-batches on the way to 8, which are no pairs."""
+    words = "--mock-data --vocab-size 64 --micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 2 2 100"
+    stages = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    own = [*words.split(), *stages.split()]
+    with pytest.raises(ConfigError, match=r"the interleaved schedule .* but there are 3 per step"):
+        check_config(parse_config(own), 4)
+    check_config(parse_config([*own, "--load", "."]), 4)

@@ -33,7 +33,7 @@ from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training.schedule import RunSchedule
 from fp8_megatron.training.stopping import StopReason
 from fp8_megatron.training.trainer import Trainer
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import RankError, RankPool
 from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
 from tests.harness.token_files import write_token_files
 
@@ -294,6 +294,19 @@ def test_a_first_start_has_all_batches_of_the_ramp_even_with_load(tmp_path: Path
     fit(tmp_path / "one", micro_batch_size=1, save=saved, exit_interval=2, **ramp)
     resumed = fit(tmp_path / "resumed", save=saved, load=saved, **ramp)  # behind the batches of 3
     assert [record["consumed_samples"] for record in resumed] == [12, 18]
+
+
+def test_a_first_start_has_all_batches_of_the_ramp_for_its_stages_too(ranks: RankPool, tmp_path: Path) -> None:
+    """The interleaved schedule of two stages takes pairs of micro-batches; the batch of 2 samples is one."""
+    stages = {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    ramp = {"global_batch_size": 8, "rampup_batch_size": [2, 6, 6], "train_iters": 4}
+    saved = tmp_path / "saved"
+    with pytest.raises(RankError, match=r"the interleaved schedule .* but there are 1 per step"):
+        ranks.run(_fit, tmp_path / "run", {**stages, **ramp, "save": saved, "load": saved}, num_ranks=2)
+
+
+def _fit(folder: Path, settings: dict[str, Any]) -> None:
+    fit(folder, **settings)
 
 
 def test_a_step_of_the_ramp_is_that_of_a_run_with_its_batch(tmp_path: Path) -> None:
