@@ -118,9 +118,8 @@ def read_run(folder: Path, level: str, seed: int, *, num_steps: int, wall_second
     records = read_records(path) if path.exists() else []
     steps = [record for record in records if record["kind"] == "train"]
     validations = [record for record in records if record["kind"] == "eval" and record["split"] == "valid"]
-    if not steps or steps[-1]["iteration"] < num_steps or not validations:
-        return None
-    if validations[-1]["iteration"] < num_steps:
+    # The last step may be one of --iterations-to-skip, which have no record.
+    if not steps or not validations or validations[-1]["iteration"] < num_steps:
         return None
     tail = [record["loss"] for record in steps[-max(1, round(_TAIL * num_steps)) :]]
     if validations[-1]["loss"] is None or None in tail:

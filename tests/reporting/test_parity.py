@@ -68,7 +68,7 @@ def test_time_to_the_same_loss() -> None:
     assert level.speed_up == pytest.approx(25 / 15) and base.speed_up == 1.0
 
 
-def _write_metrics(folder: Path, num_steps: int, final: float | None) -> None:
+def _write_metrics(folder: Path, num_steps: int, final: float | None, *, left_out: int | None = None) -> None:
     steps = [
         {
             "kind": "train",
@@ -80,6 +80,7 @@ def _write_metrics(folder: Path, num_steps: int, final: float | None) -> None:
             "skipped_steps": 1,
         }
         for i in range(1, num_steps + 1)
+        if i != left_out
     ]
     last = {"kind": "eval", "split": "valid", "iteration": num_steps, "loss": final}
     (folder / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in [*steps, last]))
@@ -94,6 +95,12 @@ def test_a_run_is_read_when_it_has_ended(tmp_path: Path) -> None:
     assert run.tail_loss == pytest.approx(4 + 24.5 / 500)
     assert len(run.training) == 167 and run.training[0] == (3, pytest.approx(5 - 2 / 500))
     assert RunResult.from_json(json.loads(json.dumps(run.to_json()))) == run
+
+
+def test_a_run_whose_last_step_was_left_out_has_ended(tmp_path: Path) -> None:
+    _write_metrics(tmp_path, 500, 4.5, left_out=500)
+    run = read_run(tmp_path, "O3", 1, num_steps=500, wall_seconds=None)
+    assert run is not None and run.final_loss == 4.5
 
 
 def test_a_run_that_diverged_is_an_error(tmp_path: Path) -> None:
