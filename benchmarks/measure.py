@@ -59,15 +59,28 @@ def _compare(
     micro: int,
     num_micro: int = 1,
     steps: int = 14,
+    fits_peer: bool = True,
 ) -> list[str]:
     """compare.py without profiles; `flags` go to pretrain_gpt.py."""
-    peers = [PEER] if target.with_peer else []
+    peers = [PEER] if target.with_peer and fits_peer else []
     command = ["compare.py", "--model", model, "--nproc-per-node", str(gpus), "--runs", *runs, *peers]
     command += ["--micro-batch-size", str(micro), "--num-micro-batches", str(num_micro)]
     command += ["--train-iters", str(steps), "--profiled-steps", "0", "--timeout", str(_TIMEOUT)]
     return [*command, "--output-dir", str(target.folder / name), "--", "--mock-data", *flags]
 
 
+def _long(length: int) -> tuple[str, ...]:
+    """Flags for sequences of `length` tokens, beyond the model's own."""
+    return ("--seq-length", str(length), "--max-position-embeddings", str(length))
+
+
+_TP4 = ("--tensor-model-parallel-size", "4")
+_PP4 = ("--pipeline-model-parallel-size", "4")
+_CP4 = ("--context-parallel-size", "4", "--cp-comm-type")
+_ALL_RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+_FIVE_BYTES = ("--main-params-dtype", "split", "--exp-avg-dtype", "int8", "--exp-avg-sq-dtype", "uint8")
+#: Runs of sequences that are long enough for FP8 attention.
+_BOTH_ATTENTIONS = ("O3-fast", "O3-fp8-attention")
 _TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 #: Layers of GPT-7B whose weights' transposes four micro-batches share within 45 GB; of GPT-13B, whose steps are
 #: recorded by default, within 55 (launched by Python, 36 are).
@@ -130,6 +143,56 @@ PARTS = {
             _compare(to, "13b", "13b", ["O3-fast", "O3-no-graph"], *_TP2, *_KEEP_13B, gpus=4, micro=4, num_micro=4)
         ],
     ),
+    "llama": Part(
+        4,
+        "Llama-2-7B of 2,048 and 4,096 tokens, Llama-3-8B and GPT-7B of 8,192, data-parallel",
+        lambda to: [
+            _compare(to, "llama-7b-2k", "llama-7b", ["O3-fast"], *_long(2048), gpus=4, micro=4, num_micro=4),
+            _compare(to, "llama-7b-4k", "llama-7b", ["O3-fast"], gpus=4, micro=2, num_micro=4),
+            _compare(to, "llama-8b-8k", "llama-8b", _BOTH_ATTENTIONS, gpus=4, micro=1, num_micro=4),
+            _compare(to, "7b-8k", "7b", _BOTH_ATTENTIONS, *_long(8192), gpus=4, micro=1, num_micro=4),
+        ],
+    ),
+    "long": Part(
+        4,
+        "Llama-3-8B, a sequence of 32,768 or 131,072 tokens over four context-parallel GPUs",
+        lambda to: [
+            _compare(to, "32k-a2a", "llama-8b", _BOTH_ATTENTIONS, *_long(32768), *_CP4, "a2a", gpus=4, micro=1),
+            _compare(to, "32k-p2p", "llama-8b", ["O3-fast"], *_long(32768), *_CP4, "p2p", gpus=4, micro=1),
+            _compare(
+                to,
+                "131k",
+                "llama-8b",
+                ["O3-fp8-attention"],
+                *(*_long(131072), *_CP4, "a2a", *_ALL_RECOMPUTED),
+                gpus=4,
+                micro=1,
+                steps=8,
+                fits_peer=False,
+            ),
+        ],
+    ),
+    "large": Part(
+        4,
+        "GPT-30B and Llama-3-70B over four tensor-parallel GPUs, GPT-7B in four pipeline stages",
+        lambda to: [
+            _compare(to, "30b", "30b", ["O3-fast"], gpus=4, micro=2, num_micro=8, fits_peer=False),
+            _compare(to, "llama-70b", "llama-70b", ["O3-fast"], *_TP4, *_FIVE_BYTES, gpus=4, micro=1, fits_peer=False),
+            _compare(to, "7b-4-stages", "7b", ["O3-fast"], *_PP4, gpus=4, micro=2, num_micro=16),
+        ],
+    ),
+    "fsdp2": Part(
+        4,
+        "Llama-3-8B of transformers under FSDP2: BF16, torchao's float8, O3",
+        lambda to: [
+            [
+                *("torchrun", "4", "examples/llama_fsdp2.py", "--size", "8b", "--batch-size", "1"),
+                *("--sequence-length", "8192", "--recompute", "--compile", "--steps", "12", "--variants", variant),
+                *("--output", str(to.folder / f"fsdp2-{variant}.json")),
+            ]
+            for variant in ("bf16", "torchao", "fp8")
+        ],
+    ),
     "scaling": Part(
         4,
         "GPT-7B over 1, 2 and 4 GPUs, weak and strong, and over TP 2 and 4",
@@ -164,7 +227,7 @@ def resolved(command: Sequence[str]) -> list[str]:
     if command[0] == "torchrun":
         _, ranks, script, *flags = command
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        return [sys.executable, *launcher, f"benchmarks/{script}", *flags]
+        return [sys.executable, *launcher, script if "/" in script else f"benchmarks/{script}", *flags]
     script, *flags = command
     return [sys.executable, f"benchmarks/{script}", *flags]
 

@@ -15,7 +15,9 @@ fp8      fp8_megatron at level O3: FP8 weights, moments in FP8 and FP16, gradien
 import argparse
 import gc
 import importlib.util
+import json
 import os
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -220,6 +222,7 @@ def main() -> None:
     parser.add_argument("--tokens", help="a .npy file of token numbers, one-dimensional")
     parser.add_argument("--compile", action="store_true", help="torch.compile every layer")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in backward")
+    parser.add_argument("--output", help="a .json file that receives the rows")
     arguments = parser.parse_args()
     if arguments.steps <= NUM_WARM_UP:
         parser.error(f"--steps {arguments.steps}: {NUM_WARM_UP} steps warm up; give more")
@@ -241,6 +244,8 @@ def main() -> None:
         print("| " + " | ".join(rows[0]) + " |\n| " + " | ".join("---" for _ in rows[0]) + " |")
         for row in rows:
             print("| " + " | ".join(row.values()) + " |")
+        if arguments.output:
+            pathlib.Path(arguments.output).write_text(json.dumps(rows, indent=1) + "\n")
     torch.distributed.destroy_process_group()
 
 

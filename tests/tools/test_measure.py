@@ -23,7 +23,7 @@ def commands_of(part: str, folder: Path, *, with_peer: bool = False) -> list[lis
 
 @pytest.mark.parametrize("part", list(PARTS))
 def test_a_part_writes_into_its_folder(part: str, tmp_path: Path) -> None:
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    scripts = {path.name for folder in ("benchmarks", "examples") for path in (ROOT / folder).glob("*.py")}
     for command in commands_of(part, tmp_path):
         assert command[0] == sys.executable
         assert sum(Path(word).name in scripts and (ROOT / word).is_file() for word in command) == 1
