@@ -132,6 +132,7 @@ class StepSeconds:
         attention: core attention.
         elements: norms, casts, activations, transposes and the loss.
         tensor_parallel: exchanges of activations that GEMMs do not hide.
+        context_parallel: exchanges of keys and values, or of heads, all of which count.
         pipeline: waiting for the first and the last micro-batch, and for activations of other stages.
         data_parallel: gradients and weights that compute does not hide.
         optimizer: the update, and sums of gradients that arrive.
@@ -141,6 +142,7 @@ class StepSeconds:
     attention: float
     elements: float
     tensor_parallel: float
+    context_parallel: float
     pipeline: float
     data_parallel: float
     optimizer: float
@@ -160,7 +162,10 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[s
             ("more than one node", world_size > gpus_per_node),
             ("virtual pipeline stages", config.pipeline_layout.is_interleaved),
             (f"tensor-parallel size {tp}", tp > max(H200.nccl_exchange)),
-            ("context parallelism, whose exchange counts as hidden", parallel.context_parallel_size > 1),
+            (
+                f"context parallelism by {parallel.cp_comm_type}",
+                parallel.context_parallel_size > 1 and parallel.cp_comm_type == "all_gather",
+            ),
             ("tensor parallelism in 16 bits", tp > 1 and not config.precision.is_fp8),
             ("layers of under 1 TFLOP, whose kernels are slower", layer_flops(config) < _SMALL_LAYER_FLOPS),
             ("recomputation", config.training.recompute_granularity is not None),
@@ -200,7 +205,7 @@ def predict_step(
     """Predicted time of one step of the largest batch.
 
     Args:
-        gpus_per_node: tensor-parallel ranks are neighbours, then data-parallel ranks, then stages.
+        gpus_per_node: tensor-parallel ranks are neighbours, then context-parallel ranks, data-parallel ranks, stages.
         network_bytes: bytes/s that a GPU sends to GPUs of other nodes.
 
     Raises:
@@ -211,7 +216,9 @@ def predict_step(
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     num_micro_batches = config.num_micro_batches(world_size)
-    stage, slowest = _slowest_stage(config, padded_vocab_size, num_micro_batches, rates)
+    shares_node = tp * parallel.context_parallel_size <= gpus_per_node
+    context_bytes = rates.node_bytes if shares_node else min(rates.node_bytes, network_bytes)
+    stage, slowest = _slowest_stage(config, padded_vocab_size, num_micro_batches, context_bytes, rates)
     replicas = config.num_replicas(world_size)
     wire = predict_wire_bytes(config, padded_vocab_size, world_size=world_size, stage=stage)
     data_bytes = rates.node_bytes if tp * replicas <= gpus_per_node else min(rates.node_bytes, network_bytes)
@@ -222,6 +229,7 @@ def predict_step(
         attention=slowest.attention,
         elements=slowest.elements,
         tensor_parallel=slowest.exchanges,
+        context_parallel=slowest.context,
         pipeline=(pp - 1) * (slowest.total / num_micro_batches / virtual + 2 * sent),
         data_parallel=_exposed(wire.gradients, wire.weights, slowest.total, data_bytes),
         optimizer=_update(config, padded_vocab_size, stage, replicas, num_micro_batches, rates),
@@ -236,24 +244,29 @@ class _StageSeconds:
     attention: float
     elements: float
     exchanges: float
+    context: float
 
     @property
     def total(self) -> float:
-        return self.gemms + self.attention + self.elements + self.exchanges
+        return sum(vars(self).values())
 
 
-def _slowest_stage(config: Config, vocab: int, num_micro_batches: int, rates: GpuRates) -> tuple[int, _StageSeconds]:
+def _slowest_stage(
+    config: Config, vocab: int, num_micro_batches: int, context_bytes: float, rates: GpuRates
+) -> tuple[int, _StageSeconds]:
     """The stage that computes longest, for which the others wait. It is the last, which has the head, if none has more
     layers."""
     seconds = [
-        _stage_seconds(config, stage, vocab, num_micro_batches, rates)
+        _stage_seconds(config, stage, vocab, num_micro_batches, context_bytes, rates)
         for stage in range(config.pipeline_layout.num_stages)
     ]
     stage = max(range(len(seconds)), key=lambda index: (seconds[index].total, index))
     return stage, seconds[stage]
 
 
-def _stage_seconds(config: Config, stage: int, vocab: int, num_micro_batches: int, rates: GpuRates) -> _StageSeconds:
+def _stage_seconds(
+    config: Config, stage: int, vocab: int, num_micro_batches: int, context_bytes: float, rates: GpuRates
+) -> _StageSeconds:
     parallel, model = config.parallel, config.model
     tp = parallel.tensor_model_parallel_size
     tokens = config.tokens_per_micro_batch
@@ -273,7 +286,8 @@ def _stage_seconds(config: Config, stage: int, vocab: int, num_micro_batches: in
         + tokens * rows / tp * rates.loss
     )
     exchanges = num_micro_batches * len(layers) * forwards * tokens * model.hidden_size * _exchange(config, rates)
-    return _StageSeconds(gemms, attention, elements, exchanges)
+    context = num_micro_batches * len(layers) * attended * _context_bytes(config, tokens) / context_bytes
+    return _StageSeconds(gemms, attention, elements, exchanges, context)
 
 
 def _gemms(
@@ -297,6 +311,28 @@ def _attention_flops(config: Config, rates: GpuRates) -> float:
     model = config.model
     measured = rates.fp8_attention_flops if config.precision.fp8_dot_product_attention else rates.attention_flops
     return measured[min(measured, key=lambda at: (abs(at[0] - model.head_dim), abs(at[1] - model.seq_length)))]
+
+
+def _context_bytes(config: Config, tokens: int) -> float:
+    """Bytes that a rank receives from context-parallel ranks in a layer, forward and backward (`nn.context_attention`,
+    `nn.head_exchange`).
+
+    Args:
+        tokens: of the rank, in a micro-batch.
+    """
+    model, parallel = config.model, config.parallel
+    ranks = parallel.context_parallel_size
+    queries, keys = (number * model.head_dim for number in (model.num_attention_heads, model.query_groups))
+    if parallel.cp_comm_type == "a2a":  # query, key, value and output, and their gradients
+        elements = 2.0 * (2 * queries + 2 * keys) * (ranks - 1) / ranks
+        each = 1 if config.precision.fp8_dot_product_attention else 2
+        received = elements * each
+    elif parallel.cp_comm_type == "all_gather":  # three of four chunks of the others, twice, and their gradients
+        each = 1 if config.precision.fp8_context_communication else 2
+        received = (2 * each + 2) * 0.75 * (ranks - 1) * 2 * keys
+    else:  # keys and values of all others twice, and FP32 sums that come home
+        received = (2 * 2 * (ranks - 1) + 4 * ranks) * 2 * keys if ranks > 1 else 0.0
+    return tokens * received / parallel.tensor_model_parallel_size
 
 
 def _elements(config: Config, tokens: int, num_layers: int, num_fp8: int, rates: GpuRates) -> float:

@@ -43,6 +43,7 @@ STEPS = [
         "Llama-3-8B of 32,768, CP 4 by `a2a`, FP8 attention",
         "llama8b_32k_cp4_a2a_4h200.json: O3-fp8-attention",
     ),
+    ("the same in BF16 attention by `p2p`", "llama8b_32k_cp4_p2p_4h200.json: O3-fast"),
     ("Llama-3-70B of 8,192, TP 4, 5-byte form", "llama70b_tp4_4h200.json: O3-fast"),
 ]
 RUNS = {run.label: run for run in recorded_runs()}
