@@ -3,7 +3,8 @@
 torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --output runs/tensor_parallel.json
 
 Each GEMM alone, with collectives (NCCL; gloo on a CPU) and, between the GPUs of a node, part by part over copy engines
-(`collectives.row_exchange`); device and host time of a call, and whether the results are equal. Gathered rows are also
+(`collectives.row_exchange`); device and host time of a call, and whether the results are equal. On GPUs calls are also
+timed in a CUDA graph, as in a recorded step: the parts with their exchange, and the parts alone. Gathered rows are also
 timed from BF16, over collectives: cast, gather in FP8 and multiply, against gather in BF16, cast and multiply. Then the
 bytes are checked while other copies keep the engines busy and memory is reused as early as allowed.
 """
@@ -27,9 +28,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.provenance import commit
 from fp8_megatron.collectives.row_exchange import gather_rows, share_memory, sum_rows
-from fp8_megatron.collectives.transport import copy_engine
+from fp8_megatron.collectives.transport import copy_engine, recording
 from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.commands.program import exit_status
+from fp8_megatron.device import cuda_graph
 from fp8_megatron.device.device import distributed_backend, select_device
 from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops
@@ -38,6 +40,7 @@ from fp8_megatron.outputs import write_output
 
 Group = torch.distributed.ProcessGroup
 _WARM_UP_CALLS, _CALLS = 6, 30
+_RECORDED_CALLS = 20
 #: Rows of each rank, gathered beside the checked rows.
 _LOAD_BYTES = 64 * 2**20
 
@@ -56,6 +59,8 @@ class Row:
     gathered_then_cast: float | None = None
     by_parts: float | None = None
     by_parts_host: float | None = None
+    by_parts_recorded: float | None = None
+    parts_alone_recorded: float | None = None
     equal: bool | None = None
 
 
@@ -107,6 +112,8 @@ def _run(args: argparse.Namespace, group: Group, device: torch.device) -> tuple[
         for case, row, y in zip(cases, rows, expected, strict=True):
             row.equal = torch.equal(case.exchange(), y)
             row.by_parts, row.by_parts_host = _time(case.exchange, group, device)
+            row.by_parts_recorded = _time_recorded(case.exchange, group, device)
+            row.parts_alone_recorded = _time_recorded(case.parts_alone, group, device)
     return rows, _wrong_exchanges(args.check_exchanges, group, device)
 
 
@@ -138,6 +145,13 @@ class _Case:
     def alone(self) -> Tensor:
         """The GEMM alone: as many rows, all present, no sum."""
         return ops.scaled_mm(self._whole, self._weight, self._scale, self._scale)
+
+    def parts_alone(self) -> Tensor:
+        """As `alone`, in as many parts as there are ranks."""
+        y = torch.empty((self._tokens, self.n), dtype=torch.bfloat16, device=self._x.device)
+        for own, part in zip(y.chunk(self._group.size()), self._whole.chunk(self._group.size()), strict=True):
+            self._multiply(own, part)
+        return y
 
     def expected(self) -> Tensor:
         """The result of `exchange`, from collectives of whole matrices; sums are FP32 in rank order."""
@@ -205,6 +219,21 @@ def _time(call: Callable[[], object], group: Group, device: torch.device) -> tup
     return whole, host
 
 
+def _time_recorded(call: Callable[[], object], group: Group, device: torch.device) -> float:
+    """Microseconds of a call in a CUDA graph of many, on the slowest rank."""
+
+    def calls() -> None:
+        with recording.recording():
+            for _ in range(_RECORDED_CALLS):
+                call()
+
+    _synchronize(device)
+    torch.distributed.barrier(group)
+    graph, _ = cuda_graph.capture(calls, torch.cuda.graph_pool_handle())
+    whole, _ = _time(lambda: recording.launch(graph.replay), group, device)
+    return whole / _RECORDED_CALLS
+
+
 def _wrong_exchanges(count: int, group: Group, device: torch.device) -> int:
     """How many of `count` gathers and sums of fresh values are wrong on some rank.
 
@@ -257,13 +286,16 @@ def _synchronize(device: torch.device) -> None:
 def _report(args: argparse.Namespace, rows: list[Row], wrong: int, device: torch.device) -> None:
     print(
         f"{'µs':24} {'alone':>9} {'collectives':>12} {'(host)':>8} {'FP8 gather':>10} {'BF16':>8}"
-        f" {'by parts':>9} {'(host)':>8}  equal"
+        f" {'by parts':>9} {'(host)':>8} {'graph':>9} {'no rows':>9}  equal"
     )
     for row in rows:
         gathers = " " * 19
         if row.cast_then_gathered is not None:
             gathers = f"{row.cast_then_gathered:10.1f} {row.gathered_then_cast:8.1f}"
-        parts = "" if row.by_parts is None else f"{row.by_parts:9.1f} {row.by_parts_host:8.1f}  {row.equal}"
+        parts = ""
+        if row.by_parts is not None:
+            recorded = f"{row.by_parts_recorded:9.1f} {row.parts_alone_recorded:9.1f}"
+            parts = f"{row.by_parts:9.1f} {row.by_parts_host:8.1f} {recorded}  {row.equal}"
         shape = f"{row.name} [{row.n}, {row.k}]"
         print(f"{shape:24} {row.alone:9.1f} {row.collectives:12.1f} {row.collectives_host:8.1f} {gathers} {parts}")
     print(f"{wrong} of {args.check_exchanges} exchanges wrong")
