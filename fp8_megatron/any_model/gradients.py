@@ -408,8 +408,6 @@ class PlainGrads(RecordableGrads):
         super().__init__(space)
         self.buffer = buffer
         self._views = {grad.slot.offset: alone(grad.slot.slice(buffer.payload)) for grad in self.grads}
-        #: Offsets of the slots that may hold something else than zeros.
-        self._filled: set[int] = set()
         for grad in self.grads:
             grad.tensor = self._views[grad.slot.offset]
         self._are_vectors = space.storage is StorageClass.VECTOR
@@ -436,7 +434,7 @@ class PlainGrads(RecordableGrads):
         if len(same) > 1:
             torch._foreach_copy_([own.tensor for own in same], list(same.values()))
             for own in same:
-                self._filled.add(own.slot.offset)
+                self.buffer.mark(own.slot, 1)
                 if not own.is_left_to_others:
                     own.param.grad = own.tensor
             owns = [own for own in owns if own not in same]
@@ -444,28 +442,19 @@ class PlainGrads(RecordableGrads):
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         view, values = self._views[slot.offset], grad.wide() if isinstance(grad, WeightGrad) else grad
-        if slot.offset in self._filled:
+        if self.buffer.is_written(slot):
             view.add_(values)
         else:
             view.copy_(values)
-            self._filled.add(slot.offset)
+            self.buffer.mark(slot, 1)
 
     def forget(self, slot: Slot) -> None:
-        self._filled.discard(slot.offset)
+        self.buffer.forget(slot)
 
     def zero_(self, slot: Slot) -> None:
-        if slot.offset in self._filled:
+        if self.buffer.is_written(slot):
             self._views[slot.offset].zero_()
-            self._filled.discard(slot.offset)
-
-    def count(self, slot: Slot) -> int:
-        return int(slot.offset in self._filled)
-
-    def mark(self, slot: Slot, count: int) -> None:
-        if count:
-            self._filled.add(slot.offset)
-        else:
-            self._filled.discard(slot.offset)
+            self.buffer.forget(slot)
 
     def values(self, slot: Slot) -> Tensor:
         return self._views[slot.offset].to(torch.float32, copy=True)
@@ -474,8 +463,8 @@ class PlainGrads(RecordableGrads):
         return self._views[slot.offset].float().square().sum().reshape(1)
 
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
-        offsets = self._filled if slot is None else {slot.offset}
-        multiply_([self._views[offset] for offset in offsets], factor)
+        written = [own for own in self.space.slots if self.buffer.is_written(own)] if slot is None else [slot]
+        multiply_([self._views[own.offset] for own in written], factor)
 
 
 def _is_like(grad: Tensor, stored: Tensor) -> bool:
