@@ -26,7 +26,7 @@ from torch import Tensor
 from ..device.group import Group
 from ..errors import UserError
 from ..nn.compiled import decides_by_tokens
-from ..quantization.weight_grad import WeightGrad
+from ..quantization.weight_grad import GradPlace, WeightGrad
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
 from ..sharding.partition import ParamSpace, Slot, StorageClass, alone
@@ -60,17 +60,19 @@ class ParamGrad:
         if self.param.grad is None:
             self.space.note_forward(self.slot)
 
-    def take_place(self) -> tuple[Tensor, Tensor] | None:
-        """Where the first gradient of a step goes in FP8, payload and scales: it counts as written, so the caller
-        writes it now. None: give it to `accumulate_`."""
+    def take_place(self) -> GradPlace | None:
+        """Where the next gradient goes: it counts as written, so the caller writes it now. None: give it to
+        `accumulate_`."""
         param = self.param
-        if param.grad is not None or not param.requires_grad or param._backward_hooks:
+        present = param.grad
+        if not param.requires_grad or param._backward_hooks or (present is not None and not self.is_own(present)):
             return None
-        place = self.space.place_of_first(self.slot)
+        place = self.space.place_of_next(self.slot, is_first=present is None)
         if place is None or not self._is_wanted():
             return None
-        self.show(self.tensor)
-        self.space.mark_first(self.slot)
+        if present is not self.tensor:
+            self.show(self.tensor)
+        self.space.mark_next(self.slot, is_first=present is None)
         return place
 
     def _is_wanted(self) -> bool:
@@ -249,13 +251,17 @@ class SpaceGrads(ABC):
         """`slot`, which has no gradient, is in a forward."""
         del slot
 
-    def place_of_first(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        """Payload and scales that the first gradient of `slot` overwrites in FP8. None: it goes to `add_`."""
-        del slot
+    def place_of_next(self, slot: Slot, *, is_first: bool) -> GradPlace | None:
+        """Where the next gradient of `slot` is written, which has memory after `mark_next`. None: it goes to `add_`.
+
+        Args:
+            is_first: what is stored does not count.
+        """
+        del slot, is_first
         return None
 
-    def mark_first(self, slot: Slot) -> None:
-        """The first gradient of `slot` is in its `place_of_first`."""
+    def mark_next(self, slot: Slot, *, is_first: bool) -> None:
+        """The next gradient of `slot` is in its `place_of_next`."""
         raise NotImplementedError(f"{slot.name} has no such place")
 
     @abstractmethod
@@ -355,11 +361,11 @@ class LinearGrads(RecordableGrads):
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         self.buffer.accumulate_(slot, grad)
 
-    def place_of_first(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        return self.buffer.place_of_first(slot)
+    def place_of_next(self, slot: Slot, *, is_first: bool) -> GradPlace | None:
+        return self.buffer.place_of_next(slot, is_first=is_first)
 
-    def mark_first(self, slot: Slot) -> None:
-        self.buffer.mark(slot, 1)
+    def mark_next(self, slot: Slot, *, is_first: bool) -> None:
+        self.buffer.mark(slot, 1 if is_first else self.buffer.count(slot) + 1)
 
     def forget(self, slot: Slot) -> None:
         self.buffer.forget(slot)
@@ -441,12 +447,14 @@ class PlainGrads(RecordableGrads):
         super()._take(owns)
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        view, values = self._views[slot.offset], grad.wide() if isinstance(grad, WeightGrad) else grad
-        if self.buffer.is_written(slot):
-            view.add_(values)
+        view, adds = self._views[slot.offset], self.buffer.is_written(slot)
+        if isinstance(grad, WeightGrad):
+            grad.write_wide_(view, adds=adds)
+        elif adds:
+            view.add_(grad)
         else:
-            view.copy_(values)
-            self.buffer.mark(slot, 1)
+            view.copy_(grad)
+        self.buffer.mark(slot, 1)
 
     def forget(self, slot: Slot) -> None:
         self.buffer.forget(slot)

@@ -178,7 +178,7 @@ def _deliver(linear: LinearParams, grad: WeightGrad, dtype: torch.dtype) -> Tens
     main_grad: MainGrad | None = getattr(linear.weight, "main_grad", None)
     if main_grad is None:
         return grad.wide().to(dtype)
-    main_grad.accumulate_(grad.wide() if grad.scale is None else grad)
+    main_grad.accumulate_(grad)
     return None
 
 

@@ -17,10 +17,10 @@ from ..formats import FP8_DTYPES
 from ..kernels import ops
 from ..kernels.ops import WrittenCast
 from ..quantization.cast_health import CastProbe
-from ..quantization.operand import Quantized, multiply, multiply_into_
+from ..quantization.operand import Quantized, multiply_into_
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.weight_grad import WeightGrad
+from ..quantization.weight_grad import GradPlace, WeightGrad
 from .links import LinearLinks
 from .operands import MainGrad
 from .parallelism import LOCAL, Local, PendingSum
@@ -166,8 +166,7 @@ def wgrad(g: OperandRows, x_t: Quantized, linear: LinearParams, dtype: torch.dty
 
 def deliver_wgrad(g_t: Quantized, x_t: Quantized, linear: LinearParams, dtype: torch.dtype) -> Tensor | None:
     """`wgrad` of the columns [N, T] of the output's gradient."""
-    scale = linear.quantizers.weight_grad
-    return delivered_wgrad(multiply(g_t, x_t, dtype) if scale is None else WeightGrad(g_t, x_t, dtype, scale), linear)
+    return delivered_wgrad(WeightGrad(g_t, x_t, dtype, linear.quantizers.weight_grad), linear)
 
 
 def delivered_wgrad(grad: Tensor | WeightGrad, linear: LinearParams) -> Tensor | None:
@@ -187,13 +186,10 @@ def note_forward(linear: LinearParams) -> None:
         note()
 
 
-def taken_place(linear: LinearParams) -> tuple[Tensor, Tensor] | None:
-    """Where the weight's gradient goes in FP8, payload and scales of `GRAD_BLOCK` elements: it counts as delivered.
-
-    None: give it to `delivered_wgrad`.
-    """
+def taken_place(linear: LinearParams) -> GradPlace | None:
+    """Where the weight's gradient goes: it counts as delivered. None: give it to `delivered_wgrad`."""
     take_place = getattr(getattr(linear.weight, "main_grad", None), "take_place", None)
-    place: tuple[Tensor, Tensor] | None = None if take_place is None else take_place()
+    place: GradPlace | None = None if take_place is None else take_place()
     return place
 
 

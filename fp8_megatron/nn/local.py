@@ -15,9 +15,10 @@ from torch import Tensor
 from ..formats import FP8_DTYPES
 from ..kernels import ops
 from ..kernels.ops import StoredWeight
-from ..quantization.operand import Format, Quantized, multiply
+from ..quantization.operand import Format, Quantized, multiply, multiply_into_
 from ..quantization.recipe import Quantizer
 from ..quantization.sources import GradSource, TensorSource
+from ..quantization.weight_grad import GradPlace
 from .gemms import LinearParams, bias_operand, deliver_wgrad, delivered_wgrad, taken_place, weight_operand
 from .operands import as_matrix, as_whole_rows, without_padding
 from .parallelism import LOCAL
@@ -93,16 +94,18 @@ def backward(
         if stored is not None:
             return _backward_together(grad_output, x_t, linear, stored, place)
         grad_input, g, grad_bias = _start_backward(grad_output, x_t, linear, needs_grad_input)
-        grad_weight = None if x_t is None else multiply(g.t, x_t, grad_output.dtype)
-        if place is not None:
-            assert grad_weight is not None
-            ops.quantize_blockwise_(grad_weight.view(-1), *place)
+        if x_t is None:
+            return grad_input, None, grad_bias
+        grad_weight = _wgrad(g.t, x_t, grad_output.dtype, place)
+        if grad_weight is not None and place is not None and place.scales is not None:
+            ops.quantize_blockwise_(grad_weight.view(-1), place.payload, place.scales)
             grad_weight = None
         return grad_input, grad_weight, grad_bias
 
     columns, scale = (None, None) if x_t is None else (x_t.payload, x_t.scale)
-    payload, scales = (None, None) if place is None else place
-    key = (needs_grad_input, None if columns is None else columns.dtype, linear.bias is None, place is None, known.key)
+    payload, scales, adds = (None, None, False) if place is None else place
+    storage = None if payload is None else (payload.dtype, adds)
+    key = (needs_grad_input, None if columns is None else columns.dtype, linear.bias is None, storage, known.key)
     grad_shape = (*grad_output.shape[:-1], linear.weight._payload.shape[1])
     tensors = (columns, scale, payload, scales, *known.tensors)
     grad_input, grad_weight, grad_bias = _backwards.run(key, tensors, compute, grad_shape)
@@ -167,12 +170,12 @@ def _backward_together(
     x_t: Quantized | None,
     linear: LinearParams,
     stored: StoredWeight,
-    place: tuple[Tensor, Tensor] | None,
+    place: GradPlace | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of the input, the weight and the bias, with known parts, in few launches.
 
     Args:
-        place: where the weight's gradient goes in FP8; then None is returned for it.
+        place: where the weight's gradient goes; then None is returned for it.
     """
     quantizer, dtype, has_bias = linear.quantizers.grad_output, grad_output.dtype, linear.bias is not None
     scale, record = quantizer.known_scale() or (None, None)
@@ -191,14 +194,22 @@ def _backward_together(
     weight_scale = stored.scales if stored.cast_scale is None else stored.cast_scale
     grad_input = multiply(g, Quantized(weight_t, None, weight_scale, linear.quantizers.weight), dtype)
     del payload, weight_t
-    grad_weight = None if x_t is None else multiply(g.t, x_t, dtype)
-    if place is None:
+    grad_weight = None if x_t is None else _wgrad(g.t, x_t, dtype, place)
+    if grad_weight is None or place is None or place.scales is None:
         return grad_input, grad_weight, ops.sum_partial_sums(partial_sums) if has_bias else None
-    assert grad_weight is not None
     if has_bias:
-        return grad_input, None, ops.quantize_blockwise_and_sum_(grad_weight.view(-1), *place, partial_sums)
-    ops.quantize_blockwise_(grad_weight.view(-1), *place)
+        flat = grad_weight.view(-1)
+        return grad_input, None, ops.quantize_blockwise_and_sum_(flat, place.payload, place.scales, partial_sums)
+    ops.quantize_blockwise_(grad_weight.view(-1), place.payload, place.scales)
     return grad_input, None, None
+
+
+def _wgrad(g_t: Quantized, x_t: Quantized, dtype: torch.dtype, place: GradPlace | None) -> Tensor | None:
+    """grad_weight [N, K] in `dtype`; None if the GEMM wrote it to a wide place."""
+    if place is None or place.scales is not None:
+        return multiply(g_t, x_t, dtype)
+    multiply_into_(place.payload, g_t, x_t, addend=place.payload if place.adds else None)
+    return None
 
 
 def _stored_weight(linear: LinearParams) -> StoredWeight | None:

@@ -20,7 +20,7 @@ class MainGrad(Protocol):
     def accumulate_(self, grad: Tensor | WeightGrad) -> None:
         """Add one micro-batch's gradient (any float dtype, the weight's shape) and mark it written.
 
-        If weight gradients have a delayed scale, `grad` is a `WeightGrad`, which can write itself in FP8.
+        A `WeightGrad` is computed in the form, and at the place, that the storage has.
         """
 
 

@@ -115,8 +115,6 @@ H200 = GpuRates(
 )
 
 
-#: Bytes of an element of the weight gradient that a GEMM writes.
-_GRADIENT_BYTES = 2
 #: Attention's forward over forward and backward (attention_h200.json).
 _ATTENTION_FORWARD = 0.25
 #: Below this, GPT-345M's steps of 4 sequences took 23 to 27% longer than predicted (docs/planning.md).
@@ -381,7 +379,7 @@ def _update(
     config: Config, padded_vocab_size: int, stage: int, replicas: int, num_micro_batches: int, rates: GpuRates
 ) -> float:
     """Seconds of the update of a rank's shard, and of adding up gradients of FP8 weights: what arrives, or each
-    micro-batch's own."""
+    micro-batch's own, whose GEMM reads the sum so far."""
     stored, seconds = model_storage(config.precision, num_micro_batches), 0.0
     for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage).items():
         in_fp8 = config.precision.is_fp8 and storage is StorageClass.LINEAR
@@ -390,8 +388,7 @@ def _update(
         received = (num_micro_batches if sends_each else 1) * rates.received if replicas > 1 else 0.0
         seconds += count / replicas * ((_fp8_update(config, rates) if in_fp8 else rates.half_update) + received)
         if in_fp8 and not sends_each:
-            moved = _GRADIENT_BYTES + 2 * grads.local.itemsize
-            seconds += (num_micro_batches - 1) * count * moved / rates.copied
+            seconds += (num_micro_batches - 1) * count * grads.local.itemsize / rates.copied
     return seconds
 
 

@@ -1,7 +1,8 @@
-"""A weight's gradient as the operands of its GEMM. Its storage decides whether it is computed in 16 bits or in FP8.
+"""A weight's gradient as the operands of its GEMM. Its storage decides what the GEMM writes, and where.
 
-With a delayed scale the GEMM itself writes FP8 into a send buffer: the gradient never exists in 16 bits, and no kernel
-casts it. (FP8-LM, arXiv 2310.18313, section 2.1, also has one scale per tensor, from the gradient's own amax.)
+In 16 or 32 bits the GEMM adds to the storage itself: one rounding, and no pass over the sum. With a delayed scale it
+writes FP8 into a send buffer: the gradient never exists in 16 bits, and no kernel casts it. (FP8-LM, arXiv 2310.18313,
+section 2.1, also has one scale per tensor, from the gradient's own amax.)
 """
 
 from __future__ import annotations
@@ -25,6 +26,20 @@ class DelayedGradScale(NamedTuple):
 
     history: AmaxHistory
     slot: int
+
+
+class GradPlace(NamedTuple):
+    """Where a weight's gradient is written.
+
+    Attributes:
+        payload: FP8, flat and with padding; or [N, K] in 16 or 32 bits.
+        scales: of the FP8 payload, one for each `GRAD_BLOCK` elements; None for a wide payload.
+        adds: the wide payload holds the sum of earlier gradients, to which this one is added.
+    """
+
+    payload: Tensor
+    scales: Tensor | None
+    adds: bool = False
 
 
 class WeightGrad(NamedTuple):
@@ -54,14 +69,34 @@ class WeightGrad(NamedTuple):
     def wide(self) -> Tensor:
         """The gradient in `dtype`, [N, K]; in FP32 if it was added up."""
         grad = multiply(self.g_t, self.x_t, self.dtype) if self.total is None else self.total
-        if self.scale is not None and not self.writes_fp8:
-            self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
+        if self._is_first_of_scale:
+            self._raise_amax(grad)
         return grad
+
+    def write_wide_(self, out: Tensor, *, adds: bool) -> None:
+        """Write the gradient to `out` [N, K] or add it, in `out`'s dtype: BF16, FP16 or FP32, contiguous."""
+        if self.total is not None or self._is_first_of_scale:
+            grad = self.wide()
+            if adds:
+                out.add_(grad)
+            else:
+                out.copy_(grad)
+            return
+        multiply_into_(out, self.g_t, self.x_t, addend=out if adds else None)
 
     @property
     def writes_fp8(self) -> bool:
         """Whether `write_fp8_` is available."""
         return self.scale is not None and self.scale.history.is_warm
+
+    @property
+    def _is_first_of_scale(self) -> bool:
+        """Whether the delayed scale waits for this gradient's amax."""
+        return self.scale is not None and not self.scale.history.is_warm
+
+    def _raise_amax(self, grad: Tensor) -> None:
+        assert self.scale is not None
+        self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
 
     def count_clamped(self, wide: Tensor) -> Tensor:
         """How many elements `write_fp8_` clamps: int64 [2], elements looked at and clamped ones. No host sync.

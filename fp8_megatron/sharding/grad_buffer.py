@@ -70,17 +70,17 @@ class GradBuffer(ABC):
     def accumulate_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         """Write or add one micro-batch's gradient of `slot`."""
         assert grad.shape == slot.param.shape, f"{slot.name}: gradient {grad.shape}, parameter {slot.param.shape}"
-        if isinstance(grad, WeightGrad) and not (grad.writes_fp8 and self._takes_fp8(slot)):
+        if isinstance(grad, WeightGrad) and not self._takes(slot, grad):
             grad = grad.wide()
         self._write(slot, grad if isinstance(grad, WeightGrad) else slot.flattened(grad))
 
-    def _takes_fp8(self, slot: Slot) -> bool:
-        """Whether a gradient of `slot` is written once, in FP8, to one place."""
+    def _takes(self, slot: Slot, grad: WeightGrad) -> bool:
+        """Whether the next gradient of `slot` goes to one place, in a form that `grad` can write there itself."""
         return False
 
     @abstractmethod
     def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        """Write or add a flat gradient. Where `_takes_fp8`, the gradient may write itself in FP8."""
+        """Write or add a flat gradient. One that `_takes` allows writes itself."""
 
     @abstractmethod
     def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
@@ -174,8 +174,8 @@ class LocalGradBuffer(GradBuffer):
         assert self.scales is not None
         return slot.padded_slice(self.payload), slot.padded_slice(self.scales, GRAD_BLOCK)
 
-    def _takes_fp8(self, slot: Slot) -> bool:
-        return self.scales is not None
+    def _takes(self, slot: Slot, grad: WeightGrad) -> bool:
+        return self.scales is None or grad.writes_fp8
 
     def flat(self, slot: Slot) -> Tensor:
         """The gradient of `slot` [slot.numel], as it is stored (a view)."""
@@ -188,8 +188,9 @@ class LocalGradBuffer(GradBuffer):
             assert first, f"{slot.name}: a second micro-batch cannot be added to a gradient stored in FP8"
             self._quantize(slot, grad, *self._padded[slot.offset])
             return
-        assert isinstance(grad, Tensor)
-        if first:
+        if isinstance(grad, WeightGrad):
+            grad.write_wide_(self.flat(slot).view(grad.shape), adds=not first)
+        elif first:
             self.flat(slot).copy_(grad)
         else:
             self.flat(slot).add_(grad)
@@ -334,8 +335,11 @@ class ShardedGradBuffer(GradBuffer):
                 for index, span in enumerate(state.spans):
                     yield span.slot.name, state.autoscale, index
 
-    def _takes_fp8(self, slot: Slot) -> bool:
-        return self.local is None and self._pool.dtype is StorageDtype.FP8 and len(self._spans_of[slot.offset]) == 1
+    def _takes(self, slot: Slot, grad: WeightGrad) -> bool:
+        if self.local is not None:
+            return self.local._takes(slot, grad)
+        is_fp8 = self._pool.dtype is StorageDtype.FP8
+        return len(self._spans_of[slot.offset]) == 1 and (grad.writes_fp8 or not is_fp8)
 
     def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         if self.local is not None:
@@ -365,10 +369,13 @@ class ShardedGradBuffer(GradBuffer):
         values = grad if isinstance(grad, WeightGrad) else grad[span.slot_start : span.slot_start + span.length]
         if sent.scales is not None:
             self._quantize(span.slot, values, sent.payload, sent.scales)
+            return
+        numel = values.shape.numel()
+        if isinstance(values, WeightGrad):
+            values.write_wide_(sent.payload[:numel].view(values.shape), adds=False)
         else:
-            assert isinstance(values, Tensor)
-            sent.payload[: values.numel()].copy_(values)
-            sent.payload[values.numel() :].zero_()
+            sent.payload[:numel].copy_(values)
+        sent.payload[numel:].zero_()
 
     def _reduce_local(self, state: _BucketState) -> None:
         """Stage and reduce the locally added gradients."""

@@ -61,8 +61,8 @@ class ReleasedGradBuffer(GradBuffer):
         """
         self._receive = receive
 
-    def _takes_fp8(self, slot: Slot) -> bool:
-        return self.dtype is StorageDtype.FP8
+    def _takes(self, slot: Slot, grad: WeightGrad) -> bool:
+        return self.dtype is StorageDtype.FP8 and grad.writes_fp8
 
     def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         assert slot.offset not in self._written, (

@@ -170,6 +170,6 @@ def test_a_first_gradient_in_a_list_has_memory() -> None:
     """The place that `take_place` gives."""
     model, _, buffer = build()
     place = model[0].weight.main_grad.take_place()
-    assert place is not None and place[0].numel() == WIDTH * WIDTH
-    assert place[0].untyped_storage().nbytes() == SECTION and buffer.nbytes == SECTION
-    assert model[0].weight.main_grad.take_place() is None, "a second gradient is added"
+    assert place is not None and place.payload.numel() == WIDTH * WIDTH
+    assert place.payload.untyped_storage().nbytes() == SECTION and buffer.nbytes == SECTION
+    assert model[0].weight.main_grad.take_place() is None, "a second gradient makes the storage wider"

@@ -385,24 +385,32 @@ def test_a_model_that_is_converted_afterwards_is_named(level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_hooks_see_the_gradients_of_fp8_layers(level: str, num_micro_batches: int) -> None:
-    """`register_hook` gets every gradient before it is stored, as torch's loggers want it. Training keeps its bits."""
+    """`register_hook` gets every gradient before it is stored, as torch's loggers want it. Training keeps its bits,
+    but for sums: a hook gets 16 bits, and without one the GEMM adds before it rounds.
+    """
 
     def train(hooked: bool) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         model, optimizer = build(level)
         seen: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+        sums: dict[str, Tensor] = {}
         if hooked:
             for name, param in model.named_parameters():
                 param.register_hook(seen[name].append)
         for seed in range(2 * num_micro_batches):
             backward(model, seed)
             if seed % num_micro_batches == num_micro_batches - 1:
+                if not sums:
+                    sums = {name: dense(param.grad) for name, param in model.named_parameters()}
                 optimizer.step()
                 optimizer.zero_grad()
-        return dict(model.state_dict()), seen
+        return sums if num_micro_batches > 1 else dict(model.state_dict()), seen
 
-    (weights, _), (hooked_weights, seen) = train(False), train(True)
-    for name, value in weights.items():
-        assert torch.equal(hooked_weights[name], value), name
+    (values, _), (hooked_values, seen) = train(False), train(True)
+    for name, value in values.items():
+        error = (hooked_values[name] - value).abs()
+        sizes = torch.stack([grad.float().abs() for grad in seen[name][:num_micro_batches]]).sum(dim=0)
+        bound = 0.0 if num_micro_batches == 1 else 2.0**-7 * sizes.view_as(value)
+        assert (error <= bound).all(), name
         assert len(seen[name]) == 2 * num_micro_batches
     expected = sum_of_single_gradients(torch.float32, range(1))
     for name in ("linear.weight", "linear.bias"):

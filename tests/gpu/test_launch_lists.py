@@ -130,7 +130,10 @@ def test_lists_compute_the_bits_of_python(
     got = results(level, recipe, **settings)
     # Delayed scales have no lists in the first step, which is the only one whose first gradient is stored in FP8.
     num_first = 2 if recipe == "tensorwise" else 0
-    assert num_lists() == (4, 4 + num_first), "two layers and two shapes"
+    num_forwards, num_backwards = num_lists()
+    assert num_forwards == 4, "two layers and two shapes"
+    # The second gradient of the first step makes the storage wider: that happens once, so a list may not be made.
+    assert 4 + num_first <= num_backwards <= 4 + 2 * num_first, "one overwrites, the other adds"
     assert local._forwards.num_refused == local._backwards.num_refused == 0
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(one, other), index

@@ -24,6 +24,7 @@ from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.recipe import Recipe, RecipeName
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.quantization.weight_grad import WeightGrad
 from tests.harness.ranks import RankPool
 from tests.mcore.parallel_layer import layer_config
 
@@ -41,9 +42,9 @@ BF16_PARTIALS_DB = 48.5
 class _KeepsGrad:
     grad: Tensor
 
-    def accumulate_(self, grad: Tensor) -> None:
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
         assert not hasattr(self, "grad")
-        self.grad = grad
+        self.grad = grad.wide() if isinstance(grad, WeightGrad) else grad
 
 
 def _problem(recipe: RecipeName = "tensorwise") -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from fp8_megatron.quantization.operand import Format, Granularity, Quantized, qu
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.quantization.weight_grad import WeightGrad
 
 E4M3_E4M3_DB = 28.5 - 0.5
 #: One rounding to BF16 less 1 dB (test_linear.py).
@@ -37,8 +38,8 @@ class RecordingMainGrad:
 
     grads: list[Tensor] = field(default_factory=list)
 
-    def accumulate_(self, grad: Tensor) -> None:
-        self.grads.append(grad.clone())
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
+        self.grads.append(grad.wide() if isinstance(grad, WeightGrad) else grad.clone())
 
 
 class Problem:

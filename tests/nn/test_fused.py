@@ -23,6 +23,7 @@ from fp8_megatron.nn.rope import cos_sin_table, rope_frequencies
 from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe, RecipeName
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.quantization.weight_grad import WeightGrad
 
 SEQ, BATCH, HIDDEN, WIDE = 32, 4, 128, 256
 RECIPES = pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
@@ -34,8 +35,8 @@ class RecordingMainGrad:
 
     grads: list[Tensor] = field(default_factory=list)
 
-    def accumulate_(self, grad: Tensor) -> None:
-        self.grads.append(grad.clone())
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
+        self.grads.append(grad.wide() if isinstance(grad, WeightGrad) else grad.clone())
 
 
 def normal(*shape: int, seed: int, size: float) -> Tensor:

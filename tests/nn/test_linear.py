@@ -24,6 +24,7 @@ from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe, RecipeName
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.quantization.weight_grad import WeightGrad
 
 E4M3_E4M3_DB = 28.5 - 0.5
 E5M2_E4M3_DB = 24.5 - 0.5
@@ -40,8 +41,8 @@ class RecordingMainGrad:
 
     grads: list[Tensor] = field(default_factory=list)
 
-    def accumulate_(self, grad: Tensor) -> None:
-        self.grads.append(grad.clone())
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
+        self.grads.append(grad.wide() if isinstance(grad, WeightGrad) else grad.clone())
 
 
 @dataclass

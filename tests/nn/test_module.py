@@ -10,6 +10,7 @@ from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.quantization.weight_grad import WeightGrad
 
 #: Noise of an E4M3 operand times another, and of E5M2 times E4M3 (test_linear.py), less 1 dB for the sample.
 E4M3_E4M3_DB, E5M2_E4M3_DB = 27.5, 23.5
@@ -19,8 +20,8 @@ class _KeepsGrad:
     def __init__(self) -> None:
         self.grads: list[Tensor] = []
 
-    def accumulate_(self, grad: Tensor) -> None:
-        self.grads.append(grad)
+    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
+        self.grads.append(grad.wide() if isinstance(grad, WeightGrad) else grad)
 
 
 def _pair() -> tuple[torch.nn.Linear, FP8Linear]:

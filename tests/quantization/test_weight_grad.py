@@ -1,4 +1,4 @@
-"""A weight's gradient that writes itself in FP8 with a delayed scale."""
+"""A weight's gradient that writes itself: in FP8 with a delayed scale, or into a sum."""
 
 from __future__ import annotations
 
@@ -63,6 +63,38 @@ def test_written_in_fp8_with_one_scale_and_the_rest_zero(size: float) -> None:
     numel = exact.numel()
     assert snr_db(exact.view(-1), payload[:numel].float() * scales[0]) > 30.5
     assert not payload[numel:].float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_sum_is_rounded_once_a_micro_batch(dtype: torch.dtype) -> None:
+    """Not once more in the 16 bits of a gradient alone: against float64."""
+    total, exact = torch.full(SHAPE, torch.nan, dtype=dtype), torch.zeros(SHAPE, dtype=torch.float64)
+    for micro_batch in range(4):
+        grad, own = make_grad(None, size=3.0 ** (micro_batch - 2), seed=micro_batch)
+        before = total.double() if micro_batch else torch.zeros_like(exact)
+        grad.write_wide_(total, adds=micro_batch > 0)
+        # FP32 holds the products' sum to 2^-20 of its terms; then one rounding.
+        slack = 2.0**-20 * (own.abs() + before.abs()) + 2.0**-18 * 3.0 ** (micro_batch - 2)
+        rounding = torch.finfo(dtype).eps / 2 * (before + own).abs()
+        assert ((total.double() - (before + own)).abs() <= rounding + slack).all(), micro_batch
+        exact += own
+    least = {torch.bfloat16: 48, torch.float16: 65, torch.float32: 120}[dtype]
+    assert snr_db(exact, total) > least
+
+
+def test_a_delayed_scale_that_has_no_amax_yet_gets_it_from_a_sum() -> None:
+    history, recipe = make_history()
+    scale = recipe.linear_quantizers().weight_grad
+    history.allocate(CPU)
+    assert scale is not None
+    total = torch.empty(SHAPE, dtype=torch.bfloat16)
+    for micro_batch in range(2):
+        grad, exact = make_grad(scale, size=1 + micro_batch, seed=0)
+        grad.write_wide_(total, adds=micro_batch > 0)
+    assert snr_db(exact * 1.5, total) > 40
+    history.update(None)
+    expected = exact.abs().max().float() * WEIGHT_GRAD_HEADROOM / MAX_FINITE[E4M3]
+    torch.testing.assert_close(history.scale_of(scale.slot)[0], expected, rtol=2**-8, atol=0)
 
 
 def test_every_micro_batchs_amax_counts() -> None:

@@ -40,9 +40,10 @@ def scaled_mm_into_(
         cublaslt.matmul(a, b, scale_a, scale_b, bias, out, use_fast_accum=use_fast_accum, addend=addend)
         return
     scales = {"scale_a": scale_a, "scale_b": scale_b}
-    torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=out.dtype, use_fast_accum=use_fast_accum, out=out)
+    product = out if addend is None else torch.empty_like(out)
+    torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=out.dtype, use_fast_accum=use_fast_accum, out=product)
     if addend is not None:
-        out += addend
+        torch.add(product, addend, out=out)
 
 
 def scaled_mm_to_fp8_(

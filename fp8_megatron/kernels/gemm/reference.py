@@ -77,7 +77,10 @@ def scaled_mm_into_(
     use_fast_accum: bool,
     addend: Tensor | None,
 ) -> None:
-    """`scaled_mm` plus `addend` (in `out`'s dtype, or None) written to contiguous `out` [M, N], rounded once."""
+    """`scaled_mm` plus `addend` (in `out`'s dtype, or None) written to contiguous `out` [M, N], rounded once.
+
+    `addend` may be `out` itself.
+    """
     dtype = out.dtype if addend is None else torch.float32
     product = scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
     out.copy_(product if addend is None else product + addend)
