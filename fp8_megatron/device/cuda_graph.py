@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .graph_nodes import replace_memsets
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ def capture(
     Raises:
         Exception: the error of `compute`. Ending the broken recording raises a second one, which is dropped.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in generators:
         graph.register_generator_state(generator)
     first: Exception | None = None
@@ -44,6 +46,8 @@ def capture(
             except Exception as error:
                 first = error
                 raise
+        replace_memsets(graph.raw_cuda_graph())
+        graph.instantiate()
     except Exception as error:
         raise (first or error) from None
     return graph, result

@@ -27,12 +27,18 @@ class Cuda:
         self.now = Stream("current", self)
         self.default_generators = [Generator("default", self)]
 
-    def CUDAGraph(self) -> Any:
+    def CUDAGraph(self, *, keep_graph: bool) -> Any:
+        assert keep_graph
         cuda = self
 
         class Graph:
             def register_generator_state(self, generator: str) -> None:
                 cuda.calls.append(f"register {generator}")
+
+            def raw_cuda_graph(self) -> int:
+                return 0
+
+            def instantiate(self) -> None: ...
 
             def replay(self) -> None:
                 cuda.calls.append("replay")

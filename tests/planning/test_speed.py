@@ -255,11 +255,11 @@ def test_what_was_not_measured_is_said() -> None:
 
 
 def test_a_rank_that_adds_gradients_up_moves_their_bytes() -> None:
-    """Each micro-batch but the first reads a BF16 gradient, and reads and writes the sum: 6 bytes a weight in BF16, 10
-    in FP32, which more than 32 micro-batches take. Nothing of it is sent."""
+    """Each micro-batch but the first reads the sum: 2 bytes a weight in BF16, 4 in FP32, which more than 32 of them
+    take. Nothing of it is sent."""
     flags = f"--config {ROOT}/configs/gpt_13b.yaml --mock-data --micro-batch-size 1 --grad-accumulation local"
     weights = 12 * 40 * 5120**2 / 2
-    for num_micro_batches, moved in ((32, 6), (40, 10)):
+    for num_micro_batches, moved in ((32, 2), (40, 4)):
         config = parse_config([*flags.split(), "--global-batch-size", str(4 * num_micro_batches)])
         local, sharded = (
             predict_step(one, padded_vocab_size(config), world_size=8)

@@ -4,9 +4,8 @@
 plan takes 18. Here a plan for each shape keeps descriptors, layouts and algorithm. A call sets the scale pointers and
 launches. The library is the one that torch has loaded, called with ctypes; nothing is compiled.
 
-A plan takes the algorithm that the heuristic names first. Timing the other algorithms for GPT-7B's shapes gained 1.3%
-in all. That is no more than the difference between two timings of one algorithm, and the choice by timing would round
-differently from run to run.
+A plan takes the algorithm that the heuristic names first. With fast accumulation the first call times the others too,
+and takes the fastest that writes the same bits (`algorithm_choice`).
 
 The constants have the names and values of cublasLt.h.
 """
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from ...formats import E4M3, E5M2
 from .. import launch_list
+from .algorithm_choice import fastest
 
 _COMPUTE_32F = 68
 _CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, E4M3: 28, E5M2: 29}
@@ -46,6 +46,10 @@ BLOCK_SCALES_VERSION = 120900
 #: What NVIDIA recommends for Hopper.
 _WORKSPACE_BYTES = 32 * 2**20
 _MAX_ALIGNMENT = 256
+#: Algorithms that are timed of each problem.
+_NUM_CANDIDATES = 8
+#: Problems whose algorithms are timed. A loop that never stops bringing new shapes pays for no more than these.
+_MOST_TIMED = 64
 
 
 class _Algorithm(ctypes.Structure):
@@ -146,6 +150,8 @@ def matmul(
             plan.point_at(_D_SCALE, inverse)
         if amax is not None:
             plan.point_at(_D_AMAX, amax)
+        if plan.awaits_timing and addend_pointer != out_pointer:
+            plan.time_algorithms((a_pointer, b_pointer, addend_pointer, out_pointer), out)
         plan.run(a_pointer, b_pointer, addend_pointer, out_pointer)
     if launch_list.running is not None:
         vectors = (scale_b, scale_a, bias, inverse, amax)
@@ -219,8 +225,9 @@ class _Plan:
         ]
         self._a, self._b, self._addend, self._out, self._workspace = (ctypes.c_void_p() for _ in range(5))
         self._stream = ctypes.c_void_p()
-        self._current = 0
+        self._current = -1  # no stream: the default one is 0
         self._launch: Callable[[], int] | None = None
+        self.awaits_timing = problem.use_fast_accum and problem not in _chosen and len(_chosen) < _MOST_TIMED
 
     def _set(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
         _check(
@@ -242,11 +249,11 @@ class _Plan:
     def run(self, a: int, b: int, addend: int, out: int) -> None:
         """Launch with the operands at these addresses; 0 for none."""
         stream = torch._C._cuda_getCurrentRawStream(self.problem.device)
-        if self._launch is None or self._current != stream:
+        if self._current != stream:
             self._stream.value = self._current = stream
             self._workspace.value = workspace(self.problem.device, stream).data_ptr()
         if self._launch is None:
-            self._launch = self._prepare_launch(self._first_algorithm())
+            self._launch = self._prepare_launch(self._algorithm())
         self._a.value, self._b.value, self._addend.value, self._out.value = a, b, addend, out
         status = self._launch()
         if status:
@@ -264,7 +271,7 @@ class _Plan:
             self._descriptor.value or 0,
             tuple(layout.value or 0 for layout in self._layouts),
             float(self.problem.has_addend),
-            bytes(self._first_algorithm()),
+            bytes(self._algorithm()),
             _WORKSPACE_BYTES,
             operands,
             tuple((_POINTERS[index], slot) for index, slot in pointers),
@@ -294,8 +301,36 @@ class _Plan:
             self._stream,
         )
 
-    def _first_algorithm(self) -> _Algorithm:
-        """The heuristic's first choice."""
+    def time_algorithms(self, operands: tuple[int, int, int, int], out: Tensor) -> None:
+        """Choose the problem's algorithm, now that all pointers are set; later, if the launch is recorded into a graph.
+
+        Args:
+            operands: as `run` takes them; `out` is none of the first three.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self.awaits_timing = False
+        algorithms = self._heuristic(_NUM_CANDIDATES)
+        launches = [self._prepare_launch(algorithm) for algorithm in algorithms]
+
+        def launch(index: int) -> bool:
+            self._launch = launches[index]
+            try:
+                self.run(*operands)
+            except RuntimeError:
+                return False
+            return True
+
+        index = fastest(len(algorithms), launch, out)
+        self._launch, _chosen[self.problem] = launches[index], algorithms[index]
+
+    def _algorithm(self) -> _Algorithm:
+        """The chosen one, or the heuristic's first."""
+        algorithm = _chosen.get(self.problem)
+        return self._heuristic(1)[0] if algorithm is None else algorithm
+
+    def _heuristic(self, most: int) -> list[_Algorithm]:
+        """The heuristic's algorithms, at least one and at most `most`, the fastest in its opinion first."""
         preference = _create(self._library.cublasLtMatmulPreferenceCreate)
         limits: list[tuple[int, ctypes._SimpleCData[Any]]] = [
             (_PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(_WORKSPACE_BYTES))
@@ -309,21 +344,21 @@ class _Plan:
                 preference, attribute, ctypes.byref(value), ctypes.sizeof(value)
             )
             _check(status, self.problem)
-        found, num_found = _Heuristic(), ctypes.c_int(0)
+        found, num_found = (_Heuristic * most)(), ctypes.c_int(0)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
             self._handle,
             self._descriptor,
             *self._layouts,
             preference,
-            1,
+            most,
             ctypes.byref(found),
             ctypes.byref(num_found),
         )
         self._library.cublasLtMatmulPreferenceDestroy(preference)
-        _check(status or found.state, self.problem)
+        _check(status or (found[0].state if num_found.value else 0), self.problem)
         if num_found.value == 0:
             raise RuntimeError(f"cuBLASLt has no algorithm for {self.problem}")
-        return found.algorithm
+        return [one.algorithm for one in found[: num_found.value] if not one.state]
 
 
 def _record(problem: _Problem, operands: tuple[int, ...], vectors: Sequence[Tensor | None]) -> None:
@@ -350,6 +385,8 @@ def _record(problem: _Problem, operands: tuple[int, ...], vectors: Sequence[Tens
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
+#: By problem, the algorithm that timing chose.
+_chosen: dict[_Problem, _Algorithm] = {}
 # Two calls set and read the scale pointers of a plan, and forward and backward are different threads.
 _lock = threading.Lock()
 

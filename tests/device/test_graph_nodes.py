@@ -1,0 +1,197 @@
+"""Short memsets of a recorded graph become kernels that write the same bytes at the same place in the order."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_megatron.device import cuda_graph, graph_nodes
+from fp8_megatron.device.graph_nodes import Fill
+from fp8_megatron.formats import E4M3
+from fp8_megatron.kernels import ops
+
+MEMSET, KERNEL = 2, 0
+
+
+@pytest.mark.parametrize(
+    ("element_size", "value", "word"),
+    [(1, 0xAB, 0xABABABAB), (2, 0x12CD, 0x12CD12CD), (4, 7, 7), (1, 0x1FF, 0xFFFFFFFF)],
+)
+def test_a_fill_repeats_the_lowest_bytes(element_size: int, value: int, word: int) -> None:
+    fill = Fill.of(4096, value, element_size, 32 // element_size, 1)
+    assert fill is not None and (fill.address, fill.value, fill.count) == (4096, word, 8)
+
+
+@pytest.mark.parametrize(
+    "memset", [(4096, 0, 4, 1, 2), (4096, 0, 1, 6, 1), (4098, 0, 1, 8, 1), (4096, 0, 4, 1 << 20, 1), (4096, 0, 4, 0, 1)]
+)
+def test_rows_odd_sizes_and_long_ones_stay(memset: tuple[int, int, int, int, int]) -> None:
+    assert Fill.of(*memset) is None
+
+
+class Driver:
+    """A graph of nodes 1 → 2 → 3 and 2 → 4, and the calls that change it. Node 2 is a memset of 4 bytes.
+
+    Args:
+        refused: a call that fails.
+    """
+
+    def __init__(self, refused: str | None = None) -> None:
+        self.kinds = {1: KERNEL, 2: MEMSET, 3: KERNEL, 4: KERNEL}
+        self.edges = {(1, 2), (2, 3), (2, 4)}
+        self.refused = refused
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "refused"):
+            return lambda *_: 1
+        return object.__getattribute__(self, name)
+
+    @staticmethod
+    def _list(found: list[int], nodes: Any, count: Any) -> int:
+        for index, node in enumerate(found if nodes is not None else ()):
+            nodes[index] = node
+        count._obj.value = len(found)
+        return 0
+
+    def cuGraphGetNodes(self, graph: int, nodes: Any, count: Any) -> int:
+        return self._list(list(self.kinds), nodes, count)
+
+    def cuGraphNodeGetDependencies(self, node: int, nodes: Any, count: Any) -> int:
+        return self._list([one for one, other in self.edges if other == node], nodes, count)
+
+    def cuGraphNodeGetDependentNodes(self, node: int, nodes: Any, count: Any) -> int:
+        return self._list(sorted(other for one, other in self.edges if one == node), nodes, count)
+
+    def cuGraphNodeGetType(self, node: int, kind: Any) -> int:
+        kind._obj.value = self.kinds[node]
+        return 0
+
+    def cuGraphMemsetNodeGetParams(self, node: int, params: Any) -> int:
+        memset = params._obj
+        memset.address, memset.value, memset.element_size, memset.width, memset.height = 64, 0, 4, 1, 1
+        return 0
+
+    def cuGraphAddKernelNode_v2(self, made: Any, graph: int, nodes: Any, count: int, params: Any) -> int:
+        arguments = params._obj.arguments
+        assert params._obj.function == 99 and list(params._obj.grid) == list(params._obj.block) == [1, 1, 1]
+        assert ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_uint64))[0] == 64
+        assert ctypes.cast(arguments[2], ctypes.POINTER(ctypes.c_uint32))[0] == 1
+        self.kinds[5] = KERNEL
+        self.edges |= {(node, 5) for node in nodes[:count]}
+        made._obj.value = 5
+        return 0
+
+    def cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, count: int) -> int:
+        self.edges |= set(zip(sources[:count], targets[:count], strict=True))
+        return 0
+
+    def cuGraphDestroyNode(self, node: Any) -> int:
+        gone = node if isinstance(node, int) else node.value
+        del self.kinds[gone]
+        self.edges = {edge for edge in self.edges if gone not in edge}
+        return 0
+
+
+@pytest.fixture
+def plays(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def play(driver: Driver) -> Driver:
+        monkeypatch.setattr(graph_nodes, "_driver", lambda: driver)
+        monkeypatch.setattr(graph_nodes, "_fill_function", lambda device: 99)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        return driver
+
+    return play
+
+
+def test_the_kernel_has_the_memsets_neighbours(plays: Any) -> None:
+    driver = plays(Driver())
+    assert graph_nodes.replace_memsets(1234) == 1
+    assert driver.kinds == {1: KERNEL, 3: KERNEL, 4: KERNEL, 5: KERNEL}
+    assert driver.edges == {(1, 5), (5, 3), (5, 4)}
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        *("cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphMemsetNodeGetParams", "cuGraphNodeGetDependencies"),
+        *("cuGraphNodeGetDependentNodes", "cuGraphAddKernelNode_v2", "cuGraphAddDependencies"),
+    ],
+)
+def test_a_refused_change_leaves_the_graph(plays: Any, refused: str) -> None:
+    driver = plays(Driver(refused))
+    assert graph_nodes.replace_memsets(1234) == 0
+    assert driver.kinds == {1: KERNEL, 2: MEMSET, 3: KERNEL, 4: KERNEL}
+    assert driver.edges == {(1, 2), (2, 3), (2, 4)}
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
+
+
+def num_memsets(graph: torch.cuda.CUDAGraph) -> int:
+    driver = graph_nodes._driver()
+    kinds = []
+    for node in graph_nodes._nodes(driver.cuGraphGetNodes, graph.raw_cuda_graph()):
+        kind = ctypes.c_int()
+        assert driver.cuGraphNodeGetType(node, ctypes.byref(kind)) == 0
+        kinds.append(kind.value)
+    return kinds.count(MEMSET)
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_graph_writes_what_memsets_wrote() -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+    sizes: list[Any] = [ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
+    x = torch.zeros(1 << 15, dtype=torch.int32, device="cuda")
+    seen = torch.empty_like(x)
+
+    def compute() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        x.add_(1)
+        for call, value, count, offset in (
+            (driver.cuMemsetD8Async, 0xAB, 16, 0),
+            (driver.cuMemsetD16Async, 0x12CD, 6, 64),
+            (driver.cuMemsetD32Async, 123456789, 1000, 4096),
+            (driver.cuMemsetD32Async, 5, 20000, 16384),  # long
+            (driver.cuMemsetD8Async, 3, 5, 80000),  # no whole words
+        ):
+            call.argtypes = sizes
+            assert call(x.data_ptr() + offset, value, count, stream) == 0
+        seen.copy_(x).add_(1)
+
+    x.zero_()
+    compute()
+    expected = seen.clone(), x.clone()
+    graph, _ = cuda_graph.capture(compute, torch.cuda.graph_pool_handle())
+    assert num_memsets(graph) == 2
+    for _ in range(3):
+        x.zero_()
+        graph.replay()
+        assert torch.equal(seen, expected[0]) and torch.equal(x, expected[1])
+
+
+@pytest.mark.gpu
+@gpu
+def test_gemms_of_a_graph_have_no_memsets_and_the_same_bits() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(rows, 1024, device="cuda", generator=generator).to(E4M3) for rows in (2048, 1024))
+    scale = torch.full((4,), 0.5, device="cuda")[:1]
+    outs = [torch.empty(2048, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+
+    def compute() -> None:
+        for index, out in enumerate(outs):
+            ops.scaled_mm_into_(out, a, b, scale, scale, use_fast_accum=index % 2 == 0)
+
+    compute()
+    expected = [out.clone() for out in outs]
+    graph, _ = cuda_graph.capture(compute, torch.cuda.graph_pool_handle())
+    assert num_memsets(graph) == 0
+    for _ in range(3):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for out, value in zip(outs, expected, strict=True):
+            assert torch.equal(out, value)

@@ -1,0 +1,181 @@
+"""The choice among a GEMM's algorithms: the fastest that writes the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_megatron.formats import E4M3
+from fp8_megatron.kernels.gemm import algorithm_choice, cublaslt
+from fp8_megatron.kernels.gemm.algorithm_choice import chosen, fastest
+
+
+def test_rounds_are_compared_one_by_one() -> None:
+    """The second is faster in every round, though its times lie above some of the first's."""
+    assert chosen([[1.0, 2.0, 1.5], [0.9, 1.8, 1.4], [1.0, 2.1, 1.5]]) == 1
+
+
+def test_a_small_gain_may_be_noise() -> None:
+    assert chosen([[1.0, 1.0, 1.0], [0.99, 0.99, 0.99]]) == 0
+    assert chosen([[1.0, 1.0, 1.0], [0.5, 1.0, 1.0]]) == 0, "in one round of three"
+
+
+@pytest.mark.parametrize("fastest_of_all", range(5))
+def test_other_bits_and_failures_are_left_out(monkeypatch: pytest.MonkeyPatch, fastest_of_all: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    right = torch.randn(32, 16, generator=generator).bfloat16()
+    swapped = right.clone()
+    swapped[[3, 4]] = right[[4, 3]]
+    results = [right, None, swapped, right, right.neg()]
+    out = torch.empty(32, 16, dtype=torch.bfloat16)
+
+    def launch(index: int) -> bool:
+        result = results[index]
+        if result is not None:
+            out.copy_(result)
+        return result is not None
+
+    def timed(candidates: list[int], _: object) -> list[list[float]]:
+        return [[0.5 if index == fastest_of_all else 1.0] * 5 for index in candidates]
+
+    monkeypatch.setattr(algorithm_choice, "_timed", timed)
+    assert fastest(len(results), launch, out) == (3 if fastest_of_all == 3 else 0)
+
+
+def test_without_the_first_nothing_is_chosen() -> None:
+    assert fastest(2, lambda index: index > 0, torch.zeros(4, 4)) == 0
+
+
+class Library:
+    """cuBLASLt whose heuristic names three algorithms; each writes a number to `out`, if its arguments are complete.
+
+    Args:
+        results: what each algorithm writes.
+    """
+
+    def __init__(self, out: torch.Tensor, results: list[float]) -> None:
+        self.out, self.results = out, results
+        self.launched: list[int] = []
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *arguments: Any) -> int:
+        most, found, num_found = arguments[-3], arguments[-2]._obj, arguments[-1]._obj
+        num_found.value = min(most, len(self.results))
+        for index in range(num_found.value):
+            found[index].algorithm.data[0] = index
+        return 0
+
+    def cublasLtMatmul(self, *arguments: Any) -> int:
+        algorithm, workspace = arguments[-4]._obj, arguments[-3]
+        if not workspace.value:
+            return 7
+        self.launched.append(algorithm.data[0])
+        self.out.fill_(self.results[algorithm.data[0]])
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: 0
+
+
+@pytest.mark.parametrize(("is_fast", "stream", "taken"), [(True, 0, 2), (True, 77, 2), (False, 0, 0)])
+def test_a_plan_keeps_the_choice(monkeypatch: pytest.MonkeyPatch, is_fast: bool, stream: int, taken: int) -> None:
+    """On any stream; only where accumulation is fast; and in the lists that are made of later launches."""
+    out = torch.zeros(16, 16, dtype=torch.bfloat16)
+    library = Library(out, [1.0, 2.0, 1.0])
+    workspace = torch.empty(64)
+    monkeypatch.setattr(cublaslt, "_library", lambda: library)
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: ctypes.c_void_p(1))
+    monkeypatch.setattr(cublaslt, "workspace", lambda device, stream: workspace)
+    monkeypatch.setattr(cublaslt, "_plans", {})
+    monkeypatch.setattr(cublaslt, "_chosen", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def timed(candidates: list[int], launch: Any) -> list[list[float]]:
+        assert candidates == [0, 2]
+        for index in candidates:
+            assert launch(index)
+        return [[1.0] * 5, [0.8] * 5]
+
+    monkeypatch.setattr(algorithm_choice, "_timed", timed)
+    a = torch.ones(16, 16).to(E4M3)
+    scale = torch.ones(1)
+    for _ in range(2):
+        library.launched.clear()
+        cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=is_fast)
+        assert library.launched[-1] == taken
+    assert library.launched == [taken], "timed once"
+    (plan,) = cublaslt._plans.values()
+    again = cublaslt._Plan(plan.problem)
+    assert not again.awaits_timing and again._algorithm().data[0] == taken
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("has_addend", [False, True])
+def test_the_choice_is_fast_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch, has_addend: bool) -> None:
+    """GPT-345M's fc1, where the heuristic's first algorithm is slow."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (32768, 4096, 1024)
+    a, b = (torch.randn(rows, shape[2], device="cuda", generator=generator).to(E4M3) for rows in shape[:2])
+    addend = torch.randn(shape[:2], device="cuda", generator=generator).bfloat16() if has_addend else None
+    scale = torch.full((4,), 0.5, device="cuda")[:1]
+    out = torch.empty(shape[:2], device="cuda", dtype=torch.bfloat16)
+
+    def run() -> None:
+        cublaslt.matmul(a, b, scale, scale, None, out, use_fast_accum=True, addend=addend)
+
+    def milliseconds() -> float:
+        torch.cuda._sleep(10_000_000)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(10):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    plans: dict[int, dict[Any, Any]] = {0: {}, 64: {}}
+    results = []
+    for most in plans:
+        monkeypatch.setattr(cublaslt, "_MOST_TIMED", most)
+        monkeypatch.setattr(cublaslt, "_plans", plans[most])
+        monkeypatch.setattr(cublaslt, "_chosen", {})
+        out.fill_(torch.nan)
+        torch.cuda.set_sync_debug_mode("error")  # a step that is to be recorded may not seem to wait
+        run()
+        torch.cuda.set_sync_debug_mode("default")
+        assert len(cublaslt._chosen) == bool(most)
+        results.append(out.clone())
+    assert torch.equal(*results)
+    ratios = []
+    for _ in range(11):  # in turn, because clocks change
+        times = {}
+        for most, own in plans.items():
+            monkeypatch.setattr(cublaslt, "_plans", own)
+            times[most] = milliseconds()
+        ratios.append(times[64] / times[0])
+    assert statistics.median(ratios) < 1.01, ratios
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_recorded_launch_is_timed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_plans", {})
+    monkeypatch.setattr(cublaslt, "_chosen", {})
+    a = torch.ones(512, 512, device="cuda").to(E4M3)
+    scale = torch.ones(4, device="cuda")[:1]
+    out = torch.empty(512, 512, device="cuda", dtype=torch.bfloat16)
+    cublaslt.workspace(0, torch.cuda.current_stream().cuda_stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=True)
+    assert not cublaslt._chosen
+    cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=True)
+    assert len(cublaslt._chosen) == 1 and (out == 512).all()
