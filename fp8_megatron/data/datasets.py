@@ -116,8 +116,7 @@ def build_datasets(
     blends = blends_of_splits(data, sizes)
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend.prefixes})
     files = {prefix: check_indexed_dataset(prefix, vocab_size) for prefix in prefixes}
-    num_tokens = {prefix: summary.num_tokens for prefix, summary in files.items()}
-    blends = tuple(blend and weighted(blend, num_tokens) for blend in blends)
+    blends = tuple(blend and weighted(blend, lambda prefix: files[prefix].num_tokens) for blend in blends)
     config = _gpt_dataset_config(data, blends, sizes, seq_length, seed, tokenizer)
     _check_enough_text(data, config, blends, files)
     builder = DatasetBuilder(CachedGPTDataset, list(sizes), lambda: True, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,8 +259,7 @@ def _build(
         data.tokenizer_model, data.tokenizer_special_tokens, data.sft_tokenizer_prompt_format, data.sft_chat_template
     )
     files = {path: open_conversations(path, encoding, data.data_cache_path) for path in paths}
-    num_tokens = {path: len(file.tokens) for path, file in files.items()}
-    blends = [blend and weighted(blend, num_tokens) for blend in blends]
+    blends = [blend and weighted(blend, partial(_num_samples, data, files, seq_length)) for blend in blends]
     config = SFTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
@@ -282,6 +282,12 @@ def _build(
     _check_lines(data, config, blends, files)
     with process_group():
         return list(DatasetBuilder(SFTDataset, list(sizes), lambda: True, config).build())
+
+
+def _num_samples(data: DataConfig, files: dict[str, ConversationFile], seq_length: int, path: str) -> int:
+    """Samples of one pass over a file, and 1 for a file that has none: `SFTDataset` names it."""
+    file = files[path]
+    return max(1, len(pack(file, np.arange(len(file)), seq_length, packs=data.sft_packing).packs))
 
 
 def _check_lines(

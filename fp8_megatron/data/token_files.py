@@ -21,7 +21,7 @@ PREPROCESS_AGAIN = "run tools/preprocess_data.py again"
 
 @dataclass(frozen=True)
 class Blend:
-    """Token files and their sampling weights. Without weights, files are sampled in proportion to their tokens."""
+    """Token files and their sampling weights. Without weights, a pass over one file is a pass over all of them."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None

@@ -156,6 +156,24 @@ def test_splits_blends_and_validation_sets(tokenizer: HuggingFaceTokenizer, tmp_
         build_sft_datasets(replace(split, split="999,1,0"), sizes=(20, 10, 0), **common)
 
 
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_blend_without_weights_reads_all_of_its_files_equally_often(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, packs: bool
+) -> None:
+    """Though one has a tenth of the conversations, which are cut off, and nearly all of the tokens."""
+    long = write_lines(tmp_path / "long.jsonl", [talk("a" * 20, str(number) * 2000) for number in range(4)])
+    short = write_lines(tmp_path / "short.jsonl", lines(40))
+    given = {path: data_of(tokenizer, data_path=(path,), sft_packing=packs) for path in (long, short)}
+    sets = {
+        path: build_sft_validation_sets(replace(data, split="0,1,0"), seq_length=SEQ, seed=3, tokenizer=tokenizer)
+        for path, data in given.items()
+    }
+    sizes = {path: len(one) for path, (one,) in sets.items()}  # type: ignore[arg-type]
+    both = train_set(data_of(tokenizer, data_path=(long, short), sft_packing=packs), tokenizer, sum(sizes.values()))
+    read = Counter(int(both[index]["dataset_id"]) for index in range(sum(sizes.values())))
+    assert read == {0: sizes[long], 1: sizes[short]}
+
+
 def test_tokens_are_made_once_for_a_file_and_a_template(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
