@@ -24,7 +24,8 @@ class Conversation:
     """Messages that are one document.
 
     Attributes:
-        messages: each with ``role`` and ``content``, and what else its line gives, for the template.
+        messages: each with ``role`` and ``content``, and what else its line gives, for the template. The content of
+            calls of tools may be None.
         tools: what the answers may call, as JSON schemas; None: nothing.
         place: ``file:line``, for errors.
     """
@@ -83,7 +84,7 @@ def conversations_of(line: bytes, place: str) -> list[Conversation]:
 
 
 def _checked(message: object, place: str) -> Message:
-    """A message without its null values, which some templates write as None."""
+    """A message without its null values, which some templates write as None, but for its content."""
     if not isinstance(message, dict):
         raise UserError(f'{place}: {type(message).__name__}, not {{"role": …, "content": …}}; correct it')
     role, content = message.get("role"), message.get("content")
@@ -99,4 +100,4 @@ def _checked(message: object, place: str) -> Message:
         json.dumps(message, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"{place}: not UTF-8 ({error.reason}); correct the text") from None
-    return {key: value for key, value in message.items() if value is not None}
+    return {key: value for key, value in message.items() if value is not None or key == "content"}

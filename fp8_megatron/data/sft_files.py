@@ -22,7 +22,7 @@ from .splits import cache_folder
 logger = logging.getLogger(__name__)
 
 #: Raised when the same conversations would give other tokens.
-_FORMAT = 2
+_FORMAT = 3
 _PARTS = ("tokens", "is_answer", "conversation_ends", "line_ends")
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from .sft_conversations import ANSWERING, Conversation
+from .sft_conversations import ANSWERING, Conversation, Message
 from .transformers_tokenizer import HuggingFaceTokenizer
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: ``message['content'] is none`` and the like.
+_KNOWS_NULL = re.compile(r"content\W{0,3}\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
 
 
 class ChatTemplate:
@@ -50,6 +52,7 @@ class ChatTemplate:
             )
         self.text: str = own if template is None else template
         self._marks_answers = _MARK.search(self.text) is not None
+        self._knows_null = _KNOWS_NULL.search(self.text) is not None
 
     @property
     def fingerprint(self) -> str:
@@ -93,7 +96,7 @@ class ChatTemplate:
 
         with _naming(conversation):
             rendered: Any = render_jinja_template(
-                conversations=[list(conversation.messages)],
+                conversations=[self._messages(conversation)],
                 tools=conversation.tools,
                 chat_template=self.text,
                 return_assistant_tokens_mask=True,
@@ -124,12 +127,20 @@ class ChatTemplate:
             spans.append((len(prompt), len(until)))
         return text, spans
 
+    def _messages(self, conversation: Conversation) -> list[Message]:
+        """What the template gets. Content that is null is left out where the template would write it as None."""
+        if self._knows_null:
+            return list(conversation.messages)
+        return [
+            {key: value for key, value in message.items() if value is not None} for message in conversation.messages
+        ]
+
     def _write(self, conversation: Conversation, num_messages: int, *, prompts: bool = False) -> str:
         """The first messages as text; `prompts` adds what comes before an answer."""
         with _naming(conversation):
             return str(
                 self._backend.apply_chat_template(
-                    list(conversation.messages[:num_messages]),
+                    self._messages(conversation)[:num_messages],
                     tools=conversation.tools,
                     chat_template=self.text,
                     add_generation_prompt=prompts,

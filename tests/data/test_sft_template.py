@@ -116,6 +116,28 @@ def test_tools_and_further_keys_reach_the_template(tokenizer: HuggingFaceTokeniz
     assert answers == "addSeven.<|endoftext|>"
 
 
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+
+
+@pytest.mark.parametrize(
+    ("writes", "text"),
+    [
+        # As DeepSeek's templates
+        ("{% if m['content'] is none %}{{ calls }}{% else %}{{ m['content'] + calls }}{% endif %}", "q[add]"),
+        ("{{ calls }}{% if m.content is not none %}{{ ':' + m.content }}{% endif %}", "q[add]"),
+        # As GLM's
+        ("{{ m.content }}{{ calls }}", "q[add]"),
+    ],
+)
+def test_null_beside_calls_is_no_text(tokenizer: HuggingFaceTokenizer, writes: str, text: str) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% set calls = '[' + m.tool_calls[0].name + ']' %}"
+        f"{{% generation %}}{writes}{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}"
+    )
+    ids, answers = encoded(tokenizer, template, {"messages": [{"role": "user", "content": "q"}, CALL]})
+    assert tokenizer.decode(ids) == f"{text}<|endoftext|>" and answers == "[add]<|endoftext|>"
+
+
 def test_a_system_message_starts_another_conversation() -> None:
     one, two = talk("a", "b", system="s"), talk("c", "d", system="t")
     line = json.dumps({"messages": one["messages"] + two["messages"]}).encode()
