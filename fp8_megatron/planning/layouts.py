@@ -130,7 +130,11 @@ def largest_peak(config: Config, world_size: int, *, records: bool = False) -> t
 
 
 def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
-    batch, cp = config.global_batch_size(cluster.gpus), config.parallel.context_parallel_size
+    """Other layouts, of which some do not work. None if there is no batch to share: `check_config` says why."""
+    try:
+        batch, cp = config.global_batch_size(cluster.gpus), config.parallel.context_parallel_size
+    except ValueError:
+        return
     for tp in _powers_of_two(cluster.gpus_per_node):
         for pp in (size for size in range(1, cluster.gpus // tp + 1) if _divides_layers(config, size)):
             if cluster.gpus % (tp * cp * pp):

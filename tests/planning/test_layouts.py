@@ -106,6 +106,11 @@ def test_the_embedding_is_padded_for_tensor_parallelism() -> None:
         ("--config configs/gpt_7b.yaml", 12, "is not a multiple of --gpus-per-node 8"),
         ("--config configs/gpt_7b.yaml --global-batch-size 7", 3, "global_batch_size(7)"),
         ("--config configs/gpt_7b.yaml --num-attention-heads 7", 4, "hidden_size(4096)"),
+        (
+            "--config configs/gpt_7b.yaml --rampup-batch-size 8 8 1000 --global-batch-size 33",
+            4,
+            "rampup_batch_size(8 8 1000) cannot be followed",
+        ),
     ],
 )
 def test_what_works_in_no_layout(flags: str, gpus: int, said: str) -> None:
