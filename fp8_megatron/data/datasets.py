@@ -15,7 +15,7 @@ from ..config.schema import DataConfig
 from ..errors import UserError
 from .index_files import CachedGPTDataset, DatasetBuilder, index_folder
 from .indexed import IndexedSummary, check_indexed_dataset
-from .splits import HOW_TO_DO_WITHOUT, SPLITS, blends_of_splits, builder_sources, process_group, weighted
+from .splits import SPLITS, blends_of_splits, builder_sources, process_group, remedies, weighted
 from .token_files import Blend
 from .tokenizer import Tokenizer
 
@@ -192,6 +192,5 @@ def _check_enough_text(
                 where = f"with --split {data.split}, the {split} part of {prefix}" if data.data_path else prefix
                 raise UserError(
                     f"{where} has {num_tokens} tokens in {end - start} of {len(lengths)} documents, but one {split} "
-                    f"sample takes seq_length + 1 = {needed}: give more documents, a larger share in --split, or a "
-                    f"--{split}-data-path of its own{HOW_TO_DO_WITHOUT.get(split, '')}"
+                    f"sample takes seq_length + 1 = {needed}: {remedies(data, split, 'documents')}"
                 )

@@ -22,7 +22,7 @@ from .index_files import DatasetBuilder, index_folder
 from .sft_encoding import Encoding
 from .sft_files import ConversationFile, open_conversations
 from .sft_packing import pack_best_fit
-from .splits import HOW_TO_DO_WITHOUT, SPLITS, blends_of_splits, builder_sources, process_group, weighted
+from .splits import SPLITS, blends_of_splits, builder_sources, process_group, remedies, weighted
 from .token_files import Blend
 from .tokenizer import Tokenizer
 
@@ -301,7 +301,6 @@ def _check_lines(
             start, end = (round(bound * num_lines) for bound in part or (0.0, 0.0))
             if start == end:
                 raise UserError(
-                    f"with --split {data.split}, the {split} part of {path} has none of its {num_lines} lines: give "
-                    f"more conversations, a larger share in --split, or a --{split}-data-path of its own"
-                    f"{HOW_TO_DO_WITHOUT.get(split, '')}"
+                    f"with --split {data.split}, the {split} part of {path} has none of its {num_lines} lines: "
+                    f"{remedies(data, split, 'conversations')}"
                 )

@@ -17,7 +17,8 @@ from ..errors import UserError
 from .token_files import Blend, number_in
 
 SPLITS = ("train", "valid", "test")
-HOW_TO_DO_WITHOUT = {"valid": ", or turn validation off with --eval-interval 0"}
+_HOW_TO_DO_WITHOUT = {"valid": ", or turn validation off with --eval-interval 0"}
+_NO_TEST = {True: ", or do without a test: --split with 0 as its last weight", False: ", or drop --test-data-path"}
 
 
 def blends_of_splits(data: DataConfig, sizes: Sequence[int]) -> tuple[Blend | None, ...]:
@@ -33,12 +34,20 @@ def blends_of_splits(data: DataConfig, sizes: Sequence[int]) -> tuple[Blend | No
         raise UserError("no data: give --data-path, or --train-data-path and --valid-data-path, or --mock-data")
     for split, size in zip(SPLITS, sizes, strict=True):
         if size and not own[split]:
-            instead = HOW_TO_DO_WITHOUT.get(split, "")
+            instead = _HOW_TO_DO_WITHOUT.get(split, "")
             raise UserError(f"{size} {split} samples are wanted, but no --{split}-data-path is given: give it{instead}")
     return tuple(
         Blend.parse(f"--{split}-data-path", own[split]) if size else None
         for split, size in zip(SPLITS, sizes, strict=True)
     )
+
+
+def remedies(data: DataConfig, split: str, text: str) -> str:
+    """What a user can do where a split has too little `text`: documents, or conversations."""
+    without = _NO_TEST[bool(data.data_path)] if split == "test" else _HOW_TO_DO_WITHOUT.get(split, "")
+    if not data.data_path:
+        return f"give more {text}{without}"
+    return f"give more {text}, a larger share in --split, or files for each split with --train-data-path …{without}"
 
 
 def _check_split(split: str) -> None:

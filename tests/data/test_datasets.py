@@ -115,13 +115,25 @@ def test_too_little_text_for_a_split_is_an_error_with_its_numbers(write_tokens):
     prefix = write_tokens("corpus", counting(10, 50))
     message = (
         r"with --split 969,30,1, the valid part of .*corpus has 0 tokens in 0 of 10 documents, but one valid sample "
-        r"takes seq_length \+ 1 = 9: .*--valid-data-path of its own, or turn validation off with --eval-interval 0"
+        r"takes seq_length \+ 1 = 9: .*--train-data-path …, or turn validation off with --eval-interval 0"
     )
     with pytest.raises(ValueError, match=message):
         build(5, 5, data_path=(prefix,), split="969,30,1")
     with pytest.raises(ValueError, match=r"corpus has 500 tokens in 10 of 10 documents, but one train sample .* = 501"):
         build(5, seq_length=500, train_data_path=(prefix,))
     assert len(build(5, seq_length=499, train_data_path=(prefix,)).train) >= 5
+
+
+def test_what_to_do_about_too_little_text_is_what_the_run_can_do(write_tokens):
+    """--split cuts --data-path alone, beside which a split has no files of its own, and not every run needs a test."""
+    prefix = write_tokens("corpus", counting(10, 50))
+    without = (
+        "or files for each split with --train-data-path …, or do without a test: --split with 0 as its last weight"
+    )
+    with pytest.raises(ValueError, match=f"the test part of .*larger share in --split, {without}$"):
+        build(5, 0, 5, data_path=(prefix,), split="969,30,1")
+    with pytest.raises(ValueError, match=r"one test sample takes .*: give more documents, or drop --test-data-path$"):
+        build(0, 0, 5, seq_length=500, train_data_path=("absent",), test_data_path=(prefix,))
 
 
 def test_blends_follow_their_weights_and_files_of_their_own_splits(write_tokens):

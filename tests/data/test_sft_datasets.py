@@ -154,6 +154,8 @@ def test_splits_blends_and_validation_sets(tokenizer: HuggingFaceTokenizer, tmp_
     assert counts == [30, 30]
     with pytest.raises(UserError, match=r"with --split 999,1,0, the valid part of .*a.jsonl has none of its 30 lines"):
         build_sft_datasets(replace(split, split="999,1,0"), sizes=(20, 10, 0), **common)
+    with pytest.raises(UserError, match=r"the test part .*: give more conversations, .* 0 as its last weight$"):
+        build_sft_datasets(replace(split, split="969,30,1"), sizes=(20, 0, 10), **common)
 
 
 @pytest.mark.parametrize("packs", [True, False])
