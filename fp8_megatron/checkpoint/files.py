@@ -60,6 +60,16 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
+def no_checkpoint(setting: str, root: Path) -> str:
+    """The error of a setting that names a folder without a checkpoint."""
+    if (root / "config.json").is_file():
+        return (
+            f"{setting}({root}) is a Hugging Face model; give what "
+            f"fp8-megatron convert --input {root} --output FOLDER --to ours makes of it"
+        )
+    return f"{setting}({root}) holds no checkpoint; give the folder that --save named, or its iter_* folder"
+
+
 def temporary_folder(folder: Path, token: str = "") -> Path:
     """The folder where a checkpoint is written before it gets its name.
 

@@ -10,7 +10,15 @@ from typing import Any
 from ..config.io import load_config
 from ..config.model import ModelConfig
 from ..config.schema import Config, DataConfig
-from .files import CONFIG, CheckpointError, candidates, is_megatron_checkpoint, iteration_folder, named_checkpoint
+from .files import (
+    CONFIG,
+    CheckpointError,
+    candidates,
+    is_megatron_checkpoint,
+    iteration_folder,
+    named_checkpoint,
+    no_checkpoint,
+)
 from .manifest import check_files
 from .megatron_loading import open_megatron_checkpoint
 from .same_model import settings_of_arguments
@@ -37,9 +45,7 @@ def settings_of_checkpoint(config: Config) -> Config | None:
     if not found:
         if checkpoint.loads_what_it_saves:
             return None
-        raise CheckpointError(
-            f"use_checkpoint_args: load({root}) holds no checkpoint; give the folder that --save named"
-        )
+        raise CheckpointError(f"use_checkpoint_args: {no_checkpoint('load', root)}")
     folder = iteration_folder(root, found[0])
     if is_megatron_checkpoint(folder):
         return replace(Config(), model=model_of_arguments(open_megatron_checkpoint(folder).arguments))

@@ -18,6 +18,7 @@ from ..checkpoint.files import (
     iteration_folder,
     megatron_iterations,
     named_checkpoint,
+    no_checkpoint,
     saved_iterations,
 )
 from ..checkpoint.loading import LoadOptions
@@ -214,15 +215,14 @@ def _pretrained(checkpoint: CheckpointConfig) -> Source | None:
     root, iteration = named_checkpoint(Path(checkpoint.pretrained_checkpoint))
     found = candidates(root, iteration) if root.is_dir() else []
     if not found:
-        raise CheckpointError(f"pretrained_checkpoint({root}) holds no checkpoint; give a folder that --save named")
+        raise CheckpointError(no_checkpoint("pretrained_checkpoint", root))
     return Source(root, LoadOptions(iteration, finetune=True), newest=found[0])
 
 
 def _allow_missing(checkpoint: CheckpointConfig, source: Source, *, quiet: bool) -> None:
     """Raise, unless this is the first start of a run that will resume from where it saves."""
     root = source.root
-    holds_none = f"load({root}) holds no checkpoint; give the folder that --save named, or its iter_* folder"
-    problem = load_problem(root) or holds_none
+    problem = load_problem(root) or no_checkpoint("load", root)
     if source.options.finetune:
         raise CheckpointError(f"finetune: {problem}")
     if not _continues(checkpoint, source):

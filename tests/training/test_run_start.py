@@ -91,6 +91,8 @@ def test_two_folders_of_one_run(tmp_path: Path) -> None:
         ),
         ({"load": "empty"}, r"load\(.*empty\) holds no checkpoint; give the folder .*, or its iter_\* folder; a run"),
         ({"load": "file"}, r"load\(.*file\) is a file; give the folder"),
+        ({"load": "model", "finetune": True}, r"load\(.*\) is a Hugging Face model; .* convert --input .*/model "),
+        ({"pretrained_checkpoint": "model"}, r"pretrained_checkpoint\(.*model\) is a Hugging Face model; give what"),
         ({"load": "missing", "finetune": True}, r"finetune: load\(.*missing\) does not exist"),
         ({"load": "empty", "save": "empty", "finetune": True}, r"finetune: load\(.*empty\) holds no checkpoint"),
         ({"load": "empty", "save": "file"}, r"load\(.*empty\) holds no checkpoint"),
@@ -109,8 +111,11 @@ def test_two_folders_of_one_run(tmp_path: Path) -> None:
 def test_what_is_not_there(tmp_path: Path, settings: dict, expected: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     add_checkpoint(tmp_path / "full", 20)
-    given = {name: tmp_path / value if name in ("load", "save") else value for name, value in settings.items()}
+    paths = ("load", "save", "pretrained_checkpoint")
+    given = {name: tmp_path / value if name in paths else value for name, value in settings.items()}
     with pytest.raises(CheckpointError, match=expected) as error:
         start(**given)
     assert "\n" not in str(error.value)
