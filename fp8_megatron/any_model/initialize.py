@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -67,23 +68,14 @@ def initialize(
         raise UserError("the optimizer is an FP8Optimizer already: initialize is called once")
     check_optimizer(optimizer)
     if _is_fully_sharded(model):
-        from .fsdp import build_sharded_optimizer  # importing torch's FSDP2 takes seconds
-
         given = {
             "recipe": recipe != "tensorwise",
-            "filter": filter,
+            "filter": filter is not None,
             "recompute_activations": recompute_activations,
-            "process_group": process_group,
+            "process_group": process_group is not None,
         }
-        unread = [name for name, value in given.items() if value]
-        if unread:
-            raise UserError(
-                f"{' and '.join(unread)}: fully_shard has sharded the model already; give recipe, filter and "
-                f"recompute_activations to replace_linears before it; the ranks are those of its mesh"
-            )
-        sharded = build_sharded_optimizer(model, optimizer, opt_level)
-        warn_of_vain_search(model, sharded)
-        return model, sharded
+        unread = [name for name, is_given in given.items() if is_given]
+        return model, _initialize_sharded(model, optimizer, opt_level, unread)
     is_set = recipe != "tensorwise" or filter is not None or recompute_activations
     if is_set and any(is_fp8(module) for module in model.modules()):
         raise UserError(
@@ -129,6 +121,29 @@ def _check_model(model: object) -> None:
     for name, parameter in model.named_parameters():
         if getattr(parameter, "main_grad", None) is not None:
             raise UserError(f"{name} has an FP8 optimizer already: initialize is called once")
+
+
+def _initialize_sharded(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, opt_level: str, given: Sequence[str]
+) -> FP8Optimizer:
+    """The optimizer of a model that torch's ``fully_shard`` has sharded.
+
+    Args:
+        given: the arguments of `initialize` that the caller has given and that nothing here reads.
+
+    Raises:
+        UserError: there are such arguments.
+    """
+    from .fsdp import build_sharded_optimizer  # importing torch's FSDP2 takes seconds
+
+    if given:
+        raise UserError(
+            f"{' and '.join(given)}: fully_shard has sharded the model already; give recipe, filter and "
+            f"recompute_activations to replace_linears before it; the ranks are those of its mesh"
+        )
+    sharded = build_sharded_optimizer(model, optimizer, opt_level)
+    warn_of_vain_search(model, sharded)
+    return sharded
 
 
 def _is_fully_sharded(model: torch.nn.Module) -> bool:
