@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "FP8Linear": "nn.module",
     "FP8Optimizer": "any_model.optimizer",
-    "clip_grad_norm_": "any_model.gradients",
+    "clip_grad_norm_": "any_model.clip_grads",
     "initialize": "any_model.initialize",
     "record_step": "any_model.recorded_step",
     "replace_linears": "any_model.linears",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from .gradients import clip_grad_norm_
+from .clip_grads import clip_grad_norm_
 from .initialize import initialize as initialize_model
 from .te_modules import te_kind
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8_megatron.any_model.build import build_optimizer
+from fp8_megatron.any_model.clip_grads import clip_grad_norm_
 from fp8_megatron.any_model.grad_tensor import GradTensor
-from fp8_megatron.any_model.gradients import clip_grad_norm_
 from fp8_megatron.any_model.initialize import initialize
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer

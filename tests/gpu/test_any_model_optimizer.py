@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8_megatron.any_model.build import build_optimizer
-from fp8_megatron.any_model.gradients import clip_grad_norm_
+from fp8_megatron.any_model.clip_grads import clip_grad_norm_
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.formats import LEVELS

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from fp8_megatron.any_model.gradients import clip_grad_norm_
+from fp8_megatron.any_model.clip_grads import clip_grad_norm_
 from fp8_megatron.any_model.recorded_step import record_step
 from fp8_megatron.device.group import Group
 from tests.any_model.test_data_parallel import Outcome, assert_equal, build, values, with_equal_gradients
