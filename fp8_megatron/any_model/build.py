@@ -13,8 +13,9 @@ from ..formats import LEVELS
 from ..nn.conv1d import FP8Conv1D
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
-from .data_parallel import MeetsForState, NoHook, Replication, allow_ddp
+from .data_parallel import NoHook, Replication
 from .optimizer import FP8Optimizer
+from .replica_hooks import MeetsForState, allow_ddp
 from .te_modules import plain_value
 from .torch_optimizers import OptimizerError, check_optimizer, use_params
 

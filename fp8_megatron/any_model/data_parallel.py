@@ -12,9 +12,8 @@ All replicas call what reads or writes gradients in the same order, and use the 
 
 from __future__ import annotations
 
-import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..errors import UserError
-from ..nn.module import FP8Linear
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_grad import WeightGrad
 from ..sharding.data_parallel import Exchange, build_grad_buffer
@@ -35,8 +33,7 @@ from ..sharding.replicas import Replicas, Sharing
 from ..sharding.staging import StagingPools
 from ..sharding.storage import ModelStorage
 from .grad_tensor import GradTensor
-from .gradients import ParamGrad, RecordableGrads, SpaceGrads
-from .te_layers import FP8LayerNormMLP
+from .gradients import ParamGrad, RecordableGrads
 
 #: Steps in which the host waits to see that replicas use the same parameters; later, only where a rank's use changes.
 _WATCHED_STEPS = 3
@@ -48,6 +45,13 @@ _ON_DEMAND = 1 << 60
 
 class ReplicaError(UserError):
     """Replicas do not do the same."""
+
+
+class NoHook:
+    """A hook that does nothing: what a pickled model has in place of hooks that know replicas."""
+
+    def __call__(self, *unused: Any) -> None:
+        pass
 
 
 class Replication:
@@ -211,118 +215,6 @@ class Replication:
                 torch.distributed.broadcast(bits, source, group=self.group)
                 if sent.data_ptr() != part.data_ptr():
                     part.copy_(sent)
-
-
-def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads], replication: Replication | None) -> None:
-    """Let torch's DDP wrap `model`: it reduces nothing twice.
-
-    DDP leaves out what a model lists. It refuses a model without a gradient of its own, so it keeps one plain
-    parameter: it averages that one's ``p.grad``, and the mean of the means over replicas is the mean.
-
-    Args:
-        spaces: the gradients of all trained parameters.
-        replication: follows DDP's ``no_sync``; None: there is one replica.
-    """
-    layers = [module for module in model.modules() if isinstance(module, (FP8Linear, FP8LayerNormMLP))]
-    owned = {param for layer in layers for param in layer.parameters()}
-    free = [grad for space in spaces for grad in space.grads if grad.param not in owned]
-    kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
-    model._ddp_params_and_buffers_to_ignore = _LeftOut(model, kept)  # type: ignore[assignment]
-    if kept is not None:
-        model.register_forward_pre_hook(_SeesDDP(kept, replication))
-
-
-class _LeftOut:
-    """The names of the parameters that torch's DDP leaves out: those of the FP8 optimizer, FP8 weights, frozen ones. It
-    asks once, when it wraps the model.
-
-    From then on the gradient that it keeps is left to it, until `_SeesDDP` sees a forward without it. A compiled model
-    runs no such hook.
-    """
-
-    def __init__(self, model: torch.nn.Module, kept: ParamGrad | None) -> None:
-        self._model = weakref.ref(model)
-        self._kept = kept
-
-    def __iter__(self) -> Iterator[str]:
-        model = self._model()
-        assert model is not None
-        if self._kept is not None:
-            self._kept.is_left_to_others = True
-        for name, param in model.named_parameters(remove_duplicate=False):
-            own = getattr(param, "main_grad", None)
-            if own is None and param.requires_grad and not isinstance(param, ScaledTensor):
-                param.reduced_by_ddp = True  # type: ignore[attr-defined]  # it may be another optimizer's
-            elif own is None or own is not self._kept:
-                # DDP looks for a root's own parameters under another name, and torch.compile adds a name.
-                yield from (name, f".{name}", f"_orig_mod.{name}")
-
-    def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:
-        """Nobody reduces the gradients of a copy: DDP leaves nothing out."""
-        return list, ()
-
-
-class _SeesDDP:
-    """Forward pre-hook: whether torch's DDP runs the model, and so reduces the gradient that it keeps; and whether it
-    does so inside of its ``no_sync``. DDP, too, asks in forward.
-
-    Raises:
-        ReplicaError: DDP is inside of ``join()``.
-    """
-
-    def __init__(self, kept: ParamGrad, replication: Replication | None) -> None:
-        self._kept = kept
-        self._replication = replication
-
-    def __call__(self, *unused: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None and self._replication is not None and self._replication.is_recorded:
-            raise ReplicaError(
-                "torch's DDP reduces gradients during backward, which record_step cannot record: call the model of "
-                "initialize itself, which shares its gradients without DDP"
-            )
-        self._kept.is_left_to_others = ddp is not None
-        if self._replication is not None and torch.is_grad_enabled():
-            self._replication.ddp_holds_back = ddp is not None and not ddp.require_backward_grad_sync
-            if ddp is not None and ddp._join_config.enable and not ddp._join_config.throw_on_early_termination:
-                raise ReplicaError(
-                    "join() of torch's DDP lets a rank without data answer for DDP alone; the others would wait for "
-                    "its FP8 gradients: give all ranks equally many batches (DistributedSampler, drop_last=True, "
-                    "even_batches=True), or end all at the first: join(throw_on_early_termination=True)"
-                )
-
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
-        return NoHook, ()
-
-
-class MeetsForState:
-    """State-dict pre-hook: the replicas meet, because a weight's value is gathered from shards of its master.
-
-    Args:
-        is_consolidated: whether this rank has all values.
-    """
-
-    def __init__(self, replication: Replication, is_consolidated: Callable[[], bool]) -> None:
-        self._replication = replication
-        self._is_consolidated = is_consolidated
-
-    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not prefix and not keep_vars and not self._is_consolidated():
-            self._replication.meet("model.state_dict()")
-
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
-        return NoHook, ()
-
-
-class NoHook:
-    """A hook that does nothing."""
-
-    def __call__(self, *unused: Any) -> None:
-        pass
 
 
 class ShardedGrads(RecordableGrads):
