@@ -26,14 +26,13 @@ load_bundled()  # before megatron-core, which imports Transformer Engine
 
 from fp8_megatron.commands import pretrain_gpt
 from fp8_megatron.commands.program import exit_status
-from fp8_megatron.training import run_start
-from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training import run_start, training_run
 from fp8_megatron.training.build import TrainingState
 
 ORDERS = Path(os.environ["CHAOS_ORDERS"])
 RANK = os.environ["RANK"]
 
-_step, _sync, _train = trainer_module.train_step, os.fsync, trainer_module._Run.train
+_step, _sync, _train = training_run.train_step, os.fsync, training_run.TrainingRun.train
 
 
 def train_step(state: TrainingState, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -94,8 +93,8 @@ def _train_and_tell(run: Any) -> None:
 
 def main() -> int:
     """Train; the exit status."""
-    trainer_module.train_step = train_step
-    trainer_module._Run.train = _train_and_tell  # type: ignore[method-assign]
+    training_run.train_step = train_step
+    training_run.TrainingRun.train = _train_and_tell  # type: ignore[method-assign]
     os.fsync = _slow_sync
     if "CHAOS_WAIT_SECONDS" in os.environ:  # a second run: that it gives up sooner changes nothing else
         run_start._WAIT_SECONDS = float(os.environ["CHAOS_WAIT_SECONDS"])

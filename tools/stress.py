@@ -21,7 +21,7 @@ from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.cast_statistics import HealthSample
 from fp8_megatron.reporting.run_log import EVENTS_FILE, EventKind, events_of_run, last_run, read_events
-from fp8_megatron.training import trainer
+from fp8_megatron.training import training_run
 from fp8_megatron.training.loss_spikes import SpikeGuard, changed_casts
 from fp8_megatron.training.run_data import RunData
 from fp8_megatron.training.trainer import Trainer
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     config = parse_config([*options.flags, "--output-dir", str(options.run)])
     samples: list[HealthSample] = []
-    plain_loader, plain_step, plain_sampled = RunData.train_loader, trainer.train_step, SpikeGuard.sampled
+    plain_loader, plain_step, plain_sampled = RunData.train_loader, training_run.train_step, SpikeGuard.sampled
 
     def loader(data: RunData, consumed_samples: int, **settings: Any) -> Iterator[Any]:
         batches = plain_loader(data, consumed_samples, **settings)
@@ -90,11 +90,11 @@ def run(options: argparse.Namespace) -> int:
         samples.append(sample)
         plain_sampled(guard, sample)
 
-    RunData.train_loader, trainer.train_step, SpikeGuard.sampled = loader, step, sampled  # type: ignore[method-assign,assignment]
+    RunData.train_loader, training_run.train_step, SpikeGuard.sampled = loader, step, sampled  # type: ignore[method-assign,assignment]
     try:
         Trainer(config).fit()
     finally:
-        RunData.train_loader, trainer.train_step = plain_loader, plain_step  # type: ignore[method-assign]
+        RunData.train_loader, training_run.train_step = plain_loader, plain_step  # type: ignore[method-assign]
         SpikeGuard.sampled = plain_sampled  # type: ignore[method-assign]
     print("casts that changed, by sample:", *(first_changes(samples) or ["  none"]), sep="\n")
     events = read_events(options.run / EVENTS_FILE)

@@ -19,7 +19,7 @@ from fp8_megatron.reporting.health_file import HEALTH_FILE
 from fp8_megatron.reporting.metrics_file import METRICS_FILE
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
 from fp8_megatron.training import train_step as train_step_module
-from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training import training_run
 from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.loss_spikes import LossSpike, SpikeGuard, after_rollbacks, changed_casts
 from fp8_megatron.training.run_data import RunData
@@ -152,7 +152,7 @@ def started_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return found
 
     monkeypatch.setattr(RunData, "train_loader", loader)
-    monkeypatch.setattr(trainer_module.PendingStep, "result", result)
+    monkeypatch.setattr(training_run.PendingStep, "result", result)
     return starts
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
-from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training import training_run
 from fp8_megatron.training.stopping import TrainingDiverged
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import tiny_flags
@@ -47,7 +47,7 @@ def test_resume_is_bitwise(tmp_path: Path) -> None:
 
 def test_non_finite_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN in the embedding makes every gradient NaN: nothing moves, and the limit ends the run and says where."""
-    build = trainer_module.build_training_state
+    build = training_run.build_training_state
     states = []
 
     def poisoned(*args: object, **kwargs: object):  # type: ignore[no-untyped-def]
@@ -57,7 +57,7 @@ def test_non_finite_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         states.append(state)
         return state
 
-    monkeypatch.setattr(trainer_module, "build_training_state", poisoned)
+    monkeypatch.setattr(training_run, "build_training_state", poisoned)
     with pytest.raises(TrainingDiverged, match="gradients with a NaN or inf on rank 0: "):
         fit(tmp_path, train_iters=20, max_skipped_steps=3, **RELEASE, **STRETCH)
     (state,) = states

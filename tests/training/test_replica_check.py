@@ -11,7 +11,7 @@ import torch
 from fp8_megatron.checkpoint.files import saved_iterations
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
-from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training import training_run
 from fp8_megatron.training.trainer import Trainer
 from fp8_megatron.watch.replica_hash import ReplicasDiffer
 from tests.harness.ranks import RankPool
@@ -27,7 +27,7 @@ def _fit(folder: Path, flipped_at: int | None, changed: dict[str, Any] | None = 
         "check_weight_hash_across_dp_replicas_interval": 3,
     }
     flags = tiny_flags(folder, **{**settings, **(changed or {})})
-    step, taken = trainer_module.train_step, 0
+    step, taken = training_run.train_step, 0
 
     def flipping(state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal taken
@@ -39,13 +39,13 @@ def _fit(folder: Path, flipped_at: int | None, changed: dict[str, Any] | None = 
             state.optimizer.states[0].weight.payload.view(torch.uint8)[5] ^= 16
         return step(state, *args, **kwargs)
 
-    trainer_module.train_step = flipping
+    training_run.train_step = flipping
     try:
         Trainer(parse_config(flags)).fit()
     except ReplicasDiffer as error:
         return str(error)
     finally:
-        trainer_module.train_step = step
+        training_run.train_step = step
     return ""
 
 

@@ -16,10 +16,10 @@ from fp8_megatron.device.memory import memory_bytes
 from fp8_megatron.errors import UserError
 from fp8_megatron.planning.activations import predict_host_bytes
 from fp8_megatron.planning.memory import predict_memory
-from fp8_megatron.training import room
-from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training import room, training_run
 from fp8_megatron.training.room import check_memory, check_room
 from fp8_megatron.training.run_start import starting_run
+from fp8_megatron.training.trainer import Trainer
 from tests.harness.run_starts import NoSignals, OneRank, add_checkpoint
 from tests.harness.runs import tiny_flags
 
@@ -127,11 +127,11 @@ def test_a_model_beyond_the_machine_is_refused_before_it_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor is the configuration printed."""
-    monkeypatch.setattr(trainer_module, "build_training_state", None)
+    monkeypatch.setattr(training_run, "build_training_state", None)
     caplog.set_level("INFO")
     flags = tiny_flags(tmp_path, num_layers=100_000, hidden_size=8192, num_attention_heads=64)
     with pytest.raises(UserError, match=r"GB on this machine, which has .*; lower num_layers\(100000\), hidden_size"):
-        trainer_module.Trainer(parse_config(flags)).fit()
+        Trainer(parse_config(flags)).fit()
     assert not any("configuration" in line for line in caplog.messages)
 
 

@@ -28,8 +28,7 @@ from fp8_megatron.data import loader as loader_module
 from fp8_megatron.data.splits import process_group
 from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
-from fp8_megatron.training import step_results
-from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training import step_results, training_run
 from fp8_megatron.training.schedule import RunSchedule
 from fp8_megatron.training.stopping import StopReason
 from fp8_megatron.training.trainer import Trainer
@@ -204,7 +203,7 @@ def two_files(folder: Path) -> list[str]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float, list[list[int]]]]:
     """Fills with (learning rate, weight decay, tokens) of each training step from here on."""
     steps: list[tuple[float, float, list[list[int]]]] = []
-    plain = trainer_module.train_step
+    plain = training_run.train_step
 
     def train_step(state: Any, loader: Iterator[Any], **settings: Any) -> torch.Tensor:
         taken = [next(loader) for _ in range(settings["num_micro_batches"])]
@@ -212,7 +211,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float, list[l
         steps.append((group["lr"], group["weight_decay"], [row for batch in taken for row in batch["tokens"].tolist()]))
         return plain(state, iter(taken), **settings)
 
-    monkeypatch.setattr(trainer_module, "train_step", train_step)
+    monkeypatch.setattr(training_run, "train_step", train_step)
     return steps
 
 
@@ -351,12 +350,12 @@ def test_what_is_left_out_is_not_read(
 
 
 def test_a_signal_before_what_is_left_out_ends_the_run_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_step = trainer_module.train_step
+    train_step = training_run.train_step
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         return train_step(*args, **{**kwargs, "stop": StopReason.SIGNAL})
 
-    monkeypatch.setattr(trainer_module, "train_step", interrupted)
+    monkeypatch.setattr(training_run, "train_step", interrupted)
     saved = tmp_path / "saved"
     records = fit(tmp_path, train_iters=9, save=saved, save_interval=2, iterations_to_skip=[2, 3])
     assert [record["iteration"] for record in records] == [1] and saved_iterations(saved) == [1]
@@ -373,8 +372,8 @@ def test_the_time_of_what_is_left_out_is_no_steps(tmp_path: Path, monkeypatch: p
         return slow
 
     monkeypatch.setattr(step_results, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(trainer_module, "train_step", taking(1, trainer_module.train_step))
-    monkeypatch.setattr(trainer_module._Run, "_leave_out", taking(100, trainer_module._Run._leave_out))
+    monkeypatch.setattr(training_run, "train_step", taking(1, training_run.train_step))
+    monkeypatch.setattr(training_run.TrainingRun, "_leave_out", taking(100, training_run.TrainingRun._leave_out))
     records = fit(tmp_path, train_iters=4, iterations_to_skip=[1, 3])
     assert [record["step_seconds"] for record in records] == [1, 1]
 
@@ -390,14 +389,14 @@ def test_a_save_and_the_end_come_after_an_iteration_that_is_left_out(tmp_path: P
 def test_embedding_and_output_layer_follow_the_decoupled_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As megatron-core names them, and nothing else; weights of a rate near 0 hardly move."""
     seen: list[dict[str, tuple[float, float]]] = []
-    plain = trainer_module.train_step
+    plain = training_run.train_step
 
     def train_step(state: Any, *arguments: Any, **settings: Any) -> torch.Tensor:
         groups = zip(state.optimizer.states, state.optimizer.param_groups, strict=True)
         seen.append({slot.name: (g["lr"], g["min_lr"]) for space, g in groups for slot in space.space.slots})
         return plain(state, *arguments, **settings)
 
-    monkeypatch.setattr(trainer_module, "train_step", train_step)
+    monkeypatch.setattr(training_run, "train_step", train_step)
     settings = {"train_iters": 3, "lr_decay_style": "constant", "untie_embeddings_and_output_weights": True}
     records = fit(tmp_path, decoupled_lr=1e-9, **settings)
     own = {name for name, rates in seen[0].items() if rates == (1e-9, 0.0)}

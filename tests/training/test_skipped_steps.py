@@ -16,7 +16,7 @@ from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.reporting.health_file import HEALTH_FILE
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
-from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training import training_run
 from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.train_step import train_step
@@ -34,7 +34,7 @@ def _fit_with_a_bad_loss(folder: Path, flags: dict[str, Any], bad: float) -> lis
     Returns:
         For each step, whether its norm is finite, and whether any master changed on this rank.
     """
-    step, taken, found = trainer_module.train_step, itertools.count(1), []
+    step, taken, found = training_run.train_step, itertools.count(1), []
 
     def masters(state: Any) -> list[Tensor]:
         return [space.master.load().clone() for space in state.optimizer.states]
@@ -49,11 +49,11 @@ def _fit_with_a_bad_loss(folder: Path, flags: dict[str, Any], bad: float) -> lis
         found.append((math.isfinite(packed[2].item()), changed))
         return packed
 
-    trainer_module.train_step = disturbed
+    training_run.train_step = disturbed
     try:
         Trainer(parse_config(tiny_flags(folder, train_iters=4, **flags))).fit()
     finally:
-        trainer_module.train_step = step
+        training_run.train_step = step
     return found
 
 
@@ -138,7 +138,7 @@ def test_the_third_bad_step_in_a_row_names_the_first_cast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
 ) -> None:
     """A result is read one step late, so the step after the next one is sampled. Healthy steps are not."""
-    step, taken = trainer_module.train_step, itertools.count(1)
+    step, taken = training_run.train_step, itertools.count(1)
 
     def disturbed(state: Any, *args: Any, **kwargs: Any) -> Tensor:
         is_bad = next(taken) in (3, 4, 5)
@@ -148,7 +148,7 @@ def test_the_third_bad_step_in_a_row_names_the_first_cast(
         hook.remove()
         return packed
 
-    monkeypatch.setattr(trainer_module, "train_step", disturbed)
+    monkeypatch.setattr(training_run, "train_step", disturbed)
     Trainer(parse_config(tiny_flags(tmp_path, train_iters=8, **flags))).fit()
     skips = [found for found in read_events(tmp_path / EVENTS_FILE) if found["kind"] == "skip"]
     assert [skip["iteration"] for skip in skips] == [3, 4, 5]

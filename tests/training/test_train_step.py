@@ -15,7 +15,7 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.quantization.cast_report import CastReport, Role, SlotName, Suspect
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.sharding.grad_buffer import GradBuffer
-from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training import training_run
 from fp8_megatron.training.stopping import StopReason, request_of
 from fp8_megatron.training.train_step import _over_ranks
 from fp8_megatron.training.trainer import Trainer
@@ -96,19 +96,19 @@ def _fit_on_stages(
 ) -> list[_Watched]:
     """Train 3 steps on two pipeline stages; after each, what `look` finds in this rank's gradients."""
     stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": layout}
-    step, found = trainer_module.train_step, []
+    step, found = training_run.train_step, []
 
     def watched(state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         packed = step(state, *args, **kwargs)
         found.append(look(state.optimizer.buffers))
         return packed
 
-    trainer_module.train_step = watched
+    training_run.train_step = watched
     try:
         settings = {**stages, **words, "fp8_recipe": "delayed", "train_iters": 3, "log_interval": 1}
         Trainer(parse_config(tiny_flags(folder, **settings))).fit()
     finally:
-        trainer_module.train_step = step
+        training_run.train_step = step
     return found
 
 

@@ -28,6 +28,7 @@ from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
 from fp8_megatron.reporting.step_figures import StepFigures
 from fp8_megatron.training import train_step as train_step_module
 from fp8_megatron.training import trainer as trainer_module
+from fp8_megatron.training import training_run
 from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.run_report import log_settings
 from fp8_megatron.training.stopping import TrainingDiverged
@@ -190,7 +191,7 @@ def test_ranks_of_a_node_name_one_folder(num_ranks: int, monkeypatch: pytest.Mon
 
 def test_sigterm_waits_for_a_pending_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save in the background is as slow as ten steps; SIGTERM in the next one ends with both checkpoints whole."""
-    write_chunks, train_step, calls = saving.write_chunks, trainer_module.train_step, 0
+    write_chunks, train_step, calls = saving.write_chunks, training_run.train_step, 0
 
     def slowly(*args: object, **kwargs: object) -> object:
         time.sleep(1.0)
@@ -204,7 +205,7 @@ def test_sigterm_waits_for_a_pending_save(tmp_path: Path, monkeypatch: pytest.Mo
         return train_step(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(saving, "write_chunks", slowly)
-    monkeypatch.setattr(trainer_module, "train_step", interrupted)
+    monkeypatch.setattr(training_run, "train_step", interrupted)
     checkpoints = tmp_path / "checkpoints"
     stopped = steps(fit(tmp_path, train_iters=40, save=checkpoints, save_interval=3, async_save=True))
     assert saved_iterations(checkpoints) == [3, len(stopped)]
@@ -291,7 +292,7 @@ def test_a_different_seed_gives_other_losses(tmp_path: Path) -> None:
 
 def test_sigterm_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIGTERM in step 5 ends the run within two steps with a checkpoint that resumes to the end."""
-    train_step = trainer_module.train_step
+    train_step = training_run.train_step
     calls = 0
 
     def interrupted(*args: object, **kwargs: object) -> torch.Tensor:
@@ -301,7 +302,7 @@ def test_sigterm_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer_module, "train_step", interrupted)
+    monkeypatch.setattr(training_run, "train_step", interrupted)
     checkpoints = tmp_path / "checkpoints"
     stopped = steps(fit(tmp_path, train_iters=40, save=checkpoints))
     assert 5 <= len(stopped) <= 7
@@ -325,29 +326,31 @@ class Clock:
 
 def test_the_time_limit_counts_the_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that take two minutes to open leave a limit of one no time: the first step is the last."""
-    clock, open_run_data = Clock(), trainer_module.open_run_data
+    clock, open_run_data = Clock(), training_run.open_run_data
 
     def slowly(*args: Any) -> Any:
         clock.seconds += 120
         return open_run_data(*args)
 
-    monkeypatch.setattr(trainer_module, "time", clock)
-    monkeypatch.setattr(trainer_module, "open_run_data", slowly)
+    for module in (trainer_module, training_run):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(training_run, "open_run_data", slowly)
     records = fit(tmp_path, train_iters=9, exit_duration_in_mins=1, save=tmp_path / "saved")
     assert len(steps(records)) <= 2
     assert saved_iterations(tmp_path / "saved") == [len(steps(records))]
 
 
 def _fit_with_one_late_clock(folder: Path) -> None:
-    clock, train_step = Clock(), trainer_module.train_step
+    clock, train_step = Clock(), training_run.train_step
 
     def late(*args: Any, **kwargs: Any) -> torch.Tensor:
         clock.seconds += 120 * int(os.environ["RANK"])
         return train_step(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "time", clock)
-        patch.setattr(trainer_module, "train_step", late)
+        for module in (trainer_module, training_run):
+            patch.setattr(module, "time", clock)
+        patch.setattr(training_run, "train_step", late)
         logger = logging.getLogger("fp8_megatron")
         logger.setLevel(logging.INFO)  # events are lines of the log
         try:
@@ -384,7 +387,7 @@ def test_sigterm_ends_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN in a weight makes every loss NaN: each step is skipped and counted, and the limit ends the run."""
-    build = trainer_module.build_training_state
+    build = training_run.build_training_state
 
     def poisoned(*args: object, **kwargs: object):  # type: ignore[no-untyped-def]
         state = build(*args, **kwargs)  # type: ignore[arg-type]
@@ -392,7 +395,7 @@ def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatc
         space.weight.payload[0] = math.nan
         return state
 
-    monkeypatch.setattr(trainer_module, "build_training_state", poisoned)
+    monkeypatch.setattr(training_run, "build_training_state", poisoned)
     with pytest.raises(TrainingDiverged, match="4") as error:
         fit(tmp_path, train_iters=20, max_skipped_steps=4)
     assert "gradients with a NaN or inf on rank 0: " in str(error.value)  # and where to look
@@ -405,14 +408,14 @@ def test_a_run_that_ends_by_its_loss_blames_no_other_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     """A loss of inf with finite gradients, on the only rank."""
-    build = trainer_module.build_training_state
+    build = training_run.build_training_state
 
     def with_a_bad_loss(*args: Any, **kwargs: Any) -> Any:
         state = build(*args, **kwargs)
         state.model[0].module.register_forward_hook(lambda module, inputs, loss: loss + math.inf)
         return state
 
-    monkeypatch.setattr(trainer_module, "build_training_state", with_a_bad_loss)
+    monkeypatch.setattr(training_run, "build_training_state", with_a_bad_loss)
     with pytest.raises(TrainingDiverged) as error:
         fit(tmp_path, precision=precision, train_iters=20, max_skipped_steps=3)
     assert "another rank" not in str(error.value)
@@ -423,7 +426,7 @@ def test_a_checkpoint_waits_for_the_end_of_skipped_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Due at 2, 4, 6 and 8; steps 4, 5, 8 and 9 are skipped, and the limit ends the run at 9."""
-    step, taken = trainer_module.train_step, itertools.count(1)
+    step, taken = training_run.train_step, itertools.count(1)
 
     def skipping(*args: Any, **kwargs: Any) -> torch.Tensor:
         packed = step(*args, **kwargs)
@@ -431,7 +434,7 @@ def test_a_checkpoint_waits_for_the_end_of_skipped_steps(
             packed[[field.name for field in dataclasses.fields(StepFigures)].index("grad_norm")] = math.nan
         return packed
 
-    monkeypatch.setattr(trainer_module, "train_step", skipping)
+    monkeypatch.setattr(training_run, "train_step", skipping)
     skips: dict[str, Any] = {"max_skipped_steps": 2, "save": tmp_path / "saved", "save_interval": 2}
     with caplog.at_level(logging.INFO), pytest.raises(TrainingDiverged):
         fit(tmp_path, train_iters=20, **{**skips, "max_skipped_steps": 3}, exit_interval=7)
