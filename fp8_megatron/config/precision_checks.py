@@ -18,54 +18,67 @@ def precision_problems(config: Config, *, on_this_machine: bool = True) -> Itera
     Args:
         on_this_machine: whether Transformer Engine must be installed here to be used.
     """
-    precision, num_layers = config.precision, config.model.num_layers
+    precision = config.precision
     if config.optimizer.loss_scale is not None and precision.precision != "fp16":
         yield (
             f"loss_scale({config.optimizer.loss_scale}) has no effect under precision({precision.precision}), whose "
             f"gradients have the range; drop it or choose --precision fp16"
         )
-    is_te = precision.precision == "te"
-    if is_te and on_this_machine and importlib.util.find_spec("transformer_engine") is None:
+    if precision.precision == "te":
+        yield from _check_te(config, on_this_machine=on_this_machine)
+    if not precision.is_fp8:
+        yield from _check_without_fp8(precision)
+    elif precision.main_params_dtype is StorageDtype.SPLIT:
+        yield from _check_split(config)
+    else:
+        yield from _check_master(precision)
+    if precision.fp8_dot_product_attention:
+        yield from _check_fp8_attention(config)
+    yield from _check_first_last_layers(precision, config.model.num_layers)
+
+
+def _check_te(config: Config, *, on_this_machine: bool) -> Iterator[str]:
+    precision = config.precision
+    if on_this_machine and importlib.util.find_spec("transformer_engine") is None:
         yield (
             "precision(te) needs Transformer Engine, which is not installed; "
             "pip install --no-build-isolation transformer_engine[pytorch], or choose --precision fp8"
         )
-    if precision.precision == "te" and precision.first_last_layers_bf16:
-        if precision.fp8_recipe == "delayed":
+    if not precision.first_last_layers_bf16:
+        return
+    if precision.fp8_recipe == "delayed":
+        yield (
+            "precision(te) with fp8_recipe(delayed) has no first_last_layers_bf16; drop it, or choose --fp8-recipe "
+            "tensorwise or --precision fp8"
+        )
+    stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if getattr(precision, name) > stage:
             yield (
-                "precision(te) with fp8_recipe(delayed) has no first_last_layers_bf16; drop it, or choose --fp8-recipe "
-                "tensorwise or --precision fp8"
+                f"{name}({getattr(precision, name)}) > {stage} layers of a pipeline stage, all that precision(te) "
+                f"keeps out of FP8; choose at most {stage}, or --precision fp8"
             )
-        stage = num_layers // config.parallel.pipeline_model_parallel_size
-        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-            if getattr(precision, name) > stage:
-                yield (
-                    f"{name}({getattr(precision, name)}) > {stage} layers of a pipeline stage, all that precision(te) "
-                    f"keeps out of FP8; choose at most {stage}, or --precision fp8"
-                )
-    if precision.is_fp8:
-        if precision.main_params_dtype is StorageDtype.SPLIT:
-            yield from _check_split(config)
-        else:
-            yield from _check_master(precision)
-    else:
-        for name in ("params_dtype", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            dtype = getattr(precision, name)
-            if dtype is not None:
-                yield f"{name}({dtype.value}) has no effect under precision({precision.precision}); drop it or use fp8"
-        if precision.fp8_lm_head:
+
+
+def _check_without_fp8(precision: PrecisionConfig) -> Iterator[str]:
+    for name in ("params_dtype", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        dtype = getattr(precision, name)
+        if dtype is not None:
+            yield f"{name}({dtype.value}) has no effect under precision({precision.precision}); drop it or use fp8"
+    if precision.fp8_lm_head:
+        yield (
+            f"fp8_lm_head runs this project's FP8 GEMMs, which precision({precision.precision}) does not use; "
+            f"drop it or choose --precision fp8"
+        )
+    for name in ("fp8_pipeline_communication", "fp8_context_communication"):
+        if getattr(precision, name):
             yield (
-                f"fp8_lm_head runs this project's FP8 GEMMs, which precision({precision.precision}) does not use; "
-                f"drop it or choose --precision fp8"
+                f"{name} is for FP8 layers, which precision({precision.precision}) does not have; drop it or "
+                f"choose --precision fp8"
             )
-        for name in ("fp8_pipeline_communication", "fp8_context_communication"):
-            if getattr(precision, name):
-                yield (
-                    f"{name} is for FP8 layers, which precision({precision.precision}) does not have; drop it or "
-                    f"choose --precision fp8"
-                )
-    if precision.fp8_dot_product_attention:
-        yield from _check_fp8_attention(config)
+
+
+def _check_first_last_layers(precision: PrecisionConfig, num_layers: int) -> Iterator[str]:
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     if precision.first_last_layers_bf16:
         if start + end > num_layers:
