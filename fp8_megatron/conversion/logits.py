@@ -139,9 +139,3 @@ def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], Non
 
 def _hidden(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def largest_difference(a: Tensor, b: Tensor, vocab_size: int) -> tuple[float, float]:
-    """(largest |a − b|, largest |b|) over the vocabulary's logits."""
-    a, b = a[..., :vocab_size], b[..., :vocab_size]
-    return (a - b).abs().max().item(), b.abs().max().item()

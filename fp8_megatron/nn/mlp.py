@@ -1,9 +1,9 @@
 """The MLP of a transformer layer as one FP8 function: norm → fc1 → activation → fc2, cast to FP8 at every arrow.
 
-Forward keeps x (the residual stream holds it anyway) and fc1's output z in 16 bits; or x alone, and backward begins
-with z's GEMM. The norm's output, the activation
-and z's gradient exist in FP8 only. Between the GEMMs of backward, one kernel reads z and the activation's gradient. It
-writes z's gradient in both layouts, the transposed activation, and the gradient of fc1's bias.
+Forward keeps x, which the residual stream holds anyway, and fc1's output z in 16 bits. With `recomputes` it keeps x
+alone, and backward begins with z's GEMM. The norm's output, the activation and z's gradient exist in FP8 only. Between
+the GEMMs of backward, one kernel reads z and the activation's gradient. It writes z's gradient in both layouts, the
+transposed activation, and the gradient of fc1's bias.
 """
 
 from __future__ import annotations
