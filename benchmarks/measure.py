@@ -79,13 +79,20 @@ _PP4 = ("--pipeline-model-parallel-size", "4")
 _CP4 = ("--context-parallel-size", "4", "--cp-comm-type")
 _ALL_RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _FIVE_BYTES = ("--main-params-dtype", "split", "--exp-avg-dtype", "int8", "--exp-avg-sq-dtype", "uint8")
-#: Runs of sequences that are long enough for FP8 attention.
-_BOTH_ATTENTIONS = ("O3-fast", "O3-fp8-attention")
+#: For sequences that are long enough for it.
+_FP8_ATTENTION = "O3-fp8-attention"
+_BOTH_ATTENTIONS = ("O3-fast", _FP8_ATTENTION)
+#: Models whose steps Python launches by default.
+_WITH_GRAPH = ("O3-fast", "O3-graph")
 _TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 #: Layers of GPT-7B whose weights' transposes four micro-batches share within 45 GB; of GPT-13B, whose steps are
 #: recorded by default, within 55 (launched by Python, 36 are).
 _KEEP_7B = ("--keep-fp8-transpose-cache", "10")
 _KEEP_13B = ("--keep-fp8-transpose-cache", "16")
+#: All of GPT-30B's layers, over four tensor-parallel GPUs.
+_KEEP_30B = ("--keep-fp8-transpose-cache", "48")
+#: Two virtual stages of GPT-7B's 32 layers on each of four.
+_TWO_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "4")
 #: Models whose steps are recorded by default; for the others O3-graph is the run with a graph.
 _WITH_AND_WITHOUT_GRAPH = ("O3-fast", "O3-no-graph", "bf16", "bf16-no-graph")
 
@@ -120,7 +127,7 @@ PARTS = {
     "7b-2gpus": Part(
         2,
         "GPT-7B over two data-parallel GPUs",
-        lambda to: [_compare(to, "7b-2", "7b", ["O3-fast", "O3-graph"], gpus=2, micro=4, num_micro=4, steps=10)],
+        lambda to: [_compare(to, "7b-2", "7b", _WITH_GRAPH, gpus=2, micro=4, num_micro=4, steps=10)],
     ),
     "13b-2gpus": Part(
         2,
@@ -132,9 +139,7 @@ PARTS = {
     "7b": Part(
         4,
         "GPT-7B, 4 × 4 micro-batches: the first figures of docs/performance.md",
-        lambda to: [
-            _compare(to, "7b", "7b", ["O3-fast", "O3-graph"], *_KEEP_7B, gpus=4, micro=4, num_micro=4, steps=13)
-        ],
+        lambda to: [_compare(to, "7b", "7b", _WITH_GRAPH, *_KEEP_7B, gpus=4, micro=4, num_micro=4, steps=13)],
     ),
     "13b": Part(
         4,
@@ -147,10 +152,10 @@ PARTS = {
         4,
         "Llama-2-7B of 2,048 and 4,096 tokens, Llama-3-8B and GPT-7B of 8,192, data-parallel",
         lambda to: [
-            _compare(to, "llama-7b-2k", "llama-7b", ["O3-fast"], *_long(2048), gpus=4, micro=4, num_micro=4),
-            _compare(to, "llama-7b-4k", "llama-7b", ["O3-fast"], gpus=4, micro=2, num_micro=4),
-            _compare(to, "llama-8b-8k", "llama-8b", _BOTH_ATTENTIONS, gpus=4, micro=1, num_micro=4),
-            _compare(to, "7b-8k", "7b", _BOTH_ATTENTIONS, *_long(8192), gpus=4, micro=1, num_micro=4),
+            _compare(to, "llama-7b-2k", "llama-7b", _WITH_GRAPH, *_long(2048), gpus=4, micro=4, num_micro=4),
+            _compare(to, "llama-7b-4k", "llama-7b", _WITH_GRAPH, gpus=4, micro=2, num_micro=4),
+            _compare(to, "llama-8b-8k", "llama-8b", [*_WITH_GRAPH, _FP8_ATTENTION], gpus=4, micro=1, num_micro=4),
+            _compare(to, "7b-8k", "7b", [*_WITH_GRAPH, _FP8_ATTENTION], *_long(8192), gpus=4, micro=1, num_micro=4),
         ],
     ),
     "long": Part(
@@ -177,8 +182,16 @@ PARTS = {
         "GPT-30B and Llama-3-70B over four tensor-parallel GPUs, GPT-7B in four pipeline stages",
         lambda to: [
             _compare(to, "30b", "30b", ["O3-fast"], gpus=4, micro=2, num_micro=8, fits_peer=False),
+            _compare(to, "30b-kept", "30b", ["O3-fast"], *_KEEP_30B, gpus=4, micro=2, num_micro=8, fits_peer=False),
             _compare(to, "llama-70b", "llama-70b", ["O3-fast"], *_TP4, *_FIVE_BYTES, gpus=4, micro=1, fits_peer=False),
             _compare(to, "7b-4-stages", "7b", ["O3-fast"], *_PP4, gpus=4, micro=2, num_micro=16),
+            _compare(
+                *(to, "7b-4-stages-twice", "7b", ["O3-fast"], *_PP4, *_TWO_CHUNKS),
+                gpus=4,
+                micro=2,
+                num_micro=16,
+                fits_peer=False,
+            ),
         ],
     ),
     "fsdp2": Part(

@@ -321,7 +321,8 @@ class _Plan:
                 return False
             return True
 
-        index = fastest(len(algorithms), launch, out)
+        with torch.cuda.device(self.problem.device):
+            index = fastest(len(algorithms), launch, out)
         self._launch, _chosen[self.problem] = launches[index], algorithms[index]
 
     def _algorithm(self) -> _Algorithm:
