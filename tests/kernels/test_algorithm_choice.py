@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import statistics
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -48,6 +50,25 @@ def test_other_bits_and_failures_are_left_out(monkeypatch: pytest.MonkeyPatch, f
 
 def test_without_the_first_nothing_is_chosen() -> None:
     assert fastest(2, lambda index: index > 0, torch.zeros(4, 4)) == 0
+
+
+def test_the_host_reads_marks_under_any_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.set_default_device`` gives new tensors another device; only a CPU's memory can be pinned."""
+    empty, marks = torch.empty, SimpleNamespace(is_cuda=True, shape=(2,), dtype=torch.bool)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    places = []
+
+    def pinned(*sizes: Any, pin_memory: bool, **settings: Any) -> Any:
+        assert pin_memory
+        places.append(empty(*sizes, **settings).device.type)
+        return MagicMock(__iter__=lambda host: iter([True, False]))
+
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta  # torch remembers which functions take a device
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(torch, "empty", pinned)
+        assert algorithm_choice._on_host(marks) == [True, False]  # type: ignore[arg-type]
+    assert places == ["cpu"]
 
 
 class Library:

@@ -67,7 +67,7 @@ def _on_host(marks: Tensor) -> list[bool]:
     """The values of `marks`, bool [n]. Torch's warnings of code that waits do not see it: it happens once."""
     if not marks.is_cuda:
         return [bool(mark) for mark in marks]
-    host = torch.empty(marks.shape, dtype=marks.dtype, pin_memory=True)
+    host = torch.empty(marks.shape, dtype=marks.dtype, device="cpu", pin_memory=True)
     host.copy_(marks, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
