@@ -101,11 +101,8 @@ class Library:
         return lambda *arguments: 0
 
 
-@pytest.mark.parametrize(("is_fast", "stream", "taken"), [(True, 0, 2), (True, 77, 2), (False, 0, 0)])
-def test_a_plan_keeps_the_choice(monkeypatch: pytest.MonkeyPatch, is_fast: bool, stream: int, taken: int) -> None:
-    """On any stream; only where accumulation is fast; and in the lists that are made of later launches."""
-    out = torch.zeros(16, 16, dtype=torch.bfloat16)
-    library = Library(out, [1.0, 2.0, 1.0])
+def play(monkeypatch: pytest.MonkeyPatch, library: Library, stream: int = 0) -> None:
+    """Let `library` be cuBLASLt, of which nothing was asked yet."""
     workspace = torch.empty(64)
     monkeypatch.setattr(cublaslt, "_library", lambda: library)
     monkeypatch.setattr(cublaslt, "_handle", lambda device: ctypes.c_void_p(1))
@@ -114,6 +111,14 @@ def test_a_plan_keeps_the_choice(monkeypatch: pytest.MonkeyPatch, is_fast: bool,
     monkeypatch.setattr(cublaslt, "_chosen", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.mark.parametrize(("is_fast", "stream", "taken"), [(True, 0, 2), (True, 77, 2), (False, 0, 0)])
+def test_a_plan_keeps_the_choice(monkeypatch: pytest.MonkeyPatch, is_fast: bool, stream: int, taken: int) -> None:
+    """On any stream; only where accumulation is fast; and in the lists that are made of later launches."""
+    out = torch.zeros(16, 16, dtype=torch.bfloat16)
+    library = Library(out, [1.0, 2.0, 1.0])
+    play(monkeypatch, library, stream)
 
     def timed(candidates: list[int], launch: Any) -> list[list[float]]:
         assert candidates == [0, 2]
@@ -132,6 +137,25 @@ def test_a_plan_keeps_the_choice(monkeypatch: pytest.MonkeyPatch, is_fast: bool,
     (plan,) = cublaslt._plans.values()
     again = cublaslt._Plan(plan.problem)
     assert not again.awaits_timing and again._algorithm().data[0] == taken
+
+
+def test_an_error_while_algorithms_are_timed_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever catches it (no memory) and goes on computes with no algorithm that was only tried."""
+    out = torch.zeros(16, 16, dtype=torch.bfloat16)
+    library = Library(out, [1.0, 2.0, 3.0])
+    play(monkeypatch, library)
+
+    def digest(written: torch.Tensor) -> torch.Tensor:
+        if library.launched[-1] == 2:
+            raise torch.OutOfMemoryError
+        return written.view(torch.int64).sum(dim=0)
+
+    monkeypatch.setattr(algorithm_choice, "_digest", digest)
+    a, scale = torch.ones(16, 16).to(E4M3), torch.ones(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=True)
+    cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=True)
+    assert library.launched == [0, 1, 2, 0] and (out == 1).all()
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")

@@ -310,7 +310,7 @@ class _Plan:
         if torch.cuda.is_current_stream_capturing():
             return
         self.awaits_timing = False
-        algorithms = self._heuristic(_NUM_CANDIDATES)
+        algorithms, before = self._heuristic(_NUM_CANDIDATES), self._launch
         launches = [self._prepare_launch(algorithm) for algorithm in algorithms]
 
         def launch(index: int) -> bool:
@@ -321,8 +321,12 @@ class _Plan:
                 return False
             return True
 
-        with torch.cuda.device(self.problem.device):
-            index = fastest(len(algorithms), launch, out)
+        try:
+            with torch.cuda.device(self.problem.device):
+                index = fastest(len(algorithms), launch, out)
+        except BaseException:
+            self._launch = before  # the last one that was tried may write other bits, or not run at all
+            raise
         self._launch, _chosen[self.problem] = launches[index], algorithms[index]
 
     def _algorithm(self) -> _Algorithm:
