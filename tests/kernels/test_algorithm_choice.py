@@ -71,11 +71,24 @@ def test_the_host_reads_marks_under_any_default_device(monkeypatch: pytest.Monke
     assert places == ["cpu"]
 
 
+@pytest.mark.parametrize("bias", [0.0, 1.0])
+def test_a_sum_of_zeros_tells_nothing(monkeypatch: pytest.MonkeyPatch, bias: float) -> None:
+    """A weight that begins as zeros: its algorithms may add up in any order."""
+    out = torch.empty(32, 16, dtype=torch.bfloat16)
+
+    def launch(index: int) -> bool:
+        out.copy_(torch.arange(16) * bias)
+        return True
+
+    monkeypatch.setattr(algorithm_choice, "_timed", lambda candidates, _: [[1.0] * 5, [0.5] * 5])
+    assert fastest(2, launch, out) == 0
+
+
 class Library:
-    """cuBLASLt whose heuristic names three algorithms; each writes a number to `out`, if its arguments are complete.
+    """cuBLASLt whose heuristic names three algorithms; each writes to `out`, if its arguments are complete.
 
     Args:
-        results: what each algorithm writes.
+        results: what each algorithm writes to the first row. Others are multiples.
     """
 
     def __init__(self, out: torch.Tensor, results: list[float]) -> None:
@@ -94,7 +107,7 @@ class Library:
         if not workspace.value:
             return 7
         self.launched.append(algorithm.data[0])
-        self.out.fill_(self.results[algorithm.data[0]])
+        self.out.copy_(torch.arange(1, len(self.out) + 1)[:, None] * self.results[algorithm.data[0]])
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -155,7 +168,7 @@ def test_an_error_while_algorithms_are_timed_leaves_the_first(monkeypatch: pytes
     with pytest.raises(torch.OutOfMemoryError):
         cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=True)
     cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=True)
-    assert library.launched == [0, 1, 2, 0] and (out == 1).all()
+    assert library.launched == [0, 1, 2, 0] and (out[0] == 1).all()
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")

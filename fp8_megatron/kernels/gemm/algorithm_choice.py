@@ -25,6 +25,9 @@ _LEAST_GAIN = 1.02
 def fastest(count: int, launch: Callable[[int], bool], out: Tensor) -> int:
     """The index of the fastest of `count` algorithms that write what the first one writes. Waits for the stream.
 
+    0 if all rows of `out` are alike, as those of a weight or an input that begins as zeros: algorithms that add up in
+    another order write them too.
+
     Args:
         launch: queues the algorithm of an index on the current stream; False: it does not run.
         out: contiguous [M, N], at a multiple of 8 bytes, as are its rows: what each launch writes. Write it again
@@ -41,7 +44,10 @@ def fastest(count: int, launch: Callable[[int], bool], out: Tensor) -> int:
                 digests.append(_digest(out))
         if runs[:1] != [0]:
             return 0
-        is_equal = _on_host((torch.stack(digests) == digests[0]).all(dim=1))
+        rows = digests[0][-out.shape[0] :]
+        tells, *is_equal = _on_host(torch.cat([(rows != rows[:1]).any()[None], _are_equal(digests)]))
+        if not tells:
+            return 0
         candidates = [index for index, equal in zip(runs, is_equal, strict=True) if equal]
         return candidates[chosen(_timed(candidates, launch))]
 
@@ -55,6 +61,11 @@ def chosen(times: Sequence[Sequence[float]]) -> int:
     gains = [median(first / own for first, own in zip(times[0], row, strict=True)) for row in times]
     best = max(range(len(gains)), key=gains.__getitem__)
     return best if gains[best] >= _LEAST_GAIN else 0
+
+
+def _are_equal(digests: Sequence[Tensor]) -> Tensor:
+    """Which are equal to the first one: bool [n]."""
+    return (torch.stack(list(digests)) == digests[0]).all(dim=1)
 
 
 def _digest(out: Tensor) -> Tensor:
