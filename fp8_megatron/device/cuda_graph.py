@@ -46,8 +46,9 @@ def capture(
             except Exception as error:
                 first = error
                 raise
-        replace_memsets(graph.raw_cuda_graph())
-        graph.instantiate()
+        with nullcontext() if stream is None else torch.cuda.device(stream.device_index):
+            replace_memsets(graph.raw_cuda_graph())
+            graph.instantiate()
     except Exception as error:
         raise (first or error) from None
     return graph, result

@@ -25,6 +25,8 @@ class Cuda:
         self.sync_mode: Any = 0
         self.ends: list[str] = []
         self.now = Stream("current", self)
+        self.device_index = 0
+        self.instantiated_on: list[int] = []
         self.default_generators = [Generator("default", self)]
 
     def CUDAGraph(self, *, keep_graph: bool) -> Any:
@@ -38,7 +40,8 @@ class Cuda:
             def raw_cuda_graph(self) -> int:
                 return 0
 
-            def instantiate(self) -> None: ...
+            def instantiate(self) -> None:
+                cuda.instantiated_on.append(cuda.current_device())
 
             def replay(self) -> None:
                 cuda.calls.append("replay")
@@ -57,6 +60,15 @@ class Cuda:
 
     def Stream(self, device: torch.device) -> Any:
         return Stream("own", self)
+
+    @contextmanager
+    def device(self, device: int) -> Iterator[None]:
+        before, self.device_index = self.device_index, device
+        yield
+        self.device_index = before
+
+    def current_device(self) -> int:
+        return self.device_index
 
     def current_stream(self, device: torch.device) -> Any:
         return self.now
@@ -141,6 +153,17 @@ def test_a_recording(cuda: Cuda) -> None:
     recorder.release()
     recorder.record(lambda: 5)
     assert recorder.kept_bytes == 50 and "pool 2" in cuda.calls[-1]
+
+
+def test_a_recording_is_made_ready_on_its_own_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not always the current one. A kernel in a memset's place runs on the GPU that it was loaded for."""
+    replaced_on: list[int] = []
+    monkeypatch.setattr(cuda_graph, "replace_memsets", lambda graph: replaced_on.append(cuda.current_device()))
+    stream = Stream("own", cuda)
+    stream.device_index = 3
+    cuda_graph.capture(lambda: None, "pool", stream=stream)  # type: ignore[arg-type]
+    cuda_graph.capture(lambda: None, "pool")
+    assert replaced_on == cuda.instantiated_on == [3, 0] and cuda.current_device() == 0
 
 
 def test_work_beside_the_current_stream(cuda: Cuda) -> None:
