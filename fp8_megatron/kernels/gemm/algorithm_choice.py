@@ -22,16 +22,17 @@ _SLEEP_CYCLES = 20_000_000
 _LEAST_GAIN = 1.02
 
 
-def fastest(count: int, launch: Callable[[int], bool], out: Tensor) -> int:
+def fastest(count: int, launch: Callable[[int], bool], out: Tensor, addend: Tensor | None = None) -> int:
     """The index of the fastest of `count` algorithms that write what the first one writes. Waits for the stream.
 
-    0 if all rows of `out` are alike, as those of a weight or an input that begins as zeros: algorithms that add up in
-    another order write them too.
+    0 if all rows of `out` are alike, or are those of `addend`, as with a weight or an input that begins as zeros:
+    algorithms that add up in another order write them too.
 
     Args:
         launch: queues the algorithm of an index on the current stream; False: it does not run.
         out: contiguous [M, N], at a multiple of 8 bytes, as are its rows: what each launch writes. Write it again
             afterwards.
+        addend: as `out`; what the GEMM adds to its product, or None.
     """
     if count <= 1:
         return 0
@@ -44,8 +45,7 @@ def fastest(count: int, launch: Callable[[int], bool], out: Tensor) -> int:
                 digests.append(_digest(out))
         if runs[:1] != [0]:
             return 0
-        rows = digests[0][-out.shape[0] :]
-        tells, *is_equal = _on_host(torch.cat([(rows != rows[:1]).any()[None], _are_equal(digests)]))
+        tells, *is_equal = _on_host(torch.cat([_tells(out, digests[0], addend), _are_equal(digests)]))
         if not tells:
             return 0
         candidates = [index for index, equal in zip(runs, is_equal, strict=True) if equal]
@@ -61,6 +61,15 @@ def chosen(times: Sequence[Sequence[float]]) -> int:
     gains = [median(first / own for first, own in zip(times[0], row, strict=True)) for row in times]
     best = max(range(len(gains)), key=gains.__getitem__)
     return best if gains[best] >= _LEAST_GAIN else 0
+
+
+def _tells(out: Tensor, digest: Tensor, addend: Tensor | None) -> Tensor:
+    """Whether the product's own bits are in the digest of `out`: bool [1]."""
+    rows = digest[-out.shape[0] :]
+    tells = (rows != rows[:1]).any()
+    if addend is not None:
+        tells = tells & (_digest(addend) != digest).any()
+    return tells[None]
 
 
 def _are_equal(digests: Sequence[Tensor]) -> Tensor:

@@ -151,7 +151,7 @@ def matmul(
         if amax is not None:
             plan.point_at(_D_AMAX, amax)
         if plan.awaits_timing and addend_pointer != out_pointer:
-            plan.time_algorithms((a_pointer, b_pointer, addend_pointer, out_pointer), out)
+            plan.time_algorithms((a_pointer, b_pointer, addend_pointer, out_pointer), out, addend)
         plan.run(a_pointer, b_pointer, addend_pointer, out_pointer)
     if launch_list.running is not None:
         vectors = (scale_b, scale_a, bias, inverse, amax)
@@ -301,7 +301,7 @@ class _Plan:
             self._stream,
         )
 
-    def time_algorithms(self, operands: tuple[int, int, int, int], out: Tensor) -> None:
+    def time_algorithms(self, operands: tuple[int, int, int, int], out: Tensor, addend: Tensor | None) -> None:
         """Choose the problem's algorithm, now that all pointers are set; later, if the launch is recorded into a graph.
 
         Args:
@@ -323,7 +323,7 @@ class _Plan:
 
         try:
             with torch.cuda.device(self.problem.device):
-                index = fastest(len(algorithms), launch, out)
+                index = fastest(len(algorithms), launch, out, addend)
         except BaseException:
             self._launch = before  # the last one that was tried may write other bits, or not run at all
             raise
