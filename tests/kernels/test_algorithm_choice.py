@@ -243,10 +243,8 @@ def test_the_heuristic_names_the_same_first_algorithm_alone(shape: tuple[int, in
     """Graphs and lists that are made before a shape is timed take it."""
     m, n, k = shape
     scale = torch.ones(4, device="cuda")[:1]
-    problem = cublaslt._Problem(
-        *(torch.Size((m, k)), torch.Size((n, k)), E4M3, E4M3, torch.bfloat16),
-        *(None, False, True, 256, 0, cublaslt.TENSOR_SCALE, cublaslt.TENSOR_SCALE),
-    )
+    sizes, mode = (torch.Size((m, k)), torch.Size((n, k))), cublaslt.TENSOR_SCALE
+    problem = cublaslt._Problem(*sizes, E4M3, E4M3, torch.bfloat16, None, False, True, 256, 0, mode, mode)
     plan = cublaslt._Plan(problem)
     plan.point_at(cublaslt._A_SCALE, scale)
     plan.point_at(cublaslt._B_SCALE, scale)
