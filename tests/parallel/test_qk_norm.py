@@ -28,7 +28,8 @@ NUM_STEPS = 4
 @pytest.mark.parametrize("style", STYLES)
 def test_layouts_agree(ranks: RankPool, style: str, precision: str, layout: str) -> None:
     """Ranks sum in another order, in BF16: a loss of 5.5 moves by some 10⁻³ over four steps in which it falls by one.
-    In FP8 each rank's part of a weight has its own scale besides, which moves it by a few times that.
+    In FP8 each rank's part of a weight has its own scale besides, which moves it by a few times that, the first
+    gradient's norm by up to 0.3%, and later ones, behind weights that Adam moved, by up to 5% (six seeds).
 
     Adam goes by signs at first, and elements whose gradient is near zero may move the other way. That leaves 10 dB of
     a norm's movement at least. A rank that keeps its own heads' gradient alone agrees by half of the power: below 6 dB.
@@ -44,7 +45,8 @@ def test_layouts_agree(ranks: RankPool, style: str, precision: str, layout: str)
     shared = ranks.run(train_tiny_gpt, tiny_config(parallel=LAYOUTS[layout], **settings), batches, num_ranks=2)
     assert shared[0].losses == shared[1].losses
     assert shared[0].losses == pytest.approx(alone.losses, abs=1e-2)
-    assert shared[0].grad_norms == pytest.approx(alone.grad_norms, rel=2e-2)
+    assert shared[0].grad_norms[0] == pytest.approx(alone.grad_norms[0], rel=5e-3)
+    assert shared[0].grad_norms == pytest.approx(alone.grad_norms, rel=2e-2 if precision == "bf16" else 6e-2)
     assert alone.losses[0] - alone.losses[-1] > 0.5
     names = [name for name in alone.weights if "q_layernorm" in name or "k_layernorm" in name]
     assert len(names) == 2 * 2 * (1 if style == "llama" else 2)
