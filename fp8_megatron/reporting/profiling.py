@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ _CATEGORIES = (
     ),
     ("loss", r"_cross_entropy"),
     ("optimizer", r"_adamw|_derive_fp8|_partial_squares|_squared_norm"),
-    ("copies", r"memcpy|memset|copy_kernel|direct_copy|catarray"),
+    ("copies", r"memcpy|memset|fill_words|copy_kernel|direct_copy|catarray"),
 )
 
 
@@ -64,10 +64,24 @@ class StepTimes:
     idle: float
 
 
+@dataclass(frozen=True)
+class IdleGap:
+    """Times at which nothing runs on any stream, between the ends of kernels of one name and the starts of another.
+
+    Attributes:
+        after, before: the kernels' names.
+    """
+
+    after: str
+    before: str
+    times_per_step: float
+    ms_per_step: float
+
+
 class StepProfiler:
     """Runs `torch.profiler` over steps [step_start, step_end) of a run and writes the results into `folder`.
 
-    Files, per profiled rank R: ``profile_rankR.json`` (`StepTimes`, and every kernel's time and calls per step),
+    Files, per profiled rank R: ``profile_rankR.json`` (`StepTimes`, every `KernelTime` and every `IdleGap`),
     ``profile_rankR.txt`` (a table) and, if asked for, ``trace_rankR.json.gz`` for Perfetto. What cannot be written is
     logged, and training goes on.
 
@@ -138,11 +152,12 @@ class StepProfiler:
         self._profiler = None
         events = list(profiler.events() or [])
         kernels, times = kernel_times(events, self._num_steps), step_times(events, self._num_steps)
+        gaps = idle_gaps(events, self._num_steps)
         stem = f"profile_rank{self._rank}"
-        report = json.dumps({"step": asdict(times), "kernels": list(map(asdict, kernels))}, indent=1)
+        figures = {"step": asdict(times), "kernels": list(map(asdict, kernels)), "idle": list(map(asdict, gaps))}
         try:
-            write_output(self._folder / f"{stem}.json", report.encode())
-            write_output(self._folder / f"{stem}.txt", f"{kernel_table(kernels, times)}\n".encode())
+            write_output(self._folder / f"{stem}.json", json.dumps(figures, indent=1).encode())
+            write_output(self._folder / f"{stem}.txt", f"{kernel_table(kernels, times, gaps)}\n".encode())
             if self._config.profile_trace:
                 profiler.export_chrome_trace(str(self._folder / f"trace_rank{self._rank}.json.gz"))
         except (UserError, OSError) as error:
@@ -187,6 +202,23 @@ def step_times(events: Iterable[Any], num_steps: int) -> StepTimes:
     return StepTimes(*(us / 1e3 / num_steps for us in (span, compute, busy - compute, span - busy)))
 
 
+def idle_gaps(events: Iterable[Any], num_steps: int) -> list[IdleGap]:
+    """Where nothing runs on the device, by the kernels around it, longest first."""
+    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device.sort(key=lambda event: event.time_range.start)
+    microseconds: dict[tuple[str, str], float] = defaultdict(float)
+    times: dict[tuple[str, str], int] = defaultdict(int)
+    last = None
+    for event in on_device:
+        if last is not None and event.time_range.start > last.time_range.end:
+            microseconds[last.name, event.name] += event.time_range.start - last.time_range.end
+            times[last.name, event.name] += 1
+        if last is None or event.time_range.end > last.time_range.end:
+            last = event
+    gaps = [IdleGap(*pair, times[pair] / num_steps, us / 1e3 / num_steps) for pair, us in microseconds.items()]
+    return sorted(gaps, key=lambda gap: -gap.ms_per_step)
+
+
 def _covered(intervals: list[tuple[float, float]]) -> float:
     """Total length of the union of the intervals."""
     total, reached = 0.0, -math.inf
@@ -196,8 +228,10 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
     return total
 
 
-def kernel_table(kernels: list[KernelTime], times: StepTimes, *, longest: int = 40) -> str:
-    """Time by category, then the longest kernels, in ms per step. Streams are added up."""
+def kernel_table(
+    kernels: list[KernelTime], times: StepTimes, gaps: Sequence[IdleGap] = (), *, longest: int = 40, most_gaps: int = 12
+) -> str:
+    """Time by category, then the longest kernels, in ms per step; streams are added up. Then where nothing runs."""
     total = sum(kernel.ms_per_step for kernel in kernels)
     by_category: dict[str, float] = defaultdict(float)
     for kernel in kernels:
@@ -217,5 +251,12 @@ def kernel_table(kernels: list[KernelTime], times: StepTimes, *, longest: int = 
     lines += [
         f"{k.ms_per_step:10.2f} {k.calls_per_step:7.1f} {1e3 * k.ms_per_step / k.calls_per_step:9.1f}  {k.name[:110]}"
         for k in kernels[:longest]
+    ]
+    if gaps:
+        lines += ["", f"{'ms a step':>10} {'times':>7} {'us each':>9}  idle after a kernel, before another"]
+    lines += [
+        f"{gap.ms_per_step:10.2f} {gap.times_per_step:7.1f} {1e3 * gap.ms_per_step / gap.times_per_step:9.1f}  "
+        f"{gap.after[:54]} | {gap.before[:54]}"
+        for gap in gaps[:most_gaps]
     ]
     return "\n".join(lines)

@@ -13,9 +13,11 @@ import torch
 
 from fp8_megatron.config.schema import ProfileConfig
 from fp8_megatron.reporting.profiling import (
+    IdleGap,
     StepProfiler,
     StepTimes,
     category_of,
+    idle_gaps,
     kernel_table,
     kernel_times,
     step_times,
@@ -63,11 +65,39 @@ def test_times_are_those_of_a_step() -> None:
     assert "8.00 ms a step" in table and "62.5%  optimizer" in table
 
 
-def test_exposed_communication_is_what_no_compute_covers() -> None:
-    def event(name: str, start: float, end: float, on_device: bool = True) -> SimpleNamespace:
-        kind = torch.autograd.DeviceType.CUDA if on_device else torch.autograd.DeviceType.CPU
-        return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
+def event(name: str, start: float, end: float, on_device: bool = True) -> SimpleNamespace:
+    """Of the profiler; times in microseconds."""
+    kind = torch.autograd.DeviceType.CUDA if on_device else torch.autograd.DeviceType.CPU
+    return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
 
+
+def test_idle_gaps_are_named_by_the_kernels_around_them() -> None:
+    """The kernel that ends last comes before a gap, not the one that starts last; time on other streams is not idle."""
+    events = [
+        event("norm", 4500.0, 5000.0),
+        event("gemm", 0.0, 1000.0),
+        event("copy", 1100.0, 3000.0),
+        event("cast", 2000.0, 2500.0),  # beside the copy
+        event("gemm", 3200.0, 4000.0),
+        event("norm", 4100.0, 4500.0),  # and at once the next norm
+        event("host", 0.0, 9000.0, on_device=False),
+        event("gemm", 6000.0, 7000.0),
+        event("norm", 7300.0, 7400.0),
+    ]
+    gaps = idle_gaps(events, num_steps=2)
+    assert gaps == [
+        IdleGap("norm", "gemm", 0.5, 0.5),
+        IdleGap("gemm", "norm", 1.0, 0.2),
+        IdleGap("copy", "gemm", 0.5, 0.1),
+        IdleGap("gemm", "copy", 0.5, 0.05),
+    ]
+    assert sum(gap.ms_per_step for gap in gaps) == pytest.approx(step_times(events, num_steps=2).idle)
+    kernels = kernel_times([SimpleNamespace(**vars(one), device_time_total=1.0) for one in events[:-3]], num_steps=2)
+    table = kernel_table(kernels, step_times(events, num_steps=2), gaps, most_gaps=2).splitlines()
+    assert table[-1].split() == ["0.20", "1.0", "200.0", "gemm", "|", "norm"] and "idle after" in table[-3]
+
+
+def test_exposed_communication_is_what_no_compute_covers() -> None:
     events = [
         event("gemm", 1000.0, 3000.0),
         event("ncclDevKernel_SendRecv", 2000.0, 5000.0),  # 3000 to 5000 alone, but for the next
