@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -100,6 +99,7 @@ def main() -> int:
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "rows": [asdict(row) for row in rows],
+            "sums": {model: _sums([row for row in rows if row.model == model]) for model in args.models},
         }
         write_output(args.output, (json.dumps(report, indent=1) + "\n").encode(), "--output")
     return 0
@@ -133,9 +133,9 @@ def _measure(model: str, gemm: str, m: int, n: int, k: int) -> Row:
     b = torch.randn(n, k, device="cuda", generator=generator).to(E4M3)
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     scale = torch.ones(4, device="cuda")[:1]
-    modes: dict[str, Any] = dict(scale_mode_a=cublaslt.TENSOR_SCALE, scale_mode_b=cublaslt.TENSOR_SCALE)
+    mode = cublaslt.TENSOR_SCALE
     problem = cublaslt._Problem(
-        a.shape, b.shape, a.dtype, b.dtype, out.dtype, None, False, is_forward, 256, a.get_device(), **modes
+        a.shape, b.shape, a.dtype, b.dtype, out.dtype, None, False, is_forward, 256, a.get_device(), mode, mode
     )
     plan = cublaslt._Plan(problem)
     for pointer in (cublaslt._A_SCALE, cublaslt._B_SCALE):
@@ -155,6 +155,17 @@ def _measure(model: str, gemm: str, m: int, n: int, k: int) -> Row:
     times = _timed(range(len(launches)), launch)
     first, fastest = _microseconds(times[0]), min(_microseconds(times[index]) for index in equal)
     return Row(model, gemm, m, n, k, first, fastest, len(launches), len(launches) - len(equal))
+
+
+def _sums(rows: Sequence[Row]) -> dict[str, float]:
+    """Microseconds of a layer: all GEMMs with their first algorithms; forward with the first and with the fastest."""
+    forward = [row for row in rows if row.gemm.endswith("forward")]
+    sums = {
+        "first": sum(row.first for row in rows),
+        "forward_first": sum(row.first for row in forward),
+        "forward_fastest": sum(row.fastest for row in forward),
+    }
+    return {name: round(us, 1) for name, us in sums.items()}
 
 
 def _microseconds(milliseconds: Sequence[float]) -> float:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..nn.compiled import decides_by_tokens
-from ..quantization.weight_grad import GradPlace, WeightGrad
+from ..quantization.weight_grad import GradPlace, WeightGrad, write_wide_
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
 from ..sharding.partition import ParamSpace, Slot, StorageClass, alone
@@ -446,13 +446,7 @@ class PlainGrads(RecordableGrads):
         super()._take(owns)
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        view, adds = self._views[slot.offset], self.buffer.is_written(slot)
-        if isinstance(grad, WeightGrad):
-            grad.write_wide_(view, adds=adds)
-        elif adds:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
+        write_wide_(self._views[slot.offset], grad, adds=self.buffer.is_written(slot))
         self.buffer.mark(slot, 1)
 
     def forget(self, slot: Slot) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -79,11 +80,13 @@ class _KernelParams(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True)
 class Fill:
-    """A memset in words of 32 bits."""
+    """A memset of `count` words of 32 bits."""
 
-    def __init__(self, address: int, value: int, count: int) -> None:
-        self.address, self.value, self.count = address, value, count
+    address: int
+    value: int
+    count: int
 
     @staticmethod
     def of(address: int, value: int, element_size: int, width: int, height: int) -> Fill | None:

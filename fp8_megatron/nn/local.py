@@ -15,10 +15,10 @@ from torch import Tensor
 from ..formats import FP8_DTYPES
 from ..kernels import ops
 from ..kernels.ops import StoredWeight
-from ..quantization.operand import Format, Quantized, multiply, multiply_into_
+from ..quantization.operand import Format, Quantized, multiply
 from ..quantization.recipe import Quantizer
 from ..quantization.sources import GradSource, TensorSource
-from ..quantization.weight_grad import GradPlace
+from ..quantization.weight_grad import GradPlace, WeightGrad
 from .gemms import LinearParams, bias_operand, deliver_wgrad, delivered_wgrad, taken_place, weight_operand
 from .operands import as_matrix, as_whole_rows, without_padding
 from .parallelism import LOCAL
@@ -208,7 +208,7 @@ def _wgrad(g_t: Quantized, x_t: Quantized, dtype: torch.dtype, place: GradPlace 
     """grad_weight [N, K] in `dtype`; None if the GEMM wrote it to a wide place."""
     if place is None or place.scales is not None:
         return multiply(g_t, x_t, dtype)
-    multiply_into_(place.payload, g_t, x_t, addend=place.payload if place.adds else None)
+    WeightGrad(g_t, x_t, dtype).write_wide_(place.payload, adds=place.adds)
     return None
 
 

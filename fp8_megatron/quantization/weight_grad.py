@@ -69,34 +69,21 @@ class WeightGrad(NamedTuple):
     def wide(self) -> Tensor:
         """The gradient in `dtype`, [N, K]; in FP32 if it was added up."""
         grad = multiply(self.g_t, self.x_t, self.dtype) if self.total is None else self.total
-        if self._is_first_of_scale:
-            self._raise_amax(grad)
+        if self.scale is not None and not self.writes_fp8:  # the scale waits for its first amax
+            self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
         return grad
 
     def write_wide_(self, out: Tensor, *, adds: bool) -> None:
         """Write the gradient to `out` [N, K] or add it, in `out`'s dtype: BF16, FP16 or FP32, contiguous."""
-        if self.total is not None or self._is_first_of_scale:
-            grad = self.wide()
-            if adds:
-                out.add_(grad)
-            else:
-                out.copy_(grad)
-            return
-        multiply_into_(out, self.g_t, self.x_t, addend=out if adds else None)
+        if self.total is None and (self.scale is None or self.writes_fp8):
+            multiply_into_(out, self.g_t, self.x_t, addend=out if adds else None)
+        else:
+            write_wide_(out, self.wide(), adds=adds)
 
     @property
     def writes_fp8(self) -> bool:
         """Whether `write_fp8_` is available."""
         return self.scale is not None and self.scale.history.is_warm
-
-    @property
-    def _is_first_of_scale(self) -> bool:
-        """Whether the delayed scale waits for this gradient's amax."""
-        return self.scale is not None and not self.scale.history.is_warm
-
-    def _raise_amax(self, grad: Tensor) -> None:
-        assert self.scale is not None
-        self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
 
     def count_clamped(self, wide: Tensor) -> Tensor:
         """How many elements `write_fp8_` clamps: int64 [2], elements looked at and clamped ones. No host sync.
@@ -137,6 +124,16 @@ class WeightGrad(NamedTuple):
         if numel < payload.numel():
             payload[numel:].view(torch.uint8).zero_()
         scales.copy_(history.scale_of(slot).expand_as(scales))
+
+
+def write_wide_(out: Tensor, grad: Tensor | WeightGrad, *, adds: bool) -> None:
+    """Write a gradient to `out` or add it; `out` is BF16, FP16 or FP32, flat or in the gradient's shape."""
+    if isinstance(grad, WeightGrad):
+        grad.write_wide_(out.view(grad.shape), adds=adds)
+    elif adds:
+        out.add_(grad)
+    else:
+        out.copy_(grad)
 
 
 class WeightGradSum:

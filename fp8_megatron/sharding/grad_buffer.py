@@ -25,7 +25,7 @@ from ..collectives.wire import WireTensor
 from ..formats import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.cast_health import CastProbe
-from ..quantization.weight_grad import WeightGrad
+from ..quantization.weight_grad import WeightGrad, write_wide_
 from .partition import Bucket, ParamSpace, Slot, Span
 from .staging import Staging, StagingPool
 
@@ -188,12 +188,7 @@ class LocalGradBuffer(GradBuffer):
             assert first, f"{slot.name}: a second micro-batch cannot be added to a gradient stored in FP8"
             self._quantize(slot, grad, *self._padded[slot.offset])
             return
-        if isinstance(grad, WeightGrad):
-            grad.write_wide_(self.flat(slot).view(grad.shape), adds=not first)
-        elif first:
-            self.flat(slot).copy_(grad)
-        else:
-            self.flat(slot).add_(grad)
+        write_wide_(self.flat(slot), grad, adds=not first)
 
     def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
         self._written.clear()
@@ -371,10 +366,7 @@ class ShardedGradBuffer(GradBuffer):
             self._quantize(span.slot, values, sent.payload, sent.scales)
             return
         numel = values.shape.numel()
-        if isinstance(values, WeightGrad):
-            values.write_wide_(sent.payload[:numel].view(values.shape), adds=False)
-        else:
-            sent.payload[:numel].copy_(values)
+        write_wide_(sent.payload[:numel], values, adds=False)
         sent.payload[numel:].zero_()
 
     def _reduce_local(self, state: _BucketState) -> None:

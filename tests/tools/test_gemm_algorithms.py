@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -28,3 +30,12 @@ def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> N
     with mock.patch.object(sys, "argv", ["gemm_algorithms.py"]):
         assert gemm_algorithms.main() == 2
     assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_the_sums_of_the_results_are_those_of_their_rows() -> None:
+    path = Path(gemm_algorithms.__file__).parent / "results" / "gemm_algorithms_h100.json"
+    report = json.loads(path.read_text())
+    rows = [gemm_algorithms.Row(**row) for row in report["rows"]]
+    for model, sums in report["sums"].items():
+        assert gemm_algorithms._sums([row for row in rows if row.model == model]) == sums
+    assert report["sums"].keys() == gemm_algorithms.LAYERS.keys()

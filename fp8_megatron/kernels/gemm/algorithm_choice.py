@@ -72,9 +72,9 @@ def _tells(out: Tensor, digest: Tensor, addend: Tensor | None) -> Tensor:
     return tells[None]
 
 
-def _are_equal(digests: Sequence[Tensor]) -> Tensor:
+def _are_equal(digests: list[Tensor]) -> Tensor:
     """Which are equal to the first one: bool [n]."""
-    return (torch.stack(list(digests)) == digests[0]).all(dim=1)
+    return (torch.stack(digests) == digests[0]).all(dim=1)
 
 
 def _digest(out: Tensor) -> Tensor:
