@@ -24,7 +24,7 @@ from fp8_megatron.checkpoint.saved_settings import settings_of_checkpoint
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import CheckpointConfig, Config, ParallelConfig
 from fp8_megatron.training.run_start import _keep_megatron_checkpoints, check_what_is_loaded
-from tests.harness.megatron_run import AFTER, BEFORE, arguments_of, config_of, run_megatron
+from tests.harness.megatron_run import AFTER, BEFORE, arguments_of, config_of, megatron_run
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import KINDS, TinyRun, run_tiny_on_a_rank
 
@@ -37,7 +37,7 @@ LOSS_TOLERANCE = 2 * 2.0**-9
 @pytest.fixture(scope="module", params=["gpt3", "llama"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one run of megatron-core, in every format."""
-    return run_megatron(request.param, tmp_path_factory.mktemp("megatron") / request.param)
+    return megatron_run(request.param, tmp_path_factory)
 
 
 def expected_of(run: Path) -> dict[str, Tensor]:

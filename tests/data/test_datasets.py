@@ -189,17 +189,24 @@ def test_an_index_cut_short_is_made_again(write_tokens, tmp_path, caplog, kept):
     assert index.read_bytes() == whole and f"making {index} again" in caplog.text
 
 
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Starts processes that have imported this module already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
 @pytest.mark.parametrize("with_blend", [False, True])
 def test_a_run_does_not_read_what_another_one_is_writing(write_tokens, with_blend):
     """Two runs miss an index at once. One is in the middle of its last file when the other builds all of them."""
     prefix = write_tokens("corpus", counting(40, 50))
     path = ("1", prefix, "1", write_tokens("other", counting(40, 50))) if with_blend else (prefix,)
-    spawn = multiprocessing.get_context("spawn")
-    looked, half_written, done, found = spawn.Event(), spawn.Event(), spawn.Event(), spawn.Queue()
+    server = fork_server()
+    looked, half_written, done, found = server.Event(), server.Event(), server.Event(), server.Queue()
     last = "dataset_sample_index.npy" if with_blend else "shuffle_index.npy"
     runs = [
-        spawn.Process(target=slow_run, args=(path, last, looked, half_written, done, found)),
-        spawn.Process(target=other_run, args=(path, looked, half_written, done, found)),
+        server.Process(target=slow_run, args=(path, last, looked, half_written, done, found)),
+        server.Process(target=other_run, args=(path, looked, half_written, done, found)),
     ]
     for one in runs:
         one.start()
@@ -260,10 +267,10 @@ def test_a_disk_that_fills_while_an_index_is_built_is_one_line(write_tokens, tmp
 
 def test_what_a_killed_build_left_is_cleared_and_a_live_one_is_let_alone(write_tokens, tmp_path):
     path = (write_tokens("corpus", counting(40, 50)),)
-    spawn = multiprocessing.get_context("spawn")
-    begun, done = spawn.Event(), spawn.Event()
-    live = spawn.Process(target=waiting_build, args=(path, begun, done))
-    killed = spawn.Process(target=killed_build, args=(path,))
+    server = fork_server()
+    begun, done = server.Event(), server.Event()
+    live = server.Process(target=waiting_build, args=(path, begun, done))
+    killed = server.Process(target=killed_build, args=(path,))
     live.start()
     assert begun.wait(60)
     killed.start()

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -61,8 +64,19 @@ def arguments_of(config: Config) -> argparse.Namespace:
     )
 
 
-def run_megatron(style: str, folder: Path) -> Path:
-    """Run this program; `folder` has what it saved."""
+def megatron_run(style: str, temporary: pytest.TempPathFactory) -> Path:
+    """A folder of its own with what this program saved. It runs once for all workers of a test run."""
+    own = temporary.getbasetemp()
+    common = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    saved = common / f"megatron-{style}"
+    with (common / f"megatron-{style}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not saved.exists():
+            _run(style, common / f"megatron-{style}-unfinished").rename(saved)
+    return shutil.copytree(saved, temporary.mktemp("megatron") / style)
+
+
+def _run(style: str, folder: Path) -> Path:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-W", "ignore", "-m", "tests.harness.megatron_run", style, str(folder)]

@@ -19,7 +19,7 @@ from fp8_megatron.commands import convert_checkpoint, inspect_checkpoint
 from fp8_megatron.config.io import load_config, save_config
 from fp8_megatron.conversion.conversion import open_source
 from fp8_megatron.conversion.hugging_face_folder import HuggingFaceWeights
-from tests.harness.megatron_run import BEFORE, config_of, run_megatron
+from tests.harness.megatron_run import BEFORE, config_of, megatron_run
 
 #: The vocabulary; six of the 256 rows are padding.
 VOCAB_SIZE = 250
@@ -29,7 +29,7 @@ FOLDER = f"iter_{BEFORE:07d}"
 @pytest.fixture(scope="module", params=["gpt3", "llama"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one run of megatron-core, in every format."""
-    return run_megatron(request.param, tmp_path_factory.mktemp("megatron") / request.param)
+    return megatron_run(request.param, tmp_path_factory)
 
 
 def convert(source: Path, output: Path, to: str, *flags: str) -> int:
