@@ -1,9 +1,11 @@
 # make help lists the targets. Settings: PYTHON (interpreter of the environment), TORCH (what to install where torch is
-# missing), VENV_ARGS (e.g. --system-site-packages), PY (run the tools with another interpreter, which sets up nothing).
+# missing), TRITON (version whose compiler is tried), VENV_ARGS (e.g. --system-site-packages), PY (run the tools with
+# another interpreter, which sets up nothing).
 SHELL := bash
 .DEFAULT_GOAL := help
 
 TORCH ?= torch==2.13.0
+TRITON ?= 3.9.0
 PY ?= .venv/bin/python
 
 ifeq ($(PY),.venv/bin/python)
@@ -16,7 +18,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 BIN := $(filter-out ./,$(dir $(PY)))
 SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/slurm/*)
 
-.PHONY: help quickstart test test-slow test-torch test-gpu test-multigpu lint docs format clean
+.PHONY: help quickstart test test-slow test-torch triton test-triton test-gpu test-multigpu lint docs format clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##|^\.venv/\.installed:.*##' $(MAKEFILE_LIST) | sed 's/\.venv\/\.installed/.venv\/.installed/' | \
@@ -38,6 +40,15 @@ test-slow: $(SETUP)  ## The CPU tests that take minutes
 test-torch:  ## The CPU tests on any torch, in build/venv-torch (TORCH=torch==2.15.0)
 	@VENV=build/venv-torch ANY_TORCH=1 PYTHON='$(PYTHON)' TORCH='$(TORCH)' bash scripts/setup_venv.sh
 	$(MAKE) test PY=build/venv-torch/bin/python
+
+build/triton-$(TRITON)/.installed: $(SETUP)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$(TRITON)
+	@touch $@
+
+triton: build/triton-$(TRITON)/.installed
+
+test-triton: build/triton-$(TRITON)/.installed  ## Compile all Triton kernels for every GPU with FP8; needs no GPU (TRITON=3.6.0)
+	PYTHONPATH=$(<D) TRITON_CACHE_DIR=build/triton-cache $(ON_CPU) $(PYTEST) -n 2 tests/kernels/test_triton_compiles.py
 
 test-gpu: $(SETUP)  ## The tests of one GPU (PY=python3 takes your own environment)
 	$(PYTEST) -m "gpu and not multigpu"

@@ -51,7 +51,7 @@ if [ -n "${ANY_TORCH:-}" ]; then
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-needs = [*project["dependencies"], *extras["dev"], *extras["docs"]]
+needs = [*project["dependencies"], *(need for name in ("dev", "corpora", "docs", "tokenizers") for need in extras[name])]
 print(*(need for need in needs if not need.startswith(("torch>", "fp8_megatron["))), sep="\n")
 END
   )

@@ -349,6 +349,7 @@ def _partial_amaxes(z: Tensor, grad: Tensor | None, kind: str) -> tuple[Tensor, 
     _activation_amax[(num_partials,)](
         z, z if grad is None else grad, partials, T, F, num_tiles, _KINDS[kind], grad is not None, _ROWS, _COLUMNS,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return partials, num_partials
 
@@ -382,12 +383,14 @@ def activation_quantize(
             MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _KINDS[kind],
             z.numel() % per_program == 0,
             _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES, MAX_PARTIALS, num_warps=_NUM_WARPS,
+            enable_fp_fusion=True,
         )  # fmt: skip
         return payload, taken
     _gated_quantize[(cdiv(T, _ROWS) * cdiv(F, _COLUMNS),)](
         z, payload, used, partials, amax_taken, T, F, num_partials,
         MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _KINDS[kind], _ROWS, _COLUMNS,
         MAX_PARTIALS, num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return payload, taken
 
@@ -430,5 +433,6 @@ def activation_backward_quantize(
         used if amax_out is None else amax_out, sums, T, F, num_partials,
         MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, recorded(amax_out), column_sums,
         _KINDS[kind], is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return payload, payload_t, activation_t, sum_of_programs(sums)[0], taken

@@ -215,4 +215,6 @@ def adamw_split_step_(
         enable_fp_fusion=False,
     )
     num_tensors = weight_scales.numel()
-    _adopt_scales[(cdiv(num_tensors, _ADOPTED),)](weight_scales, new_weight_scales, grad_factor, num_tensors, _ADOPTED)
+    _adopt_scales[(cdiv(num_tensors, _ADOPTED),)](
+        weight_scales, new_weight_scales, grad_factor, num_tensors, _ADOPTED, enable_fp_fusion=True
+    )

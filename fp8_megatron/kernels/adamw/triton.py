@@ -227,6 +227,7 @@ def adamw_step_(
         gaps,
         rounds(*operands[1:]),
         num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
     )
 
 
@@ -254,4 +255,5 @@ def derive_fp8_weights_(
         rows,
         block,
         num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
     )

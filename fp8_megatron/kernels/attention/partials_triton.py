@@ -121,6 +121,7 @@ def merge_attention(outs: list[Tensor], log_sum_exps: list[Tensor], dtype: torch
         width,
         triton.next_power_of_2(width),
         _ROWS,
+        enable_fp_fusion=True,
     )
     return out, log_sum_exp
 
@@ -179,5 +180,6 @@ def sum_partials(parts: list[Tensor], at_end: bool, dtype: torch.dtype) -> Tenso
         numel,
         len(parts),
         _TILE,
+        enable_fp_fusion=True,
     )
     return total

@@ -133,7 +133,8 @@ def cross_entropy_statistics(
     T, V = logits.shape
     largest, total, target = (torch.empty(T, dtype=torch.float32, device=logits.device) for _ in range(3))
     _cross_entropy_statistics[(T,)](
-        logits, labels, largest, total, target, V, first, num_columns, _BLOCK, num_warps=_NUM_WARPS
+        logits, labels, largest, total, target, V, first, num_columns, _BLOCK, num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return largest, total, target
 
@@ -144,7 +145,8 @@ def cross_entropy_backward_(
     """`reference.cross_entropy_backward_`: one launch."""
     T, V = logits.shape
     _cross_entropy_backward[(T, cdiv(V, _BLOCK))](
-        logits, labels, log_sum_exp, grad, V, first, num_columns, _BLOCK, num_warps=_NUM_WARPS
+        logits, labels, log_sum_exp, grad, V, first, num_columns, _BLOCK, num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -154,7 +156,8 @@ def token_scales(log_sum_exp: Tensor, target: Tensor, upstream: Tensor) -> tuple
     factors, scales = (torch.empty(T, dtype=torch.float32, device=upstream.device) for _ in range(2))
     payload_scale = torch.empty(1, dtype=torch.float32, device=upstream.device)
     _token_scales[(cdiv(T, _TOKENS),)](
-        log_sum_exp, target, upstream.contiguous(), factors, scales, payload_scale, T, _TOKENS
+        log_sum_exp, target, upstream.contiguous(), factors, scales, payload_scale, T, _TOKENS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return factors, scales, payload_scale
 
@@ -181,5 +184,6 @@ def cross_entropy_backward_quantize(
     _cross_entropy_backward_tiles[(cdiv(T, _TILE_M) * cdiv(V, _TILE_K),)](
         logits, labels, log_sum_exp, grad.contiguous(), payload, payload_t, scale, T, V, first, num_columns,
         MAX_FINITE[dtype], _TILE_M, _TILE_K, num_warps=_TILE_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return payload, payload_t

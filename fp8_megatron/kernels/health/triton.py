@@ -94,4 +94,5 @@ def measure_cast_(value: Tensor, payload: Tensor, scales: Tensor, statistics: Te
         value.stride(0), payload.stride(0), scales.stride(0), scales.stride(1),
         MAX_FINITE[payload.dtype], ABOVE_LARGEST, LOWEST_EXPONENT, NUM_EXPONENTS,
         int(Statistic.COUNT), int(Statistic.EXPONENTS), _ROWS, GEMM_BLOCK, num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip

@@ -354,8 +354,9 @@ def _partial_amaxes(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
     partials = torch.empty(num_partials, dtype=torch.int32, device=x.device)
     has_bias = bias is not None
     _norm_amax[(num_partials,)](
-        x, weight, bias if has_bias else weight, partials, T, K, eps, rms, has_bias, rows, block, num_warps=_NUM_WARPS
-    )
+        x, weight, bias if has_bias else weight, partials, T, K, eps, rms, has_bias, rows, block,
+        num_warps=_NUM_WARPS, enable_fp_fusion=True,
+    )  # fmt: skip
     return partials, num_partials
 
 
@@ -394,6 +395,7 @@ def norm_quantize(
         x, weight, bias if has_bias else weight, payload, used, partials, used if amax_out is None else amax_out,
         mean, rstd, T, K, eps, num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), rms,
         has_bias, is_even, rows, block, _STAGES, MAX_PARTIALS, num_warps=4 if block <= _FORWARD_ELEMENTS else 16,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return payload, taken, mean, rstd
 
@@ -438,12 +440,14 @@ def norm_requantize(
     if not transposed:
         rows, block = _block(K, _ELEMENTS)
         payload = torch.empty((T, K), dtype=dtype, device=x.device)
-        _norm_requantize_rows[(cdiv(T, rows),)](*arguments, payload, T, K, *flags, rows, block, num_warps=_NUM_WARPS)
+        _norm_requantize_rows[(cdiv(T, rows),)](
+            *arguments, payload, T, K, *flags, rows, block, num_warps=_NUM_WARPS, enable_fp_fusion=True
+        )
         return payload
     check_layouts(T, K)
     payload_t = torch.empty((K, T), dtype=dtype, device=x.device)
     _norm_requantize_tiles[(cdiv(T, _TILE_M) * cdiv(K, _TILE_K),)](
-        *arguments, payload_t, T, K, *flags, _TILE_M, _TILE_K, num_warps=_NUM_WARPS
+        *arguments, payload_t, T, K, *flags, _TILE_M, _TILE_K, num_warps=_NUM_WARPS, enable_fp_fusion=True
     )
     return payload_t
 
@@ -536,6 +540,7 @@ def norm_backward(
         grad, residual_grad.contiguous() if residual_grad is not None else grad, x, weight, mean, rstd, grad_x,
         sums[0], sums[-1], T, K, mean.numel() == 0, has_bias, has_residual, block == K and T % rows == 0, is_flat,
         len(grad), rows, block, stages, num_warps=8 if block <= 4096 else 16,
+        enable_fp_fusion=True,
     )  # fmt: skip
     total = sum_of_programs(sums)
     return grad_x, total[0], total[1] if has_bias else total.new_empty(0)

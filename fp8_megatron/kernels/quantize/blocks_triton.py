@@ -237,6 +237,7 @@ def quantize_blocks(
         x, payload, scales, payload_t, scales_t, partial_sums, M, K,
         MAX_FINITE[dtype], power_of_two, rowwise, transposed, column_sums,
         M % GEMM_BLOCK == 0 and K % GEMM_BLOCK == 0, GEMM_BLOCK, _PART, num_warps=_BLOCKS_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     sums = sum_of_programs(partial_sums)[0] if column_sums else no_scales
     return payload, scales, payload_t, scales_t, sums
@@ -273,5 +274,6 @@ def _launch_tiles(
         N, K, shape[1], shape_t[1],
         MAX_FINITE[dtype], given_scales is None, power_of_two, rowwise, transposed,
         N % GEMM_BLOCK == 0 and K % GEMM_BLOCK == 0, GEMM_BLOCK, num_warps=_TILES_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return payload, scales, payload_t, scales_t

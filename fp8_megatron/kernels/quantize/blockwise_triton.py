@@ -254,9 +254,10 @@ def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
         block,
         n % _TILE == 0,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )
     if num_partials == 1:
         return partials
     out = torch.empty(1, dtype=torch.float32, device=payload.device)
-    _sum_partials[(1,)](partials, num_partials, out, _MAX_PARTIALS)
+    _sum_partials[(1,)](partials, num_partials, out, _MAX_PARTIALS, enable_fp_fusion=True)
     return out

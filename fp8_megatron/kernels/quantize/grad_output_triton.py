@@ -181,6 +181,7 @@ def _matrix_launch(
         *(num_partials, fp_max, current, power_of_two, num_recorded, True),
         *(transposed, _TILE_M, _TILE_K, MAX_PARTIALS),
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -231,6 +232,7 @@ def _quantize_grads(
             T, batch, grad.stride(0), grad.stride(1), grad.stride(2), width, group_width, first_column, total,
             num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums,
             True, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
+            enable_fp_fusion=True,
         )  # fmt: skip
         first_column += width
     return payload, payload_t, sum_of_programs(sums)[0], taken

@@ -154,6 +154,7 @@ def _input_launch(n: int, numel: int, num_blocks: int, num_biases: int) -> tuple
         *(n, num_parts, num_blocks, num_biases, bias_programs, _E4M3_MAX, rows, block, is_even),
         *(AMAX_TILE, n % AMAX_TILE == 0, _BIAS_TILE if num_biases else 0),
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -208,6 +209,7 @@ def _grad_launch(n: int, N: int, K: int, num_blocks: int) -> tuple[int, Prepared
         (programs + num_parts,),
         *(n, num_parts, N, K, _E4M3_MAX, block, row_in_block, AMAX_TILE, n % AMAX_TILE == 0, TILE_M, TILE_K),
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 

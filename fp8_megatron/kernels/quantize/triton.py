@@ -390,7 +390,9 @@ def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]
 @lru_cache(maxsize=MOST_SHAPES)
 def _partial_amax_launch(n: int, most: int) -> tuple[int, PreparedLaunch]:
     num_partials = num_amax_parts(n, most)
-    return num_partials, _partial_amax.prepared((num_partials,), n, AMAX_TILE, n % AMAX_TILE == 0, num_warps=NUM_WARPS)
+    return num_partials, _partial_amax.prepared(
+        (num_partials,), n, AMAX_TILE, n % AMAX_TILE == 0, num_warps=NUM_WARPS, enable_fp_fusion=True
+    )
 
 
 def num_amax_parts(n: int, most: int = MAX_PARTIALS) -> int:
@@ -442,7 +444,7 @@ def sum_of_blocks(partials: Tensor) -> Tensor:
 @lru_cache(maxsize=MOST_SHAPES)
 def _sum_launch(N: int, R: int, C: int) -> PreparedLaunch:
     grid = (cdiv(C, SUM_COLUMNS), N)
-    return _sum_rows.prepared(grid, R, C, SUM_ROWS_AT_ONCE, SUM_COLUMNS, num_warps=NUM_WARPS)
+    return _sum_rows.prepared(grid, R, C, SUM_ROWS_AT_ONCE, SUM_COLUMNS, num_warps=NUM_WARPS, enable_fp_fusion=True)
 
 
 def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
@@ -450,7 +452,7 @@ def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
     if num_partials == 1:
         return partials.view(torch.float32)
     out = empty_vector(1, torch.float32, partials.device)
-    _finish_amax[(1,)](partials, num_partials, out, MAX_PARTIALS)
+    _finish_amax[(1,)](partials, num_partials, out, MAX_PARTIALS, enable_fp_fusion=True)
     return out
 
 
@@ -501,6 +503,7 @@ def _tiles_launch(
         *(M, K, num_partials, fp_max, current, power_of_two, rowwise, num_recorded),
         *(TILE_M, TILE_K, MAX_PARTIALS),
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -513,6 +516,7 @@ def _flat_launch(
         *(n, num_partials, fp_max, current, power_of_two, num_recorded),
         *(n % _CAST_TILE == 0, _CAST_TILE, MAX_PARTIALS),
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -561,4 +565,4 @@ def transpose(payload: Tensor) -> Tensor:
 @lru_cache(maxsize=MOST_SHAPES)
 def _transpose_launch(M: int, K: int) -> PreparedLaunch:
     grid = (cdiv(M, TILE_M) * cdiv(K, TILE_K),)
-    return _transpose_tiles.prepared(grid, M, K, TILE_M, TILE_K, num_warps=NUM_WARPS)
+    return _transpose_tiles.prepared(grid, M, K, TILE_M, TILE_K, num_warps=NUM_WARPS, enable_fp_fusion=True)

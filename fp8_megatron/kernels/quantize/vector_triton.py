@@ -43,4 +43,4 @@ def cast_vector(vector: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=MOST_SHAPES)
 def _launch(n: int) -> PreparedLaunch:
-    return _cast.prepared((cdiv(n, _BLOCK),), n, _BLOCK, num_warps=_NUM_WARPS)
+    return _cast.prepared((cdiv(n, _BLOCK),), n, _BLOCK, num_warps=_NUM_WARPS, enable_fp_fusion=True)

@@ -124,12 +124,14 @@ def _weight_launch(N: int, K: int, num_blocks: int, dtype: torch.dtype, transpos
             (rows.num_programs,),
             *(num_blocks, MAX_FINITE[dtype], rows.rows, rows.block, rows.is_even),
             num_warps=_NUM_WARPS,
+            enable_fp_fusion=True,
         )
     tiles = tiles_cast(N, K, num_blocks)
     return _cast_transposed.prepared(
         (tiles.num_programs,),
         *(N, K, MAX_FINITE[dtype], tiles.block, tiles.row_in_block, TILE_N, TILE_K),
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 

@@ -238,6 +238,7 @@ def norm_rotate_qk(y: Tensor, rotation: Rotation, norm: QKNorm, heads_per_group:
         query_bias if has_bias else y, key_bias if has_bias else y, cos_sin, norm.eps, query_blocks,
         T, T // cos_sin.shape[0], heads_per_group, groups, width, group_width,
         head_dim, cos_sin.shape[2], interleaved, norm.rms, has_bias, tile_r, tile_p, tile_rest, num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return query, key
 
@@ -261,6 +262,7 @@ def norm_rotate_qk_backward(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         head_dim, cos_sin.shape[2], interleaved, norm.rms, has_bias, tile_r, tile_p, tile_rest,
         triton.next_power_of_2(head_dim), num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     totals = sum_of_programs(sums)
     return out, totals[:2], totals[2:]

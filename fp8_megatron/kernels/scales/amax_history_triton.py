@@ -114,6 +114,7 @@ def examine_records_(
         record, written, scales, clamped_above, role, order, square_sum, streak, amax, report, n, most_saturated,
         num_roles, places, stride, RECORD_SIZE, REPORT_HEAD, REPORT_SUMS, min(_EXAMINED, next_power_of_2(n)),
         next_power_of_2(num_roles), num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return amax, report
 
@@ -186,5 +187,6 @@ def update_amax_history_(
         amax, record, written, history, fp_max, previous, amax if grad_norm is None else grad_norm, scales, inverses,
         n, length, places, stride, RECORD_SIZE, keeps_largest, power_of_two, grad_norm is not None, rows, slots,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return scales, inverses

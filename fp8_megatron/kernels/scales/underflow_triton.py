@@ -47,4 +47,5 @@ def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
         _BLOCKS,
         SAMPLE_BLOCK,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )
