@@ -17,7 +17,7 @@ from .data_parallel import NoHook, Replication
 from .optimizer import FP8Optimizer
 from .replica_hooks import MeetsForState, allow_ddp
 from .te_modules import plain_value
-from .torch_optimizers import OptimizerError, check_optimizer, use_params
+from .torch_optimizers import OptimizerError, check_optimizer, take_place_of, use_params
 
 
 def build_optimizer(
@@ -61,6 +61,7 @@ def build_optimizer(
         replication=replication,
         transposed=transposed_weights(model),
     )
+    take_place_of(optimizer, built)
     built.zero_grad()  # weights that were replaced have left theirs behind
     _watch_loads(model, built, names)
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP wraps models of one rank too

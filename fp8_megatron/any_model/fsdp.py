@@ -40,7 +40,7 @@ from .optimizer import FP8Optimizer
 from .shard_grads import ShardGrads
 from .shard_states import empty_state, local_entry, sharded_entry
 from .space import ModelSpace
-from .torch_optimizers import OptimizerError, check_optimizer
+from .torch_optimizers import OptimizerError, check_optimizer, take_place_of
 
 
 @dataclass(frozen=True)
@@ -310,6 +310,7 @@ def build_sharded_optimizer(
         histories=delayed_scales(model, next(iter(names)).device),
         transposed=transposed_weights(model),
     )
+    take_place_of(optimizer, built)
     # FSDP2 looks at its parameters' memory again after a load.
     torch.nn.Module.load_state_dict(model, {}, strict=False)
     reduce_in_fp8(model)

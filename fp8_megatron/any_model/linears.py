@@ -19,7 +19,7 @@ from ..quantization.recipe import Recipe, RecipeName
 from ..quantization.weight_shards import stored_part
 from . import attention, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
-from .notes import keep_notes
+from .notes import has_hooks, keep_notes
 from .recompute import recompute_inputs
 from .report import STAYS, report
 from .te_layers import FP8LayerNormMLP
@@ -46,12 +46,12 @@ def replace_linears(
     `torch.nn.Linear` and transformers' ``Conv1D`` are linear layers. `torch.nn.MultiheadAttention` (`attention`) and
     three modules of Transformer Engine (`te_modules`) hold linear layers. A layer keeps its identity: its name, its
     hooks, and its bias, which stays the same parameter. Its weight is a new parameter, of shape
-    [out_features, in_features]. Layers that share a weight share the new one. Weights that Transformer Engine splits by
-    rows become one.
+    [out_features, in_features], with the old one's hooks. Layers that share a weight share the new one. Weights that
+    Transformer Engine splits by rows become one.
 
     A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, another kind of module has its
-    weight too, or it is a parametrised, patched or derived class. One line in the log says what stayed; `report` gives
-    the reasons.
+    weight too, a hook waits for a gradient that would have another shape, or it is a parametrised, patched or derived
+    class. One line in the log says what stayed; `report` gives the reasons.
 
     Args:
         recipe: how operands are scaled. With ``delayed`` the model is on its device already.
@@ -215,6 +215,8 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
         return "its forward is patched"
     if filter is not None and not filter(name, module):
         return "the filter refuses it"
+    if _is_conv1d(module) and has_hooks(weight):
+        return "a hook waits for its weight's gradient, which FP8 has transposed"
     _check_dtype(name, weight)
     for size in weight.shape:
         if size % recipe.size_multiple or not size:

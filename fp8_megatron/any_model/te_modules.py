@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..formats import StorageDtype
 from ..quantization.recipe import Recipe
-from .notes import keep_notes
+from .notes import has_hooks, keep_notes
 from .te_activations import ACTIVATIONS
 from .te_layers import FP8LayerNormLinear, FP8LayerNormMLP, FP8TELinear, NormSettings
 
@@ -67,6 +67,8 @@ def reason_to_stay(name: str, module: torch.nn.Module, recipe: Recipe) -> str | 
                 return f"its size {size} is not a multiple of {recipe.size_multiple}"
         if len({part.requires_grad for part in parts if part is not None}) > 1:
             return "parts of its weight are frozen"
+        if len(parts) > 1 and any(has_hooks(part) for part in parts if part is not None):
+            return "a hook waits for the gradient of a part of its weight"
     return None
 
 

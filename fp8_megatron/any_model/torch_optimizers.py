@@ -12,6 +12,12 @@ from ..errors import UserError
 
 #: Options of torch's Adam that change the update and that the FP8 optimizer does not have.
 _UNKNOWN_OPTIONS = ("amsgrad", "maximize", "differentiable", "capturable")
+#: Where an optimizer keeps hooks that other code has registered.
+_HOOKS = tuple(
+    f"_optimizer_{event}_{when}_hooks"
+    for event in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
 #: Dtypes that a parameter may have beside FP8 weights.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,6 +81,17 @@ def use_params(
                     f"{tuple(param.shape)}: put the parts of a Transformer Engine layer into one group"
                 )
     return optimizer.param_groups
+
+
+def take_place_of(optimizer: torch.optim.Optimizer, built: torch.optim.Optimizer) -> None:
+    """Let `built` have the hooks of the user's optimizer, for which it stands from now on.
+
+    Learning-rate schedulers that hold the user's optimizer are told that it has made a step: they do not see those of
+    `built`, and would warn of a wrong order.
+    """
+    for hooks in _HOOKS:
+        setattr(built, hooks, getattr(optimizer, hooks))  # the same dicts, from which handles remove their hook
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, str]) -> None:

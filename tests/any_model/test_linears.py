@@ -166,6 +166,36 @@ def test_hooks_and_notes_survive() -> None:
     assert seen == [1] and layer.weight.has_no_decay  # type: ignore[attr-defined]
 
 
+def test_hooks_of_a_weight_stay_until_they_are_removed() -> None:
+    """A mask of the gradient, as of pruned weights, that was registered before the layer became FP8."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    seen: list[torch.Size] = []
+    handles = [
+        model[0].weight.register_hook(lambda grad: grad * 0),
+        model[0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.shape)),
+    ]
+    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
+    for are_there in (True, False):
+        model(torch.randn(4, 32)).square().mean().backward()
+        grad = model[0].weight.grad
+        assert grad is not None and bool((grad.clone() == 0).all()) == are_there
+        assert seen == [(16, 32)] * are_there
+        for handle in handles:
+            handle.remove()
+        seen.clear()
+        model.zero_grad()
+
+
+def test_a_hook_keeps_gpt2s_conv1d() -> None:
+    """The hook knows the gradient [in, out], which FP8 stores as [out, in]."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model = torch.nn.Sequential(conv1d(32, 32), conv1d(32, 32))
+    model[0].weight.register_hook(lambda grad: grad)
+    replace_linears(model)
+    assert type(model[0]) is conv1d and isinstance(model[1], FP8Linear)
+    assert "a hook waits for its weight's gradient" in str(report(model))
+
+
 @pytest.mark.parametrize(
     ("dtype", "recipe", "message"),
     [

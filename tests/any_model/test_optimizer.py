@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -449,3 +450,37 @@ def test_a_scheduler_of_the_users_optimizer_sets_our_rates() -> None:
     optimizer = build_optimizer(module, user, {}, "O2")
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 5e-3
+
+
+def test_a_scheduler_of_the_users_optimizer_sees_our_steps() -> None:
+    """It warned that it was stepped before its optimizer, and that it skips the first rate."""
+    module = Plain()
+    user = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(user, step_size=1, gamma=0.5)
+    optimizer = build_optimizer(module, user, {}, "O2")
+    for param, grad in zip(module.parameters(), gradients(module, 0).values(), strict=True):
+        param.grad = grad
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+
+
+def test_hooks_of_the_users_optimizer_are_ours() -> None:
+    """Loggers and EMAs register them; their handles still remove them."""
+    module = Plain()
+    user = torch.optim.AdamW(module.parameters())
+    called: list[str] = []
+    handles = [
+        user.register_step_pre_hook(lambda *_: called.append("before")),
+        user.register_step_post_hook(lambda *_: called.append("behind")),
+        user.register_state_dict_post_hook(lambda *_: called.append("state")),
+        user.register_load_state_dict_pre_hook(lambda *_: called.append("load")),
+    ]
+    optimizer = build_optimizer(module, user, {}, "O2")
+    for _ in range(2):
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        for handle in handles:
+            handle.remove()
+    assert called == ["before", "behind", "state", "load"]

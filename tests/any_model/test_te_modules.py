@@ -307,6 +307,8 @@ def test_what_stays_has_a_reason() -> None:
     model["embedding"].weight = tied.fc2_weight
     model["partly"] = Linear(32, 96, split=("key", "value"))
     model["partly"].key_weight.requires_grad_(False)
+    model["hooked"] = Linear(32, 96, split=("key", "value"))
+    model["hooked"].value_weight.register_hook(lambda grad: grad)
     replace_linears(model)
     assert report(model).stays == {
         "derived": "Derived is a class of its own",
@@ -314,6 +316,7 @@ def test_what_stays_has_a_reason() -> None:
         "grouped": "GroupedLinear is a class of its own",
         "tied": "its weight is also that of embedding",
         "partly": "parts of its weight are frozen",
+        "hooked": "a hook waits for the gradient of a part of its weight",
     }
 
 
