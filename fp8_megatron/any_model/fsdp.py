@@ -126,10 +126,10 @@ class FSDPOptimizer(FP8Optimizer):
         trained = [one for one in sharded if one.param.requires_grad]
         for one in trained:
             self._sharded[id(one.rows)] = one
-            self.state[one.param] = self._state_names()
             if one.group not in self._groups:
                 self._groups.append(one.group)
             self._check_storage(one)
+        self._name_state([one.param for one in trained])
         spaces = partition(
             [(one.name, one.rows) for one in trained if one.rows.numel()],  # type: ignore[misc]
             self._sharing_of,
@@ -162,12 +162,8 @@ class FSDPOptimizer(FP8Optimizer):
                 f"choose the storage before fully_shard, replace_linears(model, weight=…)"
             )
 
-    @torch.no_grad()
-    def _build(self, space: ParamSpace, group: dict[str, Any]) -> ModelSpace:
-        built = super()._build(space, group)
-        for slot in space.slots:
-            self.state.pop(slot.param, None)
-        return built
+    def _param_of(self, slot: Slot) -> Tensor:
+        return self._sharded_of(slot).param
 
     def _build_grads(self, space: ParamSpace) -> ShardGrads:
         return ShardGrads(space, [self._sharded_of(slot).param for slot in space.slots])

@@ -32,12 +32,12 @@ from ..quantization.amax_history import AmaxHistory
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.data_parallel import Exchange
 from ..sharding.grad_buffer import LocalGradBuffer
-from ..sharding.partition import ParamSpace, StorageClass, alone, partition
+from ..sharding.partition import ParamSpace, Slot, StorageClass, alone, partition
 from ..sharding.storage import ModelStorage
 from .data_parallel import Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
 from .space import ModelSpace, publish, value_of
-from .state_dicts import STATE_KEYS, check_param_state, load_param_state, param_state, torchs_order
+from .state_dicts import STATE_KEYS, StateNames, check_param_state, load_param_state, param_state, torchs_order
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
 
@@ -50,7 +50,7 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     ``param_groups`` are the user's: ``lr``, ``betas``, ``eps``, ``weight_decay`` are read at every step. `GradScaler`
     works without waiting for the device. State is read through `state_dict`; ``state`` has its names alone, for each
-    parameter.
+    parameter. Moments of a parameter that is removed from it start anew.
 
     Args:
         param_groups: torch's param groups, with ``decoupled_weight_decay`` (AdamW) or without (Adam's L2 term).
@@ -93,6 +93,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter]]] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._frozen: list[torch.nn.Parameter] = []
+        #: The parameters with state, in order.
+        self._stateful: dict[Tensor, None] = {}
         device = next(iter(names)).device
         self._numbers = StepNumbers(device)
         self._num_skipped = torch.zeros(1, device=device)
@@ -156,15 +158,39 @@ class FP8Optimizer(torch.optim.Optimizer):
         built = ModelSpace(self._build_grads(space), state, group)
         self._numbers.add_space(space)
         self._see(built)
-        for slot in space.slots:
-            self.state[slot.param] = self._state_names()
+        self._name_state([self._param_of(slot) for slot in space.slots])
         return built
 
-    def _state_names(self) -> dict[str, None]:
-        """All that a state dict may have of a parameter. torch's tools take an empty ``state`` for an optimizer that
-        needs a first step, and ``flatten_optimizer_state_dict`` loads what ``state`` names."""
+    def _param_of(self, slot: Slot) -> Tensor:
+        """The user's parameter."""
+        return slot.param
+
+    def _name_state(self, params: Iterable[Tensor]) -> None:
+        """Give ``state`` all that a state dict may have of these. torch's tools take an empty ``state`` for an
+        optimizer that needs a first step, and ``flatten_optimizer_state_dict`` loads what ``state`` names."""
         run = [f"delayed_{index}_{key}" for index in range(len(self._histories)) for key in ("history", "scale")]
-        return dict.fromkeys(["step", *sorted(STATE_KEYS), "gradients_per_step", "skipped_steps", *run])
+        names = ["step", *sorted(STATE_KEYS), "gradients_per_step", "skipped_steps", *run]
+        for param in params:
+            self._stateful[param] = None
+            self.state[param] = StateNames(dict.fromkeys(names))
+
+    def _start_anew(self) -> None:
+        """Make moments and step numbers zero where the user has dropped a parameter's ``state``
+        (``optimizer.state.clear()``), as in torch's optimizers. `step` and the state dicts do so."""
+        if len(self.state) == len(self._stateful) and all(self.state.values()):
+            return
+        dropped = {param for param in self._stateful if not self.state.get(param)}
+        slots = [
+            (place, index)
+            for place, space in enumerate(self._spaces)
+            for index, slot in enumerate(space.space.slots)
+            if self._param_of(slot) in dropped
+        ]
+        for place, index in slots:
+            state = self._spaces[place].state
+            load_param_state(state, state.space.slots[index], {})
+        self._numbers.restart(slots)
+        self._name_state(dropped)
 
     def _build_grads(self, space: ParamSpace) -> SpaceGrads:
         if self._replication is not None:
@@ -218,6 +244,7 @@ class FP8Optimizer(torch.optim.Optimizer):
             }
         if self._replication is not None:
             self._replication.meet("optimizer.state_dict()")
+        self._start_anew()
         self.take_written_values()
         state = dict(sorted(self._entries(indices).items()))
         for entry in [*state.values()][:1]:
@@ -333,6 +360,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     def _take_state(self, state_dict: dict[str, Any]) -> None:
         """What `load_state_dict` does between hooks."""
         self._drop_consolidated()
+        self._start_anew()
         self.take_written_values()  # a shard's master would overwrite them
         indices, groups = self._packed_groups()
         saved_groups = state_dict["param_groups"]
@@ -398,6 +426,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._check_frozen()
         self._check_ranks()
         self._drop_consolidated()
+        self._start_anew()
         self.take_written_values()
         used = [space.grads.settle() for space in self._spaces]
         if self._replication is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
 from ..optimizer.state import SpaceState, StateTensor
 from ..sharding.partition import Slot
+from .torch_optimizers import OptimizerError
 
 #: What follows a name where the value is `payload` · `scale`.
 PAYLOAD, SCALE = "_payload", "_scale"
@@ -25,6 +26,28 @@ PAYLOAD, SCALE = "_payload", "_scale"
 STATE_KEYS = frozenset(
     f"{name}{part}" for name in ("exp_avg", "exp_avg_sq", "master_weight") for part in ("", PAYLOAD, SCALE)
 )
+
+
+class StateNames(dict[str, None]):
+    """A parameter's entry in ``optimizer.state``: the names of what a state dict may have, without values, which many
+    parameters store together. torch's tools look for names alone."""
+
+    def __getitem__(self, name: str) -> None:
+        if name in self:
+            raise _no_values(name)
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if value is not None:  # Lightning writes what `items` gives, moved to a device
+            raise _no_values(name)
+        super().__setitem__(name, value)
+
+
+def _no_values(name: str) -> OptimizerError:
+    return OptimizerError(
+        f"optimizer.state[…] has names without values, so {name!r} is not read or set there: read "
+        f"optimizer.state_dict(), set with load_state_dict, and start anew with optimizer.state.clear()"
+    )
 
 
 def torchs_order(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,12 @@ class StepNumbers:
         """How many updates a parameter has had, FP32 [1]."""
         return self.done - self.lags[self.keys[space][slot]]
 
+    def restart(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Parameters, each a space and a slot in it, have had no updates."""
+        key = self._new_lag(self.done.clone())
+        for space, slot in slots:
+            self.keys[space][slot] = key
+
     def set_numbers(self, numbers: Sequence[Sequence[float]]) -> None:
         """Set how many updates each parameter has had, by space and slot."""
         self._has_advanced = True

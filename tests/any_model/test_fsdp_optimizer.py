@@ -363,3 +363,21 @@ def _gradients_left(group: Group) -> list[str]:
 
 def test_zero_grad_frees_gradients(ranks: RankPool) -> None:
     assert ranks.run(on_default_group, _gradients_left, num_ranks=2) == [[], []]
+
+
+def _drops_state(group: Group) -> list[set[float]]:
+    """The numbers of steps in a state dict, after three steps, and after the state was dropped and one more."""
+    model, optimizer = build("O3", torch.bfloat16)
+    seen = []
+    for step in range(4):
+        if step == 3:
+            seen.append({float(entry["step"]) for entry in optimizer.state_dict()["state"].values()})
+            optimizer.state.clear()
+        train_step(model, optimizer, step)
+    entries = optimizer.state_dict()["state"]
+    assert set(optimizer.state) == set(model.parameters()) and len(entries) == len(optimizer.state)
+    return [*seen, {float(entry["step"]) for entry in entries.values()}]
+
+
+def test_state_that_is_dropped_starts_anew(ranks: RankPool) -> None:
+    assert ranks.run(on_default_group, _drops_state, num_ranks=2) == [[{3.0}, {1.0}]] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -484,3 +485,75 @@ def test_hooks_of_the_users_optimizer_are_ours() -> None:
         for handle in handles:
             handle.remove()
     assert called == ["before", "behind", "state", "load"]
+
+
+def _replace(optimizer: FP8Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+DROPS: dict[str, Callable[[FP8Optimizer], object]] = {
+    "cleared": lambda optimizer: optimizer.state.clear(),
+    "replaced": _replace,
+    "emptied": lambda optimizer: [optimizer.state.update({param: {}}) for param in list(optimizer.state)],
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
+def test_state_that_is_dropped_starts_anew(drop: Callable[[FP8Optimizer], object], level: str) -> None:
+    """As in torch's optimizers. What follows has the bits of a state that was loaded without moments."""
+
+    def train(forget: Callable[[FP8Optimizer], object]) -> tuple[dict[str, Tensor], set[float]]:
+        module, optimizer = linears(level)
+        for step in range(4):
+            if step == 2:
+                forget(optimizer)
+            loss_of(module, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return module.state_dict(), {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()}
+
+    (expected, steps), (found, found_steps) = (
+        train(lambda ours: ours.load_state_dict(ours.state_dict() | {"state": {}})),
+        train(drop),
+    )
+    assert steps == found_steps == {2.0}
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_state_of_one_parameter_is_dropped() -> None:
+    """Others keep theirs, and a state dict shows it at once."""
+    module, optimizer = linears("O2")
+    for step in range(3):
+        loss_of(module, step).backward()
+        optimizer.step()
+    before = optimizer.state_dict()["state"]
+    numbers = {id(param): number for number, param in enumerate(module.parameters())}
+    del optimizer.state[module.first.weight]
+    after = optimizer.state_dict()["state"]
+    for param in module.parameters():
+        number = numbers[id(param)]
+        is_dropped = param is module.first.weight
+        assert float(after[number]["step"]) == (0.0 if is_dropped else 3.0)
+        moments = [key for key in after[number] if key in ("exp_avg_payload", "exp_avg_sq_payload", "exp_avg")]
+        assert moments
+        for key in moments:
+            now, then = (entry[number][key].float() for entry in (after, before))
+            assert not now.any() if is_dropped else torch.equal(now, then)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": before})
+    loss_of(module).backward()
+    optimizer.step()
+    assert all(float(entry["step"]) == 4.0 for entry in optimizer.state_dict()["state"].values())
+
+
+def test_values_of_state_are_no_silent_nones() -> None:
+    module, optimizer = linears("O2")
+    entry = optimizer.state[module.first.weight]
+    assert "exp_avg" in entry and set(entry.values()) == {None}  # as torch's tools see it
+    for key, value in entry.items():
+        entry[key] = value  # as Lightning moves state to a device
+    for touch in (lambda: entry["exp_avg"].zero_(), lambda: entry.__setitem__("step", 0)):
+        with pytest.raises(OptimizerError, match=r"read optimizer\.state_dict\(\), set with load_state_dict"):
+            touch()
+    with pytest.raises(KeyError):
+        entry["max_exp_avg_sq"]
