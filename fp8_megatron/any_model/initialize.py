@@ -42,7 +42,8 @@ def initialize(
     Args:
         model: any module; its linear layers become `FP8Linear` in place (`replace_linears`), or are so already.
         optimizer: torch's AdamW or Adam over the model's parameters, before its first step. Do not use it again; its
-            param groups belong to the returned optimizer.
+            param groups belong to the returned optimizer. Linear layers that are trained and that it does not have
+            stay as they are, for another optimizer.
         opt_level: storage of a trained linear layer. Bytes a parameter: O1 11 (weight FP16, gradient FP8, moments
             FP32), O2 6 (moments FP8 and FP16), O3 7 (weight FP8, master FP16, the rest as O2).
         recipe: how operands of the GEMMs are scaled: tensorwise (by each tensor's own values), delayed (by the last 16
@@ -91,6 +92,7 @@ def initialize(
         weight=LEVELS[opt_level].weight,
         filter=filter,
         recompute_activations=recompute_activations,
+        optimized={parameter for group in optimizer.param_groups for parameter in group["params"]},
     )
     built = build_optimizer(
         model,
@@ -120,7 +122,10 @@ def _check_model(model: object) -> None:
             raise UserError(f"{name or 'the model'} is a {kind}: call initialize first, then wrap the model")
     for name, parameter in model.named_parameters():
         if getattr(parameter, "main_grad", None) is not None:
-            raise UserError(f"{name} has an FP8 optimizer already: initialize is called once")
+            raise UserError(
+                f"{name} has an FP8 optimizer already: initialize is called once for a model; if it has several "
+                f"optimizers, give each its own part, initialize(model.part, optimizer)"
+            )
 
 
 def _initialize_sharded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import get_args
 
 import torch
@@ -40,6 +40,7 @@ def replace_linears(
     weight: StorageDtype = StorageDtype.FP8,
     filter: LinearFilter | None = None,
     recompute_activations: bool = False,
+    optimized: Container[torch.Tensor] | None = None,
 ) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
     """Turn the linear layers of `model` into `FP8Linear`, in place. Returns old weight → new weight.
 
@@ -60,6 +61,8 @@ def replace_linears(
         recompute_activations: a layer keeps nothing for its weight's gradient if GELU, SiLU or a product of two tensors
             has made its input; backward computes the input again. It saves one byte an element and costs an elementwise
             pass. Not under `torch.compile`.
+        optimized: the parameters of the optimizer that is to have FP8 state; None: all. A layer stays if its weight is
+            trained and not among them: another optimizer may hold it, and would not find the new one.
 
     Raises:
         ValueError: a weight is float64 or complex; an unknown recipe, or another model's delayed one.
@@ -73,7 +76,7 @@ def replace_linears(
     recipe = build_recipe(recipe)
     if recipe.history is not None and recipe.history.record is not None:
         raise ValueError("the recipe's amax history belongs to another model: give each model a recipe of its own")
-    stays = _reasons_to_stay(model, recipe, filter)
+    stays = _reasons_to_stay(model, recipe, filter, optimized)
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     slots: dict[str, list[int]] = {}
     for name, module in list(model.named_modules()):
@@ -138,7 +141,9 @@ def _is_conv1d(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
-def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilter | None) -> dict[str, str]:
+def _reasons_to_stay(
+    model: torch.nn.Module, recipe: Recipe, filter: LinearFilter | None, optimized: Container[torch.Tensor] | None
+) -> dict[str, str]:
     """Name → reason of every linear layer that does not become FP8."""
     adapters = _adapters(model)
     stays: dict[str, str] = {}
@@ -150,6 +155,8 @@ def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilte
         if is_fp8(module) or not is_linear(module):
             continue
         reason = "it is an adapter" if module in adapters else _reason(name, module, recipe, filter)
+        if reason is None and optimized is not None and not _is_optimized(module, optimized):
+            reason = "its weight is trained, and not by this optimizer"
         if reason is None:
             willing[name] = module
         else:
@@ -169,6 +176,10 @@ def _reasons_to_stay(model: torch.nn.Module, recipe: Recipe, filter: LinearFilte
     for name, reason in stays.items():
         check_stays(name, model.get_submodule(name), reason)
     return stays
+
+
+def _is_optimized(module: torch.nn.Module, optimized: Container[torch.Tensor]) -> bool:
+    return all(weight in optimized or not weight.requires_grad for weight in _weights(module))
 
 
 def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -154,3 +154,25 @@ def test_another_default_dtype_is_an_error_that_leaves_the_model_alone() -> None
     finally:
         torch.set_default_dtype(before)
     assert type(model[0]) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("builds_first", [True, False])
+def test_layers_of_another_optimizer_stay(builds_first: bool) -> None:
+    """As where Muon has the matrices. Its weights were replaced, and it trained nothing."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)), torch.nn.MultiheadAttention(32, 2))
+    frozen = model[2].requires_grad_(False)
+    matrices = [model[0].weight, model[3].in_proj_weight]
+    others = [param for param in model.parameters() if all(param is not one for one in matrices)]
+    muon = torch.optim.SGD(matrices, lr=0.1) if builds_first else None
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(others))
+    muon = muon or torch.optim.SGD(matrices, lr=0.1)
+    assert [type(layer) is FP8Linear for layer in model[:3]] == [False, True, True] and model[2] is frozen
+    reason = "its weight is trained, and not by this optimizer"
+    assert fp8_megatron.any_model.report(model).stays == dict.fromkeys(("0", "3", "3.out_proj"), reason)
+    before = [matrix.detach().clone() for matrix in matrices]
+    x = model[:3](torch.randn(8, 32, generator=torch.Generator().manual_seed(1)))
+    model[3](x, x, x)[0].square().mean().backward()
+    muon.step()
+    optimizer.step()
+    assert all(not torch.equal(matrix, old) for matrix, old in zip(matrices, before, strict=True))
