@@ -13,6 +13,7 @@ from ..formats import LEVELS
 from ..quantization.recipe import Recipe, RecipeName
 from .build import build_optimizer
 from .linears import LinearFilter, is_fp8, replace_linears
+from .old_weights import warn_of_old_weights
 from .optimizer import FP8Optimizer
 from .recompute import warn_of_vain_search
 from .torch_optimizers import check_optimizer, check_params
@@ -103,6 +104,7 @@ def initialize(
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
     warn_of_vain_search(model, built)
+    warn_of_old_weights(names, replaced, built)
     return model, built
 
 

@@ -176,3 +176,20 @@ def test_layers_of_another_optimizer_stay(builds_first: bool) -> None:
     muon.step()
     optimizer.step()
     assert all(not torch.equal(matrix, old) for matrix, old in zip(matrices, before, strict=True))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_list_of_old_weights_is_warned_of(keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Clipping it would leave the model's weights out."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 32))
+    params = list(model.parameters())
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(params))
+    if not keeps:
+        params = list(model.parameters())
+    for _ in range(2):
+        model(torch.randn(8, 32)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == keeps
+    assert not keeps or "2 weights are still held as they were before FP8 (0.weight, 2.weight)" in warnings[0]
