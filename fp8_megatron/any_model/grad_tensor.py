@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..quantization.scaled_tensor import written_by_collective
+
 _aten = torch.ops.aten
 
 
@@ -92,6 +94,11 @@ class GradTensor(torch.Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
+        if func.namespace == "c10d" and any(isinstance(leaf, cls) for leaf in written_by_collective(func, args)):
+            raise NotImplementedError(
+                f"{func} would write into a gradient in FP8 or in shards: give it p.grad.clone(), and write the result "
+                f"back with p.grad.copy_(…). Where initialize found several ranks, p.grad is their mean already"
+            )
         if func._schema.is_mutable:
             return _store_result(func, args, kwargs)
         if any(result.alias_info is not None for result in func._schema.returns):

@@ -451,10 +451,17 @@ def _is_view(func: Any) -> bool:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ScaledTensor]:
     """The weights that `func` writes into."""
+    if func.namespace == "c10d":
+        return [leaf for leaf in written_by_collective(func, args) if isinstance(leaf, ScaledTensor)]
     given = {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **kwargs}
     writes = [arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
     leaves = tree_leaves([given.get(name) for name in writes])
     return [leaf for leaf in leaves if isinstance(leaf, ScaledTensor)]
+
+
+def written_by_collective(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """What a function of ``torch.distributed`` writes into: its first argument, which its schema does not say."""
+    return [] if func._schema.name == "c10d::send" else tree_leaves(args[0])
 
 
 def _has_gradients(func: Any, made: Any) -> bool:

@@ -532,3 +532,31 @@ def test_ddp_reduces_what_another_optimizer_updates(ranks: RankPool) -> None:
     first, second = ranks.run(on_default_group, _has_two_optimizers, num_ranks=2)
     for name, value in first.items():
         assert torch.equal(value, second[name]), f"replicas differ in {name}"
+
+
+def _calls_collectives(group: Group) -> list[str]:
+    """What torch's collectives say of a weight and of its gradient, and what a gather of them has."""
+    model, _ = build("O3", seed=1)
+    torch.nn.functional.mse_loss(model(torch.arange(16)), torch.zeros(16, 7)).backward()
+    weight, grad = model.first.weight, model.first.weight.grad
+    assert grad is not None
+    for tensor in (weight.detach(), grad):
+        gathered = [torch.empty(tensor.shape) for _ in range(2)]
+        torch.distributed.all_gather(gathered, tensor)
+        assert all(torch.equal(one, tensor.clone()) for one in gathered)
+    messages = []
+    for tensor in (weight.detach(), grad):
+        for call in (torch.distributed.all_reduce, lambda tensor: torch.distributed.broadcast(tensor, 0)):
+            with pytest.raises(NotImplementedError) as caught:
+                call(tensor)
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_collectives_that_would_write_into_a_copy_are_an_error(ranks: RankPool) -> None:
+    """They did nothing, in silence, because they were given plain copies."""
+    for of_weight, also_of_weight, of_grad, also_of_grad in ranks.run(
+        on_default_group, _calls_collectives, num_ranks=2
+    ):
+        assert all("copy it with p.copy_(…)" in message for message in (of_weight, also_of_weight))
+        assert all("p.grad is their mean already" in message for message in (of_grad, also_of_grad))
