@@ -26,17 +26,18 @@ def warn_of_old_weights(
 
 
 class _Search:
-    """Hook in front of an optimizer's step, gone after the first."""
+    """Hook in front of an optimizer's step, which looks once. It stays: torch iterates over the hooks that it calls, so
+    none may remove itself."""
 
     def __init__(
         self, weights: Mapping[str, weakref.ref[torch.nn.Parameter]], optimizer: torch.optim.Optimizer
     ) -> None:
         self._weights = weights
-        self._handle = optimizer.register_step_pre_hook(self)
+        optimizer.register_step_pre_hook(self)
 
     def __call__(self, *unused: Any) -> None:
-        self._handle.remove()
         alive = [name for name, weight in self._weights.items() if weight() is not None]
+        self._weights = {}
         if alive:
             logger.warning(
                 "%d weights are still held as they were before FP8 (%s): the model has others now, so clipping or logs "

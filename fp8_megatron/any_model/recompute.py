@@ -32,17 +32,21 @@ def warn_of_vain_search(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 
 class _VainSearch:
-    """Hook in front of an optimizer's step, gone once it knows."""
+    """Hook in front of an optimizer's step, which looks once. It stays: torch iterates over the hooks that it calls, so
+    none may remove itself."""
 
     def __init__(self, recomputations: Recomputations, optimizer: torch.optim.Optimizer) -> None:
-        self._recomputations = recomputations
-        self._handle = optimizer.register_step_pre_hook(self)
+        self._recomputations: Recomputations | None = recomputations
+        optimizer.register_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        recomputations = self._recomputations
+        if recomputations is None:
+            return
         if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             return
-        self._handle.remove()
-        if not self._recomputations.were_found:
+        self._recomputations = None
+        if not recomputations.were_found:
             logger.warning(
                 "recompute_activations does nothing: before the first step no trained FP8 layer took the output of "
                 "GELU, SiLU or a product of two tensors of one shape, outside of hooks of saved tensors "

@@ -183,13 +183,18 @@ def test_a_list_of_old_weights_is_warned_of(keeps: bool, caplog: pytest.LogCaptu
     """Clipping it would leave the model's weights out."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 32))
     params = list(model.parameters())
-    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(params))
+    user, steps = torch.optim.AdamW(params), []
+    user.register_step_pre_hook(lambda *_: steps.append(1))
+    model, optimizer = fp8_megatron.initialize(model, user, recompute_activations=True)
+    optimizer.register_step_pre_hook(lambda *_: steps.append(2))
     if not keeps:
         params = list(model.parameters())
     for _ in range(2):
         model(torch.randn(8, 32)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == keeps
+    assert steps == [1, 2, 1, 2]
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [message for message in logged if "recompute_activations" not in message]
+    assert len(warnings) == keeps and len(logged) == 1 + keeps
     assert not keeps or "2 weights are still held as they were before FP8 (0.weight, 2.weight)" in warnings[0]
