@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..quantization.scaled_tensor import written_by_collective
+from ..quantization.scaled_functions import written_by_collective
 
 _aten = torch.ops.aten
 

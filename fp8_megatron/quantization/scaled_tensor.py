@@ -5,8 +5,8 @@ through megatron-core's attribute tagging and ``state_dict``. It advertises BF16
 ``.bfloat16()``, ``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy.
 A layer calls `gemm_operand` for the FP8 operand of a GEMM. A matrix product with it, or arithmetic that autograd would
 record, raises an error, so that no forward decodes a weight unseen. Code that only reads it, such as an average of
-weights or a norm for a log, gets its owner's value, and arithmetic in place writes through the owner (`_read`). Copies
-of an owned weight are plain tensors of that value.
+weights or a norm for a log, gets its owner's value. Arithmetic in place writes through the owner. Copies of an owned
+weight are plain tensors of that value. `scaled_functions` says this of each of torch's functions.
 
 Views of whole rows are ScaledTensors too, and share memory with their base. torch's ``fully_shard`` cuts a weight into
 such parts and gathers them as they are stored (`weight_shards`): one byte an element for E4M3.
@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..formats import E4M3, FP8_DTYPES
 from ..kernels import ops
+from . import scaled_functions
 from .operand import Format, Quantized, quantize, with_one_scale
 from .weight_shards import Gathered, OwnerOfView, Part, WeightOwner, gather_inputs
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 #: Writes to a frozen FP8 weight after which `Home` warns. Loading a state takes one.
 MANY_WRITES = 8
 
-_aten = torch.ops.aten
 _DATA: Any = torch.Tensor.data  # the descriptor
 
 
@@ -161,7 +159,7 @@ class ScaledTensor(torch.Tensor):
             )
         if not (isinstance(value, ScaledTensor) and value._payload.data_ptr() == self._payload.data_ptr()):
             with torch.no_grad():
-                self._assign(value)
+                self.assign(value)
 
     def set_storage(self, payload: Tensor, scale: Tensor) -> None:
         """Re-point the tensor at other storage of the same shape (a view into a flat buffer)."""
@@ -207,7 +205,7 @@ class ScaledTensor(torch.Tensor):
 
     def rows(self, rows: slice) -> ScaledTensor:
         """A view of whole rows for GEMMs, without a `main_grad`. Its cast takes the whole weight's scale."""
-        view, whole = self._view(self._payload[rows]), self.cast_scale
+        view, whole = self.view_onto(self._payload[rows]), self.cast_scale
         if whole is not None and whole.numel == self._payload.numel():
             view.cast_scale = CastScale(whole.scale, view._payload.numel())
             view.cast_scale.is_current = whole.is_current
@@ -236,7 +234,7 @@ class ScaledTensor(torch.Tensor):
             return None
         return known.scale
 
-    def _assign(self, value: Tensor) -> None:
+    def assign(self, value: Tensor) -> None:
         """Take on new values in place, quantised in the tensor's own storage format; an owner does so itself."""
         if self.owner is not None:
             self.owner.write(value.master_value() if isinstance(value, ScaledTensor) else value)
@@ -292,6 +290,57 @@ class ScaledTensor(torch.Tensor):
         quantized, _, scale = ops.quantize_current(flat, payload.dtype, power_of_two=power_of_two)
         payload.copy_(quantized.view(payload.shape))
         self._scale.copy_(scale)
+
+    def like(self, payload: Tensor, scale: Tensor) -> ScaledTensor:
+        """A tensor with other storage. As a part it scales alone only after a write of its own."""
+        made = ScaledTensor(payload, scale, dtype=self.dtype)
+        made._part = None if self._part is None else Part(payload, scales_alone=self._part.scales_alone)
+        return made
+
+    def sized(self, payload: Tensor, *, is_zero: bool) -> ScaledTensor:
+        """A tensor of the same format over new storage of another size: FP8 with one scale, FP16 with as many as it
+        takes. It is no part of this one.
+
+        Args:
+            payload: the new storage.
+            is_zero: whether all of it is zero.
+        """
+        block = max(1, self._payload.numel() // self._scale.numel())
+        num_scales = 1 if self._scale.numel() == 1 else payload.numel() // block
+        made = self.like(payload, torch.ones(num_scales, device=payload.device))
+        made._part, made.home = Part(payload, is_zero=is_zero), self.home
+        return made
+
+    def view_onto(self, payload: Tensor) -> ScaledTensor:
+        """A view of the tensor, of which `payload` is a view of its payload. It shares the scale, or has its own
+        blocks' scales.
+
+        Raises:
+            NotImplementedError: the view cuts blocks that share a scale.
+        """
+        scale = self._scale
+        if scale.numel() > 1 and payload.numel() < self._payload.numel():
+            block = self._payload.numel() // scale.numel()
+            start = payload.storage_offset() - self._payload.storage_offset()
+            if not payload.is_contiguous() or start % block or payload.numel() % block:
+                raise NotImplementedError(
+                    f"{payload.numel()} elements from {start} of a weight {tuple(self.shape)} are no whole blocks of "
+                    f"{block} that share a scale: shard it over fewer ranks, or store it in FP8"
+                )
+            scale = scale[start // block : (start + payload.numel()) // block]
+        with torch.inference_mode(self.is_inference()):  # torch gives a view the version counter of its base
+            made = ScaledTensor(payload, scale, dtype=self.dtype)
+        made._part, made.home, made.cast_scale = self._part, self.home, self.cast_scale
+        if self.owner is not None:
+            is_whole = payload.shape == self.shape
+            made.owner = self.owner if is_whole else OwnerOfView(self.owner, self._payload, payload)
+        return made
+
+    def part_onto(self, payload: Tensor) -> ScaledTensor:
+        """`view_onto` some of the rows, which knows what it is a part of."""
+        view = self.view_onto(payload)
+        view._part = self._part or Part(self._payload)
+        return view
 
     def fsdp_pre_all_gather(
         self,
@@ -360,241 +409,9 @@ class ScaledTensor(torch.Tensor):
         notes = notes_of(self)
         return _unpickle, (self._payload.dtype, payload, scale, self.dtype, self.requires_grad, notes)
 
-    def _like(self, payload: Tensor, scale: Tensor) -> ScaledTensor:
-        """A tensor with other storage. As a part it scales alone only after a write of its own."""
-        made = ScaledTensor(payload, scale, dtype=self.dtype)
-        made._part = None if self._part is None else Part(payload, scales_alone=self._part.scales_alone)
-        return made
-
-    def _view(self, payload: Tensor) -> ScaledTensor:
-        """A view with this view of the payload. It shares the scale, or has its own blocks' scales."""
-        scale = self._scale
-        if scale.numel() > 1 and payload.numel() < self._payload.numel():
-            block = self._payload.numel() // scale.numel()
-            start = payload.storage_offset() - self._payload.storage_offset()
-            if not payload.is_contiguous() or start % block or payload.numel() % block:
-                raise NotImplementedError(
-                    f"{payload.numel()} elements from {start} of a weight {tuple(self.shape)} are no whole blocks of "
-                    f"{block} that share a scale: shard it over fewer ranks, or store it in FP8"
-                )
-            scale = scale[start // block : (start + payload.numel()) // block]
-        with torch.inference_mode(self.is_inference()):  # torch gives a view the version counter of its base
-            made = ScaledTensor(payload, scale, dtype=self.dtype)
-        made._part, made.home, made.cast_scale = self._part, self.home, self.cast_scale
-        if self.owner is not None:
-            is_whole = payload.shape == self.shape
-            made.owner = self.owner if is_whole else OwnerOfView(self.owner, self._payload, payload)
-        return made
-
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
-        function = _FUNCTIONS.get(func)
-        if function is not None and isinstance(args[0], Tensor):
-            return function(func, *args, **(kwargs or {}))
-        made = func.decompose(*args, **(kwargs or {}))  # functions that torch leaves whole in inference mode
-        return _read(func, args, kwargs or {}) if made is NotImplemented else made
-
-
-def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` of the tensors' values, in the dtypes that they advertise, decoded for this call alone. What arithmetic
-    writes into a weight goes to its owner, on every replica.
-
-    Raises:
-        NotImplementedError: `func` is a matrix product, makes a view of one of them, or writes into one that has no
-            owner, or something else than arithmetic; or autograd would record it, and give the weight a gradient that
-            no optimizer reads.
-    """
-    scaled = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ScaledTensor)]
-    written = _written(func, args, kwargs)
-    told = f"{func} is not defined on a ScaledTensor of shape {tuple(scaled[0].shape)}"
-    if _is_view(func) or _name(func) in _PRODUCTS:
-        raise NotImplementedError(
-            f"{told}: call .dequantize() for values or .gemm_operand() for a GEMM, so that the high-precision copy is "
-            f"visible where it is made. If a module reads its layer's weight itself, keep the layer a torch.nn.Linear "
-            f"(filter=…)"
-        )
-    if written and _name(func) not in _ARITHMETIC:
-        raise NotImplementedError(f"{told}, and would write into it: fill a plain tensor, and copy it with p.copy_(…)")
-    if any(tensor.owner is None for tensor in written):
-        raise NotImplementedError(
-            f"{told} without a master, as a frozen one is: what the function writes would be rounded to the weight's "
-            f"format each time. Keep its layer a torch.nn.Linear (filter=…)"
-        )
-    values = {
-        id(tensor): (tensor.master_value() if any(tensor is one for one in written) else tensor.value_here()).to(
-            tensor.dtype
-        )
-        for tensor in scaled
-    }
-    args, kwargs = tree_map_only(ScaledTensor, lambda tensor: values[id(tensor)], (args, kwargs))
-    made = func(*args, **kwargs)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in scaled) and _has_gradients(func, made):
-        raise NotImplementedError(
-            f"{told} under autograd: read a weight's value in torch.no_grad(), or of weight.detach(). If a loss or a "
-            f"module takes its layer's weight, keep the layer a torch.nn.Linear (filter=…)"
-        )
-    for tensor in written:
-        tensor._assign(values[id(tensor)])
-    weights = {id(values[id(tensor)]): tensor for tensor in written}
-    return tree_map_only(Tensor, lambda tensor: weights.get(id(tensor), tensor), made)
-
-
-def _name(func: Any) -> str:
-    """Its name without what says that it writes in place, or takes lists."""
-    name: str = func._schema.name
-    return name.removeprefix("aten::").removeprefix("_foreach_").removesuffix("_")
-
-
-def _is_view(func: Any) -> bool:
-    return any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ScaledTensor]:
-    """The weights that `func` writes into."""
-    if func.namespace == "c10d":
-        return [leaf for leaf in written_by_collective(func, args) if isinstance(leaf, ScaledTensor)]
-    given = {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **kwargs}
-    writes = [arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
-    leaves = tree_leaves([given.get(name) for name in writes])
-    return [leaf for leaf in leaves if isinstance(leaf, ScaledTensor)]
-
-
-def written_by_collective(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    """What a function of ``torch.distributed`` writes into: its first argument, which its schema does not say."""
-    return [] if func._schema.name == "c10d::send" else tree_leaves(args[0])
-
-
-def _has_gradients(func: Any, made: Any) -> bool:
-    """Whether autograd could differentiate what `func` made. Comparisons and new tensors have no gradient."""
-    return not _name(func).endswith("_like") and any(
-        leaf.is_floating_point() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
-    )
-
-
-def _same(func: Any, tensor: ScaledTensor) -> ScaledTensor:
-    return tensor._view(tensor._payload)
-
-
-def _view(func: Any, tensor: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
-    return tensor._view(func(tensor._payload, *args, **kwargs))
-
-
-def _rows(func: Any, tensor: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor | list[ScaledTensor]:
-    """Views of parts."""
-    views = func(tensor._payload, *args, **kwargs)
-    parts = [tensor._view(view) for view in (views if isinstance(views, (list, tuple)) else [views])]
-    for part in parts:
-        part._part = tensor._part or Part(tensor._payload)
-    return parts if isinstance(views, (list, tuple)) else parts[0]
-
-
-def _as_strided(
-    func: Any, tensor: ScaledTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> ScaledTensor:
-    if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or offset:
-        raise NotImplementedError(
-            f"as_strided of a ScaledTensor of shape {tuple(tensor.shape)} to {tuple(size)}: only to its own shape"
-        )
-    return tensor._view(tensor._payload)
-
-
-def _clone(func: Any, tensor: ScaledTensor, *, memory_format: Any = None) -> Tensor:
-    if tensor.owner is not None:
-        return tensor.value_here().to(tensor.dtype)
-    return tensor._like(tensor._payload.clone(), tensor._scale.clone())
-
-
-def _empty_like(func: Any, tensor: ScaledTensor, *, device: Any = None, **kwargs: Any) -> ScaledTensor:
-    return tensor._like(
-        torch.empty_like(tensor._payload, device=device), torch.empty_like(tensor._scale, device=device)
-    )
-
-
-def _zeros_like(func: Any, tensor: ScaledTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
-    """A plain tensor, as a gradient or an optimizer's state is."""
-    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
-
-
-def _new(func: Any, tensor: ScaledTensor, size: Sequence[int], *, device: Any = None, **kwargs: Any) -> ScaledTensor:
-    """New storage of another size in the same format: FP8 with one scale, FP16 with as many as it takes."""
-    payload = func(tensor._payload, size, device=device)
-    block = max(1, tensor._payload.numel() // tensor._scale.numel())
-    num_scales = 1 if tensor._scale.numel() == 1 else payload.numel() // block
-    made = tensor._like(payload, torch.ones(num_scales, device=payload.device))
-    made._part, made.home = Part(payload, is_zero=func is _aten.new_zeros.default), tensor.home
-    return made
-
-
-def _to_copy(func: Any, tensor: ScaledTensor, *, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    device = device or tensor._payload.device
-    if tensor.owner is not None:
-        return tensor.value_here().to(device, kwargs.get("dtype") or tensor.dtype, non_blocking=non_blocking)
-    return tensor._like(
-        tensor._payload.to(device, non_blocking=non_blocking, copy=True),
-        tensor._scale.to(device, non_blocking=non_blocking, copy=True),
-    )
-
-
-def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(destination, ScaledTensor):
-        assert isinstance(source, ScaledTensor)
-        return destination.copy_(source.value_here())
-    destination._assign(source)
-    return destination
-
-
-def _is_pinned(func: Any, tensor: ScaledTensor, device: Any = None) -> bool:
-    return tensor._payload.is_pinned()
-
-
-def _pin_memory(func: Any, tensor: ScaledTensor, device: Any = None) -> ScaledTensor:
-    return tensor._like(tensor._payload.pin_memory(), tensor._scale.pin_memory())
-
-
-def _fill_(func: Any, tensor: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
-    """Functions that overwrite all values, such as those of `torch.nn.init`: rounded once."""
-    if tensor._payload.device.type != "meta":
-        tensor._assign(func(torch.empty(tensor.shape, device=tensor.device), *args, **kwargs))
-    return tensor
-
-
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: _same,
-    _aten.alias.default: _same,
-    _aten.view.default: _view,
-    _aten._unsafe_view.default: _view,
-    _aten.slice.Tensor: _rows,
-    _aten.split.Tensor: _rows,
-    _aten.split_with_sizes.default: _rows,
-    _aten.as_strided.default: _as_strided,
-    _aten.clone.default: _clone,
-    _aten.empty_like.default: _empty_like,
-    _aten.zeros_like.default: _zeros_like,
-    _aten.new_empty.default: _new,
-    _aten.new_zeros.default: _new,
-    _aten._to_copy.default: _to_copy,
-    _aten.copy_.default: _copy_,
-    _aten.is_pinned.default: _is_pinned,
-    _aten._pin_memory.default: _pin_memory,
-    _aten.uniform_.default: _fill_,
-    _aten.normal_.default: _fill_,
-    _aten.zero_.default: _fill_,
-    _aten.fill_.Scalar: _fill_,
-}
-
-
-#: Functions that may write into an owned weight, as a loop moves, shrinks or bounds it. Most of `torch.nn.init` are not
-#: among them: they compute in several steps, and a stored weight would round each.
-_ARITHMETIC = frozenset("add sub mul div lerp addcmul addcdiv clamp clamp_min clamp_max masked_fill".split())
-
-
-#: Functions that would decode a weight at each forward of a module that reads it.
-_PRODUCTS = frozenset(
-    "mm addmm _addmm_activation bmm baddbmm addbmm mv addmv addr dot vdot ger matmul linear linear_backward einsum "
-    "convolution _convolution convolution_overrideable mkldnn_linear _scaled_mm embedding embedding_bag "
-    "_embedding_bag _embedding_bag_forward_only _native_multi_head_attention "
-    "_transformer_encoder_layer_fwd".split()
-)
+        return scaled_functions.call(func, args, kwargs or {})
 
 
 #: Attributes that a copy does not take over: its storage is its own, and nobody else's optimizer holds it.

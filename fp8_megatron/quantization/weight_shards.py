@@ -7,7 +7,7 @@ byte an element. Its one scale is the same on all ranks, so it does not travel.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -140,10 +140,15 @@ def agree_on_scale_(shard: ScaledTensor, group: torch.distributed.ProcessGroup) 
     shard.scale.copy_(shared)
 
 
+def is_scaled(value: Any) -> TypeGuard[ScaledTensor]:
+    """Whether `value` is a `ScaledTensor`. For modules that its own imports."""
+    return hasattr(value, "gemm_operand")
+
+
 def stored_part(weight: Tensor) -> ScaledTensor | None:
     """The `ScaledTensor` that this rank stores of a weight: the weight, or what a ``DTensor`` has of it; else None."""
     local: Any = getattr(weight, "_local_tensor", weight)
-    return local if hasattr(local, "gemm_operand") else None
+    return local if is_scaled(local) else None
 
 
 def plain_copy(weight: Tensor, dtype: torch.dtype, *, here: bool = False) -> Tensor:
