@@ -14,16 +14,14 @@ weight_shards`), and `fp8_megatron.initialize` gives the shards FP8 state:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from ..device.group import Group
 from ..formats import LEVELS
@@ -31,80 +29,17 @@ from ..nn.module import FP8Linear
 from ..optimizer.written_weights import write_weight
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_shards import agree_on_scale_, stored_part
-from ..sharding.partition import Cut, ParamSpace, Slot, StorageClass, partition, storage_class
+from ..sharding.partition import ParamSpace, Slot, StorageClass, partition
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
 from .build import delayed_scales, transposed_weights
 from .fsdp_reduce import check_reshard, reduce_in_fp8
 from .optimizer import FP8Optimizer
 from .shard_grads import ShardGrads
-from .shard_states import empty_state, local_entry, sharded_entry
+from .shard_states import ShardedState
+from .sharded_param import ShardedParam
 from .space import ModelSpace
 from .torch_optimizers import OptimizerError, check_optimizer, take_place_of
-
-
-@dataclass(frozen=True)
-class ShardedParam:
-    """This rank's rows of one parameter.
-
-    Attributes:
-        name: in the model.
-        param: the parameter that ``fully_shard`` made.
-        rows: what the optimizer updates: the local tensor, or a copy of it where FSDP2 pads.
-        is_copy: whether `rows` is a copy.
-        group: the ranks that hold the other rows.
-        cut: where the rows lie in the parameter.
-    """
-
-    name: str
-    param: DTensor
-    rows: Tensor
-    is_copy: bool
-    group: Group
-    cut: Cut
-
-    @classmethod
-    def of(cls, name: str, param: torch.nn.Parameter) -> ShardedParam:
-        """This rank's part of `param`.
-
-        Raises:
-            OptimizerError: it is sharded in a way that the optimizer does not know.
-        """
-        if not isinstance(param, DTensor):
-            raise OptimizerError(f"{name} is not sharded and other parameters are: call fully_shard(model) on the root")
-        placements = param.placements
-        sharded = [dim for dim, placement in enumerate(placements) if type(placement) is Shard]
-        if len(sharded) != 1 or any(type(p) not in (Shard, Replicate) for p in placements):
-            raise OptimizerError(
-                f"{name} is placed as {placements}: FP8 state takes parameters that fully_shard alone has sharded, "
-                f"over one dimension of the mesh, with or without replicas (HSDP)"
-            )
-        mesh_dim = sharded[0]
-        axis = placements[mesh_dim].dim  # type: ignore[attr-defined]
-        ranks, rank = param.device_mesh.size(mesh_dim), param.device_mesh.get_local_rank(mesh_dim)
-        local = param._local_tensor  # `to_local` gives a view, which FSDP2 does not gather from
-        is_even = param.shape[axis] % ranks == 0
-        if isinstance(local, ScaledTensor) and not is_even:
-            raise OptimizerError(
-                f"{name} has {param.shape[axis]} rows, which {ranks} ranks do not share evenly: use a number of ranks "
-                f"that divides it, or keep the layer out of replace_linears with its filter"
-            )
-        rows = local if is_even else local.detach().clone()
-        width = -(-param.shape[axis] // ranks) * math.prod(param.shape[axis + 1 :])
-        stride = width if axis == 0 else width * ranks
-        group = param.device_mesh.get_group(mesh_dim)
-        return cls(name, param, rows, not is_even, group, Cut(max(1, width), max(1, stride), rank * width))
-
-    @property
-    def local(self) -> Tensor:
-        """The rows that FSDP2 gathers from."""
-        return self.param._local_tensor
-
-    @property
-    def mark(self) -> tuple[int, int, int]:
-        """Changes when somebody writes to the parameter or to its rows, or gives them other memory."""
-        local = self.local
-        return local.data_ptr(), local._version, self.param._version
 
 
 class FSDPOptimizer(FP8Optimizer):
@@ -116,6 +51,12 @@ class FSDPOptimizer(FP8Optimizer):
         #: By name, the `ShardedParam.mark` of a plain parameter when its values were last the master's.
         self._marks: dict[str, tuple[int, int, int]] = {}
         super().__init__(*args, **kwargs)
+
+    def _whole_state(self, transposed: Iterable[Tensor]) -> ShardedState:
+        parts = (self._spaces, self._numbers, self._num_skipped, self._histories)
+        return ShardedState(
+            *parts, transposed=transposed, sharded=self._sharded.values(), storage=self._storage, groups=self._groups
+        )
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -170,58 +111,6 @@ class FSDPOptimizer(FP8Optimizer):
 
     def _sharded_of(self, slot: Slot) -> ShardedParam:
         return self._sharded[id(slot.param)]
-
-    def _collect_state(self) -> dict[str, Any]:
-        """With ``DTensor``s (`shard_states`), called by every rank; for ``torch.distributed.checkpoint`` and its
-        ``get_optimizer_state_dict``.
-        """
-        result = super()._collect_state()
-        params = {number: one.param for one, number in self._numbered()}
-        result["state"] = {number: sharded_entry(params[number], entry) for number, entry in result["state"].items()}
-        return result
-
-    def _entries(self, indices: Mapping[Tensor, int]) -> dict[int, dict[str, Any]]:
-        """See `FP8Optimizer._entries`. A parameter of which this rank has no rows has an entry as on the others, for
-        every rank's state dict has the same names; its steps are those that ranks with rows have counted.
-        """
-        entries = super()._entries(indices)
-        for group in self._groups:
-            uneven = [(one, number) for one, number in self._numbered() if one.is_copy and one.group == group]
-            if not uneven:
-                continue
-            steps = [float(entries[number]["step"]) if number in entries else 0.0 for _, number in uneven]
-            counted = torch.tensor(steps, device=uneven[0][0].rows.device)
-            torch.distributed.all_reduce(counted, op=torch.distributed.ReduceOp.MAX, group=group)
-            for (one, number), step in zip(uneven, counted.cpu(), strict=True):
-                if number not in entries:
-                    formats = self._storage.of_state(storage_class(one.rows), one.rows.dtype)  # type: ignore[arg-type]
-                    entries[number] = {"step": step.clone(), **empty_state(formats, one.rows)}
-        return entries
-
-    def _take_state(self, state_dict: dict[str, Any]) -> None:
-        """Tensors are ``DTensor``s or whole."""
-        params = {number: one.param for one, number in self._numbered()}
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [number for group in self._packed_groups()[1] for number in group["params"]]
-        entries = {
-            theirs: local_entry(params[ours], state_dict["state"][theirs])
-            for ours, theirs in zip(own, saved, strict=False)
-            if ours in params and theirs in state_dict["state"]
-        }
-        super()._take_state({**state_dict, "state": entries})
-
-    def _run_state(self) -> dict[str, Tensor]:
-        """Without the number of gradients a step: torch adds them, in storage of its own."""
-        return {key: value for key, value in super()._run_state().items() if key != "gradients_per_step"}
-
-    def _numbered(self) -> list[tuple[ShardedParam, int]]:
-        """The parameters with state, and their numbers in a state dict."""
-        numbers = super()._packed_groups()[0]
-        return [(one, numbers[one.param]) for one in self._sharded.values()]
-
-    def _packed_groups(self) -> tuple[dict[Tensor, int], list[dict[str, Any]]]:
-        numbers, groups = super()._packed_groups()
-        return {**numbers, **{one.rows: number for one, number in self._numbered()}}, groups
 
     @torch.no_grad()
     def _update(self) -> None:

@@ -12,13 +12,13 @@ How it fits together:
   the kernel's range is left out, and they have step numbers of their own (`step_numbers`).
 - The master is the truth. Values written to a weight reach it at once (`ScaledTensor.owner`), values written to a plain
   parameter at the next step (its version counter, or its memory, has changed).
+- `whole_state` writes and reads state dicts.
 - Nothing in a step waits for the device. A step with a gradient that is not finite is skipped there, and counted.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optimizer.state import SpaceState, StateTensor
+from ..optimizer.state import SpaceState
 from ..optimizer.written_weights import MasterWeight, write_weight
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.scaled_tensor import ScaledTensor
@@ -37,12 +37,9 @@ from ..sharding.storage import ModelStorage
 from .data_parallel import Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads
 from .space import ModelSpace, publish, value_of
-from .state_dicts import STATE_KEYS, StateNames, check_param_state, load_param_state, param_state, torchs_order
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
-
-#: What a param group keeps when a state is loaded: AdamW stays AdamW with Adam's state.
-_OWN_KEYS = ("params", "decoupled_weight_decay")
+from .whole_state import WholeState
 
 
 class FP8Optimizer(torch.optim.Optimizer):
@@ -80,7 +77,6 @@ class FP8Optimizer(torch.optim.Optimizer):
         replication: Replication | None = None,
         transposed: Iterable[Tensor] = (),
     ) -> None:
-        self._transposed = frozenset(transposed)
         self._replication = replication
         self._knew_ranks = _num_ranks() is not None
         self._names = names
@@ -91,15 +87,19 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._spaces: list[ModelSpace] = []
         #: The param groups as they were added, each with its parameters.
         self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter]]] = []
-        self._consolidated: dict[int, dict[str, Any]] | None = None
         self._frozen: list[torch.nn.Parameter] = []
         #: The parameters with state, in order.
         self._stateful: dict[Tensor, None] = {}
         device = next(iter(names)).device
         self._numbers = StepNumbers(device)
         self._num_skipped = torch.zeros(1, device=device)
+        self._whole = self._whole_state(transposed)
         super().__init__(param_groups, defaults)
         self._values = {}  # the masters hold them
+
+    def _whole_state(self, transposed: Iterable[Tensor]) -> WholeState:
+        """What reads and writes state dicts."""
+        return WholeState(self._spaces, self._numbers, self._num_skipped, self._histories, transposed=transposed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters; its trainable parameters get state.
@@ -168,11 +168,9 @@ class FP8Optimizer(torch.optim.Optimizer):
     def _name_state(self, params: Iterable[Tensor]) -> None:
         """Give ``state`` all that a state dict may have of these. torch's tools take an empty ``state`` for an
         optimizer that needs a first step, and ``flatten_optimizer_state_dict`` loads what ``state`` names."""
-        run = [f"delayed_{index}_{key}" for index in range(len(self._histories)) for key in ("history", "scale")]
-        names = ["step", *sorted(STATE_KEYS), "gradients_per_step", "skipped_steps", *run]
         for param in params:
             self._stateful[param] = None
-            self.state[param] = StateNames(dict.fromkeys(names))
+            self.state[param] = self._whole.names()
 
     def _start_anew(self) -> None:
         """Make moments and step numbers zero where the user has dropped a parameter's ``state``
@@ -186,10 +184,7 @@ class FP8Optimizer(torch.optim.Optimizer):
             for index, slot in enumerate(space.space.slots)
             if self._param_of(slot) in dropped
         ]
-        for place, index in slots:
-            state = self._spaces[place].state
-            load_param_state(state, state.space.slots[index], {})
-        self._numbers.restart(slots)
+        self._whole.restart(slots)
         self._name_state(dropped)
 
     def _build_grads(self, space: ParamSpace) -> SpaceGrads:
@@ -218,52 +213,24 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """torch's ``{"state": …, "param_groups": …}`` with plain tensors (`state_dicts`).
+        """torch's ``{"state": …, "param_groups": …}`` with plain tensors (`whole_state`).
 
-        Called by every replica; after `consolidate_state_dict`, by any.
-
-        The first parameter's entry also has the delayed scales, the number of skipped steps, and how many gradients of
-        a step the storage of each space has room for. Before the first step all moments are zero.
+        Called by every replica; after `consolidate_state_dict`, by any. Before the first step all moments are zero.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        result = self._collect_state()
-        result["state"] = self._turned(result["state"], result["param_groups"])
+        if not self.is_consolidated:
+            self._prepare_to_collect()
+        result = self._whole.state_dict(self.param_groups)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
         return result
 
-    def _collect_state(self) -> dict[str, Any]:
-        """What `state_dict` returns, before hooks."""
-        indices, groups = self._packed_groups()
-        if self._consolidated is not None:
-            return {
-                "state": {number: dict(entry) for number, entry in self._consolidated.items()},
-                "param_groups": groups,
-            }
-        if self._replication is not None:
-            self._replication.meet("optimizer.state_dict()")
-        self._start_anew()
-        self.take_written_values()
-        state = dict(sorted(self._entries(indices).items()))
-        for entry in [*state.values()][:1]:
-            entry.update(self._run_state())
-        return {"state": state, "param_groups": groups}
-
-    def _entries(self, indices: Mapping[Tensor, int]) -> dict[int, dict[str, Any]]:
-        """The entry of each parameter with state, by its number."""
-        entries: dict[int, dict[str, Any]] = {}
-        for place, space in enumerate(self._spaces):
-            for index, slot in enumerate(space.space.slots):
-                number = self._numbers.number_of(place, index).reshape(()).cpu()
-                entries[indices[slot.param]] = {"step": number, **param_state(space.state, slot)}
-        return entries
-
     @property
     def is_consolidated(self) -> bool:
         """Whether this rank has the whole state of the last step (`consolidate_state_dict`)."""
-        return self._consolidated is not None
+        return self._whole.is_consolidated
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather all state on one replica, on the CPU; called by every replica.
@@ -276,18 +243,17 @@ class FP8Optimizer(torch.optim.Optimizer):
         """
         if self._replication is None:
             return
-        self._drop_consolidated()
+        self._whole.drop_consolidated()
         with torch.no_grad():
-            state = self._collect_state()["state"]
-        if to is not None and to != self._replication.group.rank():
-            return
-        self._consolidated = state
-        indices, _ = self._packed_groups()
-        for param in self._weights():
-            entry = state[indices[param]]
-            if "master_weight_payload" in entry and isinstance(param.owner, MasterWeight):
-                stored = StateTensor(entry["master_weight_payload"].view(-1), entry["master_weight_scale"])
-                param.owner.consolidated = stored.load().view(param.shape)
+            self._prepare_to_collect()
+            self._whole.consolidate(self.param_groups, keeps=to is None or to == self._replication.group.rank())
+
+    def _prepare_to_collect(self) -> None:
+        """Meet the other replicas, and bring the masters up to date."""
+        if self._replication is not None:
+            self._replication.meet("optimizer.state_dict()")
+        self._start_anew()
+        self.take_written_values()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle would have no state, because other objects hold it.
@@ -299,35 +265,6 @@ class FP8Optimizer(torch.optim.Optimizer):
             "an FP8Optimizer is not copied or pickled: save optimizer.state_dict(), and load it into the one that "
             "initialize returns for the model"
         )
-
-    def _drop_consolidated(self) -> None:
-        if self._consolidated is not None:
-            self._consolidated = None
-            for param in self._weights():
-                if isinstance(param.owner, MasterWeight):
-                    param.owner.consolidated = None
-
-    def _weights(self) -> Iterator[ScaledTensor]:
-        """The weights that a master owns."""
-        for space in self._spaces:
-            yield from (slot.param for slot in space.space.slots if isinstance(slot.param, ScaledTensor))
-
-    def _packed_groups(self) -> tuple[dict[Tensor, int], list[dict[str, Any]]]:
-        """Parameter → its number over all groups, and the groups with numbers in place of parameters."""
-        indices: dict[Tensor, int] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                indices.setdefault(param, len(indices))
-        groups = [{**group, "params": [indices[param] for param in group["params"]]} for group in self.param_groups]
-        return indices, groups
-
-    def _run_state(self) -> dict[str, Tensor]:
-        """What a resumed run needs that belongs to no parameter."""
-        rooms = [space.grads.most_gradients for space in self._spaces]
-        run = {"gradients_per_step": torch.tensor(rooms, device="cpu"), "skipped_steps": self._num_skipped.cpu()}
-        for index, history in enumerate(self._histories):
-            run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in _delayed_state(history).items()}
-        return run
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -346,62 +283,12 @@ class FP8Optimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         check_options(state_dict["param_groups"])
-        state_dict["state"] = self._turned(state_dict["state"], state_dict["param_groups"])
-        self._take_state(state_dict)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
-
-    def _turned(self, entries: Mapping[Any, dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
-        """State as the model has it whose weights were transposed, or back. `groups` have the entries' numbers."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        turned = {number for param, number in zip(params, _numbers(groups), strict=False) if param in self._transposed}
-        return {number: torchs_order(entry) if number in turned else entry for number, entry in entries.items()}
-
-    def _take_state(self, state_dict: dict[str, Any]) -> None:
-        """What `load_state_dict` does between hooks."""
-        self._drop_consolidated()
+        self._whole.drop_consolidated()
         self._start_anew()
         self.take_written_values()  # a shard's master would overwrite them
-        indices, groups = self._packed_groups()
-        saved_groups = state_dict["param_groups"]
-        sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
-        if sizes != saved_sizes:
-            raise ValueError(f"the saved param groups have {saved_sizes} parameters, the optimizer's have {sizes}")
-        number_of = dict(zip(_numbers(groups), _numbers(saved_groups), strict=True))
-        saved_states = {number: _present(entry) for number, entry in state_dict["state"].items()}
-        entries = {
-            slot.param: saved_states.get(number_of[indices[slot.param]], {})
-            for space in self._spaces
-            for slot in space.space.slots
-        }
-        for space in self._spaces:
-            for slot in space.space.slots:
-                check_param_state(slot, entries[slot.param])
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in _OWN_KEYS})
-        for space in self._spaces:
-            for slot in space.space.slots:
-                load_param_state(space.state, slot, entries[slot.param])
-            publish(space.state)
-            self._see(space)
-        self._numbers.set_numbers(
-            [[float(entries[slot.param].get("step", 0.0)) for slot in space.space.slots] for space in self._spaces]
-        )
-        # The first parameter's; torch.distributed.checkpoint gives names, in any order.
-        self._load_run_state(next((entry for entry in saved_states.values() if "skipped_steps" in entry), {}))
-
-    def _load_run_state(self, run: Mapping[str, Any]) -> None:
-        rooms = [int(room) for room in torch.as_tensor(run.get("gradients_per_step", 1), device="cpu").flatten()]
-        if len(rooms) != len(self._spaces):  # of a rank with other parts of the model
-            rooms = [max(rooms)] * len(self._spaces)
-        for space, room in zip(self._spaces, rooms, strict=True):
-            space.grads.expect(room)
-        self._num_skipped.fill_(float(run.get("skipped_steps", 0.0)))
-        for index, history in enumerate(self._histories):
-            prefix = f"delayed_{index}_"
-            saved = {key.removeprefix(prefix): value for key, value in run.items() if key.startswith(prefix)}
-            if saved and bool(saved["scale"].any()):
-                history.load_state_dict(saved)
+        self._whole.load(state_dict, self.param_groups, self._see)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's result.
@@ -425,7 +312,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._check_groups()
         self._check_frozen()
         self._check_ranks()
-        self._drop_consolidated()
+        self._whole.drop_consolidated()
         self._start_anew()
         self.take_written_values()
         used = [space.grads.settle() for space in self._spaces]
@@ -562,21 +449,3 @@ def _num_ranks() -> int | None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     return torch.distributed.get_world_size()
-
-
-def _present(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry has. ``flatten_optimizer_state_dict`` gives empty dicts for names that were not saved."""
-    return {key: value for key, value in entry.items() if isinstance(value, Tensor) or value != {}}
-
-
-def _delayed_state(history: AmaxHistory) -> dict[str, Tensor]:
-    """Its state dict. Before the first step there are zeros, because ``torch.distributed.checkpoint`` reads what a new
-    optimizer names."""
-    if history.is_warm or history.history is None or history.scale is None:
-        return history.state_dict()
-    return {"history": torch.zeros_like(history.history), "scale": torch.zeros_like(history.scale)}
-
-
-def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The parameters' numbers in saved groups, in order."""
-    return [number for group in groups for number in group["params"]]

@@ -1,4 +1,4 @@
-"""The optimizer's state of sharded parameters as ``DTensor``s, for ``torch.distributed.checkpoint``, and back.
+"""The optimizer's state under ``fully_shard`` as ``DTensor``s, for ``torch.distributed.checkpoint``, and back.
 
 An entry holds what `state_dicts` says, each tensor sharded as its parameter is. Scales of blocks are sharded beside
 their payload: the parameter's rows of one rank are whole blocks. Where they are not, the entry holds the values in FP32
@@ -7,16 +7,88 @@ instead. Scales are powers of two, so both ways are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from ..device.group import Group
 from ..formats import STATE_BLOCK, StorageFormats
 from ..optimizer.state import StateTensor
+from ..sharding.partition import storage_class
+from ..sharding.storage import ModelStorage
+from .sharded_param import ShardedParam
 from .state_dicts import PAYLOAD, SCALE, STATE_KEYS, stored_names
+from .whole_state import Entries, Groups, WholeState, numbers_of
+
+
+class ShardedState(WholeState):
+    """`WholeState` with ``DTensor``s, for ``torch.distributed.checkpoint`` and its ``get_optimizer_state_dict``.
+    Every rank calls what writes or reads it.
+
+    Args:
+        args, kwargs: of `WholeState`.
+        sharded: the parameters with state. The optimizer may add to them, and to `groups`.
+        storage: what is stored in which format.
+        groups: the groups of ranks that hold rows of one parameter.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        sharded: Collection[ShardedParam],
+        storage: ModelStorage,
+        groups: Sequence[Group],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._sharded = sharded
+        self._storage = storage
+        self._groups = groups
+
+    def _collect(self, groups: Groups) -> Entries:
+        params = {number: one.param for one, number in self._numbered(groups)}
+        return {number: sharded_entry(params[number], entry) for number, entry in super()._collect(groups).items()}
+
+    def _entries(self, groups: Groups) -> Entries:
+        """A parameter of which this rank has no rows has an entry as on the others, for every rank's state dict has the
+        same names. Its steps are those that ranks with rows have counted."""
+        entries = super()._entries(groups)
+        for group in self._groups:
+            uneven = [(one, number) for one, number in self._numbered(groups) if one.is_copy and one.group == group]
+            if not uneven:
+                continue
+            steps = [float(entries[number]["step"]) if number in entries else 0.0 for _, number in uneven]
+            counted = torch.tensor(steps, device=uneven[0][0].rows.device)
+            torch.distributed.all_reduce(counted, op=torch.distributed.ReduceOp.MAX, group=group)
+            for (one, number), step in zip(uneven, counted.cpu(), strict=True):
+                if number not in entries:
+                    formats = self._storage.of_state(storage_class(one.rows), one.rows.dtype)  # type: ignore[arg-type]
+                    entries[number] = {"step": step.clone(), **empty_state(formats, one.rows)}
+        return entries
+
+    def _run_state(self) -> dict[str, Tensor]:
+        """Without the number of gradients a step: torch adds them, in storage of its own."""
+        return {key: value for key, value in super()._run_state().items() if key != "gradients_per_step"}
+
+    def _own_part(self, saved_states: Entries, groups: Groups, saved_groups: Groups) -> Entries:
+        """This rank's rows of tensors that are ``DTensor``s or whole."""
+        params = {number: one.param for one, number in self._numbered(groups)}
+        return {
+            theirs: local_entry(params[ours], saved_states[theirs])
+            for ours, theirs in zip(numbers_of(self._packed(groups)), numbers_of(saved_groups), strict=False)
+            if ours in params and theirs in saved_states
+        }
+
+    def _numbered(self, groups: Groups) -> list[tuple[ShardedParam, int]]:
+        """The parameters with state, and their numbers in a state dict."""
+        indices = super()._indices(groups)
+        return [(one, indices[one.param]) for one in self._sharded]
+
+    def _indices(self, groups: Groups) -> dict[Tensor, int]:
+        return {**super()._indices(groups), **{one.rows: number for one, number in self._numbered(groups)}}
 
 
 def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:

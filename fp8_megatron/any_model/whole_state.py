@@ -1,0 +1,246 @@
+"""The whole state of an `FP8Optimizer` as a state dict, and back.
+
+`state_dicts` has the entry of one parameter. Here the entries of all parameters get torch's numbers, are checked and
+taken on. The first entry also has what belongs to no parameter: delayed scales, skipped steps, and how many gradients
+of a step the storage of each space has room for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..optimizer.state import StateTensor
+from ..optimizer.written_weights import MasterWeight
+from ..quantization.amax_history import AmaxHistory
+from ..quantization.scaled_tensor import ScaledTensor
+from .space import ModelSpace, publish
+from .state_dicts import STATE_KEYS, StateNames, check_param_state, load_param_state, param_state, torchs_order
+from .step_numbers import StepNumbers
+
+#: The user's param groups, as torch's optimizers have them.
+Groups = Sequence[Mapping[str, Any]]
+#: State by the numbers of parameters.
+Entries = dict[Any, dict[str, Any]]
+
+#: What a param group keeps when a state is loaded: AdamW stays AdamW with Adam's state.
+_OWN_KEYS = ("params", "decoupled_weight_decay")
+
+
+class WholeState:
+    """Writes and reads the state of one optimizer.
+
+    Methods take the optimizer's param groups, as they are now.
+
+    Args:
+        spaces: the optimizer's, to which it may add.
+        numbers: the parameters' numbers of steps.
+        num_skipped: FP32 [1], steps that changed nothing.
+        histories: delayed scales of the model's casts.
+        transposed: weights [out, in] that are [in, out] in the model that the user had.
+    """
+
+    def __init__(
+        self,
+        spaces: Sequence[ModelSpace],
+        numbers: StepNumbers,
+        num_skipped: Tensor,
+        histories: Sequence[AmaxHistory],
+        *,
+        transposed: Iterable[Tensor] = (),
+    ) -> None:
+        self._spaces = spaces
+        self._numbers = numbers
+        self._num_skipped = num_skipped
+        self._histories = histories
+        self._transposed = frozenset(transposed)
+        self._consolidated: Entries | None = None
+
+    def names(self) -> StateNames:
+        """All that a state dict may have of a parameter."""
+        run = [f"delayed_{index}_{key}" for index in range(len(self._histories)) for key in ("history", "scale")]
+        names = ["step", *sorted(STATE_KEYS), "gradients_per_step", "skipped_steps", *run]
+        return StateNames(dict.fromkeys(names))
+
+    def restart(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Make moments and step numbers zero of parameters, each a space and a slot in it. Masters stay."""
+        for place, index in slots:
+            state = self._spaces[place].state
+            load_param_state(state, state.space.slots[index], {})
+        self._numbers.restart(slots)
+
+    def state_dict(self, groups: Groups) -> dict[str, Any]:
+        """torch's ``{"state": …, "param_groups": …}``. Called by every replica, unless it is consolidated."""
+        consolidated = self._consolidated
+        entries = self._collect(groups) if consolidated is None else {key: {**one} for key, one in consolidated.items()}
+        packed = self._packed(groups)
+        return {"state": self._turned(entries, groups, packed), "param_groups": packed}
+
+    def _collect(self, groups: Groups) -> Entries:
+        """The entries, with weights as they are stored."""
+        entries = dict(sorted(self._entries(groups).items()))
+        for entry in [*entries.values()][:1]:
+            entry.update(self._run_state())
+        return entries
+
+    def _entries(self, groups: Groups) -> Entries:
+        """The entry of each parameter with state, by its number."""
+        entries: Entries = {}
+        indices = self._indices(groups)
+        for place, space in enumerate(self._spaces):
+            for index, slot in enumerate(space.space.slots):
+                number = self._numbers.number_of(place, index).reshape(()).cpu()
+                entries[indices[slot.param]] = {"step": number, **param_state(space.state, slot)}
+        return entries
+
+    def _run_state(self) -> dict[str, Tensor]:
+        """What a resumed run needs that belongs to no parameter."""
+        rooms = [space.grads.most_gradients for space in self._spaces]
+        run = {"gradients_per_step": torch.tensor(rooms, device="cpu"), "skipped_steps": self._num_skipped.cpu()}
+        for index, history in enumerate(self._histories):
+            run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in _delayed_state(history).items()}
+        return run
+
+    def _indices(self, groups: Groups) -> dict[Tensor, int]:
+        """Parameter → its number over all groups."""
+        indices: dict[Tensor, int] = {}
+        for group in groups:
+            for param in group["params"]:
+                indices.setdefault(param, len(indices))
+        return indices
+
+    def _packed(self, groups: Groups) -> list[dict[str, Any]]:
+        """The groups with numbers in place of parameters."""
+        indices = self._indices(groups)
+        return [{**group, "params": [indices[param] for param in group["params"]]} for group in groups]
+
+    def _turned(self, entries: Mapping[Any, dict[str, Any]], groups: Groups, numbered: Groups) -> Entries:
+        """State as the model has it whose weights were transposed, or back.
+
+        Args:
+            numbered: groups with the entries' numbers in place of parameters.
+        """
+        params = [param for group in groups for param in group["params"]]
+        turned = {
+            number for param, number in zip(params, numbers_of(numbered), strict=False) if param in self._transposed
+        }
+        return {number: torchs_order(entry) if number in turned else entry for number, entry in entries.items()}
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether this rank has the whole state of the last step."""
+        return self._consolidated is not None
+
+    def consolidate(self, groups: Groups, *, keeps: bool) -> None:
+        """Collect the state of all replicas; called by every one. `drop_consolidated` ends it.
+
+        Args:
+            keeps: whether this rank keeps it, on the CPU, and has `state_dict` without the others.
+        """
+        entries = self._collect(groups)
+        if not keeps:
+            return
+        self._consolidated = entries
+        indices = self._indices(groups)
+        for param in self._weights():
+            entry = entries[indices[param]]
+            if "master_weight_payload" in entry and isinstance(param.owner, MasterWeight):
+                stored = StateTensor(entry["master_weight_payload"].view(-1), entry["master_weight_scale"])
+                param.owner.consolidated = stored.load().view(param.shape)
+
+    def drop_consolidated(self) -> None:
+        """Forget what `consolidate` has collected: a value has changed, or is about to."""
+        if self._consolidated is not None:
+            self._consolidated = None
+            for param in self._weights():
+                if isinstance(param.owner, MasterWeight):
+                    param.owner.consolidated = None
+
+    def _weights(self) -> Iterator[ScaledTensor]:
+        """The weights that a master owns."""
+        for space in self._spaces:
+            yield from (slot.param for slot in space.space.slots if isinstance(slot.param, ScaledTensor))
+
+    def load(
+        self, state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], published: Callable[[ModelSpace], None]
+    ) -> None:
+        """Take on a state dict with all of the state; called by every replica. Groups take its numbers.
+
+        Args:
+            published: called with each space whose weights were derived from new masters.
+
+        Raises:
+            ValueError: groups or shapes differ, or the state is another optimizer's. Nothing has changed.
+        """
+        saved_groups = state_dict["param_groups"]
+        turned = self._turned(state_dict["state"], groups, saved_groups)
+        own = self._own_part(turned, groups, saved_groups)
+        saved_states = {number: _present(entry) for number, entry in own.items()}
+        entries = self._matched(saved_states, groups, saved_groups)
+        for space in self._spaces:
+            for slot in space.space.slots:
+                check_param_state(slot, entries[slot.param])
+        for group, saved in zip(groups, saved_groups, strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in _OWN_KEYS})
+        for space in self._spaces:
+            for slot in space.space.slots:
+                load_param_state(space.state, slot, entries[slot.param])
+            publish(space.state)
+            published(space)
+        self._numbers.set_numbers(
+            [[float(entries[slot.param].get("step", 0.0)) for slot in space.space.slots] for space in self._spaces]
+        )
+        # The first parameter's; torch.distributed.checkpoint gives names, in any order.
+        self._load_run_state(next((entry for entry in saved_states.values() if "skipped_steps" in entry), {}))
+
+    def _own_part(self, saved_states: Entries, groups: Groups, saved_groups: Groups) -> Entries:
+        """What this rank reads of saved entries, by their numbers in `saved_groups`: all of them."""
+        return saved_states
+
+    def _matched(self, saved_states: Entries, groups: Groups, saved_groups: Groups) -> dict[Tensor, dict[str, Any]]:
+        """The saved entry of each parameter with state; {} if there is none."""
+        sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
+        if sizes != saved_sizes:
+            raise ValueError(f"the saved param groups have {saved_sizes} parameters, the optimizer's have {sizes}")
+        number_of = dict(zip(numbers_of(self._packed(groups)), numbers_of(saved_groups), strict=True))
+        indices = self._indices(groups)
+        return {
+            slot.param: saved_states.get(number_of[indices[slot.param]], {})
+            for space in self._spaces
+            for slot in space.space.slots
+        }
+
+    def _load_run_state(self, run: Mapping[str, Any]) -> None:
+        rooms = [int(room) for room in torch.as_tensor(run.get("gradients_per_step", 1), device="cpu").flatten()]
+        if len(rooms) != len(self._spaces):  # of a rank with other parts of the model
+            rooms = [max(rooms)] * len(self._spaces)
+        for space, room in zip(self._spaces, rooms, strict=True):
+            space.grads.expect(room)
+        self._num_skipped.fill_(float(run.get("skipped_steps", 0.0)))
+        for index, history in enumerate(self._histories):
+            prefix = f"delayed_{index}_"
+            saved = {key.removeprefix(prefix): value for key, value in run.items() if key.startswith(prefix)}
+            if saved and bool(saved["scale"].any()):
+                history.load_state_dict(saved)
+
+
+def _present(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry has. ``flatten_optimizer_state_dict`` gives empty dicts for names that were not saved."""
+    return {key: value for key, value in entry.items() if isinstance(value, Tensor) or value != {}}
+
+
+def _delayed_state(history: AmaxHistory) -> dict[str, Tensor]:
+    """Its state dict. Before the first step there are zeros, because ``torch.distributed.checkpoint`` reads what a new
+    optimizer names."""
+    if history.is_warm or history.history is None or history.scale is None:
+        return history.state_dict()
+    return {"history": torch.zeros_like(history.history), "scale": torch.zeros_like(history.scale)}
+
+
+def numbers_of(groups: Groups) -> list[int]:
+    """The parameters' numbers, in order, of groups that have them in place of parameters."""
+    return [number for group in groups for number in group["params"]]
