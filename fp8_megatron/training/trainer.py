@@ -27,7 +27,7 @@ from ..watch.restarts import Launch, begin_attempt
 from .graph_choice import GraphChoice, choose_graph
 from .run_start import starting_run
 from .stopping import SignalHandler
-from .training_run import TrainingRun
+from .training_run import Surroundings, TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,7 @@ class Trainer:
                     saves=checkpoint.save is not None,
                     saves_by_interval=checkpoint.saves_by_interval,
                 )
-            run = TrainingRun(
-                self.config,
+            around = Surroundings(
                 self.output_dir,
                 topology,
                 watch,
@@ -95,6 +94,7 @@ class Trainer:
                 started=started,
                 replaces_other_run=last_run(events) not in (None, start.identity.run),
             )
+            run = TrainingRun(self.config, around)
             stack.callback(run.close)
             with watch:  # other ranks learn of an error before the logs are closed, which may take long
                 run.train()

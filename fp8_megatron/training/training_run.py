@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,8 +20,6 @@ from ..config.schedule_checks import batch_problem
 from ..config.schema import Config
 from ..mcore.runtime import seed_everything
 from ..mcore.topology import Topology
-from ..quantization.amax_history import MOST_SATURATED
-from ..quantization.cast_report import Suspect
 from ..reporting.profiling import StepProfiler
 from ..reporting.run_log import RunLog
 from ..watch.failures import RankWatch
@@ -30,46 +28,82 @@ from .batches import Batch
 from .build import TrainingState, build_training_state, slot_names_of_ranks
 from .cast_sampling import CastSampler
 from .graph_choice import GraphChoice, documents_fit
-from .loss_spikes import LossSpike, SpikeGuard, resumed_after_spikes
+from .loss_spikes import LossSpike, resumed_after_spikes
 from .room import check_memory, check_room
 from .run_data import RunData, open_run_data
 from .run_events import RunEvents
 from .run_report import RunReport, log_settings
 from .run_start import RunStart, checkpoint_writer
-from .step_results import Mark, PendingStep, StepResult
-from .stopping import NonFiniteGuard, SignalHandler, StopReason, TrainingDiverged
+from .step_outcomes import StepOutcomes
+from .step_results import Mark, PendingStep
+from .stopping import SignalHandler, StopReason, TrainingDiverged
 from .train_step import evaluate, step_graph, train_step
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What `Trainer` has set up around a run.
+
+    Attributes:
+        output_dir: the folder of logs and metrics.
+        log: the run's events; None on all ranks but the first.
+        started: when this session began, on the clock of `time.monotonic`.
+        replaces_other_run: another run wrote into `output_dir` last.
+    """
+
+    output_dir: Path
+    topology: Topology
+    watch: RankWatch
+    device: torch.device
+    signals: SignalHandler
+    graph_choice: GraphChoice
+    start: RunStart
+    log: RunLog | None
+    started: float
+    replaces_other_run: bool
+
+
+@dataclass
+class LoopState:
+    """Where the loop stands, ahead of the results that `TrainingRun.progress` includes.
+
+    Attributes:
+        first: the first iteration of this session.
+        consumed_samples: with those of the step whose results are pending.
+        mark: where the time of the next step begins.
+        saved_at: the iteration of the newest checkpoint.
+        validated_at: the iteration of the last validation; None: there was none in this session.
+        loader: None where training begins, and behind what is left out.
+        pending: the step that is queued, until its results are read.
+        due: iterations whose checkpoint is to be saved.
+        end_is_due: whether --exit-interval is reached.
+    """
+
+    first: int
+    consumed_samples: int
+    mark: Mark
+    saved_at: int
+    validated_at: int | None = None
+    loader: Iterator[Batch] | None = None
+    pending: PendingStep | None = None
+    due: list[int] = field(default_factory=list)
+    end_is_due: bool = False
+
+
 class TrainingRun:
     """One rank's state of a run, and its loop of steps."""
 
-    def __init__(
-        self,
-        config: Config,
-        output_dir: Path,
-        topology: Topology,
-        watch: RankWatch,
-        device: torch.device,
-        signals: SignalHandler,
-        graph_choice: GraphChoice,
-        start: RunStart,
-        log: RunLog | None,
-        *,
-        started: float,
-        replaces_other_run: bool,
-    ) -> None:
-        """Args: started: when this session began, on the clock of `time.monotonic`."""
+    def __init__(self, config: Config, around: Surroundings) -> None:
+        topology, device, start, graph_choice = around.topology, around.device, around.start, around.graph_choice
         self.config = config
-        self.output_dir = output_dir
+        self.around = around
         self.topology = topology
-        self.watch = watch
-        self.signals = signals
+        self.watch = around.watch
         self.start = start
         self.is_writer = topology.rank == 0
-        self.events = RunEvents(config, log, is_writer=self.is_writer, world_size=topology.world_size)
+        self.events = RunEvents(config, around.log, is_writer=self.is_writer, world_size=topology.world_size)
         self.batches = config.batch_schedule(topology.world_size)
         if start.source is None:
             self._check_batches(0)
@@ -81,24 +115,12 @@ class TrainingRun:
             records_graphs=graph_choice.records,
         )
         self.data: RunData = open_run_data(config, topology)
-        check_memory(config, topology, device, self.data.vocab_size)
-        check_room(config, start, topology, self.data.vocab_size)
-        if self.is_writer:
-            log_settings(config, topology.world_size)
-            graph_choice.log()
+        self._check_and_log_settings()
         self.state: TrainingState = build_training_state(
             config, self.data.vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
         )
-        self.resumable = Resumable(
-            config,
-            self.state.optimizer,
-            self.state.histories,
-            topology,
-            device,
-            vocab_size=self.data.unpadded_vocab_size,
-            padded_vocab_size=self.data.vocab_size,
-        )
-        self.slot_names = slot_names_of_ranks(self.state)
+        self.resumable = self._resumable()
+        slot_names = slot_names_of_ranks(self.state)
         self.progress = self._resume()
         self.total_iterations = config.train_iters(
             topology.world_size, iteration=self.progress.iteration, consumed_samples=self.progress.consumed_samples
@@ -108,32 +130,52 @@ class TrainingRun:
         if self.writer is not None:
             self.writer.prepare(self.resumable)
         self.data = self.data.going_on(self.progress)
-        self.guard = NonFiniteGuard(config.training.max_skipped_steps, num_skipped=self.progress.skipped_steps)
-        self.spike_guard = SpikeGuard(
-            config.training.loss_spike_threshold,
-            rolls_back=config.training.rollback_on_loss_spike,
-            report=self.events.spiked,
-        )
         self.left_out = config.training.left_out
         self.has_checkpoint = start.continues_save  # under --save, of this run
-        self.started = started
         self.stop: StopReason | None = None
         records = graph_choice.records and documents_fit(config, self.data.most_documents())
         self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if records else None
         self.replica_check = _replica_check(config, self.state)
-        self.profiler = StepProfiler(config.profile, output_dir, rank=topology.rank, left_out=self.left_out)
+        self.profiler = StepProfiler(config.profile, around.output_dir, rank=topology.rank, left_out=self.left_out)
         self.profiler.begin(self.progress.iteration)
-        self.report = RunReport(
-            config,
-            output_dir,
-            topology,
-            device,
+        self.report = self._report()
+        self.report.start(self.state)
+        self.outcomes = StepOutcomes(
+            config, self.state, slot_names, self.events, self.report, skipped_steps=self.progress.skipped_steps
+        )
+
+    def _check_and_log_settings(self) -> None:
+        """Check that the run fits into memory and onto the disk, and log what it is."""
+        config, topology = self.config, self.topology
+        check_memory(config, topology, self.around.device, self.data.vocab_size)
+        check_room(config, self.start, topology, self.data.vocab_size)
+        if self.is_writer:
+            log_settings(config, topology.world_size)
+            self.around.graph_choice.log()
+
+    def _resumable(self) -> Resumable:
+        """What a checkpoint saves and restores."""
+        return Resumable(
+            self.config,
+            self.state.optimizer,
+            self.state.histories,
+            self.topology,
+            self.around.device,
+            vocab_size=self.data.unpadded_vocab_size,
+            padded_vocab_size=self.data.vocab_size,
+        )
+
+    def _report(self) -> RunReport:
+        return RunReport(
+            self.config,
+            self.around.output_dir,
+            self.topology,
+            self.around.device,
             vocab_size=self.data.vocab_size,
             resume_iteration=self.progress.iteration,
             total_iterations=self.total_iterations,
-            replaces_other_run=replaces_other_run,
+            replaces_other_run=self.around.replaces_other_run,
         )
-        self.report.start(self.state)
 
     def train(self) -> None:
         """Train, validate and save. A save in the background has finished when this returns."""
@@ -157,87 +199,70 @@ class TrainingRun:
             self.report.finish()
 
     def _loop(self) -> None:
-        training, checkpoint, total = self.config.training, self.config.checkpoint, self.total_iterations
-        first = self.progress.iteration + 1
-        consumed_samples = self.progress.consumed_samples  # of the steps that are queued
-        pending: PendingStep | None = None
-        saved_at, validated_at = self.progress.iteration, None
-        loader: Iterator[Batch] | None = None  # opened where training begins, and again behind what is left out
-        if first > total and self.is_writer:
-            length = "--train-samples" if self.config.counts_samples else "--train-iters"
-            logger.warning("nothing is left to train: iteration %d, %s %d", first - 1, length, self.config.train_counts)
-        due: list[int] = []  # iterations whose checkpoint is to be saved
-        end_is_due = False
-        mark = Mark(self.state.device)
-        for iteration in range(first, total + 1):
-            if iteration in self.left_out and pending is not None:
-                self._record(pending.result())
-                pending = None
+        self.loop = LoopState(
+            first=self.progress.iteration + 1,
+            consumed_samples=self.progress.consumed_samples,
+            mark=Mark(self.state.device),
+            saved_at=self.progress.iteration,
+        )
+        self._warn_if_nothing_is_left()
+        for iteration in range(self.loop.first, self.total_iterations + 1):
+            if iteration in self.left_out:
+                self._read_pending()
                 if self.stop is not None:
                     break
-            self.watch.at(iteration, "training")
-            batch_size = self.batches.batch_size(consumed_samples)
-            consumed_samples += batch_size
-            # Both come after the next step, if this one is left out.
-            due += [iteration] if checkpoint.saves_at(iteration) else []
-            end_is_due |= training.exit_interval is not None and iteration % training.exit_interval == 0
-            if iteration in self.left_out:
-                self._leave_out(iteration, batch_size, is_first=loader is not None or iteration == first)
-                loader = None
+                self._leave_out(iteration)
                 continue
-            if loader is None:
-                loader = self.data.train_loader(
-                    self.progress.consumed_samples,
-                    starts_over=self.progress.left_out_samples > 0,
-                    records=self.graph is not None,
-                )
-                mark = Mark(self.state.device)
-            queued = self._queue_step(iteration, loader, mark, batch_size=batch_size, is_saved=bool(due) or end_is_due)
-            mark = queued.ended
-            if pending is not None:
-                self._record(pending.result())
-            pending = queued
-            evaluates = training.eval_interval > 0 and iteration % training.eval_interval == 0
-            if evaluates or due or self.stop is not None or end_is_due or iteration == total:
-                self._record(pending.result())
-                pending = None
-            # Inside a streak of skipped steps nothing is saved: a restart then goes back to before it.
-            saves = bool(due) and self.guard.num_consecutive == 0
-            if due and not saves:
-                self.events.save_postponed(iteration)
-            if evaluates:
-                self._evaluate("valid")
-                validated_at = iteration
-            if saves:
-                self._save(due)
-                saved_at, due = iteration, []
-            if evaluates or saves:
-                mark = Mark(self.state.device)
-            if self.stop is not None or end_is_due:
+            self._step(iteration)
+            self._validate_and_save(iteration)
+            if self.stop is not None or self.loop.end_is_due:
                 break
-        if checkpoint.save is not None and self.progress.iteration > saved_at:
-            self._save(due)
-        if self.progress.iteration >= total:
-            if training.eval_interval > 0 and validated_at != self.progress.iteration:
-                self._evaluate("valid")
-            self._evaluate("test")
+        self._end()
+        self.loop.loader = None  # its workers end
 
-    def _queue_step(
-        self, iteration: int, loader: Iterator[Batch], since: Mark, *, batch_size: int, is_saved: bool
-    ) -> PendingStep:
-        """Launch one step. Its numbers are on the device until somebody asks for the result.
+    def _warn_if_nothing_is_left(self) -> None:
+        if self.loop.first > self.total_iterations and self.is_writer:
+            length = "--train-samples" if self.config.counts_samples else "--train-iters"
+            reached = self.progress.iteration
+            logger.warning("nothing is left to train: iteration %d, %s %d", reached, length, self.config.train_counts)
 
-        Args:
-            since: where the time of the step begins.
-            is_saved: whether a checkpoint of this step, or the end of the run, is due.
+    def _step(self, iteration: int) -> None:
+        """Queue one step, then read the results of the one before."""
+        queued = self._queue_step(iteration, self._begin(iteration))
+        self._read_pending()
+        self.loop.pending = queued
+
+    def _begin(self, iteration: int) -> int:
+        """Count an iteration and what is due after it. Returns its global batch size, in samples.
+
+        What is due after an iteration that is left out comes after the next step.
         """
+        self.watch.at(iteration, "training")
+        batch_size = self.batches.batch_size(self.loop.consumed_samples)
+        self.loop.consumed_samples += batch_size
+        if self.config.checkpoint.saves_at(iteration):
+            self.loop.due.append(iteration)
+        exit_interval = self.config.training.exit_interval
+        self.loop.end_is_due |= exit_interval is not None and iteration % exit_interval == 0
+        return batch_size
+
+    def _queue_step(self, iteration: int, batch_size: int) -> PendingStep:
+        """Launch one step. Its numbers are on the device until somebody asks for the result."""
+        loop = self.loop
+        if loop.loader is None:
+            loop.loader = self.data.train_loader(
+                self.progress.consumed_samples,
+                starts_over=self.progress.left_out_samples > 0,
+                records=self.graph is not None,
+            )
+            loop.mark = Mark(self.state.device)
         learning_rate = self.state.schedule.learning_rate
         self.profiler.before(iteration)
-        check = self._new_check(iteration, is_saved=is_saved)
+        check = self._new_check(iteration)
         sampler = self._sampler_of(iteration)
         values = train_step(
             self.state,
-            loader,
+            loop.loader,
             stop=self._own_stop(),
             num_micro_batches=batch_size // self.state.samples_per_micro_batch,
             measures_underflow=iteration % self.config.logging.log_interval == 0,
@@ -246,32 +271,71 @@ class TrainingRun:
             before_update=None if check is None else check.start,
         )
         self.profiler.after(iteration)
-        sample = None if sampler is None else sampler.collect(iteration)
-        return PendingStep(
+        queued = PendingStep(
             iteration,
             learning_rate,
             values,
-            since,
+            loop.mark,
             check,
-            sample,
+            None if sampler is None else sampler.collect(iteration),
             num_chunks=len(self.state.histories),
             batch_size=batch_size,
         )
+        loop.mark = queued.ended
+        return queued
 
-    def _leave_out(self, iteration: int, batch_size: int, *, is_first: bool) -> None:
-        """Pass over an iteration of --iterations-to-skip and its data. The schedule stays where it is, as in Megatron.
+    def _read_pending(self) -> None:
+        """Wait for the queued step, if there is one, and record its results."""
+        pending, self.loop.pending = self.loop.pending, None
+        if pending is None:
+            return
+        result = pending.result()
+        self.stop = self.stop or result.stop
+        self.progress = self.outcomes.record(result, self.progress, has_checkpoint=self.has_checkpoint)
 
-        Args:
-            is_first: of those in a row, which one line of the log names together.
-        """
-        if is_first and self.is_writer:
+    def _validate_and_save(self, iteration: int) -> None:
+        """Do what is due after a step. If something is, or the run ends, its results are read first."""
+        loop, interval = self.loop, self.config.training.eval_interval
+        validates = interval > 0 and iteration % interval == 0
+        ends = self.stop is not None or loop.end_is_due or iteration == self.total_iterations
+        if not (validates or loop.due or ends):
+            return
+        self._read_pending()
+        # Inside a streak of skipped steps nothing is saved: a restart then goes back to before it.
+        saves = bool(loop.due) and not self.outcomes.in_streak
+        if loop.due and not saves:
+            self.events.save_postponed(iteration)
+        if validates:
+            self._evaluate("valid")
+            loop.validated_at = iteration
+        if saves:
+            self._save()
+        if validates or saves:
+            loop.mark = Mark(self.state.device)
+
+    def _leave_out(self, iteration: int) -> None:
+        """Pass over an iteration of --iterations-to-skip and its data. As in Megatron, the schedule stands still."""
+        batch_size = self._begin(iteration)
+        is_first_of_several = self.loop.loader is not None or iteration == self.loop.first
+        if is_first_of_several and self.is_writer:  # one line of the log names all of them
             last = iteration
             while last + 1 in self.left_out and last < self.total_iterations:
                 last += 1
             which = f"iteration {iteration} is" if last == iteration else f"iterations {iteration} to {last} are"
             logger.info("%s left out with the data, as --iterations-to-skip asks", which)
+        self.loop.loader = None
         consumed_samples = self.progress.consumed_samples + batch_size
         self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed_samples)
+
+    def _end(self) -> None:
+        """Save what no checkpoint has yet. Behind the last iteration, validate and test."""
+        reached = self.progress.iteration
+        if self.config.checkpoint.save is not None and reached > self.loop.saved_at:
+            self._save()
+        if reached >= self.total_iterations:
+            if self.config.training.eval_interval > 0 and self.loop.validated_at != reached:
+                self._evaluate("valid")
+            self._evaluate("test")
 
     def close(self) -> None:
         """Close every log; release what must not outlive the process groups."""
@@ -281,76 +345,35 @@ class TrainingRun:
 
     def _own_stop(self) -> StopReason | None:
         """What this rank asks to stop for; the ranks agree in the next step."""
-        received = self.signals.received()  # every rank asks, as its contract says
+        received = self.around.signals.received()  # every rank asks, as its contract says
         if self.start.lock is not None and self.start.lock.lost:  # a save would fail
             return StopReason.LOST_FOLDER
         if received:
             return StopReason.SIGNAL
         limit = self.config.training.exit_duration_in_mins
-        is_out_of_time = limit is not None and time.monotonic() - self.started > 60.0 * limit
+        is_out_of_time = limit is not None and time.monotonic() - self.around.started > 60.0 * limit
         return StopReason.DURATION if is_out_of_time else None
 
-    def _new_check(self, iteration: int, *, is_saved: bool) -> PendingCheck | None:
+    def _new_check(self, iteration: int) -> PendingCheck | None:
         """The comparison of replicas in this step; None if it has none. What is saved has been compared."""
         if self.replica_check is None:
             return None
         interval = self.config.training.check_weight_hash_across_dp_replicas_interval
         assert interval is not None
         is_last = all(later in self.left_out for later in range(iteration + 1, self.total_iterations + 1))
+        is_saved = bool(self.loop.due) or self.loop.end_is_due
         return PendingCheck(self.replica_check) if iteration % interval == 0 or is_saved or is_last else None
 
     def _sampler_of(self, iteration: int) -> CastSampler | None:
         """What samples the casts of this step; None if they are not sampled."""
         interval = self.config.logging.fp8_health_interval
-        is_due = interval > 0 and (iteration % interval == 0 or self.spike_guard.wants_sample)
+        is_due = interval > 0 and (iteration % interval == 0 or self.outcomes.wants_sample)
         return self.state.sampler if is_due else None
 
     def _stop_reason(self) -> StopReason:
         if self.progress.iteration >= self.total_iterations:
             return StopReason.DONE
         return self.stop or StopReason.INTERVAL
-
-    def _record(self, result: StepResult) -> None:
-        self.stop = self.stop or result.stop
-        self.events.at(result.iteration)
-        if result.check is not None:
-            result.check.examine()
-        if result.skipped:
-            self.events.skipped(result, self._suspect(result))
-        if result.health is not None:
-            self.report.health(result.health)
-            self.spike_guard.sampled(result.health)
-        try:
-            self.guard.update(result.skipped, iteration=result.iteration)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(f"{error}\n{self._where_not_finite()}") from None
-        self.progress = replace(
-            self.progress,
-            iteration=result.iteration,
-            consumed_samples=self.progress.consumed_samples + result.batch_size,
-            skipped_steps=self.guard.num_skipped,
-            scheduled_samples=(self.progress.scheduled_samples or 0) + result.batch_size,
-        )
-        self.report.step(result, self.progress)
-        self.spike_guard.examine(
-            self.progress, result.figures.loss, result.figures.grad_norm, has_checkpoint=self.has_checkpoint
-        )
-
-    def _suspect(self, result: StepResult) -> Suspect | None:
-        """The tensor that a skipped step is blamed on, if its casts know one."""
-        report = result.cast_report
-        return None if report is None else report.suspect(self.slot_names, most_saturated=MOST_SATURATED)
-
-    def _where_not_finite(self) -> str:
-        names = [name for buffer in self.state.optimizer.buffers for name in buffer.non_finite_slots()]
-        if not names:
-            others = "a gradient of another rank, " if self.topology.world_size > 1 else ""
-            return (
-                f"no gradient on rank {self.topology.rank} holds a NaN or inf, so {others}the loss or a cast does: see "
-                f"the lines of the skipped steps"
-            )
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        return f"gradients with a NaN or inf on rank {self.topology.rank}: {shown}"
 
     def _evaluate(self, split: str) -> None:
         """Report the losses of a split. A request to stop ends it without those that are not known yet."""
@@ -376,7 +399,7 @@ class TrainingRun:
         schedule.resume(progress, quiet=not self.is_writer)
         progress = replace(progress, scheduled_samples=schedule.counted_samples, schedule=schedule.as_saved())
         if self.start.continues_save:
-            progress = resumed_after_spikes(progress, self.output_dir, self.topology, self.start.identity.run)
+            progress = resumed_after_spikes(progress, self.around.output_dir, self.topology, self.start.identity.run)
         self._check_batches(progress.consumed_samples)
         if self.is_writer:
             if source.options.finetune:
@@ -396,7 +419,9 @@ class TrainingRun:
         if problem is not None:
             raise ConfigError(f"after {consumed_samples} samples: {problem}" if consumed_samples else problem)
 
-    def _save(self, due: Sequence[int]) -> None:
+    def _save(self) -> None:
+        due, self.loop.due = self.loop.due, []
+        self.loop.saved_at = self.progress.iteration
         if self.writer is None:
             return
         with self.watch.patiently("saving a checkpoint"):
