@@ -7,7 +7,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -152,11 +152,15 @@ class MetricsLogger:
             self._progress.update(metrics.iteration, metrics.loss)
 
     def log_eval(self, metrics: EvalMetrics) -> None:
-        """Record and show one validation or test."""
+        """Record and show one validation or test. A run that is started again at its end replaces its last ones."""
         if not self._is_writer:
             return
-        self._history.evals.append(metrics)
-        self._file.append({"kind": "eval", **asdict(metrics)})
+        is_again = self._history.add_eval(metrics)
+        record = {"kind": "eval", **asdict(metrics)}
+        if is_again:
+            self._file.replace_eval(record)
+        else:
+            self._file.append(record)
         scalars = {f"{metrics.split}/loss": metrics.loss, f"{metrics.split}/perplexity": metrics.perplexity}
         self._send(scalars, metrics.iteration)
         logger.info(
@@ -176,11 +180,19 @@ class MetricsLogger:
         self._health_file.append(sample.record())
         self._send(sample.scalars(), sample.iteration)
 
-    def summary(self) -> str:
-        """A readable summary of the run so far; empty on ranks that write nothing."""
+    def summary(self, *, reached: int | None = None, left_out: Iterable[int] = ()) -> str:
+        """A readable summary of the run so far; empty on ranks that write nothing.
+
+        Args:
+            reached: the iteration that the run stands at. Default: that of the last step.
+            left_out: iterations that are no steps (--iterations-to-skip).
+        """
         if not self._is_writer:
             return ""
-        rows = self._history.summary_rows(self._total_iterations, self._resume_iteration, self._peak_flops)
+        last = self._history.last
+        reached = reached or (self._resume_iteration if last is None else last.iteration)
+        num_left_out = sum(iteration <= reached for iteration in left_out)
+        rows = [("steps", self._steps_text(reached, num_left_out)), *self._history.summary_rows(self._peak_flops)]
         width = max(len(name) for name, _ in rows) + 3
         lines = [f"  {name:<{width}}{value}" for name, value in rows]
         lines.append(f"  {'written':<{width}}{self._written[0]}")
@@ -198,6 +210,13 @@ class MetricsLogger:
             self._health_file.close()
         while self._sinks:
             self._sinks.pop().close()
+
+    def _steps_text(self, reached: int, num_left_out: int) -> str:
+        """How far the run is, what of it is this session's, and what was left out."""
+        resumed, num_steps = self._resume_iteration, self._history.num_session_steps
+        notes = [f"{num_steps or 'none'} in this session, resumed at {resumed}"] if resumed else []
+        notes += [f"{num_left_out} left out by --iterations-to-skip"] if num_left_out else []
+        return f"{reached} of {self._total_iterations}" + (f" ({'; '.join(notes)})" if notes else "")
 
     def _step_line(self, metrics: StepMetrics) -> str:
         left = self._total_iterations - metrics.iteration
@@ -280,6 +299,13 @@ class _RunHistory:
             elif record["kind"] == "eval":
                 self.evals.append(EvalMetrics.from_loss(record["iteration"], record["split"], loss))
 
+    def add_eval(self, metrics: EvalMetrics) -> bool:
+        """Add a validation; whether it replaces one of its split and iteration."""
+        others = [one for one in self.evals if (one.split, one.iteration) != (metrics.split, metrics.iteration)]
+        is_again = len(others) < len(self.evals)
+        self.evals = [*others, metrics]
+        return is_again
+
     def add_step(self, metrics: StepMetrics) -> None:
         self.last = metrics
         self._final_losses.append(metrics.loss)
@@ -295,14 +321,10 @@ class _RunHistory:
     def seconds_per_sample(self) -> float:
         return sum(self._step_seconds) / sum(self._step_samples)
 
-    def summary_rows(
-        self, total_iterations: int, resume_iteration: int, peak_flops: float | None
-    ) -> list[tuple[str, str]]:
+    def summary_rows(self, peak_flops: float | None) -> list[tuple[str, str]]:
+        """Names and values of the summary behind the number of steps; none without a step of this session."""
         if self.last is None:
-            return [("steps", f"none in this session (resumed at {resume_iteration} of {total_iterations})")]
-        steps = f"{self.last.iteration} of {total_iterations}"
-        if resume_iteration:
-            steps += f" ({self.num_session_steps} in this session, resumed at {resume_iteration})"
+            return []
         tflops = median(self._tflops)
         mfu = _mfu_text(None if peak_flops is None else tflops * 1e12 / peak_flops, peak_flops)
         rates = [
@@ -311,8 +333,7 @@ class _RunHistory:
             mfu,
         ]
         losses = list(self._final_losses)
-        rows = [
-            ("steps", steps),
+        return [
             ("train loss", f"{fmean(losses):.4f} (mean of the last {len(losses)} steps)"),
             *self._eval_rows(),
             ("tokens", f"{self.last.consumed_tokens:,}"),
@@ -321,7 +342,6 @@ class _RunHistory:
             ("peak memory", f"{self._peak_memory_gib:.1f} GiB"),
             ("skipped steps", str(self.last.skipped_steps)),
         ]
-        return rows
 
     def _eval_rows(self) -> list[tuple[str, str]]:
         rows: list[tuple[str, str]] = []

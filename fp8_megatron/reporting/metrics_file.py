@@ -73,6 +73,24 @@ class MetricsFile:
             self._is_torn = False
             self._num_bytes += len(line)
 
+    def replace_eval(self, record: Mapping[str, Any]) -> None:
+        """Write a validation in place of an earlier one of its split and iteration, which stays if that fails."""
+        key = (record["kind"], record["iteration"], record["split"])
+        try:
+            self._cut_torn_line()
+            others = (line for line, one in _read_lines(self.path) if _eval_key(one) != key)
+            replace_file(self.path, b"".join([*others, json_line(record).encode()]), aside=self._aside)
+            replaced, self._stream = self._stream, self.path.open("ab", buffering=0)
+            replaced.close()
+            self._num_bytes = self.path.stat().st_size
+        except OSError as error:
+            self._warn(f"the {split_in_words(record['split'])} of iteration {record['iteration']} is left out", error)
+
+    @property
+    def _aside(self) -> Path:
+        """Where a new content of the file is written first."""
+        return self.path.with_suffix(".jsonl.tmp")
+
     def close(self) -> None:
         """Close the file. Nothing can be appended afterwards."""
         try:
@@ -97,7 +115,7 @@ class MetricsFile:
         kept = [(line, record) for line, record in lines if record["iteration"] <= resume_iteration]
         self.kept = [record for _, record in kept]
         content = b"".join(line for line, _ in kept)
-        replace_file(self.path, content, aside=self.path.with_suffix(".jsonl.tmp"))
+        replace_file(self.path, content, aside=self._aside)
         if len(kept) < len(lines):
             last = max(record["iteration"] for _, record in lines)
             logger.info(
@@ -131,6 +149,11 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 num_damaged += 1
     if num_damaged:
         logger.warning("%s: %d lines are no records of a step or a validation; they are left out", path, num_damaged)
+
+
+def _eval_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two records of one validation have in common."""
+    return record["kind"], record["iteration"], record.get("split")
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -147,11 +147,15 @@ class RunReport:
         """Report the loss of a held-out split."""
         self._metrics.log_eval(EvalMetrics.from_loss(iteration, split, loss))
 
-    def finish(self) -> None:
-        """Close the metrics, draw the loss curve, and log a summary."""
+    def finish(self, reached: int) -> None:
+        """Close the metrics, draw the loss curve, and log a summary.
+
+        Args:
+            reached: the iteration that the run stands at.
+        """
         if not self._is_writer:
             return
-        summary = self._metrics.summary()
+        summary = self._metrics.summary(reached=reached, left_out=self._config.training.left_out)
         self._metrics.close()
         model = self._config.model
         title = f"GPT, {model.num_layers} layers × {model.hidden_size}, {self._config.precision.level}"

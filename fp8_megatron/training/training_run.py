@@ -196,7 +196,7 @@ class TrainingRun:
             self._finish_saving()
             self.events.stopped(self.progress.iteration, self._stop_reason())
         finally:
-            self.report.finish()
+            self.report.finish(self.progress.iteration)
 
     def _loop(self) -> None:
         self.loop = LoopState(

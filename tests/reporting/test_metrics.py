@@ -207,6 +207,39 @@ def test_summary(tmp_path: Path) -> None:
     assert rows[11] == f"written {tmp_path / 'metrics.jsonl'}"
 
 
+def test_a_validation_that_is_done_again_replaces_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with open_logger(tmp_path) as metrics_logger:
+        metrics_logger.log_step(step(1))
+        for split, loss in (("valid", 1.0), ("test", 2.0)):
+            metrics_logger.log_eval(EvalMetrics.from_loss(1, split, loss))
+    with open_logger(tmp_path, resume_iteration=1) as metrics_logger:
+        metrics_logger.log_eval(EvalMetrics.from_loss(1, "valid", 3.0))
+        metrics_logger.log_step(step(2))
+        metrics_logger.log_eval(EvalMetrics.from_loss(2, "valid", 4.0))
+        summary = metrics_logger.summary()
+    written = [(record["iteration"], record.get("split")) for record in strict_lines(path)]
+    assert written == [(1, None), (1, "test"), (1, "valid"), (2, None), (2, "valid")]
+    assert "best validation loss   3.0000" in summary and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_summary_says_what_was_left_out(tmp_path: Path) -> None:
+    """Of the last iterations too, which are no steps; those that the run has not reached are not counted."""
+    left_out = (3, 6, 8)
+    with open_logger(tmp_path / "whole", total_iterations=6) as metrics_logger:
+        for iteration in (1, 2, 4, 5):
+            metrics_logger.log_step(step(iteration))
+        rows = metrics_logger.summary(reached=6, left_out=left_out).splitlines()
+    assert rows[1].split(maxsplit=1) == ["steps", "6 of 6 (2 left out by --iterations-to-skip)"]
+    with open_logger(tmp_path / "resumed", total_iterations=6, resume_iteration=4) as metrics_logger:
+        rows = metrics_logger.summary(reached=4, left_out=left_out).splitlines()
+        metrics_logger.log_step(step(5))
+        after = metrics_logger.summary(reached=6, left_out=left_out).splitlines()
+    notes = "in this session, resumed at 4"
+    assert rows[1].split(maxsplit=1)[1] == f"4 of 6 (none {notes}; 1 left out by --iterations-to-skip)"
+    assert after[1].split(maxsplit=1)[1] == f"6 of 6 (1 {notes}; 2 left out by --iterations-to-skip)"
+
+
 def test_other_ranks_touch_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     config = LoggingConfig(wandb_project="unused", progress="on")

@@ -346,7 +346,9 @@ def test_what_is_left_out_is_not_read(
     records = fit(tmp_path, train_iters=40, iterations_to_skip=[*range(2, 20), *range(21, 41)])
     assert [record["iteration"] for record in records] == [1, 20] and len(num_read) == 2
     told = [message for message in caplog.messages if "--iterations-to-skip" in message]
-    assert [message.split(" are ")[0] for message in told] == ["iterations 2 to 19", "iterations 21 to 40"]
+    *said, summary = told
+    assert [message.split(" are ")[0] for message in said] == ["iterations 2 to 19", "iterations 21 to 40"]
+    assert "40 of 40 (38 left out by --iterations-to-skip)" in summary
 
 
 def test_a_signal_before_what_is_left_out_ends_the_run_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,26 @@ def test_fewer_steps_than_were_trained_are_none(tmp_path: Path, caplog: pytest.L
     assert "nothing is left to train: iteration 4, --train-iters 3" in caplog.text
 
 
+def test_a_finished_run_that_starts_again_has_one_validation(tmp_path: Path) -> None:
+    """It validates and tests again, for the settings may be other ones."""
+    saved = tmp_path / "saved"
+    settings = {"train_iters": 3, "eval_interval": 2, "eval_iters": 1, "save": saved}
+
+    def evaluations() -> list[tuple[int, str, float]]:
+        records = read_records(tmp_path / METRICS_FILE)
+        return [(record["iteration"], record["split"], record["loss"]) for record in records if "split" in record]
+
+    first = steps(fit(tmp_path, **settings))
+    before = evaluations()
+    assert [split for _, split, _ in before].count("valid") == 2 and before[-1][0] == 3
+    again = steps(fit(tmp_path, load=saved, **settings))
+    assert again == first and evaluations() == before
+    fit(tmp_path, load=saved, **{**settings, "eval_iters": 2})
+    after = evaluations()
+    assert [one[:2] for one in after] == [one[:2] for one in before]
+    assert after[0] == before[0] and after[1][2] != before[1][2]
+
+
 def test_a_different_seed_gives_other_losses(tmp_path: Path) -> None:
     """Guards the test above: equality is not for want of anything that differs."""
     assert steps(fit(tmp_path / "a", train_iters=3)) != steps(fit(tmp_path / "b", train_iters=3, seed=5))
