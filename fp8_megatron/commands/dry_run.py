@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..config.checks import check_config
+from pathlib import Path
+
+from ..config.checks import ConfigError, check_batches, check_config
 from ..config.io import CommandLine, format_config
 from ..config.schema import Config
 
@@ -20,7 +22,24 @@ def dry_run(command_line: CommandLine, world_size: int) -> None:
     """
     ranks = command_line.world_size or world_size
     check_config(command_line.config, ranks, on_this_machine=False)
+    _check_first_start(command_line.config, ranks)
     print(dry_run_report(command_line.config, ranks), flush=True)
+
+
+def _check_first_start(config: Config, world_size: int) -> None:
+    """Check the first batches of a run whose --load equals --save, if this machine has no checkpoint there.
+
+    Raises:
+        ConfigError: its ranks cannot take them.
+    """
+    load = config.checkpoint.load
+    if load is None or not config.checkpoint.loads_what_it_saves or any(Path(load).glob("iter_*")):
+        return
+    try:
+        check_batches(config, world_size, 0)
+    except ConfigError as error:
+        reason = f"no checkpoint is under load({load}) here, so the run starts from scratch"
+        raise ConfigError(f"{error} ({reason})") from None
 
 
 def dry_run_report(config: Config, world_size: int) -> str:

@@ -65,6 +65,18 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
         raise ConfigError("\n".join(problems))
 
 
+def check_batches(config: Config, world_size: int, consumed_samples: int) -> None:
+    """Check that ranks and pipeline stages can take the batches of the steps after `consumed_samples`.
+
+    Raises:
+        ConfigError: they cannot, with the batch and the fix.
+    """
+    steps = config.batch_schedule(world_size), config, world_size, consumed_samples
+    problem = batch_problem(*steps) or next(interleaving_problems(*steps), None)
+    if problem is not None:
+        raise ConfigError(f"after {consumed_samples} samples: {problem}" if consumed_samples else problem)
+
+
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     """Check ranks, pipeline stages and the batch."""
     parallel, training = config.parallel, config.training
@@ -108,8 +120,10 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         batches = config.batch_schedule(world_size)
     except ValueError:
         return  # `_check_length` reports it
-    # A run that resumes may be past the batches that its ranks cannot share: it is checked once its place is known.
-    first = 0 if config.checkpoint.load is None else batches.phases[-1][0]
+    # A run that resumes may be past the batches that its ranks cannot share: `check_batches` follows, once its place is
+    # known.
+    starts_over = config.checkpoint.load is None or config.checkpoint.finetune
+    first = 0 if starts_over else batches.phases[-1][0]
     problem = batch_problem(batches, config, world_size, first)
     if problem is not None:
         yield problem

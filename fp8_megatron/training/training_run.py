@@ -14,9 +14,7 @@ import torch
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.run_state import Progress, Resumable
-from ..config.checks import ConfigError
-from ..config.pipeline_checks import interleaving_problems
-from ..config.schedule_checks import batch_problem
+from ..config.checks import check_batches
 from ..config.schema import Config
 from ..mcore.runtime import seed_everything
 from ..mcore.topology import Topology
@@ -106,7 +104,7 @@ class TrainingRun:
         self.events = RunEvents(config, around.log, is_writer=self.is_writer, world_size=topology.world_size)
         self.batches = config.batch_schedule(topology.world_size)
         if start.source is None:
-            self._check_batches(0)
+            check_batches(config, topology.world_size, 0)  # with --load, `check_config` knew the last one alone
         seed_everything(
             config.training.seed,
             device,
@@ -400,24 +398,13 @@ class TrainingRun:
         progress = replace(progress, scheduled_samples=schedule.counted_samples, schedule=schedule.as_saved())
         if self.start.continues_save:
             progress = resumed_after_spikes(progress, self.around.output_dir, self.topology, self.start.identity.run)
-        self._check_batches(progress.consumed_samples)
+        check_batches(self.config, self.topology.world_size, progress.consumed_samples)
         if self.is_writer:
             if source.options.finetune:
                 logger.info("took the weights of %s", source.root)
             else:
                 logger.info("resumed from %s at iteration %d", source.root, progress.iteration)
         return progress
-
-    def _check_batches(self, consumed_samples: int) -> None:
-        """Check that ranks and stages can take the batches to come. With --load, `check_config` knows the last alone.
-
-        Raises:
-            ConfigError: they cannot.
-        """
-        steps = self.batches, self.config, self.topology.world_size, consumed_samples
-        problem = batch_problem(*steps) or next(interleaving_problems(*steps), None)
-        if problem is not None:
-            raise ConfigError(f"after {consumed_samples} samples: {problem}" if consumed_samples else problem)
 
     def _save(self) -> None:
         due, self.loop.due = self.loop.due, []

@@ -92,6 +92,24 @@ def test_what_would_not_train_is_one_line(flags: str, said: str, capsys: pytest.
     assert said in captured.err and captured.out == ""
 
 
+def test_a_first_start_has_all_batches_of_the_ramp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--load may be the folder of --save. A run that resumes from it may be past the batches that ranks cannot share,
+    one that takes weights alone is not."""
+    saved = tmp_path / "saved"
+    words = ["--config", str(CONFIGS / "gpt_345m.yaml"), "--mock-data", "--dry-run", "--world-size", "1"]
+    words += ["--micro-batch-size", "2", "--global-batch-size", "6", "--rampup-batch-size", "3", "3", "6"]
+    words += ["--save", str(saved), "--load", str(saved)]
+    told = "global_batch_size(3), which the batch grows through, is not a multiple"
+    assert pretrain_gpt.main(words) == 2
+    error = capsys.readouterr().err
+    assert told in error and f"no checkpoint is under load({saved}) here" in error
+    assert not saved.exists()
+    (saved / "iter_0000002").mkdir(parents=True)
+    assert pretrain_gpt.main(words) == 0
+    assert pretrain_gpt.main([*words, "--finetune"]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_a_dry_run_starts_no_process_group(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from fp8_megatron.commands.pretrain_gpt import main; "
