@@ -291,7 +291,8 @@ class TrainingConfig:
     loss_chunk_size: OptionalCount = None
     """Positions of each sequence whose logits exist at a time. Backward computes logits again. Default: all."""
     mlp_chunks_for_training: Count = 1
-    """Chunks of a sequence that go through an MLP one after another, forward and backward. Needs recomputed MLPs."""
+    """Chunks of a sequence that go through an MLP one after another, forward and backward. Needs recomputed MLPs. As in
+    Megatron, the MLPs of all layers take chunks, also those that --recompute-method block does not recompute."""
 
     @property
     def left_out(self) -> frozenset[int]:

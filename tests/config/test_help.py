@@ -88,3 +88,8 @@ def test_readable_metavars(text: str) -> None:
     for line in ("--ffn-hidden-size INT", "--data-path STR [STR ...]", "--save STR", "--config FILE.yaml"):
         assert line in text
     assert "{None" not in text
+
+
+def test_chunks_of_mlps_are_of_all_layers(text: str) -> None:
+    """Which layers are recomputed does not matter, as in Megatron's `TransformerLayer`."""
+    assert "the MLPs of all layers take chunks" in entries(text)["--mlp-chunks-for-training"]
