@@ -19,11 +19,11 @@ from torch import Tensor
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, module_name
 from ..config.schema import Config, ModelConfig, ParallelConfig
-from ..mcore.gpt import transformer_config
 from ..mcore.layer_spec import Attention, block_submodules
 from ..mcore.rope import replaced_position_embedding, rotary_table
 from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
+from ..mcore.transformer_config import transformer_config
 from .hugging_face import Family
 from .hugging_face_folder import HuggingFaceWeights
 

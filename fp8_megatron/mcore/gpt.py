@@ -10,16 +10,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.enums import AttnBackend, LayerType
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from ..config.pipeline_layout import PipelineLayout
-from ..config.schema import Config, ModelConfig
-from ..config.windows import layer_pattern, window_sizes
+from ..config.schema import Config
 from ..formats import E4M3
 from ..nn.chunked_loss import TokenLoss, loss_in_chunks
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
@@ -30,16 +27,9 @@ from .initialization import named_quantizers_of_model
 from .layer_spec import Attention, block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
 from .offload import offload_layers
-from .rope import RotaryTable, replaced_position_embedding, rotary_table, tell_yarn
+from .rope import RotaryTable, replaced_position_embedding, rotary_table
 from .topology import Topology
-
-#: megatron-core's names of the kernels of attention in Transformer Engine.
-_TE_ATTENTION = {
-    "auto": AttnBackend.auto,
-    "cudnn": AttnBackend.fused,
-    "flash": AttnBackend.flash,
-    "math": AttnBackend.unfused,
-}
+from .transformer_config import transformer_config
 
 
 class MegatronGPT(GPTModel):
@@ -129,144 +119,6 @@ class ModelChunk:
         return [kept for layer in self.links if layer is not None for kept in layer.kept_transposes()]
 
 
-def transformer_config(config: Config, device: torch.device) -> TransformerConfig:
-    """megatron-core's view of the configuration."""
-    model, parallel, training = config.model, config.parallel, config.training
-    layout = config.pipeline_layout
-    # The meta device stands for a GPU whose memory is counted (`training.rank_build`).
-    on_gpu = device.type != "cpu"
-    dtype = torch.float16 if config.precision.precision == "fp16" else torch.bfloat16
-    # megatron-core fuses these with torch.compile, which needs a C++ toolchain on a CPU.
-    fuses_activation = on_gpu and (model.swiglu or (model.activation == "gelu" and not model.disable_bias_linear))
-    settings = TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.padded_ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.query_groups,
-        kv_channels=model.head_dim,
-        **_windows(model),
-        normalization=model.normalization,
-        layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=model.is_gated,
-        activation_func=_activation(model, is_fused=fuses_activation),
-        add_bias_linear=not model.disable_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        qk_layernorm=model.qk_layernorm,
-        rotary_interleaved=model.rotary_interleaved,
-        attention_dropout=model.attention_dropout,
-        hidden_dropout=model.hidden_dropout,
-        init_method_std=model.init_method_std,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        cp_comm_type=parallel.cp_comm_type,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_size,
-        microbatch_group_size_per_vp_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-        pipeline_model_parallel_layout=None if layout.is_even else _layer_types(layout),
-        sequence_parallel=parallel.sequence_parallel,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        autocast_dtype=dtype,
-        use_cpu_initialization=not on_gpu,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        bias_activation_fusion=fuses_activation,
-        bias_dropout_fusion=on_gpu,
-        cross_entropy_loss_fusion=on_gpu,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        # With batched sends, PP=2 and two virtual stages, gradients are silently exchanged in the wrong order.
-        batch_p2p_comm=not layout.is_interleaved,
-        batch_p2p_sync=False,
-        overlap_p2p_comm=False,
-        # A stage's backward needs the graph of what it sent, not the values.
-        deallocate_pipeline_outputs=parallel.pipeline_model_parallel_size > 1,
-        deterministic_mode=training.deterministic_mode,
-        cuda_graph_scope=[],  # what its default means, without a warning that the default is deprecated
-        recompute_granularity=training.recompute_granularity,
-        recompute_method=training.recompute_method,
-        recompute_num_layers=training.recompute_num_layers,
-        recompute_modules=_recomputed_modules(config),
-        **_te_settings(config),
-    )
-    tell_yarn(settings, model)
-    return settings
-
-
-def _recomputed_modules(config: Config) -> list[str]:
-    """megatron-core's parts to recompute. It recomputes norms only of Transformer Engine's layers, and no MLPs in
-    chunks, which do so themselves."""
-    ours = set() if config.precision.precision == "te" else {"layernorm"}
-    if config.training.mlp_chunks_for_training > 1:
-        ours.add("mlp")
-    return [module for module in config.training.recomputed_modules if module not in ours]
-
-
-def _windows(model: ModelConfig) -> dict[str, Any]:
-    """megatron-core's settings of sliding windows."""
-    if model.window_size is None:
-        return {}
-    pattern = None if model.window_attn_skip_freq is None else layer_pattern(model.window_attn_skip_freq)
-    return {"window_size": window_sizes(model.window_size), "window_attn_skip_freq": pattern}
-
-
-def _layer_types(layout: PipelineLayout) -> list[list[LayerType]]:
-    """The layers of every model chunk in the order of the model, as megatron-core names them."""
-    rows = [[LayerType.decoder] * len(layers) for layers in layout.rows()]
-    rows[0].insert(0, LayerType.embedding)
-    rows[-1].append(LayerType.loss)
-    return rows
-
-
-def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
-    """megatron-core's function of the activation. GELU is its tanh approximation on every device.
-
-    megatron-core's fused kernel computes the approximation for `gelu` and accepts no other name for it. Its own squared
-    ReLU and quick GELU are compiled where they are imported, on a CPU too.
-    """
-    if model.swiglu:
-        return torch.nn.functional.silu
-    if model.squared_relu:
-        return _squared_relu
-    if model.quick_geglu:
-        return _quick_gelu
-    return torch.nn.functional.gelu if is_fused else _tanh_gelu
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return torch.nn.functional.relu(x).square()
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _tanh_gelu(x: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-def _te_settings(config: Config) -> dict[str, Any]:
-    """megatron-core's FP8 settings and its kernel of attention. Only Transformer Engine's layers read them."""
-    precision = config.precision
-    if precision.precision != "te":
-        return {}
-    return {
-        "attention_backend": _TE_ATTENTION[config.model.attention_backend],
-        "fp8": "hybrid",
-        "fp8_recipe": precision.fp8_recipe,
-        "fp8_amax_history_len": precision.fp8_amax_history_len,
-        "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
-        "fp8_margin": precision.fp8_margin,
-        "first_last_layers_bf16": precision.first_last_layers_bf16,
-        "num_layers_at_start_in_bf16": precision.num_layers_at_start_in_bf16,
-        "num_layers_at_end_in_bf16": precision.num_layers_at_end_in_bf16,
-    }
-
-
 def build_model(
     config: Config,
     vocab_size: int,
@@ -283,15 +135,20 @@ def build_model(
         new_recipe: called once per chunk.
         unpadded_vocab_size: tokens of the vocabulary. The loss leaves later columns out. None: no padding.
     """
-    mcore_config = transformer_config(config, device)
-    table = rotary_table(config.model, device, topology.sequence_part)
+    builder = _ChunkBuilder(
+        config,
+        transformer_config(config, device),
+        topology,
+        device,
+        vocab_size,
+        unpadded_vocab_size,
+        rotary_table(config.model, device, topology.sequence_part),
+    )
     chunks, kept = [], config.precision.keep_fp8_transpose_cache
     num_offloaded = config.training.cpu_offloading_num_layers
     offload = ActivationOffload(device) if num_offloaded else None
     for virtual, layers in enumerate(topology.layout.chunks[topology.pp.rank()]):
-        own = _build_chunk(
-            config, mcore_config, vocab_size, topology, device, virtual, new_recipe(), unpadded_vocab_size, kept, table
-        )
+        own = builder.build(virtual, new_recipe(), num_kept_transposes=kept)
         if offload is not None:
             offload_layers(own.module.decoder, num_offloaded, offload)
         chunks.append(own)
@@ -299,28 +156,56 @@ def build_model(
     return chunks
 
 
-def _build_chunk(
-    config: Config,
-    mcore_config: TransformerConfig,
-    vocab_size: int,
-    topology: Topology,
-    device: torch.device,
-    index: int,
-    recipe: Recipe,
-    unpadded_vocab_size: int | None,
-    num_kept_transposes: int,
-    table: RotaryTable | None,
-) -> ModelChunk:
-    model, virtual = config.model, topology.virtual_pipeline_size
-    vp_stage = None if virtual is None else index
-    layers = topology.layout.chunks[topology.pp.rank()][index]
-    place = (mcore_config, vp_stage, topology.pp.rank())
-    assert get_num_layers_to_build(*place) == len(layers), (layers, mcore_config.pipeline_model_parallel_layout)
-    assert not layers or get_transformer_layer_offset(*place) == layers[0], (layers, place)
-    links: list[LayerLinks | None] = []
-    if config.precision.precision == "te":
-        submodules = te_block_submodules(len(layers), qk_layernorm=model.qk_layernorm)
-    else:
+@dataclass(frozen=True)
+class _ChunkBuilder:
+    """Builds the model chunks of one rank.
+
+    Attributes:
+        settings: megatron-core's view of `config`.
+        vocab_size, unpadded_vocab_size: see `build_model`.
+        table: RoPE's angles, for all chunks; None: there is no such table.
+    """
+
+    config: Config
+    settings: TransformerConfig
+    topology: Topology
+    device: torch.device
+    vocab_size: int
+    unpadded_vocab_size: int | None
+    table: RotaryTable | None
+
+    @property
+    def is_te(self) -> bool:
+        """Whether the layers are Transformer Engine's."""
+        return self.config.precision.precision == "te"
+
+    def build(self, index: int, recipe: Recipe, *, num_kept_transposes: int) -> ModelChunk:
+        """The rank's chunk number `index`.
+
+        Args:
+            num_kept_transposes: layers whose transposed weights are kept within a step.
+        """
+        vp_stage = None if self.topology.virtual_pipeline_size is None else index
+        layers = self.topology.layout.chunks[self.topology.pp.rank()][index]
+        self._check_place(layers, vp_stage)
+        submodules, links = self._layers(layers, recipe, num_kept_transposes)
+        module = self._module(submodules, vp_stage)
+        self._finish(module, recipe)
+        return ModelChunk(module, recipe, links)
+
+    def _check_place(self, layers: Sequence[int], vp_stage: int | None) -> None:
+        """megatron-core gives the chunk the same layers."""
+        place = (self.settings, vp_stage, self.topology.pp.rank())
+        assert get_num_layers_to_build(*place) == len(layers), (layers, self.settings.pipeline_model_parallel_layout)
+        assert not layers or get_transformer_layer_offset(*place) == layers[0], (layers, place)
+
+    def _layers(
+        self, layers: Sequence[int], recipe: Recipe, num_kept_transposes: int
+    ) -> tuple[TransformerBlockSubmodules, Sequence[LayerLinks | None]]:
+        """What the chunk's layers are, and their links."""
+        config, model = self.config, self.config.model
+        if self.is_te:
+            return te_block_submodules(len(layers), qk_layernorm=model.qk_layernorm), []
         recipes = [recipe if config.is_fp8_layer(layer) else None for layer in layers]
         links = model_links([own is not None for own in recipes], num_kept_transposes=num_kept_transposes)
         submodules = block_submodules(
@@ -331,42 +216,48 @@ def _build_chunk(
             defers_final_norm=config.has_fp8_lm_head,
             mlp_chunks=config.training.mlp_chunks_for_training,
         )
-    model_class = MegatronGPT if config.precision.precision == "te" else GPT
-    module = model_class(
-        mcore_config,
-        submodules,
-        vocab_size=vocab_size,
-        max_sequence_length=model.max_position_embeddings or model.seq_length,
-        pre_process=is_vp_first_stage(vp_stage, virtual) and topology.is_first_stage,
-        post_process=is_vp_last_stage(vp_stage, virtual) and topology.is_last_stage,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=(
-            replaced_position_embedding(model) if model_class is GPT else model.position_embedding_type
-        ),
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
-        rope_scaling=model.use_rope_scaling,
-        rope_scaling_factor=model.rope_scaling_factor,
-        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
-        pg_collection=topology.groups,
-        vp_stage=vp_stage,
-    )
-    module.unpadded_vocab_size = unpadded_vocab_size
-    if isinstance(module, GPT) and table is not None:
-        module.use_rotary_table(table)
-    if isinstance(module, GPT):
-        module.loss_chunk_size = config.training.loss_chunk_size
-    if config.has_fp8_lm_head and module.post_process:
-        module.use_fp8_head(recipe)
-    _tag_vocab_parallel(module)
-    if module.pre_process and module.embedding.add_position_embedding:
-        # The only parameter that megatron-core leaves in FP32 on the CPU.
-        module.embedding.position_embeddings.to(device=device, dtype=module.config.params_dtype)
-    if recipe.history is not None:
-        casts = named_quantizers_of_model(module)
-        recipe.history.name_layers({layer: list(quantizers.slots()) for layer, quantizers in casts.items()})
-        recipe.history.allocate(device)
-    return ModelChunk(module, recipe, links)
+        return submodules, links
+
+    def _module(self, submodules: TransformerBlockSubmodules, vp_stage: int | None) -> MegatronGPT:
+        model, topology, virtual = self.config.model, self.topology, self.topology.virtual_pipeline_size
+        model_class = MegatronGPT if self.is_te else GPT
+        return model_class(
+            self.settings,
+            submodules,
+            vocab_size=self.vocab_size,
+            max_sequence_length=model.max_position_embeddings or model.seq_length,
+            pre_process=is_vp_first_stage(vp_stage, virtual) and topology.is_first_stage,
+            post_process=is_vp_last_stage(vp_stage, virtual) and topology.is_last_stage,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=(
+                model.position_embedding_type if self.is_te else replaced_position_embedding(model)
+            ),
+            rotary_percent=model.rotary_percent,
+            rotary_base=model.rotary_base,
+            rope_scaling=model.use_rope_scaling,
+            rope_scaling_factor=model.rope_scaling_factor,
+            seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+            pg_collection=topology.groups,
+            vp_stage=vp_stage,
+        )
+
+    def _finish(self, module: MegatronGPT, recipe: Recipe) -> None:
+        """Give a module this project's RoPE, head and delayed scales."""
+        module.unpadded_vocab_size = self.unpadded_vocab_size
+        if isinstance(module, GPT) and self.table is not None:
+            module.use_rotary_table(self.table)
+        if isinstance(module, GPT):
+            module.loss_chunk_size = self.config.training.loss_chunk_size
+        if self.config.has_fp8_lm_head and module.post_process:
+            module.use_fp8_head(recipe)
+        _tag_vocab_parallel(module)
+        if module.pre_process and module.embedding.add_position_embedding:
+            # The only parameter that megatron-core leaves in FP32 on the CPU.
+            module.embedding.position_embeddings.to(device=self.device, dtype=module.config.params_dtype)
+        if recipe.history is not None:
+            casts = named_quantizers_of_model(module)
+            recipe.history.name_layers({layer: list(quantizers.slots()) for layer, quantizers in casts.items()})
+            recipe.history.allocate(self.device)
 
 
 def _attention(config: Config) -> Attention:

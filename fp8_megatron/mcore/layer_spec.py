@@ -67,25 +67,32 @@ def layer_spec(
         activation: of the MLP, as `kernels.activation` names it.
         mlp_chunks: chunks of a sequence that the MLP computes one after another.
     """
-    head_norm = HeadNorm if attention.has_norms else IdentityOp
-    params = {"backend": attention.backend, "context_wire": attention.context_wire}
-    core_attention = ModuleSpec(module=CoreAttention, params=params)
     if recipe is None or links is None:
         assert recipe is None and links is None, (recipe, links)
-        column, row = ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
-        return ModuleSpec(
-            module=TransformerLayer,
-            submodules=_submodules(
-                ModuleSpec(
-                    module=RotarySelfAttention,
-                    params={"attn_mask_type": AttnMaskType.causal},
-                    submodules=_attention(column, core_attention, row, head_norm),
-                ),
-                _half_mlp(MLPSubmodules(linear_fc1=column, linear_fc2=row), mlp_chunks),
-                (Norm, Norm),
-            ),
-        )
+        return _half_layer(attention, mlp_chunks)
+    return _fp8_layer(recipe, links, attention, activation, mlp_chunks)
 
+
+def _half_layer(attention: Attention, mlp_chunks: int) -> ModuleSpec:
+    """A 16-bit layer."""
+    column, row = ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=_submodules(
+            ModuleSpec(
+                module=RotarySelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=_attention(column, _core_attention(attention), row, _head_norm(attention)),
+            ),
+            _half_mlp(MLPSubmodules(linear_fc1=column, linear_fc2=row), mlp_chunks),
+            (Norm, Norm),
+        ),
+    )
+
+
+def _fp8_layer(recipe: Recipe, links: LayerLinks, attention: Attention, activation: str, mlp_chunks: int) -> ModuleSpec:
+    """A layer with FP8 linear layers."""
+    core_attention = _core_attention(attention)
     if attention.is_fp8:
         core_attention = ModuleSpec(module=FP8CoreAttention, params={"recipe": recipe})
 
@@ -108,7 +115,7 @@ def layer_spec(
                     column_of(links.qkv),
                     core_attention,
                     row_of(links.proj, keeps_input=not attention.exchanges_heads),
-                    head_norm,
+                    _head_norm(attention),
                 ),
             ),
             ModuleSpec(
@@ -119,6 +126,17 @@ def layer_spec(
             (_norm_before(front), _norm_before(links.proj.early_cast)),
         ),
     )
+
+
+def _core_attention(attention: Attention) -> ModuleSpec:
+    """Attention in 16 bits."""
+    params = {"backend": attention.backend, "context_wire": attention.context_wire}
+    return ModuleSpec(module=CoreAttention, params=params)
+
+
+def _head_norm(attention: Attention) -> type:
+    """The norm of query and key."""
+    return HeadNorm if attention.has_norms else IdentityOp
 
 
 def _half_mlp(submodules: MLPSubmodules, num_chunks: int) -> ModuleSpec:

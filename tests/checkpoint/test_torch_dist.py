@@ -32,8 +32,8 @@ from fp8_megatron.checkpoint.torch_dist import (
     write_metadata,
 )
 from fp8_megatron.config.schema import CheckpointConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.mcore.gpt import transformer_config
 from fp8_megatron.mcore.initialization import named_parameters_of_model
+from fp8_megatron.mcore.transformer_config import transformer_config
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, tiny_config

@@ -30,9 +30,9 @@ from safetensors.torch import save_file
 
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import Config, OptimizerConfig
-from fp8_megatron.mcore.gpt import transformer_config
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.mcore.transformer_config import transformer_config
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, random_batches, tiny_config
 
 STYLES = {"gpt3": GPT3_STYLE, "llama": LLAMA_STYLE}

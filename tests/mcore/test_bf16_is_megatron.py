@@ -12,10 +12,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 
 from fp8_megatron.config.schema import Config, ModelConfig, PrecisionConfig
-from fp8_megatron.mcore.gpt import transformer_config
 from fp8_megatron.mcore.initialization import initial_values
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.mcore.transformer_config import transformer_config
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import (

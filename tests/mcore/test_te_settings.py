@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8_megatron.config.schema import PrecisionConfig
-from fp8_megatron.mcore.gpt import transformer_config
+from fp8_megatron.mcore.transformer_config import transformer_config
 from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
 
 

@@ -10,7 +10,7 @@ import torch
 from fp8_megatron.config.model import ModelConfig
 from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
 from fp8_megatron.kernels.activation.reference import INPUTS, activation
-from fp8_megatron.mcore.gpt import transformer_config
+from fp8_megatron.mcore.transformer_config import transformer_config
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, random_batches, tiny_config, train_tiny_gpt
 

@@ -13,9 +13,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import save_file
 
 from fp8_megatron.config.io import load_config
-from fp8_megatron.mcore.gpt import transformer_config
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.mcore.transformer_config import transformer_config
 
 NUM_ROWS = 256
 

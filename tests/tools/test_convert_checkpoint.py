@@ -39,10 +39,11 @@ from fp8_megatron.conversion.conversion import check_trainable, open_source
 from fp8_megatron.conversion.hugging_face_folder import HuggingFaceWeights
 from fp8_megatron.conversion.logits import logits_of_weights, random_tokens
 from fp8_megatron.data.tokenizer_settings import build_tokenizer
-from fp8_megatron.mcore.gpt import build_model, transformer_config
+from fp8_megatron.mcore.gpt import build_model
 from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.mcore.transformer_config import transformer_config
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.training.build import build_recipe
