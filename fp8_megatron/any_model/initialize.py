@@ -59,12 +59,7 @@ def initialize(
     Raises:
         UserError: the model or the optimizer cannot be used, with its name and the fix.
     """
-    if opt_level not in LEVEL_NAMES:
-        raise UserError(f"opt_level({opt_level!r}) is none of {', '.join(LEVEL_NAMES)}")
-    if filter is not None and not callable(filter):
-        raise UserError(f"filter({filter!r}) is no function: give one of (name, layer), such as a lambda")
-    if gradient_accumulation_steps is not None and gradient_accumulation_steps < 1:
-        raise UserError(f"gradient_accumulation_steps({gradient_accumulation_steps}) is less than 1: leave it out")
+    _check_values(opt_level, filter, gradient_accumulation_steps)
     _check_model(model)
     if isinstance(optimizer, FP8Optimizer):
         raise UserError("the optimizer is an FP8Optimizer already: initialize is called once")
@@ -106,6 +101,20 @@ def initialize(
     warn_of_vain_search(model, built)
     warn_of_old_weights(names, replaced, built)
     return model, built
+
+
+def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: int | None) -> None:
+    """Check arguments of `initialize` that need no model.
+
+    Raises:
+        UserError: one has a value that it cannot have.
+    """
+    if opt_level not in LEVEL_NAMES:
+        raise UserError(f"opt_level({opt_level!r}) is none of {', '.join(LEVEL_NAMES)}")
+    if filter is not None and not callable(filter):
+        raise UserError(f"filter({filter!r}) is no function: give one of (name, layer), such as a lambda")
+    if gradient_accumulation_steps is not None and gradient_accumulation_steps < 1:
+        raise UserError(f"gradient_accumulation_steps({gradient_accumulation_steps}) is less than 1: leave it out")
 
 
 def _check_model(model: object) -> None:

@@ -171,12 +171,7 @@ def parse_command_line(
     given, problems = read_words(translation.words, {**types, **SWITCHES, **_BESIDE}, others)
     problems = [*translation.problems, *problems]
     paths = [path for one in given if one.name == "config" for path in one.words]
-    stated = set() if base is None else _names({"model": vars(base.model)})
-    base = base or Config()
-    for path in paths:
-        of_file = _read_file(path)
-        base = _overridden(base, of_file)
-        stated |= _names(of_file)
+    base, stated = _with_files(paths, base)
     if "-h" in words or "--help" in words:
         from .help import show_help
 
@@ -210,6 +205,17 @@ def parse_command_line(
         dry_run=last.get("dry_run") == ("true",),
         world_size=_world_size(last.get("world_size")),
     )
+
+
+def _with_files(paths: Sequence[str], base: Config | None) -> tuple[Config, set[str]]:
+    """`base`, or the defaults, overridden by files; and the names of the settings that `base` or a file states."""
+    stated = set() if base is None else _names({"model": vars(base.model)})
+    config = base or Config()
+    for path in paths:
+        of_file = _read_file(path)
+        config = _overridden(config, of_file)
+        stated |= _names(of_file)
+    return config, stated
 
 
 def _world_size(words: tuple[str, ...] | None) -> int | None:

@@ -89,18 +89,17 @@ def build_trainable_model(
     storage, exchange = model_storage(config.precision, num_micro_batches), build_exchange(config)
     staging = StagingPools()
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
+    replicate = partial(
+        DataParallelModule,
+        sharing_of=topology.sharing_of,
+        cut_of=topology.cut_of,
+        takes_decoupled_lr=is_embedding_or_output if config.optimizer.decoupled_lr is not None else None,
+        storage=storage,
+        exchange=exchange,
+        staging=staging,
+    )
     replicated = [
-        DataParallelModule(
-            chunk.module,
-            params,
-            sharing_of=topology.sharing_of,
-            cut_of=topology.cut_of,
-            takes_decoupled_lr=is_embedding_or_output if config.optimizer.decoupled_lr is not None else None,
-            storage=storage,
-            exchange=exchange,
-            staging=staging,
-            on_reset=[kept.forget for kept in chunk.kept_transposes()],
-        )
+        replicate(chunk.module, params, on_reset=[kept.forget for kept in chunk.kept_transposes()])
         for chunk, params in zip(chunks, named, strict=True)
     ]
     model = [FP8DataParallel(module.module.config, module) for module in replicated]
@@ -117,19 +116,16 @@ def build_trainable_model(
     if optimizer.loss_scale is not None:
         for chunk in chunks:
             chunk.module.config.grad_scale_func = optimizer.loss_scale.scale_loss
-    values = (
-        initial_values(
-            params,
-            std=config.model.init_method_std,
-            num_layers=config.model.num_layers,
-            seed=config.training.seed,
-            tensor_parallel_rank=topology.tp.rank(),
-            tensor_parallel_size=topology.tp.size(),
-            vocab_size=unpadded_vocab_size,
-        )
-        for params in named
+    draw = partial(
+        initial_values,
+        std=config.model.init_method_std,
+        num_layers=config.model.num_layers,
+        seed=config.training.seed,
+        tensor_parallel_rank=topology.tp.rank(),
+        tensor_parallel_size=topology.tp.size(),
+        vocab_size=unpadded_vocab_size,
     )
-    optimizer.load_weights(chain.from_iterable(values))
+    optimizer.load_weights(chain.from_iterable(map(draw, named)))
     return TrainableModel(chunks, model, staging, optimizer)
 
 
