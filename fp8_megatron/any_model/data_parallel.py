@@ -199,13 +199,17 @@ class Replication:
             ) from error
 
     def sum_(self, value: Tensor) -> Tensor:
-        """The sum over replicas, in place."""
+        """Replace a tensor (any shape and dtype) by its sum over the replicas, and return it; called by all of them."""
         torch.distributed.all_reduce(value, group=self.group)
         return value
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give every replica the first one's values, in place."""
+        """Give every replica the first one's values, in place; called by every replica.
+
+        Args:
+            tensors: of any shapes and dtypes. `ScaledTensor`s get payload and scales.
+        """
         source = torch.distributed.get_global_rank(self.group, 0)
         for tensor in tensors:
             parts = [tensor.payload, tensor.scale] if isinstance(tensor, ScaledTensor) else [tensor.detach()]

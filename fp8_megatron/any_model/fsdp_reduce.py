@@ -58,7 +58,7 @@ class FP8ReduceScatter:
         self._runs = runs
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for FSDP2 to gather gradients in, or to receive its rows in."""
+        """Memory of this shape and dtype for FSDP2 to gather gradients in, or to receive its rows in."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     @torch.no_grad()

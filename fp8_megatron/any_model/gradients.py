@@ -54,8 +54,8 @@ class ParamGrad:
             self.space.accumulate_(self, grad)
 
     def note_forward(self) -> None:
-        """A forward begins whose backward will give a gradient: memory of gradients that nobody has any more is free
-        until then."""
+        """A forward begins whose backward will give a gradient: until then, memory of gradients that nobody holds is
+        free."""
         if self.param.grad is None:
             self.space.note_forward(self.slot)
 

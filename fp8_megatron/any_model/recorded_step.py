@@ -235,7 +235,7 @@ class RecordedStep:
         return self._grads.fits(states, kind.change) and all(history.is_warm for history in self._histories)
 
     def _follow_addresses(self) -> None:
-        """Drop recordings of memory that is no longer in use: storage was widened, or a parameter's data exchanged."""
+        """Drop recordings of memory that is out of use: storage was widened, or a parameter's data exchanged."""
         addresses = self._grads.addresses
         if addresses == self._addresses:
             return

@@ -56,5 +56,5 @@ def publish(state: SpaceState) -> None:
 
 
 def value_of(param: torch.nn.Parameter) -> Tensor:
-    """The parameter's value as it is stored."""
+    """The parameter's value as it is stored, in its shape: FP32 of a `ScaledTensor`, otherwise its own dtype."""
     return param.dequantize() if isinstance(param, ScaledTensor) else param.detach()

@@ -75,7 +75,8 @@ def stored_names(formats: StorageFormats) -> tuple[str, ...]:
 def param_state(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
     """A parameter's entry without its step. Called by every replica.
 
-    One replica gets views of the state, as torch's optimizers give; several get copies on the CPU.
+    One replica gets views of the state, as torch's optimizers give; several get copies on the CPU. Values and payloads
+    have the parameter's shape and their storage dtypes, scales are FP32 [⌈numel / `STATE_BLOCK`⌉].
     """
     if state.space.num_shards > 1:
         return _gathered(state, slot)

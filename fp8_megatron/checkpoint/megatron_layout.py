@@ -86,7 +86,13 @@ def local_shape(key: str, shape: Sequence[int], tensor_size: int) -> tuple[int, 
 
 
 def merged(key: str, parts: Sequence[Tensor], *, is_gated: bool) -> Tensor:
-    """One parameter from the parts of all tensor-parallel ranks. Each rank has a part of either half of a gated MLP."""
+    """One parameter from the parts of all tensor-parallel ranks.
+
+    Args:
+        key: megatron-core's name, which says the axis that ranks share (`shared_axis`).
+        parts: by rank, of equal shapes; any dtype.
+        is_gated: whether the MLP is. Each rank then has a part of either half of fc1.
+    """
     axis = shared_axis(key)
     if axis is None or len(parts) == 1:
         return parts[0]
@@ -97,7 +103,7 @@ def merged(key: str, parts: Sequence[Tensor], *, is_gated: bool) -> Tensor:
 
 
 def part_of(key: str, whole: Tensor, rank: int, size: int, *, is_gated: bool) -> Tensor:
-    """The part of one tensor-parallel rank; undoes `merged`."""
+    """The part of one of `size` tensor-parallel ranks, a view where the shape allows; undoes `merged`."""
     axis = shared_axis(key)
     if axis is None or size == 1:
         return whole

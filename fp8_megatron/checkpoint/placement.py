@@ -1,8 +1,8 @@
 """Where a rank's parameters lie in the whole model: megatron-core's checkpoint keys, global shapes and offsets.
 
-megatron-core stacks the layers of a model along a new first axis (``decoder.layers.mlp.linear_fc2.weight`` is
-[layers, hidden, ffn]) and names a layer's norms as if they were fused into the linear layer that follows them, so that
-its plain and its Transformer Engine layers read each other's checkpoints. This project's layers do the same.
+megatron-core stacks the layers of a model along a new first axis: ``decoder.layers.mlp.linear_fc2.weight`` is
+[layers, hidden, ffn]. It names a layer's norm as if it were fused into the linear layer behind it. So its plain layers
+and Transformer Engine's read each other's checkpoints. This project's layers do the same.
 """
 
 from __future__ import annotations

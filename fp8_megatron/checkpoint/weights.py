@@ -131,9 +131,9 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tu
 def with_vocab_rows(weight: Tensor, vocab_size: int, num_rows: int) -> Tensor:
     """An embedding [≥ vocab_size, hidden] with `num_rows` ≥ vocab_size rows: its vocabulary and new padding.
 
-    Padding rows are the mean of the vocabulary's. Their logit is then the mean of the others at every position, so by
-    Jensen's inequality padding takes at most its share of the rows of the softmax; rows of zeros can take nearly all
-    of it (the logits of many published models are far below zero).
+    Padding rows are the mean of the vocabulary's, so their logit is the mean of the others at every position. By
+    Jensen's inequality, padding then takes no more of the softmax than its share of the rows. Rows of zeros can take
+    nearly all of it, because the logits of many published models are far below zero.
     """
     weight = weight[:vocab_size]
     if num_rows == vocab_size:

@@ -38,9 +38,9 @@ def exit_status(body: Callable[[], int | None], *errors: type[Exception]) -> int
         errors: exceptions besides `UserError` that are the user's, such as `ValueError` if a program only reads files.
 
     Returns:
-        The exit status: that of `body`; `USER_ERROR_STATUS` after an error of the user or of the machine (no memory,
-        a full disk, a missing file); `INTERNAL_ERROR_STATUS` after any other error, whose traceback is in a log file;
-        a shell's status of SIGINT after an interrupt, of SIGPIPE if nobody reads stdout.
+        The exit status of `body`. After an error of the user or of the machine (no memory, a full disk, a missing file)
+        it is `USER_ERROR_STATUS`; after any other error `INTERNAL_ERROR_STATUS`, and a log file has the traceback. An
+        interrupt gives a shell's status of SIGINT, and that of SIGPIPE means that nobody reads stdout.
     """
     try:
         return body() or 0

@@ -65,7 +65,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU; from CUDA into pinned memory, without waiting for it."""
+    """A copy on the CPU, of the same shape and dtype; from CUDA into pinned memory, without waiting for it."""
     if tensor.device.type != "cuda":
         return tensor.clone()
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

@@ -10,9 +10,9 @@ Every rank so computes the same, and no block computes scores that the mask drop
 log-sum-exp (`kernels.attention.partials`). Backward calls each block's backward with the merged output and
 log-sum-exp.
 
-With ``all_gather`` a rank fetches all keys and values that it needs at once, while it computes the first block, and
-joins the blocks of the ranks below it into one, and those of the ranks above it. With ``p2p`` whole parts go round a
-ring, the next one while a block is computed. Both fetch again in backward, and keep only this rank's query, key,
+With ``all_gather`` a rank fetches all keys and values that it needs at once, while it computes the first block. The
+blocks of the ranks below it are one, and so are those of the ranks above it. With ``p2p`` whole parts go round a ring,
+the next one while a block is computed. Both fetch again in backward, and keep only this rank's query, key,
 value, output and log-sum-exp. Gradients of keys and values return in 16 bits from ``all_gather``, and are added up in
 FP32 on the rank that owns them; round the ring they travel as FP32 sums. ``all_gather`` may send FP8; a rank's own keys
 and values stay as they are.

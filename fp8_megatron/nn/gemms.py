@@ -30,8 +30,15 @@ from .siblings import InputSharing
 
 
 class LinearParams(NamedTuple):
-    """One linear layer: weight [N, K], bias [N] or None, its quantisers, how ranks share it, its links to other
-    layers, what it knows of layers with the same input, and what finds inputs that backward computes again, or None.
+    """One linear layer.
+
+    Attributes:
+        weight, bias: [N, K], and [N] or None.
+        quantizers: of its operands.
+        parallelism: how ranks share it.
+        links: what it hands to other layers.
+        sharing: what it knows of layers with the same input.
+        recomputations: what finds inputs that backward computes again.
     """
 
     weight: ScaledTensor

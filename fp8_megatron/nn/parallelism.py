@@ -41,7 +41,7 @@ class Summand(Protocol):
         """The whole matrix plus `addend` [..., N], rounded once."""
 
     def write(self, rows: slice, out: Tensor, adds_bias: bool) -> None:
-        """Write `rows` into `out`. With `adds_bias`, this rank is the one that adds the bias."""
+        """Write `rows` into `out` [rows, N]. With `adds_bias`, this rank is the one that adds the bias."""
 
 
 class PendingSum(NamedTuple):
@@ -51,7 +51,7 @@ class PendingSum(NamedTuple):
     work: torch.distributed.Work | None = None
 
     def wait(self) -> Tensor:
-        """The sum."""
+        """The sum [T, K]; on CUDA the stream waits for it, not the host."""
         if self.work is not None:
             self.work.wait()
         return self.value

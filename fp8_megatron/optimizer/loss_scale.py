@@ -31,7 +31,7 @@ class LossScale:
         self._forgiven = torch.zeros(1, device=device)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """``loss · scale``; also megatron-core's ``grad_scale_func``."""
+        """``loss · scale``, in the shape of `loss`; also megatron-core's ``grad_scale_func``."""
         return loss * self.scale
 
     def update(self, overflowed: Tensor) -> None:
@@ -47,10 +47,10 @@ class LossScale:
         self._good_steps.copy_(torch.where(doubles, torch.zeros_like(good_steps), good_steps))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors that a resumed run needs."""
+        """What a resumed run needs, FP32 [1] each; not copies."""
         return {"scale": self.scale, "good_steps": self._good_steps, "forgiven": self._forgiven}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore `state_dict`."""
+        """Restore the result of `state_dict`, in place."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])

@@ -51,9 +51,9 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     writes into a weight goes to its owner, on every replica.
 
     Raises:
-        NotImplementedError: `func` is a matrix product, makes a view of one of them, or writes into one that has no
-            owner, or something else than arithmetic; or autograd would record it, and give the weight a gradient that
-            no optimizer reads.
+        NotImplementedError: `func` is a matrix product, or makes a view; it writes into a weight without an owner, or
+            writes something else than arithmetic; or autograd would record it, and give the weight a gradient that no
+            optimizer reads.
     """
     scaled = [leaf for leaf in tree_leaves((args, kwargs)) if is_scaled(leaf)]
     written = _written(func, args, kwargs)

@@ -132,12 +132,12 @@ class ScaledTensor(torch.Tensor):
 
     @property
     def payload(self) -> Tensor:
-        """The stored bits."""
+        """The stored bits: E4M3, FP16 or another dtype of 16 or 32 bits, in the tensor's shape."""
         return self._payload
 
     @property
     def scale(self) -> Tensor:
-        """The stored FP32 scales."""
+        """The stored scales, FP32: [1], or one for each block."""
         return self._scale
 
     @property
@@ -170,7 +170,7 @@ class ScaledTensor(torch.Tensor):
             self._part = Part(payload)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """payload · scale as a plain tensor; a new high-precision copy."""
+        """payload · scale as a plain tensor of `dtype` in this shape; a new copy."""
         if self._scale.numel() == 1:
             return ops.decode(self._payload, self._scale).to(dtype)
         return ops.dequantize_blockwise(self._payload.view(-1), self._scale).view(self.shape).to(dtype)
@@ -235,7 +235,11 @@ class ScaledTensor(torch.Tensor):
         return known.scale
 
     def assign(self, value: Tensor) -> None:
-        """Take on new values in place, quantised in the tensor's own storage format; an owner does so itself."""
+        """Take on new values in place, rounded to the tensor's own storage format; an owner does so itself.
+
+        Args:
+            value: of the tensor's shape and any float dtype. Its scales are taken over if its format is the same.
+        """
         if self.owner is not None:
             self.owner.write(value.master_value() if isinstance(value, ScaledTensor) else value)
             return
@@ -292,7 +296,11 @@ class ScaledTensor(torch.Tensor):
         self._scale.copy_(scale)
 
     def like(self, payload: Tensor, scale: Tensor) -> ScaledTensor:
-        """A tensor with other storage. As a part it scales alone only after a write of its own."""
+        """A tensor with other storage, without an owner. As a part it scales alone only after a write of its own.
+
+        Args:
+            payload, scale: of this tensor's dtypes and shapes.
+        """
         made = ScaledTensor(payload, scale, dtype=self.dtype)
         made._part = None if self._part is None else Part(payload, scales_alone=self._part.scales_alone)
         return made

@@ -106,6 +106,9 @@ def gather_inputs(shard: ScaledTensor, mesh: DeviceMesh, outer_size: torch.Size)
     Args:
         mesh: the ranks that hold the shards, one-dimensional.
         outer_size: of the whole weight.
+
+    Returns:
+        (payload [rows, …] as bytes or FP16, scales FP32 if they differ between ranks), and what `Gathered.whole` needs.
     """
     agree_on_scale_(shard, mesh.get_group())
     payload, ranks = shard.payload, mesh.size()

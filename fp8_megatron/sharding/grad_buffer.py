@@ -5,9 +5,9 @@ The owner of the storage decides its form. Layers only write (`main_grad.accumul
 - `LocalGradBuffer`, one replica: all of the space. FP8 holds the gradient of one micro-batch, quantised once in wgrad.
   Several micro-batches are added in BF16 or FP32, never in FP8 (256 gradients added in E4M3 keep 10.6 dB). The default
   is FP32 from 33 micro-batches on (`storage.MAX_BF16_MICRO_BATCHES`).
-- `ShardedGradBuffer`, several replicas: wgrad is quantised straight into the send buffer of its bucket, the bucket is
-  reduced as soon as its last gradient is written, during backward, and every micro-batch's mean is added to this rank's
-  shard, in FP32 or BF16. Alternatively, gradients are added locally and reduced once a step.
+- `ShardedGradBuffer`, several replicas: wgrad is quantised straight into the send buffer of its bucket. The last
+  gradient of a bucket starts its reduction, during backward. Every micro-batch's mean is added to this rank's shard, in
+  FP32 or BF16. Alternatively, gradients are added locally and reduced once a step.
 - `released_grads.ReleasedGradBuffer`, one replica: no storage, the optimizer takes each gradient as it is written.
 """
 

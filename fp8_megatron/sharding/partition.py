@@ -309,7 +309,7 @@ class ParamSpace:
 
 
 def alone(part: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own, which ends where the part does.
+    """The same memory, shape and dtype as a storage of its own, which ends where the part does.
 
     What saves a tensor with its storage (torch.save, safetensors, deepcopy) takes the part and not its space.
     """

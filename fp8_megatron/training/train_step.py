@@ -76,9 +76,9 @@ def compute_gradients(
     """Forward and backward over the micro-batches, and the reduction over replicas.
 
     Returns:
-        FP32 [5] on the device: this rank's part of the mean loss of the global batch (the sum over ranks is the mean),
-        the elements of its FP8 weight gradients other than 0 and those of them that underflowed, and the elements that
-        GEMMs wrote in FP8 and those that were clamped.
+        FP32 [5] on the device. The first is this rank's part of the mean loss of the global batch: the sum over ranks
+        is the mean. Two count elements of its FP8 weight gradients: those other than 0, and those of them that
+        underflowed. Two count elements that GEMMs wrote in FP8: all of them, and those that were clamped.
     """
     for chunk in state.model:
         chunk.zero_grad_buffer(measures_underflow=measures_underflow, num_micro_batches=len(batches))
@@ -256,9 +256,16 @@ def _over_ranks(
     counts: Tensor | None = None,
     autoscaling: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """By one collective over all ranks: the sum of `loss` [1], what they ask to stop for (`stopping.request_number`),
-    the largest peak, the fractions of all ranks' `counts` (see `compute_gradients`; 0/0 is NaN), the worst of
-    `autoscaling` (see `_autoscaling`); and under delayed scaling the packed `CastReport`."""
+    """What all ranks have together, by one collective: figures by name, and under delayed scaling the `CastReport`,
+    packed.
+
+    Args:
+        loss: [1]; it is added up.
+        stop: what this rank asks to stop for. The largest request counts (`stopping.request_number`).
+        peak_memory_gib: the largest counts.
+        counts: see `compute_gradients`; they become fractions, of which 0/0 is NaN.
+        autoscaling: see `_autoscaling`; the worst counts.
+    """
     world_size, rank = state.topology.world_size, state.topology.rank
     histories = [history for history in state.histories if history is not None]
     num_reported = CastReport.numel_of(world_size, len(histories)) if histories else 0

@@ -108,9 +108,9 @@ class CallSite:
 def describe_collective(site: CallSite) -> str:
     """The collective this rank is in or failed in, in words.
 
-    The oldest one that has not ended is where the device, or gloo, is stuck. If none is recorded (gloo closes the entry
-    of a failed collective, and records no send or receive), it is the one that Python was calling, or the last one
-    started, for which Python may be waiting.
+    The oldest one that has not ended is where the device, or gloo, is stuck. There may be none: gloo closes the entry
+    of a failed collective, and records no send or receive. Then it is the one that Python was calling. If Python was
+    calling none, it may be waiting for the last one that was started.
 
     Args:
         site: where Python was.

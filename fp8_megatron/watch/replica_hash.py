@@ -1,7 +1,12 @@
 """Silent corruption: ranks that hold the same tensors compare hashes of their bits.
 
-Compared are weights and their scales over the replicas; weights, masters and moments over other ranks that hold the
-same parameter (`Sharing.duplicates`); amax histories over a pipeline stage; step count and loss scale over all ranks.
+| compared | over |
+| --- | --- |
+| weights and their scales | the replicas |
+| weights, masters and moments | other ranks that hold the same parameter (`Sharing.duplicates`) |
+| amax histories | a pipeline stage |
+| step count and loss scale | all ranks |
+
 State that one rank alone holds has nothing to be compared with.
 
 A tensor's hash is Σ wᵢ·mᵢ mod 2⁶⁴ over its 32-bit words w, with odd multipliers m that depend on the place i alone. A
