@@ -14,8 +14,9 @@ from ..errors import UserError
 from ..formats import STATE_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.recipe import LinearQuantizers, Recipe
-from ..quantization.scaled_tensor import Home, ScaledTensor, notes_of
+from ..quantization.scaled_tensor import ScaledTensor, notes_of
 from ..quantization.weight_shards import plain_copy, stored_part
+from ..quantization.weight_views import Home
 from .compiled import compiled_linear, new_token
 from .gemms import LinearParams
 from .linear import fp8_linear

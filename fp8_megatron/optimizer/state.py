@@ -20,7 +20,8 @@ from ..collectives.scale_sync import max_over_group_
 from ..device.memory import cpu_copy
 from ..formats import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops
-from ..quantization.scaled_tensor import CastScale, ScaledTensor
+from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.weight_views import CastScale
 from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
 from ..sharding.released_grads import ReleasedGrad

@@ -14,7 +14,7 @@ from .state import SpaceState
 
 
 class MasterWeight:
-    """The master of one `ScaledTensor`: its `quantization.scaled_tensor.WeightOwner`."""
+    """The master of one `ScaledTensor`: its `quantization.weight_views.WeightOwner`."""
 
     def __init__(self, state: SpaceState, slot: Slot) -> None:
         self._state = state

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .weight_shards import is_scaled
+from .weight_views import is_scaled
 
 if TYPE_CHECKING:
     from .scaled_tensor import ScaledTensor

@@ -25,57 +25,13 @@ from ..formats import E4M3, FP8_DTYPES
 from ..kernels import ops
 from . import scaled_functions
 from .operand import Format, Quantized, quantize, with_one_scale
-from .weight_shards import Gathered, OwnerOfView, Part, WeightOwner, gather_inputs
+from .weight_shards import Gathered, gather_inputs
+from .weight_views import CastScale, Home, OwnerOfView, Part, WeightOwner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Writes to a frozen FP8 weight after which `Home` warns. Loading a state takes one.
-MANY_WRITES = 8
-
 _DATA: Any = torch.Tensor.data  # the descriptor
-
-
-class CastScale:
-    """The scale with which a weight of 16 or 32 bits is cast to E4M3: that of its amax, kept by who writes the weight.
-
-    A weight and its views share it, so that a write through any of them is seen.
-
-    Attributes:
-        scale: FP32 [1], 16-byte aligned, as cuBLASLt requires.
-        numel: elements of the weight. A view of some of them has another amax.
-        is_current: whether `scale` is that of the present values. A write through a tensor makes it False.
-    """
-
-    __slots__ = ("is_current", "numel", "scale")
-
-    def __init__(self, scale: Tensor, numel: int) -> None:
-        self.scale = scale
-        self.numel = numel
-        self.is_current = False
-
-
-class Home:
-    """Mark of the layer that a weight belongs to, shared by the layer, its weight and views of that.
-
-    It counts the values that were written to a weight that only FP8 holds, and warns of what looks like an average.
-    """
-
-    __slots__ = ("num_writes",)
-
-    def __init__(self) -> None:
-        self.num_writes = 0
-
-    def note_write(self) -> None:
-        """Values were rounded to the weight's FP8."""
-        self.num_writes += 1
-        if self.num_writes == MANY_WRITES:
-            warnings.warn(
-                f"values were written {MANY_WRITES} times to an FP8 weight without a master, as a frozen one is. Each "
-                f"was rounded to FP8, so an average (a momentum encoder, a mean teacher) may not move at all: keep its "
-                f"layers out of FP8 with filter=…",
-                stacklevel=2,
-            )
 
 
 class ScaledTensor(torch.Tensor):

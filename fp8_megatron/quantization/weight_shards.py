@@ -7,76 +7,18 @@ byte an element. Its one scale is the same on all ranks, so it does not travel.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..formats import FP8_DTYPES
+from .weight_views import is_scaled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from .scaled_tensor import ScaledTensor
-
-
-class WeightOwner(Protocol):
-    """Holds the value that a `ScaledTensor` is derived from: an optimizer with its master weight."""
-
-    def write(self, value: Tensor) -> None:
-        """Make `value` (any float dtype, the tensor's shape) the tensor's value, and derive payload and scale from it.
-
-        Every replica calls it with the same value.
-        """
-
-    def value(self) -> Tensor:
-        """The tensor's value in FP32, in its shape. Every replica calls it."""
-
-    def value_here(self) -> Tensor:
-        """`value` where this rank has all of it, otherwise the value of payload and scale. No other rank is asked."""
-
-
-class OwnerOfView:
-    """Writes to a view of an owned tensor go to the owner, with the other values as they are.
-
-    Args:
-        owner: of the tensor.
-        base, view: payloads of the tensor and of the view.
-    """
-
-    def __init__(self, owner: WeightOwner, base: Tensor, view: Tensor) -> None:
-        assert base.is_contiguous(), "a view of a view of columns"
-        self._owner = owner
-        self._place = (view.shape, view.stride(), view.storage_offset() - base.storage_offset())
-
-    def write(self, value: Tensor) -> None:
-        """See `WeightOwner.write`; `value` has the view's shape."""
-        whole = self._owner.value().contiguous()
-        whole.as_strided(*self._place).copy_(value)
-        self._owner.write(whole)
-
-    def value(self) -> Tensor:
-        """See `WeightOwner.value`; in the view's shape."""
-        return self._owner.value().contiguous().as_strided(*self._place)
-
-    def value_here(self) -> Tensor:
-        """See `WeightOwner.value_here`; in the view's shape."""
-        return self._owner.value_here().contiguous().as_strided(*self._place)
-
-
-class Part:
-    """What the views of one tensor's rows know together.
-
-    Attributes:
-        root: the payload that they are views of. All of it has one scale, if it is FP8.
-        is_zero: nothing was written to it yet.
-        scales_alone: its scale fits it alone, because plain values were written; other ranks' rows may have another.
-    """
-
-    __slots__ = ("is_zero", "root", "scales_alone")
-
-    def __init__(self, root: Tensor, *, is_zero: bool = False, scales_alone: bool = False) -> None:
-        self.root, self.is_zero, self.scales_alone = root, is_zero, scales_alone
 
 
 class Gathered(NamedTuple):
@@ -141,11 +83,6 @@ def agree_on_scale_(shard: ScaledTensor, group: torch.distributed.ProcessGroup) 
     moved = part.root.float() * torch.where(holds_values, shard.scale / shared, 1.0)
     part.root.copy_(moved.to(part.root.dtype))
     shard.scale.copy_(shared)
-
-
-def is_scaled(value: Any) -> TypeGuard[ScaledTensor]:
-    """Whether `value` is a `ScaledTensor`. For modules that its own imports."""
-    return hasattr(value, "gemm_operand")
 
 
 def stored_part(weight: Tensor) -> ScaledTensor | None:

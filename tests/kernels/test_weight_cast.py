@@ -10,7 +10,8 @@ from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE, STATE_BLOCK
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.operand import Format
-from fp8_megatron.quantization.scaled_tensor import CastScale, ScaledTensor
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.quantization.weight_views import CastScale
 from tests.kernels.test_triton import Guards, assert_same, guards  # noqa: F401
 
 #: Parts of a tile, one tile, tiles whose rows start inside a block, several tiles, columns that are no whole tile.

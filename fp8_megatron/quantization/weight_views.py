@@ -1,0 +1,123 @@
+"""What a `ScaledTensor` has in common with its views: its owner, the layer it belongs to, the scale of its cast.
+
+A view of a weight reads and writes the same memory, so a write through any of them concerns all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .scaled_tensor import ScaledTensor
+
+#: Writes to a frozen FP8 weight after which `Home` warns. Loading a state takes one.
+MANY_WRITES = 8
+
+
+class WeightOwner(Protocol):
+    """Holds the value that a `ScaledTensor` is derived from: an optimizer with its master weight."""
+
+    def write(self, value: Tensor) -> None:
+        """Make `value` (any float dtype, the tensor's shape) the tensor's value, and derive payload and scale from it.
+
+        Every replica calls it with the same value.
+        """
+
+    def value(self) -> Tensor:
+        """The tensor's value in FP32, in its shape. Every replica calls it."""
+
+    def value_here(self) -> Tensor:
+        """`value` where this rank has all of it, otherwise the value of payload and scale. No other rank is asked."""
+
+
+class OwnerOfView:
+    """Writes to a view of an owned tensor go to the owner, with the other values as they are.
+
+    Args:
+        owner: of the tensor.
+        base, view: payloads of the tensor and of the view.
+    """
+
+    def __init__(self, owner: WeightOwner, base: Tensor, view: Tensor) -> None:
+        assert base.is_contiguous(), "a view of a view of columns"
+        self._owner = owner
+        self._place = (view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+
+    def write(self, value: Tensor) -> None:
+        """See `WeightOwner.write`; `value` has the view's shape."""
+        whole = self._owner.value().contiguous()
+        whole.as_strided(*self._place).copy_(value)
+        self._owner.write(whole)
+
+    def value(self) -> Tensor:
+        """See `WeightOwner.value`; in the view's shape."""
+        return self._owner.value().contiguous().as_strided(*self._place)
+
+    def value_here(self) -> Tensor:
+        """See `WeightOwner.value_here`; in the view's shape."""
+        return self._owner.value_here().contiguous().as_strided(*self._place)
+
+
+class Part:
+    """What the views of one tensor's rows know together.
+
+    Attributes:
+        root: the payload that they are views of. All of it has one scale, if it is FP8.
+        is_zero: nothing was written to it yet.
+        scales_alone: its scale fits it alone, because plain values were written; other ranks' rows may have another.
+    """
+
+    __slots__ = ("is_zero", "root", "scales_alone")
+
+    def __init__(self, root: Tensor, *, is_zero: bool = False, scales_alone: bool = False) -> None:
+        self.root, self.is_zero, self.scales_alone = root, is_zero, scales_alone
+
+
+class CastScale:
+    """The scale with which a weight of 16 or 32 bits is cast to E4M3: that of its amax, kept by who writes the weight.
+
+    A weight and its views share it, so that a write through any of them is seen.
+
+    Attributes:
+        scale: FP32 [1], 16-byte aligned, as cuBLASLt requires.
+        numel: elements of the weight. A view of some of them has another amax.
+        is_current: whether `scale` is that of the present values. A write through a tensor makes it False.
+    """
+
+    __slots__ = ("is_current", "numel", "scale")
+
+    def __init__(self, scale: Tensor, numel: int) -> None:
+        self.scale = scale
+        self.numel = numel
+        self.is_current = False
+
+
+class Home:
+    """Mark of the layer that a weight belongs to, shared by the layer, its weight and views of that.
+
+    It counts the values that were written to a weight that only FP8 holds, and warns of what looks like an average.
+    """
+
+    __slots__ = ("num_writes",)
+
+    def __init__(self) -> None:
+        self.num_writes = 0
+
+    def note_write(self) -> None:
+        """Values were rounded to the weight's FP8."""
+        self.num_writes += 1
+        if self.num_writes == MANY_WRITES:
+            warnings.warn(
+                f"values were written {MANY_WRITES} times to an FP8 weight without a master, as a frozen one is. Each "
+                f"was rounded to FP8, so an average (a momentum encoder, a mean teacher) may not move at all: keep its "
+                f"layers out of FP8 with filter=…",
+                stacklevel=2,
+            )
+
+
+def is_scaled(value: Any) -> TypeGuard[ScaledTensor]:
+    """Whether `value` is a `ScaledTensor`. For modules that its own imports."""
+    return hasattr(value, "gemm_operand")
