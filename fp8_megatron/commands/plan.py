@@ -6,10 +6,10 @@
     fp8-megatron plan --largest 8 32 128 --output largest.png
     fp8-megatron plan --gpus 1 --memory-gb 141 --longest -- --config configs/llama_8b.yaml configs/fast.yaml
 
-All flags after -- describe the run, as for training. Tensor- and pipeline-parallel sizes, the micro-batch and full
-recomputation are varied; the global batch and all else stay. Step times come from rates measured on H200. --build
-varies nothing: it builds a rank of every kind of pipeline stage of the run, without a GPU, and counts its memory.
---longest varies the length of sequences, and what leaves a GPU's memory.
+The flags after -- describe the run, as for training. Plan varies tensor- and pipeline-parallel sizes, micro-batch size
+and recomputation. It keeps the global batch size and all other flags. Step times come from rates measured on H200.
+--build varies nothing: it builds a rank of every kind of pipeline stage without a GPU and counts its memory. --longest
+varies the sequence length, recomputation and offloading.
 """
 
 from __future__ import annotations
@@ -118,27 +118,31 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     usage = f"{prog} (--gpus N | --largest N ...) [flags] -- FLAGS OF THE RUN"
     parser = Parser(prog=prog, description=__doc__, usage=usage, passes_flags=True)
     sizes = parser.add_mutually_exclusive_group(required=True)
-    sizes.add_argument("--gpus", type=whole(most=_MOST_GPUS), metavar="N", help="GPUs of all nodes")
+    sizes.add_argument("--gpus", type=whole(most=_MOST_GPUS), metavar="N", help="number of GPUs, over all nodes")
     sizes.add_argument(
         "--largest",
         nargs="+",
         type=whole(most=_MOST_GPUS),
         metavar="N",
-        help="instead: the largest GPT that fits on each of these numbers of GPUs, by level",
+        help="find the largest GPT that fits on each of these numbers of GPUs, for each level",
     )
     parser.add_argument(
         "--build",
         action="store_true",
-        help="instead: build a rank of every kind of pipeline stage of the run and count its memory (minutes)",
+        help="build the layout of the flags, one rank of each kind of pipeline stage, and count its memory (minutes)",
     )
     parser.add_argument(
         "--longest",
         action="store_true",
-        help="instead: the longest sequence that fits, by what is recomputed, kept on the host and cut",
+        help="find the longest sequence that fits, for each way to recompute, offload and chunk activations",
     )
     parser.add_argument("--output", type=output_file, metavar="FILE", help="draw --largest as an image")
-    parser.add_argument("--gpus-per-node", type=whole(most=_MOST_GPUS), metavar="N", help="of one node (default 8)")
-    parser.add_argument("--memory-gb", type=real(above=0), metavar="GB", help="of one GPU, 10^9 bytes (default 80)")
+    parser.add_argument(
+        "--gpus-per-node", type=whole(most=_MOST_GPUS), metavar="N", help="GPUs of one node (default 8)"
+    )
+    parser.add_argument(
+        "--memory-gb", type=real(above=0), metavar="GB", help="memory of one GPU, 10^9 bytes (default 80)"
+    )
     parser.add_argument(
         "--network-gb",
         type=real(above=0),
@@ -146,9 +150,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="GB/s that a GPU sends to GPUs of other nodes (default 50: 400 Gbit/s)",
     )
     parser.add_argument(
-        "--levels", nargs="+", choices=list(LEVELS), metavar="LEVEL", help=f"compare these: {' '.join(LEVELS)}"
+        "--levels",
+        nargs="+",
+        choices=list(LEVELS),
+        metavar="LEVEL",
+        help=f"levels to compare: {' '.join(LEVELS)}",
     )
-    parser.add_argument("--top", type=whole(most=1000), metavar="N", help="layouts to show (default 5)")
+    parser.add_argument("--top", type=whole(most=1000), metavar="N", help="number of layouts to show (default 5)")
     return parser
 
 
