@@ -1,8 +1,7 @@
 """Megatron's options: the flags of this project that each one means. `megatron_options.tsv` has a row for every option.
 
 The kind of a row says what happens to its option. `does`: it is a flag of ours, or the column `ours` names one.
-`nothing`: it is accepted, as nothing is to be done here. `cannot`: it is refused by name, unless its value is
-Megatron's default.
+`nothing`: it is accepted and has no effect. `cannot`: it is refused by name, unless its value is Megatron's default.
 """
 
 from __future__ import annotations
@@ -116,8 +115,8 @@ def translate(words: Sequence[str]) -> Translation:
 
 
 def idle_note(idle: Sequence[str]) -> str:
-    """The line at the start about options that were accepted with nothing to do."""
-    return f"nothing to do here for {' '.join(idle)} (docs/from-megatron.md says why)"
+    """The line at the start about options that are accepted and have no effect."""
+    return f"no effect here: {' '.join(idle)} (docs/from-megatron.md says why)"
 
 
 def _split(option: Option, value: str | None, values: list[str]) -> tuple[list[str], list[str]]:

@@ -62,7 +62,7 @@ def test_a_row_says_what_the_parser_does(name: str, option: Option) -> None:
         assert own is None, f"{name} is a flag of ours"
         line = parse_command_line(words)
         assert line.config == Config()
-        assert line.notes[0] == f"nothing to do here for {' '.join(words)} (docs/from-megatron.md says why)"
+        assert line.notes[0] == f"no effect here: {' '.join(words)} (docs/from-megatron.md says why)"
         assert option.note and not option.ours
     elif option.ours:
         target = option.ours.split()[0]
@@ -100,7 +100,7 @@ def test_words_after_an_option_are_its_own() -> None:
     )
     assert (line.config.model.num_layers, line.config.optimizer.lr, line.config.data.mock_data) == (3, 1.0, True)
     assert line.notes == (
-        "nothing to do here for --use-mcore-models --timing-log-level 2 --ckpt-fully-parallel-load "
+        "no effect here: --use-mcore-models --timing-log-level 2 --ckpt-fully-parallel-load "
         "--high-priority-stream-groups a b (docs/from-megatron.md says why)",
     )
 

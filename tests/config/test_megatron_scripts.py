@@ -121,7 +121,7 @@ def test_a_shell_script_runs_unchanged(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "ranks: 8 = tensor 1 × pipeline 1 × data 8" in done.stdout and "  * fp8_amax_history_len = 1" in done.stdout
     assert "split = 99,1,0" in done.stdout
-    assert "nothing to do here for --use-distributed-optimizer --split" in done.stderr
+    assert "no effect here: --use-distributed-optimizer --split" in done.stderr
     assert "global_batch_size(32) is not read" in done.stderr
     done = run_script(script, tmp_path, "--num-experts", "8")
     assert done.returncode == 2 and done.stderr.startswith("error: --num-experts 8 is not supported")

@@ -151,14 +151,14 @@ def test_a_precision_that_nobody_chose_is_said(tmp_path: Path) -> None:
 def test_settings_of_token_files_have_nothing_to_do_with_random_tokens() -> None:
     flags = ["--split", "9,1", "--data-cache-path", "a", "--bf16"]
     assert parse_command_line([*flags, "--mock-data"]).notes == (
-        "nothing to do here for --split --data-cache-path (docs/from-megatron.md says why)",
+        "no effect here: --split --data-cache-path (docs/from-megatron.md says why)",
     )
     assert parse_command_line(flags).notes == ()
 
 
 def test_flags_that_nothing_reads_and_that_change_nothing_are_said() -> None:
     """Megatron takes them, so its scripts go on. What a file says is not repeated."""
-    says = "nothing to do here for {} (docs/from-megatron.md says why)".format
+    says = "no effect here: {} (docs/from-megatron.md says why)".format
     assert parse_command_line(["--bf16", "--cuda-graph-impl", "none", "--cuda-graph-warmup-steps", "5"]).notes == (
         says("--cuda-graph-warmup-steps"),
     )

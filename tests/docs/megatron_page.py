@@ -30,8 +30,8 @@ def written() -> str:
 
 
 def _counts(options: Sequence[Option]) -> str:
-    lines = ["| | options of Megatron 0.20 | of older versions and MS-AMP |", "| --- | --- | --- |"]
-    names = {Kind.DOES: "does it", Kind.NOTHING: "nothing to do here", Kind.CANNOT: "refused by name"}
+    lines = ["| kind | options of Megatron-LM 0.20 | options of older versions and MS-AMP |", "| --- | --- | --- |"]
+    names = {Kind.DOES: "works", Kind.NOTHING: "no effect", Kind.CANNOT: "refused"}
     for kind, title in names.items():
         counts = [
             sum(len(one.names) for one in options if one.kind is kind and (one.source == "0.20") is new)
@@ -44,16 +44,16 @@ def _counts(options: Sequence[Option]) -> str:
 def _does(options: Sequence[Option]) -> str:
     own = [_names([one]) for one in options if one.kind is Kind.DOES and not one.ours]
     renamed = [one for one in options if one.kind is Kind.DOES and one.ours]
-    lines = ["By their own names: " + ", ".join(own) + ".", "", "| Megatron's | ours |", "| --- | --- |"]
+    lines = ["With the same name: " + ", ".join(own) + ".", "", "| Megatron's name | name here |", "| --- | --- |"]
     return "\n".join(lines + [f"| {_names([one])} | `{one.ours}` |" for one in renamed]) + "\n"
 
 
 def _nothing(options: Sequence[Option]) -> str:
-    return _by_note([one for one in options if one.kind is Kind.NOTHING], "why")
+    return _by_note([one for one in options if one.kind is Kind.NOTHING], "why it has no effect")
 
 
 def _cannot(options: Sequence[Option]) -> str:
-    return _by_note([one for one in options if one.kind is Kind.CANNOT], "why, and what to use")
+    return _by_note([one for one in options if one.kind is Kind.CANNOT], "why it is refused, and what to use")
 
 
 def _by_note(options: Sequence[Option], title: str) -> str:
@@ -71,7 +71,7 @@ def _names(options: Sequence[Option]) -> str:
 
 def _defaults(options: Sequence[Option]) -> str:
     theirs = {name[2:].replace("-", "_"): one.default for one in options for name in one.names}
-    lines = ["| setting | Megatron's | ours |", "| --- | --- | --- |"]
+    lines = ["| flag | Megatron's default | default here |", "| --- | --- | --- |"]
     for name, ours in OTHER_DEFAULTS.items():
         lines.append(f"| `--{name.replace('_', '-')}` | {theirs[name] or 'none'} | {ours} |")
     return "\n".join(lines) + "\n"
