@@ -66,35 +66,36 @@ class ModelConfig:
     max_position_embeddings: OptionalSize = None
     """Rows of the learned position table. Default: seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
-    """Kind of position embedding. yarn: RoPE scaled by YaRN (arXiv 2309.00071). none: attention's mask alone tells
-    tokens apart."""
+    """Kind of position embedding. yarn: RoPE scaled by YaRN (arXiv 2309.00071). none: only the causal mask
+    tells positions apart."""
     rotary_base: Count = 10000
     """Base period of RoPE."""
     rotary_percent: UpToOne = 1.0
     """Fraction of each head that RoPE rotates."""
     rotary_interleaved: Switch = False
-    """RoPE's pairs are neighbouring columns of a head. Otherwise the first half belongs to the second."""
+    """On: RoPE rotates pairs of neighbouring columns. Off: it pairs the first half of a head with the second half."""
     rotary_seq_len_interpolation_factor: Size = 1
     """Divides the positions of RoPE (linear scaling, arXiv 2306.15595)."""
     use_rope_scaling: Switch = False
-    """Scale RoPE's frequencies as Llama 3.1, from an original context of 8192."""
+    """Scale RoPE's frequencies as in Llama 3.1, from an original context of 8192."""
     rope_scaling_factor: AtLeastOne = 8.0
-    """Of --use-rope-scaling: how many times longer the context becomes (Llama 3.1: 8; Llama 3.2: 32)."""
+    """For --use-rope-scaling: how many times longer the context becomes (Llama 3.1: 8; Llama 3.2: 32)."""
     rotary_scaling_factor: AtLeastOne = 1.0
-    """Of YaRN: how many times longer the context becomes."""
+    """For YaRN: how many times longer the context becomes."""
     yarn_original_max_position_embeddings: Size = 4096
-    """Of YaRN: positions of the context that the model was trained with."""
+    """For YaRN: context length that the model was trained with."""
     yarn_beta_fast: Positive = 32.0
-    """Of YaRN: pairs of columns that turn more often than this within the original context are not scaled."""
+    """For YaRN: pairs of columns that rotate more often than this within the original context are not scaled."""
     yarn_beta_slow: Positive = 1.0
-    """Of YaRN: pairs that turn less often than this are scaled by the whole factor. Pairs between are blended."""
+    """For YaRN: pairs that rotate less often than this are scaled by the whole factor. Pairs between both limits are
+    interpolated."""
     yarn_correction_range_round_to_int: Switch = True
-    """Of YaRN: the first and the last blended pair are whole numbers."""
+    """For YaRN: round the first and the last interpolated pair to whole numbers."""
     mscale: NotNegative = 1.0
-    """Of YaRN: with factor s, query and key are multiplied by (0.1 · mscale · ln s + 1) / (0.1 · mscale-all-dim ·
+    """For YaRN: with factor s, query and key are multiplied by (0.1 · mscale · ln s + 1) / (0.1 · mscale-all-dim ·
     ln s + 1)."""
     mscale_all_dim: NotNegative = 0.0
-    """Of YaRN: see --mscale."""
+    """For YaRN: see --mscale."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm."""
     norm_epsilon: Positive = 1e-5
@@ -126,7 +127,7 @@ class ModelConfig:
     window_size: Text = None
     """LEFT,RIGHT: sliding-window attention. A token attends to itself and LEFT tokens before it; RIGHT is 0."""
     window_attn_skip_freq: Text = None
-    """Layers without the window: N leaves out every N-th, a list such as [1]*3+[0] those with a 0. Default: none."""
+    """Layers without the window. N: every N-th layer. A list such as [1]*3+[0]: layers with a 0. Default: none."""
     attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
     """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash.
     Windows and --reset-attention-mask run in flash."""

@@ -26,7 +26,7 @@ class OptimizerConfig:
     optimizer: Literal["adam", "adamw"] = "adam"
     """Both names mean AdamW, as in Megatron."""
     decoupled_weight_decay: Switch = True
-    """On: AdamW. Off: the L2 term is added to the gradient, so that it enters both moments."""
+    """On: AdamW. Off: the L2 term is added to the gradient, so it enters both moments."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
@@ -38,7 +38,7 @@ class OptimizerConfig:
     lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay. WSD: warm up, stay constant, decay over the last --lr-wsd-decay-iters steps."""
     lr_warmup_fraction: OptionalFraction = None
-    """Linear warm-up, as a fraction of the way to the end of the decay. Replaces --lr-warmup-iters and -samples."""
+    """Length of the linear warm-up, as a fraction of the decay's length. Replaces --lr-warmup-iters and -samples."""
     lr_warmup_iters: CountOrZero = 0
     """Linear warm-up steps. If --train-iters is too short, the warm-up ends one step before the last."""
     lr_warmup_samples: CountOrZero = 0
@@ -56,13 +56,13 @@ class OptimizerConfig:
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay."""
     override_opt_param_scheduler: Switch = False
-    """With --load: take the schedule from the flags where the checkpoint has another, without a warning."""
+    """With --load: if the checkpoint has another schedule, use the schedule of the flags without a warning."""
     use_checkpoint_opt_param_scheduler: Switch = False
-    """With --load: take the schedule of learning rate and weight decay from the checkpoint, whatever the flags say."""
+    """With --load: use the checkpoint's schedule of learning rate and weight decay, and ignore the flags."""
     weight_decay: NotNegative = 0.01
     """Weight decay of matrices; norms and biases have none."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """constant: --weight-decay in every step. Others: from --start-weight-decay to --end-weight-decay over the run."""
+    """constant: always --weight-decay. Others: from --start-weight-decay to --end-weight-decay over the run."""
     start_weight_decay: OptionalNotNegative = None
     """Weight decay of the first step, with --weight-decay-incr-style."""
     end_weight_decay: OptionalNotNegative = None
@@ -78,7 +78,7 @@ class OptimizerConfig:
     loss_scale: OptionalPositive = None
     """Constant loss scale for --precision fp16. Default: a dynamic one."""
     initial_loss_scale: Positive = 65536.0
-    """First dynamic loss scale. (Megatron starts at 2^32, which overflows for 16 steps until it has halved to this.)"""
+    """First dynamic loss scale. Megatron starts at 2^32, which overflows for 16 steps before it is halved to this."""
     min_loss_scale: Positive = 1.0
     """Smallest dynamic loss scale."""
     loss_scale_window: Count = 1000

@@ -35,21 +35,21 @@ class PrecisionConfig:
     its values. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights."""
     fp8_weight_grad_scaling: Annotated[Literal["block", "delayed"] | None, UNSET] = None
     """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
-    past steps' amaxes, so that the GEMM writes FP8 itself. Default: delayed with --fp8-recipe delayed and
+    amaxes of past steps; the GEMM then writes FP8 directly. Default: delayed with --fp8-recipe delayed and
     --fp8-amax-compute-algo max, else block."""
     fp8_lm_head: OptionalSwitch = None
-    """Run the three GEMMs of the LM head in FP8 too. Its weight is stored in 16 bits and cast for each GEMM;
-    cross-entropy casts the gradient of the logits to FP8. Default: with --precision fp8 and --fp8-recipe delayed, where
-    the vocabulary's size allows it and all layers are in FP8."""
+    """Run the three GEMMs of the LM head in FP8, too. Its weight is stored in 16 bits and cast for each GEMM.
+    Cross-entropy casts the gradient of the logits to FP8. Default: on with --precision fp8 and --fp8-recipe delayed,
+    if all layers are in FP8 and the vocabulary size allows it."""
     fp8_dot_product_attention: Switch = False
-    """Run attention in FP8 too, forward and backward, in the layers that are in FP8: for long sequences. Needs
-    --fp8-recipe delayed, heads of 128 columns and no attention dropout; on a GPU a Hopper and nvidia-cudnn-frontend."""
+    """Run attention of FP8 layers in FP8, too, forward and backward. Meant for long sequences. Needs --fp8-recipe
+    delayed, heads of 128 columns and no attention dropout. On a GPU it needs Hopper and nvidia-cudnn-frontend."""
     fp8_pipeline_communication: Switch = False
-    """Pipeline stages send each other E4M3 with a scale for each 128 elements instead of BF16: activations, and their
-    gradients. Needs --precision fp8."""
+    """Pipeline stages send activations and their gradients in E4M3, with one scale per 128 elements, instead of BF16.
+    Needs --precision fp8."""
     fp8_context_communication: Switch = False
-    """Context-parallel ranks send each other E4M3 with a scale for each 128 elements instead of BF16: keys, values, and
-    their gradients. Needs --precision fp8 and --cp-comm-type all_gather."""
+    """Context-parallel ranks send keys, values and their gradients in E4M3, with one scale per 128 elements, instead of
+    BF16. Needs --precision fp8 and --cp-comm-type all_gather."""
     first_last_layers_bf16: Switch = False
     """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
     num_layers_at_start_in_bf16: LayersOrZero = 1
@@ -57,25 +57,26 @@ class PrecisionConfig:
     num_layers_at_end_in_bf16: LayersOrZero = 1
     """Number of last layers in BF16 with --first-last-layers-bf16."""
     release_gradients: Switch = False
-    """Update each linear weight during backward as soon as its gradient is computed, and store no gradients of linear
-    weights. Needs one data-parallel rank, one micro-batch per step and --clip-grad 0."""
+    """Update each linear weight in backward, as soon as its gradient is computed. Gradients of linear weights are then
+    not stored. Needs one data-parallel rank, one micro-batch per step and --clip-grad 0."""
     grad_accumulation: Literal["sharded", "local"] = "sharded"
-    """How gradients of several micro-batches are added up on several replicas. sharded: reduce each into an FP32 shard
-    (4 / replicas bytes per parameter). local: add up on each rank, reduce once per step (less traffic, more memory)."""
+    """How several replicas accumulate gradients of several micro-batches. sharded: reduce each micro-batch into an FP32
+    shard (4 / replicas bytes per parameter). local: accumulate on each rank and reduce once per step (less traffic,
+    more memory)."""
     grad_accumulation_dtype: Annotated[Literal["fp32", "bf16"] | None, UNSET] = None
-    """Dtype in which FP8 weight gradients are added up over micro-batches (never FP8). Default: fp32 for shards of
-    several replicas and for more than 32 micro-batches, otherwise bf16. fp32 takes 4 bytes per parameter, bf16 2; a
-    shard takes 1 / replicas of that."""
+    """Dtype in which FP8 weight gradients are accumulated over micro-batches. fp32 takes 4 bytes per parameter, bf16
+    2; a shard takes 1 / replicas of that. Default: fp32 for shards of several replicas and for more than 32
+    micro-batches, otherwise bf16."""
     keep_fp8_transpose_cache: LayersOrZero = 0
-    """Layers per pipeline stage that keep the transposes of their FP8 weights over the micro-batches of a step, at one
-    byte per parameter. Other layers transpose for each backward."""
+    """Number of layers per pipeline stage that keep transposed FP8 weights for all micro-batches of a step. It takes
+    one byte per parameter. Other layers transpose in each backward."""
     fp8_amax_history_len: History = 16
     """Length of delayed scaling's amax history, in steps."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """How delayed scaling derives an amax from its history."""
     fp8_margin: Margin = 0
-    """Room above a delayed scale's amax, in powers of two: values may grow by 2 to this power between steps before they
-    saturate. Casts inside a GEMM or attention's kernel have room for a factor of 4 anyway."""
+    """Headroom of delayed scales, in powers of two: values may grow by a factor of 2^margin between steps before they
+    saturate. Casts inside a GEMM or attention kernel always have room for a factor of 4."""
     fp8_power_of_two_scales: Switch = False
     """Round scales up to a power of two."""
     params_dtype: Annotated[WeightDtype | None, UNSET] = None
@@ -83,12 +84,11 @@ class PrecisionConfig:
     main_params_dtype: Annotated[MasterDtype | None, UNSET] = None
     """Storage of master weights. split: a one-byte correction to the FP8 weight."""
     main_grads_dtype: Annotated[MainGradDtype | None, UNSET] = None
-    """Storage of linear weight gradients with one micro-batch, and their dtype on the wire."""
+    """Storage of linear weight gradients with one micro-batch, and the dtype in which ranks send them."""
     exp_avg_dtype: Annotated[ExpAvgDtype | None, UNSET] = None
     """Storage of Adam's first moment. int8 is companded."""
     exp_avg_sq_dtype: Annotated[ExpAvgSqDtype | None, UNSET] = None
-    """Storage of Adam's second moment. uint8 is companded; use it for 8 bits. fp8 is for ablations: it does not
-    follow a second moment that falls slowly."""
+    """Storage of Adam's second moment. uint8 is companded; use it for 8 bits. fp8 is only for ablations."""
 
     @property
     def is_fp8(self) -> bool:

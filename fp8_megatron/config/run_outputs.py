@@ -20,24 +20,25 @@ class CheckpointConfig:
     save: Text = None
     """Folder to save checkpoints into."""
     load: Text = None
-    """Folder to resume from, at its latest checkpoint, or one of its folders iter_*. It must hold one, unless --load
-    equals --save: the first start of such a run begins from scratch, with a warning."""
+    """Folder to resume from, at its latest checkpoint, or one of its folders iter_*. A folder without a checkpoint
+    is an error. Exception: if --load equals --save, the run starts from scratch with a warning."""
     exit_on_missing_checkpoint: Switch = False
-    """With --load: a folder without a checkpoint is an error even if it equals --save."""
+    """A folder --load without a checkpoint is an error even if it equals --save."""
     allow_foreign_checkpoints: Switch = False
-    """Save into a folder that holds another run's checkpoints. Each stays until this run saves the same iteration."""
+    """Save into a folder with checkpoints of another run. Each of them stays until this run saves the same
+    iteration."""
     save_interval: OptionalCount = None
-    """Steps between checkpoints. With --save, the end of training and SIGTERM always save one."""
+    """Steps between checkpoints. With --save, the end of training and SIGTERM always save a checkpoint."""
     keep_last: OptionalCount = None
     """Keep only this many of the newest checkpoints. Default: all; 1 with --save-retain-interval."""
     save_retain_interval: OptionalCount = None
-    """Always keep checkpoints whose iteration is a multiple of this, whatever --keep-last is."""
+    """Keep checkpoints whose iteration is a multiple of this, in addition to --keep-last."""
     async_save: Switch = False
     """Copy the state and write it in the background while training continues."""
     ckpt_format: Literal["torch_dist"] = "torch_dist"
     """Format of checkpoints: megatron-core's, which any parallel layout can read."""
     ckpt_state_dtype: Literal["native", "fp32"] = "native"
-    """native: masters and moments in the dtypes that training stores them in. fp32: for megatron-core's own readers."""
+    """native: masters and moments in the storage dtypes of training. fp32: for megatron-core's own readers."""
     ckpt_step: OptionalCount = None
     """Load the checkpoint of this iteration. Default: the latest complete one."""
     finetune: Switch = False
@@ -47,19 +48,20 @@ class CheckpointConfig:
     load_rng: Switch = True
     """On: load the states of random generators from --load."""
     save_optim: Switch = True
-    """On: save moments and step count. Off: weights alone, which need --no-load-optim or --finetune to be loaded."""
+    """On: save moments and step count. Off: save only weights; loading them needs --no-load-optim or
+    --finetune."""
     save_rng: Switch = True
     """On: save the states of random generators."""
     pretrained_checkpoint: Text = None
-    """Folder to take the first weights from, as --finetune does, until --load holds a checkpoint of this run."""
+    """Folder to load the first weights from, as --finetune does, if --load holds no checkpoint of this run yet."""
     use_checkpoint_args: Switch = False
-    """Take the model's settings and the tokenizer from the checkpoint of --load, where flags and files give none."""
+    """Take model settings and tokenizer from the checkpoint of --load. Flags and --config files override them."""
     use_tokenizer_model_from_checkpoint_args: Switch = True
-    """On: --use-checkpoint-args takes the tokenizer too."""
+    """On: --use-checkpoint-args also takes the tokenizer."""
     non_persistent_save_interval: OptionalCount = None
-    """Steps between checkpoints of which only the newest is kept, beside all those of --save-interval."""
+    """Steps between extra checkpoints. Only the newest of these is kept. All checkpoints of --save-interval stay."""
     non_persistent_ckpt_type: Annotated[Literal["global"] | None, UNSET] = None
-    """Where those are: global is --save."""
+    """Where the checkpoints of --non-persistent-save-interval are. global: in --save."""
 
     @property
     def loads_what_it_saves(self) -> bool:
@@ -94,9 +96,9 @@ class LoggingConfig:
     output_dir: Text = None
     """Folder for config.yaml, metrics.jsonl, loss.png and tensorboard/. Default: --save, else runs/<time>."""
     log_interval: Count = 100
-    """Steps between the console's step lines. metrics.jsonl has every step."""
+    """Steps between two lines on the console. metrics.jsonl has every step."""
     fp8_health_interval: CountOrZero = 100
-    """Steps between samples of what every layer's casts to FP8 lose (health.jsonl); 0: none."""
+    """Steps between measurements of the error of every FP8 cast (health.jsonl). 0: none."""
     log_params_norm: Switch = False
     """Report the norm of all master weights of every step (one more pass over them)."""
     log_num_zeros_in_grad: Switch = False
@@ -110,11 +112,11 @@ class LoggingConfig:
     wandb_exp_name: Text = None
     """Name of the W&B run."""
     wandb_entity: Text = None
-    """User or team that the W&B project belongs to. Default: that of the login."""
+    """User or team that owns the W&B project. Default: the user of the login."""
     wandb_save_dir: Text = None
     """Folder of W&B's files. Default: output-dir."""
     progress: Literal["auto", "on", "off"] = "auto"
-    """Progress bar with ETA; auto shows it on a terminal."""
+    """Progress bar with ETA. auto: only on a terminal."""
 
 
 @dataclass(frozen=True)

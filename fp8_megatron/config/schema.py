@@ -66,16 +66,16 @@ class ParallelConfig:
     context_parallel_size: Ranks = 1
     """Ranks that share each sequence. They hold the same weights, and exchange keys and values in attention."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """How context-parallel ranks exchange keys and values. p2p: round a ring, one rank's at a time. all_gather: all
-    that a rank needs at once, with memory for them. a2a: each rank attends with some heads over whole sequences."""
+    """How context-parallel ranks exchange keys and values. p2p: in a ring, one rank at a time. all_gather: all at once,
+    which takes more memory. a2a: each rank computes some heads over whole sequences."""
     pipeline_model_parallel_size: Ranks = 1
-    """Stages that share the layers."""
+    """Pipeline stages that share the layers."""
     num_layers_per_virtual_pipeline_stage: OptionalLayers = None
-    """Layers in one virtual stage. Turns on the interleaved schedule."""
+    """Layers of one virtual stage. Turns on the interleaved schedule."""
     num_virtual_stages_per_pipeline_rank: OptionalLayers = None
-    """Virtual stages of one rank, instead of the layers in one. Two or more turn on the interleaved schedule."""
+    """Number of virtual stages of one rank, as another way to set them. Two or more turn on the interleaved schedule."""
     microbatch_group_size_per_virtual_pipeline_stage: OptionalCount = None
-    """Micro-batches that a virtual stage takes in a row in the interleaved schedule. Default: the number of stages."""
+    """Consecutive micro-batches of a virtual stage in the interleaved schedule. Default: the number of stages."""
     decoder_first_pipeline_num_layers: OptionalLayers = None
     """Layers of the first stage. The other stages share the rest evenly."""
     decoder_last_pipeline_num_layers: OptionalLayers = None
@@ -85,7 +85,7 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: Switch = False
     """Count the output layer and the loss as a layer of the last stage, which then has one layer less."""
     pipeline_model_parallel_layout: Text = None
-    """Every stage in Megatron's language, instead of the flags above: E embedding, t layer, L loss, | next stage, *
+    """Every stage in Megatron's notation, instead of the flags above: E embedding, t layer, L loss, | next stage, *
     repetition (Ettt|(tttt|)*2,tttL). More stages than --pipeline-model-parallel-size are virtual stages."""
     sequence_parallel: Switch = False
     """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
@@ -94,23 +94,22 @@ class ParallelConfig:
     overlap_param_gather: Switch = True
     """On: gather updated weights during the next forward. Turn off only to measure what the overlap hides."""
     ddp_bucket_size: Count = 40_000_000
-    """Elements of a bucket. One reduction or gather carries one bucket. Rounded to suit the number of ranks."""
+    """Elements of a bucket, which is reduced or gathered at once. Rounded to suit the number of ranks."""
     fp8_grad_reduce: GradReduceMode = GradReduceMode.ALL_TO_ALL
     """How FP8 gradients are summed. all_to_all: exact FP32 sum. hierarchical: the same inside each node, then across
     nodes. nccl: native FP8 sum with FP8-LM's auto-scaling, for comparison."""
     fp8_wire_intra: Literal["bf16", "fp8"] = "bf16"
-    """Dtype of gradients on the wire inside a node with --fp8-grad-reduce hierarchical. Between nodes it is FP8."""
+    """Dtype in which ranks of a node send gradients with --fp8-grad-reduce hierarchical. Between nodes it is FP8."""
     dp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
     """Transport of gradients and weights between data-parallel ranks. nccl: NCCL. copy_engine: GPUs of one node copy
-    from each other and take no multiprocessors from the GEMMs. auto: copy_engine inside a node if it works, otherwise
-    nccl."""
+    from each other without using multiprocessors. auto: copy_engine inside a node if it works, otherwise nccl."""
     tp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
     """Transport of activations between tensor-parallel ranks in FP8 layers with --sequence-parallel. nccl: NCCL.
-    copy_engine: each GEMM runs in parts while the next part is copied. auto: copy_engine between two ranks of a node,
-    or up to four if steps are recorded as CUDA graphs, if it works; otherwise nccl."""
+    copy_engine: each GEMM runs in parts while the next part is copied. auto: copy_engine if it works, for two ranks
+    of a node, or for up to four if steps are recorded as CUDA graphs; otherwise nccl."""
     nccl_communicator_config_path: Text = None
-    """YAML file of NCCL settings by process group, in megatron-core's format. {dp_cp: {max_ctas: 8}} limits the
-    multiprocessors that data-parallel collectives take from concurrent GEMMs."""
+    """YAML file of NCCL settings for each process group, in megatron-core's format. Example: {dp_cp: {max_ctas: 8}}
+    limits the multiprocessors that data-parallel collectives use during GEMMs."""
     distributed_timeout_minutes: Minutes = 10.0
     """Time limit of a collective. The job ends if one takes longer."""
 
@@ -144,7 +143,8 @@ class DataConfig:
     """The source of tokens."""
 
     data_path: Words = ()
-    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix … for a blend. --split divides them."""
+    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix … for a blend. --split divides them into train,
+    validation and test data."""
     train_data_path: Words = ()
     """Like --data-path, for training only. Give --valid-data-path too, and no --split."""
     valid_data_path: Words = ()
@@ -152,7 +152,7 @@ class DataConfig:
     test_data_path: Words = ()
     """Like --data-path, for the test at the end."""
     data_args_path: Text = None
-    """File with the words of --data-path, which it stands for. It is read once, at the start."""
+    """File with the words of --data-path. Replaces --data-path. It is read once, at the start."""
     per_split_data_args_path: Text = None
     """JSON file {"train": [weight, prefix, …], "valid": …, "test": …}: --train-data-path and the others."""
     split: str = "969,30,1"
@@ -170,23 +170,24 @@ class DataConfig:
     merge_file: Text = None
     """GPT2BPETokenizer: gpt2-merges.txt."""
     tiktoken_pattern: Literal["v1", "v2"] = "v2"
-    """TikTokenizer: how text is cut into words. v2 starts a new word before a capital letter."""
+    """TikTokenizer: how text is split into words. v2 starts a new word before a capital letter."""
     tiktoken_num_special_tokens: Count = 1000
     """TikTokenizer: ids of special tokens, before those of the file."""
     tokenizer_special_tokens: Words = ()
-    """Tokens that are never cut (GPT2BPETokenizer, HuggingFaceTokenizer, TikTokenizer)."""
+    """Tokens that are never split (GPT2BPETokenizer, HuggingFaceTokenizer, TikTokenizer)."""
     tokenizer_hf_no_include_special_tokens: Switch = False
     """HuggingFaceTokenizer: add no tokens around a text, such as a Llama's BOS."""
     null_tokenizer_eod_id: OptionalIndex = None
     """NullTokenizer: the token that ends a document. Default: the last."""
     data_cache_path: Text = None
-    """Folder for caches of dataset indices, which is only read if it holds all. Default: cache/ beside the data."""
+    """Folder for caches of dataset indices. If it holds all of them, it is only read. Default: cache/ beside the
+    data."""
     num_dataset_builder_threads: Threads = 1
     """Threads that build the indices of a blend's datasets."""
     mmap_bin_files: Switch = True
-    """On: map the .bin files. Off: read them, where mapping is slow or impossible."""
+    """On: map the .bin files into memory. Off: read them, for file systems where mapping is slow or impossible."""
     dataloader_type: Literal["single", "cyclic"] = "single"
-    """single: the order of the dataset, which is shuffled. cyclic: every pass over the dataset is shuffled anew."""
+    """single: the shuffled order of the dataset. cyclic: every pass over the dataset is shuffled anew."""
     data_sharding: Switch = True
     """With --dataloader-type cyclic. On: each data-parallel rank draws from its own part of the dataset."""
     num_workers: Processes = 2
@@ -198,13 +199,14 @@ class DataConfig:
     eod_mask_loss: Switch = False
     """Leave end-of-document tokens out of the loss."""
     sft: Switch = False
-    """Fine-tune on conversations: the data paths are JSON lines of messages, and the loss is taken over answers."""
+    """Fine-tune on conversations. The data paths are JSON lines of messages. The loss is computed on answers only."""
     sft_tokenizer_prompt_format: Literal["default", "identity", "nemotron-h-aligned", "nemotron-nano-v2"] = "default"
-    """How --sft writes a conversation. default: the tokenizer's own chat template. identity: the messages alone."""
+    """How --sft writes a conversation. default: the tokenizer's own chat template. identity: only the
+    messages."""
     sft_chat_template: Text = None
-    """File of a Jinja chat template for --sft, instead of a format."""
+    """File with a Jinja chat template for --sft. Replaces --sft-tokenizer-prompt-format."""
     sft_packing: Switch = True
-    """On: --sft fills a sample with conversations of any lines. Off: a sample is one line, as in Megatron."""
+    """On: --sft fills a sample with conversations of several lines. Off: a sample is one line, as in Megatron."""
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -230,47 +232,49 @@ class TrainingConfig:
     rampup_batch_size: Words = ()
     """START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size by INCREMENT over SAMPLES."""
     step_batch_size_schedule: Words = ()
-    """TOKENS:BATCH …: the global batch from that many tokens on (0:16 2.4B:320). Replaces --global-batch-size."""
+    """TOKENS:BATCH …: the global batch is BATCH from TOKENS tokens on (0:16 2.4B:320). Replaces --global-batch-size."""
     calculate_per_token_loss: Switch = False
-    """On: the loss is the mean over the tokens of the global batch that count. Off: the mean over micro-batches of the
-    mean of each. They differ where micro-batches mask different numbers of tokens."""
+    """On: the loss is the mean over all unmasked tokens of the global batch. Off: the mean of the micro-batches' means.
+    They differ if micro-batches mask different numbers of tokens."""
     train_iters: OptionalCount = None
-    """Number of optimizer steps. A run gives this or --train-samples."""
+    """Number of optimizer steps. Give this or --train-samples."""
     train_samples: OptionalCount = None
-    """Number of samples to train on. The schedule of the learning rate then counts samples: --lr-decay-samples …"""
+    """Number of training samples. The learning-rate schedule then counts samples, too: --lr-decay-samples …"""
     iterations_to_skip: Words = ()
-    """Iterations, counted from 1, whose data is left out: they train on nothing and do not move the schedule."""
+    """Iterations, counted from 1, whose data is skipped. They train nothing and do not move the schedule."""
     eval_interval: CountOrZero = 0
-    """Steps between validations, with one more at the end; 0 turns them off, and the test at the end."""
+    """Steps between validations. One more validation and the test follow at the end. 0: no validation, no test."""
     eval_iters: CountOrZero = 100
     """Global batches in one validation."""
     full_validation: Switch = False
     """On: every validation reads each token of the validation split once, instead of --eval-iters batches."""
     multiple_validation_sets: Switch = False
-    """With --full-validation: a loss for each of the files of --valid-data-path."""
+    """With --full-validation: report a loss for each file of --valid-data-path."""
     validation_set_names: Words = ()
     """Names of the validation sets, in the order of --valid-data-path. Default: 0, 1, …"""
     seed: CountOrZero = 1234
     """Seed of initialisation, data order and dropout. The initial weights do not depend on the parallel layout."""
     exit_interval: OptionalCount = None
-    """Save and stop after the next iteration that is a multiple of this."""
+    """Save and stop at the next iteration that is a multiple of this."""
     exit_duration_in_mins: OptionalPositive = None
-    """Save and stop after this many minutes. Those in which data and model are built and loaded count."""
+    """Save and stop after this many minutes, counted from before data and model are built and loaded."""
     max_skipped_steps: Count = 20
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
     loss_spike_threshold: NotNegative = 10.0
-    """A loss this many robust standard deviations above the median of the last 64 steps is a spike; 0: none is."""
+    """A step is a loss spike if its loss is this many robust standard deviations above the median of the last 64 steps.
+    0: no step is."""
     rollback_on_loss_spike: Switch = False
-    """On: a spike ends the ranks; with --max-restarts they resume from the last checkpoint, after the spike's data."""
+    """On: a spike ends the ranks. With --max-restarts they load the last checkpoint and skip the data of the spike."""
     check_weight_hash_across_dp_replicas_interval: OptionalCount = None
-    """Steps between comparisons of what several ranks hold alike: weights, scales, norms, step count, amax histories.
-    A difference names the ranks and ends the run. Each checkpoint is compared before it is saved."""
+    """Steps between comparisons of tensors that are equal on several ranks: weights, scales, norms, step count, amax
+    histories. A difference ends the run with an error that names the ranks. Each checkpoint is compared before it is
+    saved."""
     deterministic_mode: Switch = False
-    """Use only kernels whose results repeat bit for bit."""
+    """Use only kernels whose results are bitwise reproducible."""
     cuda_graph_impl: Literal["auto", "none", "local"] = "auto"
-    """local: record forward and backward of a step once as a CUDA graph and launch it for every step, so that no kernel
-    waits for the host. none: never record. auto: record on the GPUs of one node if layers are small enough to gain,
-    the configuration can be recorded and memory allows."""
+    """local: record forward and backward of a step once as a CUDA graph and replay it in every step, so that kernels do
+    not wait for the host. none: do not record. auto: record on the GPUs of one node if the configuration can be
+    recorded, memory suffices, and layers are small enough to become faster."""
     cuda_graph_scope: Literal["full_iteration"] = "full_iteration"
     """Contents of a graph: all micro-batches of a step and the reduction of their gradients."""
     cuda_graph_warmup_steps: CountOrZero = 3
@@ -279,20 +283,20 @@ class TrainingConfig:
     """Recompute activations in backward: whole layers (full) or the parts of --recompute-modules (selective)."""
     recompute_modules: Words = ()
     """Parts of a layer that selective recomputation covers, by default core_attn. core_attn: softmax(QKᵀ)·V. mlp: in
-    FP8 layers the GEMM before the activation, whose output is the largest that a layer keeps; otherwise the whole MLP.
-    layernorm: norms, which FP8 layers always recompute, and BF16 layers beside them never."""
+    FP8 layers the GEMM before the activation function, which has the largest output of a layer; otherwise the whole
+    MLP. layernorm: norms. FP8 layers always recompute norms; with --precision fp8, BF16 layers never do."""
     recompute_method: Annotated[Literal["uniform", "block"] | None, UNSET] = None
     """Which layers full recomputation covers; see --recompute-num-layers."""
     recompute_num_layers: OptionalLayers = None
     """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
     cpu_offloading_num_layers: LayersOrZero = 0
-    """The first so many layers of each (virtual) stage keep on the host what they keep for backward. Copies run beside
-    other layers. With full recomputation these are the layers' inputs."""
+    """This many first layers of each (virtual) stage keep their activations for backward on the host. Copies run during
+    the computation of other layers. With full recomputation only the layers' inputs are kept."""
     loss_chunk_size: OptionalCount = None
-    """Positions of each sequence whose logits exist at a time. Backward computes logits again. Default: all."""
+    """Positions of each sequence whose logits are computed at a time. Backward recomputes them. Default: all."""
     mlp_chunks_for_training: Count = 1
-    """Chunks of a sequence that go through an MLP one after another, forward and backward. Needs recomputed MLPs. As in
-    Megatron, the MLPs of all layers take chunks, also those that --recompute-method block does not recompute."""
+    """Number of chunks of a sequence that an MLP processes one after another. Needs recomputed MLPs. As in Megatron, this
+    holds for all layers, also those that --recompute-method block does not recompute."""
 
     @property
     def left_out(self) -> frozenset[int]:
