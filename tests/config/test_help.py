@@ -92,4 +92,4 @@ def test_readable_metavars(text: str) -> None:
 
 def test_chunks_of_mlps_are_of_all_layers(text: str) -> None:
     """Which layers are recomputed does not matter, as in Megatron's `TransformerLayer`."""
-    assert "the MLPs of all layers take chunks" in entries(text)["--mlp-chunks-for-training"]
+    assert "this holds for all layers" in entries(text)["--mlp-chunks-for-training"]
